@@ -1,0 +1,234 @@
+"""A run is a folder: every path in it and every way to write to it.
+
+All writers go through `write_atomic` (whole files) or `append_jsonl` (whole lines), so a reader never
+sees half of anything but a last line cut off by a crash, and `read_jsonl` copes with that one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+CHECKPOINT_PREFIX = "step-"
+PARTIAL_SUFFIX = ".partial"
+REJECTED_SUFFIX = ".rejected"
+
+
+class RunDir:
+    """The paths of one run."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        """The effective config of the newest attempt."""
+        return self.path / "config.yaml"
+
+    @property
+    def plan_file(self) -> Path:
+        """The launch plan of the newest attempt."""
+        return self.path / "plan.json"
+
+    @property
+    def provenance_file(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
+    def job_file(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def events_file(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def attempts_dir(self) -> Path:
+        return self.path / "attempts"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held with flock while a command changes what the run will do next."""
+        return self.path / ".lock"
+
+    def checkpoint_dir(self, step: int) -> Path:
+        return self.checkpoints_dir / f"{CHECKPOINT_PREFIX}{step:08d}"
+
+    def attempt(self, number: int) -> AttemptDir:
+        return AttemptDir(self, number)
+
+    def attempt_numbers(self) -> list[int]:
+        """The attempts that exist, oldest first; attempts count from 1."""
+        if not self.attempts_dir.is_dir():
+            return []
+        return sorted(int(p.name) for p in self.attempts_dir.iterdir() if p.name.isdigit())
+
+    def exists(self) -> bool:
+        """True when this folder holds a run, not merely when it exists."""
+        return self.config_file.is_file() and self.attempts_dir.is_dir()
+
+
+class AttemptDir:
+    """The paths of one attempt: one start of the workers, with the config and plan it ran with."""
+
+    def __init__(self, run: RunDir, number: int) -> None:
+        self.run = run
+        self.number = number
+        self.path = run.attempts_dir / f"{number:03d}"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.logs_dir / "supervisor.log"
+
+    def node_log(self, node_rank: int) -> Path:
+        return self.logs_dir / f"node-{node_rank:04d}.log"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs_dir / f"rank-{rank:04d}.log"
+
+    @property
+    def errors_dir(self) -> Path:
+        return self.path / "errors"
+
+    def rank_error(self, rank: int) -> Path:
+        return self.errors_dir / f"rank-{rank:04d}.json"
+
+    @property
+    def stacks_dir(self) -> Path:
+        return self.path / "stacks"
+
+    @property
+    def profile_dir(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def end_file(self) -> Path:
+        """How the attempt ended; absent while it runs and after a death without a word."""
+        return self.path / "end.json"
+
+    def create(self) -> None:
+        """Make the folders of a new attempt.
+
+        Raises FileExistsError when another command was faster.
+        """
+        self.run.attempts_dir.mkdir(mode=0o700, exist_ok=True)
+        self.path.mkdir(mode=0o700)
+        for folder in (self.logs_dir, self.errors_dir):
+            folder.mkdir(mode=0o700)
+        latest = self.run.attempts_dir / "latest"
+        staged = self.run.attempts_dir / f".latest-{self.number:03d}"
+        staged.symlink_to(self.path.name)
+        staged.replace(latest)
+
+
+def utc_now() -> str:
+    """Now as ISO-8601 UTC with milliseconds, for example ``2026-01-31T12:00:00.123Z``."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a whole file so that a reader sees the old or the new one, never a half."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write one JSON value, indented, keys in the order given."""
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in a file; FileNotFoundError and ValueError pass through."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def append_jsonl(path: Path, record: dict[str, Any]) -> None:
+    """Append one record as one line in one write.
+
+    A line that a crash cut off before is closed first, so the new record stands on a line of its own.
+    """
+    line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        written = os.write(descriptor, line)
+        if written != len(line):
+            raise OSError(f"wrote {written} of {len(line)} bytes to {path}: is the disk full?")
+    finally:
+        os.close(descriptor)
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file; lines that a crash cut off are passed over; no file is no records."""
+    try:
+        stream = path.open(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    with stream:
+        for line in stream:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def log_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
+    """Append one event to the run's `events.jsonl`."""
+    append_jsonl(run.events_file, {"time": utc_now(), "attempt": attempt, "event": event, **fields})
+
+
+def read_metrics(run: RunDir) -> list[dict[str, Any]]:
+    """The training curve: one record a step, the newest attempt's where a step was computed twice."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for record in read_jsonl(run.metrics_file):
+        if isinstance(record.get("step"), int):
+            by_step[record["step"]] = record
+    return [by_step[step] for step in sorted(by_step)]
