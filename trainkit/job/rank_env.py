@@ -1,0 +1,96 @@
+"""Which rank this process is, found from its environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainkit.errors import UsageError
+
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Variables that make a process a rank; a job that is started from inside another must not inherit them."""
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """One process's place in the job."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    master_addr: str
+    master_port: int
+    source: str
+    """Where it was found, for example ``environment`` or ``single process``."""
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables that torch and other trainers read."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "NODE_RANK": str(self.node_rank),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
+    """The rank environment of this process; a process without any is the only one.
+
+    Raises UsageError when the variables contradict each other or are half set.
+    """
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return RankEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 0, source="single process")
+    missing = [
+        name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ
+    ]
+    if missing:
+        raise UsageError(
+            f"the rank environment is incomplete: {', '.join(missing)} not set",
+            hint="start through trainkit submit or trainkit run, or unset RANK and WORLD_SIZE",
+        )
+
+    def number(name: str, default: int | None = None) -> int:
+        text = environ.get(name)
+        if text is None and default is not None:
+            return default
+        try:
+            return int(text or "")
+        except ValueError:
+            raise UsageError(f"{name}={text!r} is not a whole number") from None
+
+    world_size = number("WORLD_SIZE")
+    local_world_size = number("LOCAL_WORLD_SIZE", world_size)
+    found = RankEnv(
+        rank=number("RANK"),
+        local_rank=number("LOCAL_RANK"),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=number("NODE_RANK", number("GROUP_RANK", 0)),
+        num_nodes=max(1, world_size // max(1, local_world_size)),
+        master_addr=environ["MASTER_ADDR"],
+        master_port=number("MASTER_PORT"),
+        source="environment",
+    )
+    if not 0 <= found.rank < found.world_size or not 0 <= found.local_rank < found.local_world_size:
+        raise UsageError(
+            f"RANK={found.rank} LOCAL_RANK={found.local_rank} do not fit "
+            f"WORLD_SIZE={found.world_size} LOCAL_WORLD_SIZE={found.local_world_size}",
+        )
+    return found
