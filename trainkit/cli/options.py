@@ -1,0 +1,104 @@
+"""Options that several commands share, as decorators."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from trainkit.config import LoadedConfig
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def examples(*lines: str) -> str:
+    """The epilog of a command's help: examples that run as they stand."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+@dataclass(frozen=True)
+class ConfigRequest:
+    """Which config was asked for and what the command line changes in it."""
+
+    path: str
+    profile: str | None
+    overrides: tuple[str, ...]
+    flags: dict[str, tuple[str, object]]
+    """Dotted key -> (the flag as it was typed, its value)."""
+
+    def load(self) -> LoadedConfig:
+        """Read the config with everything that is layered over it; ConfigError lists all problems."""
+        from trainkit.config import load_config
+
+        return load_config(self.path, profile=self.profile, overrides=self.overrides, flags=self.flags)
+
+
+def json_option(function: Command) -> Command:
+    """``--json``, given as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")(function)
+
+
+def shape_options(function: Command) -> Command:
+    """``--nodes`` and ``--gpus-per-node``, given as `nodes` and `gpus_per_node`."""
+    function = click.option(
+        "--gpus-per-node",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="GPUs a node; worker processes a node on a machine without GPUs.",
+    )(function)
+    return click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Number of nodes.")(function)
+
+
+def set_option(function: Command) -> Command:
+    """``--set KEY=VALUE``, repeatable, given as `overrides`."""
+    return click.option(
+        "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set one config value; repeatable."
+    )(function)
+
+
+def config_options(function: Command) -> Command:
+    """CONFIG and everything that changes values in it, given together as `request: ConfigRequest`."""
+
+    @functools.wraps(function)
+    def wrapper(
+        config: str,
+        profile: str | None,
+        overrides: tuple[str, ...],
+        nodes: int | None,
+        gpus_per_node: int | None,
+        name: str | None,
+        backend: str | None,
+        **others: Any,
+    ) -> Any:
+        flags = shape_flags(nodes, gpus_per_node)
+        if name is not None:
+            flags["name"] = (f"--name {name}", name)
+        if backend is not None:
+            flags["launch.backend"] = (f"--backend {backend}", backend)
+        return function(request=ConfigRequest(config, profile, overrides, flags), **others)
+
+    decorated: Any = wrapper
+    for decorate in (
+        click.option("--backend", type=click.Choice(["auto", "local"]), help="Where the run is started."),
+        click.option("--name", metavar="NAME", help="Name of the run."),
+        shape_options,
+        set_option,
+        click.option("--profile", metavar="NAME", help="Profile laid over the config."),
+        click.argument("config", type=click.Path(), metavar="CONFIG"),
+    ):
+        decorated = decorate(decorated)
+    return decorated  # type: ignore[no-any-return]
+
+
+def shape_flags(nodes: int | None, gpus_per_node: int | None) -> dict[str, tuple[str, object]]:
+    """The config values that ``--nodes`` and ``--gpus-per-node`` stand for, with the flag as it was typed."""
+    flags: dict[str, tuple[str, object]] = {}
+    if nodes is not None:
+        flags["resources.nodes"] = (f"--nodes {nodes}", nodes)
+    if gpus_per_node is not None:
+        flags["resources.gpus_per_node"] = (f"--gpus-per-node {gpus_per_node}", gpus_per_node)
+    return flags
