@@ -1,0 +1,167 @@
+"""The layers of a config: files with what they extend, profiles, environment, flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainkit.config.names import near, sections
+from trainkit.config.schema import CONFIG_VERSION
+from trainkit.config.tree import Entry, entry_at, merge
+from trainkit.config.yamlfile import parse_value, read_yaml_file
+from trainkit.errors import ConfigError, Problem
+from trainkit.resources import shipped_configs
+
+ENV_PREFIX = "TRAINKIT_"
+ENV_INTERNAL_PREFIX = "TRAINKIT_JOB_"
+EMPTY = Entry({}, "default")
+
+
+class Layers:
+    """Reads layers one after the other and collects their problems."""
+
+    def __init__(self, cwd: Path) -> None:
+        self.cwd = cwd
+        self.problems: list[Problem] = []
+
+    def file(self, path: Path) -> Entry:
+        """A file merged over everything that it extends; empty when it cannot be read."""
+        return self._file(self.cwd / path, ())
+
+    def _file(self, path: Path, parents: tuple[Path, ...]) -> Entry:
+        shown = self.shown(path)
+        try:
+            entry = read_yaml_file(path, shown)
+        except ConfigError as error:
+            self.problems += error.problems
+            return EMPTY
+        _refuse_newer(entry)
+        own = {key: value for key, value in entry.value.items() if key != "extends"}
+        result = EMPTY
+        for name, origin in self._extended(entry):
+            parent = self._find_extended(path, name, origin)
+            if parent is None:
+                continue
+            chain = (*parents, path.resolve())
+            if parent.resolve() in chain:
+                names = [self.shown(item) for item in chain[chain.index(parent.resolve()) :]]
+                self.problem("extends", f"{' extends '.join([*names, names[0]])}: a circle", origin)
+                continue
+            result = merge(result, self._file(parent, chain))
+        return merge(result, Entry(own, entry.origin))
+
+    def _extended(self, entry: Entry) -> list[tuple[str, str]]:
+        extends = entry.value.get("extends")
+        if extends is None or extends.value is None:
+            return []
+        names = extends.value if isinstance(extends.value, list) else [extends.value]
+        if not all(isinstance(name, str) and name for name in names):
+            self.problem("extends", "must be the name of a file or a list of names", extends.origin)
+            return []
+        return [(name, extends.origin) for name in names]
+
+    def _find_extended(self, path: Path, name: str, origin: str) -> Path | None:
+        beside = path.parent / Path(name).expanduser()
+        shipped = shipped_configs() / name
+        for candidate in (beside, shipped):
+            if candidate.exists():
+                return candidate
+        match = None
+        for candidate in (beside, shipped):
+            if match is None and candidate.parent.is_dir():
+                match = near(candidate.name, [item.name for item in candidate.parent.iterdir()])
+        message = f"{name} is neither beside this file nor among the configs that ship with trainkit"
+        self.problem(
+            "extends", message, origin, f"did you mean {Path(name).parent / match}?" if match else ""
+        )
+        return None
+
+    def profile(self, name: str, config: Path | None) -> Entry:
+        """The file of a profile."""
+        folders = [self.cwd / "profiles", self.cwd / "configs" / "profiles", shipped_configs() / "profiles"]
+        if config is not None:
+            folders.insert(0, (self.cwd / config).parent / "profiles")
+        for folder in folders:
+            if "/" not in name and (folder / f"{name}.yaml").is_file():
+                return self.file(folder / f"{name}.yaml")
+        known = sorted({item.stem for folder in folders for item in folder.glob("*.yaml")})
+        match = near(name, known)
+        hint = f"did you mean {match}? " if match else ""
+        hint += f"profiles here: {', '.join(known)}" if known else "put it into profiles/ beside the config"
+        self.problem("", f"there is no profile {name!r}", f"--profile {name}", hint)
+        return EMPTY
+
+    def environment(self, environ: Mapping[str, str]) -> Entry:
+        """The variables ``TRAINKIT_TRAIN__STEPS`` and the like."""
+        result = EMPTY
+        for name, text in sorted(environ.items()):
+            if not name.startswith(ENV_PREFIX) or name.startswith(ENV_INTERNAL_PREFIX):
+                continue
+            parts = name.removeprefix(ENV_PREFIX).split("__")
+            # Below a section and a key only free mappings follow (launch.env), whose names keep their case.
+            path = (*(part.lower() for part in parts[:2]), *parts[2:])
+            try:
+                value = parse_value(text)
+            except ValueError as error:
+                self.problem("", str(error), name)
+                continue
+            result = merge(result, entry_at(path, value, name))
+        return result
+
+    def flags(self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]) -> Entry:
+        """``--set a.b=c`` and named options; of two ``--set`` of one key the last counts."""
+        result = EMPTY
+        for text in overrides:
+            origin = f"--set {text}"
+            key, equals, raw = text.partition("=")
+            path = tuple(key.strip().split("."))
+            if not equals or not all(path):
+                self.problem(
+                    "", "must look like section.key=value", origin, "for example --set train.steps=100"
+                )
+                continue
+            try:
+                value = parse_value(raw)
+            except ValueError as error:
+                self.problem(".".join(path), str(error), origin)
+                continue
+            result = merge(result, entry_at(path, value, origin))
+        for key, (origin, value) in named.items():
+            path = tuple(key.split("."))
+            other = result.find(path)
+            if other is not None and other.plain() != value:
+                self.problem(key, f"was also given as {other.origin}", origin, "leave one of them out")
+            result = merge(result, entry_at(path, value, origin))
+        return result
+
+    def shown(self, path: Path) -> str:
+        """A file's name as origins show it: relative where it lies below the working folder."""
+        absolute = self.cwd / path
+        try:
+            return str(absolute.relative_to(self.cwd))
+        except ValueError:
+            return str(absolute)
+
+    def problem(self, key: str, message: str, origin: str, hint: str = "") -> None:
+        self.problems.append(Problem(key, message, origin, hint))
+
+
+def without_empty_sections(entry: Entry) -> Entry:
+    """The tree without sections that hold nothing: ``train:`` with every line commented out asks nothing."""
+    kept = {
+        key: value for key, value in entry.value.items() if not (key in sections() and value.value is None)
+    }
+    return Entry(kept, entry.origin)
+
+
+def _refuse_newer(entry: Entry) -> None:
+    version = entry.value.get("config_version")
+    if version is None or isinstance(version.value, bool) or not isinstance(version.value, int):
+        return
+    if version.value > CONFIG_VERSION:
+        message = (
+            f"the file is written for a newer trainkit: it has version {version.value}, "
+            f"this trainkit knows {CONFIG_VERSION}"
+        )
+        problem = Problem("config_version", message, version.origin, "update trainkit")
+        raise ConfigError([problem])

@@ -1,0 +1,152 @@
+"""Loads a config from all its layers, with the origin of every value and all problems at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from trainkit.config.layers import EMPTY, Layers, without_empty_sections
+from trainkit.config.names import flatten
+from trainkit.config.schema import RunConfig
+from trainkit.config.tree import Entry, entry_at, merge
+from trainkit.config.unsupported import unsupported
+from trainkit.config.validation import unknown_keys, unknown_problem, validation_problems, without
+from trainkit.errors import ConfigError, Problem
+
+DEFAULT = "default"
+PROJECT_FILE = "trainkit.yaml"
+DATA_NAMES = ("stdlib", "bytes")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config and where each of its values came from."""
+
+    config: RunConfig
+    origins: dict[str, str]
+    """Dotted key to ``file:line``, the flag, the variable's name, or ``default``."""
+
+    def set_by_user(self, key: str) -> bool:
+        """True when the value was written somewhere, even if it equals the default."""
+        return self.origins.get(key, DEFAULT) != DEFAULT
+
+    def problem(self, key: str, message: str, hint: str = "") -> Problem:
+        """A problem of a key, with the key's origin where it is not the default."""
+        origin = self.origins.get(key, DEFAULT)
+        return Problem(key, message, "" if origin == DEFAULT else origin, hint)
+
+
+def load_config(
+    path: str | Path | None,
+    *,
+    profile: str | None = None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, tuple[str, object]] | None = None,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    layers: bool = True,
+) -> LoadedConfig:
+    """The config of a file with everything around it.
+
+    `overrides` are the texts of ``--set``; `flags` maps a key to what was typed and the value it gives.
+    `layers` False leaves out ./trainkit.yaml, the user's config and the environment.
+
+    Raises ConfigError with every problem of every layer.
+    """
+    environ = os.environ if environ is None else environ
+    reader = Layers(Path.cwd() if cwd is None else cwd)
+    trees = _read_layers(reader, path, profile, overrides, flags or {}, environ, layers)
+    problems = list(reader.problems)
+    merged = EMPTY
+    for tree in trees:
+        unknown = list(unknown_keys(tree))
+        problems += [unknown_problem(key, entry) for key, entry in unknown]
+        merged = merge(merged, without(tree, [key for key, _ in unknown]))
+    merged = _epochs_replace_default_steps(merged)
+    try:
+        config = RunConfig.model_validate(_absolute_paths(merged, reader.cwd).plain())
+    except ValidationError as error:
+        raise ConfigError(problems + validation_problems(error, merged)) from None
+    loaded = LoadedConfig(config, _origins(config, merged))
+    problems += [loaded.problem(key, message) for key, message in unsupported(config)]
+    problems += _length_problems(loaded)
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
+def _read_layers(
+    reader: Layers,
+    path: str | Path | None,
+    profile: str | None,
+    overrides: Sequence[str],
+    flags: Mapping[str, tuple[str, object]],
+    environ: Mapping[str, str],
+    layers: bool,
+) -> list[Entry]:
+    """Every layer, the weakest first."""
+    trees = []
+    if layers:
+        home = Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        for file in (home / "trainkit" / "config.yaml", reader.cwd / PROJECT_FILE):
+            if file.is_file():
+                trees.append(reader.file(file))
+    if path is not None:
+        trees.append(reader.file(Path(path)))
+    if profile is not None:
+        trees.append(reader.profile(profile, Path(path) if path is not None else None))
+    if layers:
+        trees.append(reader.environment(environ))
+    trees.append(reader.flags(overrides, flags))
+    return [without_empty_sections(tree) for tree in trees]
+
+
+def _epochs_replace_default_steps(tree: Entry) -> Entry:
+    epochs = tree.find(("train", "epochs"))
+    if epochs is None or epochs.value is None or tree.find(("train", "steps")) is not None:
+        return tree
+    return merge(tree, entry_at(("train", "steps"), None, DEFAULT))
+
+
+def _length_problems(loaded: LoadedConfig) -> list[Problem]:
+    train = loaded.config.train
+    if train.steps is None and train.epochs is None:
+        return [loaded.problem("train.steps", "is null and so is train.epochs", "give one of them")]
+    if train.steps is not None and train.epochs is not None:
+        message = f"is {train.epochs:g} while train.steps is {train.steps}: only one can end the run"
+        hint = f"train.steps comes from {loaded.origins['train.steps']}; set one of them to null"
+        return [loaded.problem("train.epochs", message, hint)]
+    return []
+
+
+def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
+    """The tree with data paths that mean the same from every folder."""
+    for key in ("source", "val_source", "tokenizer", "cache_dir"):
+        found = tree.find(("data", key))
+        if found is None:
+            continue
+        value = found.value
+        if isinstance(value, list):
+            value = [_absolute(item, cwd) for item in value]
+        tree = merge(tree, Entry({"data": Entry({key: Entry(_absolute(value, cwd), found.origin)}, "")}, ""))
+    return tree
+
+
+def _absolute(value: object, cwd: Path) -> object:
+    if not isinstance(value, str) or not value or value in DATA_NAMES:
+        return value
+    return str(cwd / Path(value).expanduser())
+
+
+def _origins(config: RunConfig, tree: Entry) -> dict[str, str]:
+    origins = {}
+    for key, _ in flatten(config.model_dump(mode="json", by_alias=True)):
+        found = tree.find(tuple(key.split(".")))
+        origins[key] = found.origin if found else DEFAULT
+        if found and found.is_mapping:
+            origins |= {".".join((key, *path)): entry.origin for path, entry in found.leaves()}
+    return origins

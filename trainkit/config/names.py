@@ -1,0 +1,75 @@
+"""The names of all keys, and which of them somebody may have meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from trainkit.config.schema import RunConfig
+
+
+def near(word: str, words: Iterable[str]) -> str | None:
+    """The word that is most like the given one, or None when none is."""
+    matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+@cache
+def sections() -> dict[str, tuple[str, ...]]:
+    """The keys of every section; the top level's section is the empty name."""
+    found: dict[str, tuple[str, ...]] = {"": tuple(RunConfig.model_fields)}
+    for name, field in RunConfig.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found[name] = tuple(inner.alias or key for key, inner in kind.model_fields.items())
+    return found
+
+
+@cache
+def all_keys() -> tuple[str, ...]:
+    """Every dotted key that holds a value, in the order of the schema."""
+    return tuple(key for key, _ in flatten(RunConfig().model_dump(mode="json", by_alias=True)))
+
+
+def flatten(dumped: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The dotted keys and values of a dumped config; mappings below a section stay whole."""
+    for name, value in dumped.items():
+        if name in sections():
+            for key, inner in value.items():
+                yield f"{name}.{key}", inner
+        else:
+            yield name, value
+
+
+def is_known(path: tuple[str, ...]) -> bool:
+    """True for a section, a key, and anything below a key that holds a free mapping."""
+    if path[0] not in sections():
+        return path[0] in sections()[""] and len(path) == 1
+    return len(path) == 1 or path[1] in sections()[path[0]]
+
+
+def meant(path: tuple[str, ...]) -> str | None:
+    """The key or section that an unknown path may have meant, or None."""
+    section = path[0] if len(path) > 1 and path[0] in sections() else ""
+    leaf = path[-1]
+    if section:
+        match = near(leaf, sections()[section])
+        if match:
+            return f"{section}.{match}"
+    joined = {key.replace(".", "_"): key for key in all_keys() if "." in key}
+    if leaf in joined:
+        return joined[leaf]
+    by_leaf = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
+    if leaf in by_leaf:
+        return by_leaf[leaf]
+    if not section and (match := near(leaf, sections()[""])):
+        return match
+    dotted = ".".join(path)
+    if match := near(dotted, all_keys()):
+        return match
+    match = near(leaf, by_leaf)
+    return by_leaf[match] if match else None

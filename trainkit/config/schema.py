@@ -1,0 +1,76 @@
+"""The whole config of a run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from trainkit.config.running import (
+    CheckpointConfig,
+    LaunchConfig,
+    LoggingConfig,
+    ParallelConfig,
+    ProfilerConfig,
+    RequeueConfig,
+    ResourcesConfig,
+)
+from trainkit.config.section import AtLeastOne, NotNegative, Section
+from trainkit.config.training import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+CONFIG_VERSION = 1
+EXTENDS_SCHEMA = {
+    "description": "Files merged before this one, in order: beside this file, or shipped with trainkit.",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+}
+
+
+def _allow_extends(schema: dict[str, Any]) -> None:
+    schema["properties"] = {"extends": EXTENDS_SCHEMA, **schema["properties"]}
+
+
+class RunConfig(Section):
+    """What a user asks for; everything has a default."""
+
+    model_config = ConfigDict(title="trainkit run config", json_schema_extra=_allow_extends)
+
+    config_version: AtLeastOne = Field(
+        default=CONFIG_VERSION, description="Version of the format of this file."
+    )
+    name: str = Field(
+        default="run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        description="Name of the run and of its folder.",
+        json_schema_extra={"allowed": "a name of letters, digits, dots, dashes and underscores"},
+    )
+    seed: NotNegative = Field(
+        default=0, lt=2**63, description="Seed of all randomness: weights, order, dropout."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="What to compute on; auto is CUDA where there is a GPU, else the CPU."
+    )
+    task: str = Field(default="causal_lm", description="What is learned.")
+    model: ModelConfig = Field(default=ModelConfig(), description="The network.")
+    data: DataConfig = Field(default=DataConfig(), description="What the model reads.")
+    train: TrainConfig = Field(default=TrainConfig(), description="Length of the run and size of a step.")
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Optimizer and learning rate.")
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate over the steps.")
+    precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Number formats.")
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description="How processes share the work.")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="When the state is saved.")
+    resources: ResourcesConfig = Field(
+        default=ResourcesConfig(), description="What the run asks of the cluster."
+    )
+    launch: LaunchConfig = Field(default=LaunchConfig(), description="How processes are started.")
+    requeue: RequeueConfig = Field(
+        default=RequeueConfig(), description="When the run starts again by itself."
+    )
+    logging: LoggingConfig = Field(default=LoggingConfig(), description="Where metrics go.")
+    profiler: ProfilerConfig = Field(default=ProfilerConfig(), description="A recorded window of steps.")

@@ -1,0 +1,30 @@
+"""What every section of a config has in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Frozen; refuses keys it does not know, numbers that are not finite, and values of another type."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
+def list_field(default: tuple[Any, ...], description: str, **constraints: Any) -> Any:
+    """A field that holds a tuple and is written as a YAML list."""
+    return Field(default=default, description=description, strict=False, **constraints)

@@ -1,0 +1,43 @@
+"""What the config can say and this release cannot do yet: one row a key, deleted when it can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainkit.config.schema import RunConfig
+
+# key, the only value that is honoured, what it would be
+_ROWS: tuple[tuple[str, object, str], ...] = (
+    ("task", "causal_lm", "a task other than causal_lm"),
+    ("model.hf", None, "training Hugging Face models"),
+    ("model.init_from", None, "starting from the weights of another run"),
+    ("optimizer.name", "adamw", "an optimizer other than adamw"),
+    ("parallel.tp", 1, "tensor parallelism"),
+    ("parallel.pp", 1, "pipeline parallelism"),
+    ("parallel.cp", 1, "context parallelism"),
+    ("parallel.offload", False, "offloading to host memory"),
+    ("resources.spare_nodes", 0, "spare nodes"),
+    ("launch.per", "gpu", "one task a node"),
+    ("launch.modules", (), "loading environment modules"),
+    ("launch.venv", None, "activating a virtual environment"),
+    ("launch.conda", None, "activating a conda environment"),
+    ("launch.container", None, "running in a container"),
+    ("launch.setup", (), "running setup lines"),
+    ("launch.network", "auto", "choosing the network interface"),
+    ("logging.mlflow", None, "logging to MLflow"),
+    ("logging.wandb", None, "logging to Weights & Biases"),
+)
+_SHOWN: dict[object, str] = {None: "null", False: "false", (): "[]"}
+
+
+def unsupported(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The keys that ask for more than this release can do, with a message each."""
+    for key, only, feature in _ROWS:
+        value: object = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value != only:
+            yield key, f"{feature} is not in this release; {key} must be {_SHOWN.get(only, only)}"
+    if config.launch.backend in ("sbatch", "submitit"):
+        message = "submitting to Slurm is not in this release; launch.backend must be auto or local"
+        yield "launch.backend", message
