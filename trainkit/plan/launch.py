@@ -58,6 +58,8 @@ class LaunchPlan:
     """Seconds between a stop signal and the moment when the job must be gone."""
     reasons: dict[str, str]
     """For each derived value, one sentence that says where it came from."""
+    command: tuple[str, ...] | None = None
+    """The argv of a worker; None is the built-in trainer."""
     version: int = PLAN_VERSION
 
     @property
@@ -82,4 +84,6 @@ class LaunchPlan:
             )
         fields["layout"] = Layout(**fields["layout"])
         fields["batch"] = Batch(**fields["batch"])
+        if fields.get("command") is not None:
+            fields["command"] = tuple(fields["command"])
         return cls(**fields)

@@ -1,0 +1,130 @@
+"""The shape of the model: presets, what follows from a config, and what a shape costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainkit.config.training import ModelConfig
+from trainkit.errors import ConfigError, Problem
+
+VOCAB_MULTIPLE = 64
+"""Vocabularies are padded to a multiple of this, which keeps matrix kernels on their fast path."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Everything that the sizes of a Llama-style decoder are made of."""
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_dim: int
+    norm_eps: float
+    rope_theta: float
+    tie_embeddings: bool
+    dropout: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The sizes that a name stands for."""
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_dim: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+
+
+# 60m, 125m, 350m: the Llama shapes of GaLore (arXiv 2403.03507). 1b, 3b: Llama 3.2. 8b: Llama 3 8B.
+PRESETS: dict[str, Preset] = {
+    "nano": Preset(64, 2, 4, 2, 192),
+    "tiny": Preset(128, 4, 4, 2, 384),
+    "mini": Preset(256, 8, 8, 4, 768),
+    "60m": Preset(512, 8, 8, 8, 1376),
+    "125m": Preset(768, 12, 12, 12, 2048),
+    "350m": Preset(1024, 24, 16, 16, 2736),
+    "1b": Preset(2048, 16, 32, 8, 8192, rope_theta=500_000.0),
+    "3b": Preset(3072, 28, 24, 8, 8192, rope_theta=500_000.0),
+    "8b": Preset(4096, 32, 32, 8, 14336, rope_theta=500_000.0),
+}
+
+
+def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelShape:
+    """The preset with what the config says otherwise.
+
+    Raises ConfigError with every size that does not fit another.
+    """
+    preset = PRESETS[model.preset]
+    padded = -(-tokenizer_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    shape = ModelShape(
+        vocab_size=model.vocab_size or padded,
+        dim=model.dim or preset.dim,
+        num_layers=model.num_layers or preset.num_layers,
+        num_heads=model.num_heads or preset.num_heads,
+        num_kv_heads=model.num_kv_heads or preset.num_kv_heads,
+        ffn_dim=model.ffn_dim or preset.ffn_dim,
+        norm_eps=model.norm_eps or preset.norm_eps,
+        rope_theta=model.rope_theta or preset.rope_theta,
+        tie_embeddings=model.tie_embeddings,
+        dropout=model.dropout,
+    )
+    problems = _shape_problems(shape, tokenizer_vocab_size)
+    if problems:
+        raise ConfigError(problems)
+    return shape
+
+
+def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int) -> list[Problem]:
+    problems = []
+    if shape.vocab_size < tokenizer_vocab_size:
+        message = f"is {shape.vocab_size}, but the tokenizer has {tokenizer_vocab_size} tokens"
+        hint = "leave it at null to take the tokenizer's size"
+        problems.append(Problem("model.vocab_size", message, hint=hint))
+    if shape.dim % shape.num_heads:
+        message = f"is {shape.num_heads}, which does not divide model.dim {shape.dim}"
+        problems.append(
+            Problem("model.num_heads", message, hint="the width is split evenly between the heads")
+        )
+    elif shape.head_dim % 2:
+        message = f"is {shape.num_heads}, which makes heads of odd width {shape.head_dim}"
+        hint = "rotary position embedding turns pairs of values: dim / num_heads must be even"
+        problems.append(Problem("model.num_heads", message, hint=hint))
+    if shape.num_heads % shape.num_kv_heads:
+        message = f"is {shape.num_kv_heads}, which does not divide model.num_heads {shape.num_heads}"
+        hint = "every key and value head serves the same number of query heads"
+        problems.append(Problem("model.num_kv_heads", message, hint=hint))
+    return problems
+
+
+def num_params(shape: ModelShape) -> int:
+    """All parameters, embeddings included; tied ones count once."""
+    embeddings = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
+    return embeddings + num_params_between_embeddings(shape)
+
+
+def num_params_between_embeddings(shape: ModelShape) -> int:
+    """Parameters of the decoder blocks and the last norm."""
+    attention = 2 * shape.dim * shape.dim + 2 * shape.dim * shape.num_kv_heads * shape.head_dim
+    feed_forward = 3 * shape.dim * shape.ffn_dim
+    norms = 2 * shape.dim
+    return shape.num_layers * (attention + feed_forward + norms) + shape.dim
+
+
+def flops_per_token(shape: ModelShape, seq_len: int) -> float:
+    """Floating point operations that training needs for one token, recomputation not counted.
+
+    ``6 N + 12 L H Q T`` of PaLM, appendix B (arXiv 2204.02311): N counts the blocks and the output
+    projection (tied or not, it is multiplied), not the embedding, which is looked up.
+    """
+    matmul_params = num_params_between_embeddings(shape) + shape.vocab_size * shape.dim
+    attention = 12 * shape.num_layers * shape.dim * seq_len
+    return float(6 * matmul_params + attention)
