@@ -1,0 +1,143 @@
+"""`dataset.json`: what a folder of token shards says about itself.
+
+::
+
+    DIR/dataset.json      this file, written last: without it the folder is no dataset
+    DIR/train-00000.bin   tokens, little endian, nothing else; shards of a split follow each other
+    DIR/val-00000.bin
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit import rundir
+from trainkit.errors import UsageError
+
+DATASET_FILE = "dataset.json"
+FORMAT = "trainkit-token-shards"
+FORMAT_VERSION = 1
+TRAIN = "train"
+VAL = "val"
+SPLITS = (TRAIN, VAL)
+TOKEN_BYTES = {"uint16": 2, "uint32": 4}
+"""Bytes a token takes, by dtype."""
+
+
+@dataclass(frozen=True)
+class TokenizerIdentity:
+    """Which tokenizer made the tokens."""
+
+    kind: str
+    """``bytes`` or ``tokenizer.json``."""
+    name: str
+    sha256: str
+    vocab_size: int
+    """The largest id plus one: the number of rows an embedding needs."""
+    eos_id: int
+    eos_token: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens."""
+
+    file: str
+    num_tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class InputDigest:
+    """One source file as it was when it was tokenised."""
+
+    name: str
+    role: str
+    """``both`` when the file was cut into the two splits, else the split that it went to."""
+    size: int
+    """Bytes on disk."""
+    sha256: str
+    """Of the content as it was tokenised, after decompression."""
+
+
+@dataclass(frozen=True)
+class DatasetFile:
+    """The content of `dataset.json`."""
+
+    tokenizer: TokenizerIdentity
+    dtype: str
+    fingerprint: str
+    """Changes with the tokenizer, the options and the text."""
+    options: dict[str, Any]
+    inputs: tuple[InputDigest, ...]
+    splits: dict[str, tuple[Shard, ...]]
+
+    def num_tokens(self, split: str) -> int:
+        return sum(shard.num_tokens for shard in self.splits.get(split, ()))
+
+    def num_shards(self) -> int:
+        return sum(len(shards) for shards in self.splits.values())
+
+    def write(self, folder: Path, staging: Path) -> None:
+        """Publish the folder as a dataset: write in `staging`, then rename.
+
+        The file gets the mode that the umask allows, like the shards: a team may share a dataset.
+        """
+        record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        staged = staging / DATASET_FILE
+        with staged.open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        staged.replace(folder / DATASET_FILE)
+
+
+def is_dataset(folder: Path) -> bool:
+    return (folder / DATASET_FILE).is_file()
+
+
+def read_dataset_file(folder: Path) -> DatasetFile:
+    """What a prepared folder holds; UsageError where it is no dataset that this version can read."""
+    path = folder / DATASET_FILE
+    try:
+        record = rundir.read_json(path)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{folder} is not a prepared dataset: it has no {DATASET_FILE}",
+            hint=f"make one with `trainkit data prepare SRC --out {folder}`, or finish the one begun there",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}", hint="prepare the dataset again") from None
+    version = record.get("format_version") if isinstance(record, dict) else None
+    if not isinstance(version, int) or record.get("format") != FORMAT:
+        raise UsageError(
+            f"{path} was not written by trainkit",
+            hint="point data.source at a folder of `trainkit data prepare`",
+        )
+    if version > FORMAT_VERSION:
+        raise UsageError(
+            f"{path} has format version {version}; this trainkit reads up to {FORMAT_VERSION}",
+            hint="install a newer trainkit, or prepare the dataset again with this one",
+        )
+    try:
+        return _parse(record)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} is damaged: {error!r}", hint="prepare the dataset again") from None
+
+
+def _parse(record: dict[str, Any]) -> DatasetFile:
+    dtype = record["dtype"]
+    if dtype not in TOKEN_BYTES:
+        raise ValueError(f"dtype {json.dumps(dtype)} is neither uint16 nor uint32")
+    return DatasetFile(
+        tokenizer=TokenizerIdentity(**record["tokenizer"]),
+        dtype=dtype,
+        fingerprint=str(record["fingerprint"]),
+        options=dict(record["options"]),
+        inputs=tuple(InputDigest(**entry) for entry in record["inputs"]),
+        splits={split: tuple(Shard(**entry) for entry in record["splits"][split]) for split in SPLITS},
+    )

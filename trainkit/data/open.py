@@ -1,0 +1,105 @@
+"""From the `data` section of a config to tokens that can be read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+
+from trainkit.data.dataset_file import TokenizerIdentity, is_dataset, read_dataset_file
+from trainkit.data.lock import exclusive
+from trainkit.data.prepare import LAYOUT_VERSION, prepare
+from trainkit.data.progress import show_progress
+from trainkit.data.recipe import STDLIB, DataConfig, Recipe, prepared_folder, recipe_of
+from trainkit.data.shards import TokenShards
+from trainkit.data.sources import find_inputs
+from trainkit.data.tokenizer_file import BYTES, identify
+from trainkit.errors import UsageError
+
+_PARTIAL_SUFFIX = ".partial"
+
+
+def open_dataset(config: DataConfig, seq_len: int, split: str) -> TokenShards:
+    """The `train` or `val` split of a config's data, prepared first where that has not been done.
+
+    Raises UsageError for data that cannot be used and for a split shorter than one sample.
+    """
+    return TokenShards(ensure_prepared(config), split, seq_len)
+
+
+def ensure_prepared(config: DataConfig) -> Path:
+    """The folder with the token shards of a config.
+
+    A prepared `data.source` is used as it is, with the tokenizer that made it; other sources are tokenised
+    once into the cache. Any number of processes may call this at once: one works, the others wait.
+    """
+    folder = prepared_folder(config)
+    if folder is not None:
+        check_tokenizer(config.tokenizer, folder, read_dataset_file(folder).tokenizer)
+        return folder
+    recipe = recipe_of(config)
+    cache = _cache_folder(config)
+    target = cache / _cache_key(recipe)
+    if not is_dataset(target):
+        _prepare_into(cache, target, recipe, max(1, config.num_workers))
+    return target
+
+
+def check_tokenizer(wanted: str, folder: Path, used: TokenizerIdentity) -> None:
+    """UsageError when `data.tokenizer` names another tokenizer than the one that made a prepared dataset.
+
+    `bytes` is the default of the config and leaves the choice to the dataset.
+    """
+    if wanted != BYTES and identify(wanted).sha256 != used.sha256:
+        raise UsageError(
+            f"data.tokenizer {wanted} is not the tokenizer that made {folder} ({used.name})",
+            hint="leave data.tokenizer out, or prepare the texts again with this one",
+        )
+
+
+def _prepare_into(cache: Path, target: Path, recipe: Recipe, workers: int) -> None:
+    partial = target.with_name(target.name + _PARTIAL_SUFFIX)
+    hint = "set data.cache_dir to a folder that you may write to and that has room"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = exclusive(
+            target.with_name(target.name + ".lock"),
+            busy=f"waiting for another process to prepare {target}",
+            wait=True,
+        )
+        with lock:
+            if is_dataset(target):
+                return
+            with show_progress("preparing data") as on_progress:
+                prepare(recipe, partial, workers, on_progress)
+            partial.rename(target)
+    except OSError as error:
+        raise UsageError(f"the data cache {cache} cannot be written: {error.strerror}", hint=hint) from None
+
+
+def _cache_folder(config: DataConfig) -> Path:
+    if config.cache_dir is not None:
+        return Path(config.cache_dir)
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "trainkit" / "data"
+
+
+def _cache_key(recipe: Recipe) -> str:
+    """Changes with the files as far as names, sizes and times tell, and with the options."""
+    only_stdlib = {*recipe.sources, *recipe.val_sources} == {STDLIB}
+    files = [
+        [source.name, source.role, source.size] + ([] if only_stdlib else [source.path, source.mtime_ns])
+        for source in find_inputs(recipe)
+    ]
+    made_of = {
+        "layout": LAYOUT_VERSION,
+        "python": platform.python_version() if only_stdlib else "",
+        "tokenizer": identify(recipe.tokenizer).sha256,
+        "eos": identify(recipe.tokenizer).eos_id,
+        "recipe": asdict(recipe) | {"tokenizer": ""},
+        "files": files,
+    }
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:24]

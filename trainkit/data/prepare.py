@@ -1,0 +1,212 @@
+"""Turns texts into a folder of token shards, with several processes and in constant memory.
+
+The work is cut into units that know nothing of each other; each publishes its shards by rename and a small
+record last. So a prepare that was killed goes on where it was, and the result is the same to the byte
+whatever the number of workers and interruptions. `dataset.json` comes last of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit import rundir
+from trainkit.data.dataset_file import (
+    SPLITS,
+    TRAIN,
+    DatasetFile,
+    InputDigest,
+    Shard,
+    TokenizerIdentity,
+    is_dataset,
+    read_dataset_file,
+)
+from trainkit.data.lock import exclusive
+from trainkit.data.pool import run_all
+from trainkit.data.recipe import Recipe
+from trainkit.data.sources import find_inputs
+from trainkit.data.tokenizer import token_dtype
+from trainkit.data.tokenizer_file import identify
+from trainkit.data.unit_work import WORK_FOLDER, UnitJob, digest_unit, run_unit
+from trainkit.data.units import UNIT_BYTES, plan_units
+from trainkit.errors import TrainkitError, UsageError
+
+LAYOUT_VERSION = 1
+"""Part of the fingerprint: raise it when the same text would become other tokens."""
+PLAN_FILE = "plan.json"
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes of source that are done and those in all."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` left in a folder."""
+
+    folder: Path
+    file: DatasetFile
+    was_there: bool
+    """True when the folder held the same dataset already and nothing was done."""
+
+
+def prepare(
+    recipe: Recipe,
+    folder: Path,
+    workers: int = 1,
+    on_progress: OnProgress | None = None,
+    unit_bytes: int = UNIT_BYTES,
+) -> Prepared:
+    """Make `folder` the dataset of a recipe, going on with what a killed prepare left there.
+
+    Raises UsageError for sources that cannot be used and for a folder that holds anything else, TrainkitError
+    when the disk is full or a worker was killed.
+    """
+    work = _Work(folder, recipe, unit_bytes, workers, on_progress)
+    if not is_dataset(folder):
+        _make_work_folder(folder)
+        with exclusive(
+            folder / WORK_FOLDER / "lock", busy=f"another process is preparing {folder}", wait=False
+        ):
+            if not is_dataset(folder):
+                return Prepared(folder, work.make(), was_there=False)
+    return Prepared(folder, work.compare(), was_there=True)
+
+
+class _Work:
+    """One recipe and where it goes."""
+
+    def __init__(
+        self, folder: Path, recipe: Recipe, unit_bytes: int, workers: int, on_progress: OnProgress | None
+    ) -> None:
+        self.folder = folder
+        self.workers = workers
+        self.on_progress = on_progress
+        self.tokenizer = identify(recipe.tokenizer)
+        self.inputs = find_inputs(recipe)
+        self.options = _options(recipe, unit_bytes)
+        self.jobs = [
+            UnitJob(folder, recipe, unit, {part.input: self.inputs[part.input] for part in unit.parts})
+            for unit in plan_units(self.inputs, recipe.split_fraction, unit_bytes)
+        ]
+
+    def make(self) -> DatasetFile:
+        self._begin()
+        missing = [job for job in self.jobs if not job.record_file.exists()]
+        self._run(run_unit, missing)
+        records = [rundir.read_json(job.record_file) for job in self.jobs]
+        inputs = self._digests([record["digests"] for record in records])
+        splits = {
+            split: tuple(Shard(**record["shards"][split]) for record in records if split in record["shards"])
+            for split in SPLITS
+        }
+        fingerprint = _fingerprint(self.tokenizer, self.options, inputs)
+        dtype = token_dtype(self.tokenizer.vocab_size)
+        file = DatasetFile(self.tokenizer, dtype, fingerprint, self.options, inputs, splits)
+        self._check_not_empty(file)
+        file.write(self.folder, self.folder / WORK_FOLDER)
+        shutil.rmtree(self.folder / WORK_FOLDER)
+        return file
+
+    def compare(self) -> DatasetFile:
+        """The finished dataset that is there; UsageError when it was made from anything else."""
+        file = read_dataset_file(self.folder)
+        wanted = [(source.name, source.role, source.size) for source in self.inputs]
+        if file.tokenizer != self.tokenizer:
+            raise _different(self.folder, f"made with the tokenizer {file.tokenizer.name}")
+        if file.options != self.options:
+            raise _different(self.folder, f"made with the options {json.dumps(file.options)}")
+        if [(source.name, source.role, source.size) for source in file.inputs] != wanted:
+            raise _different(self.folder, "made from other files")
+        if self._digests(self._run(digest_unit, self.jobs)) != file.inputs:
+            raise _different(self.folder, "made from files that have changed since")
+        shutil.rmtree(self.folder / WORK_FOLDER, ignore_errors=True)
+        return file
+
+    def _begin(self) -> None:
+        """Record what is being made, or see that what was begun here is the same."""
+        plan_file = self.folder / WORK_FOLDER / PLAN_FILE
+        inputs = [{**asdict(source), "path": None} for source in self.inputs]
+        plan = {"tokenizer": asdict(self.tokenizer), "options": self.options, "inputs": inputs}
+        if plan_file.exists():
+            if rundir.read_json(plan_file) != plan:
+                raise _different(self.folder, "begun with other options, or its sources have changed since")
+            return
+        rundir.write_json(plan_file, plan)
+
+    def _run(self, function: Callable[[UnitJob], Any], jobs: list[UnitJob]) -> list[Any]:
+        total = sum(job.unit.num_bytes for job in self.jobs)
+        done = total - sum(job.unit.num_bytes for job in jobs)
+
+        def on_done(number: int) -> None:
+            nonlocal done
+            done += jobs[number].unit.num_bytes
+            if self.on_progress:
+                self.on_progress(done, total)
+
+        return run_all(function, jobs, self.workers, on_done)
+
+    def _digests(self, by_unit: list[list[str]]) -> tuple[InputDigest, ...]:
+        """One digest an input: of its content, or of the digests of its parts where it was cut."""
+        found: list[list[str]] = [[] for _ in self.inputs]
+        for job, digests in zip(self.jobs, by_unit, strict=True):
+            for part, digest in zip(job.unit.parts, digests, strict=True):
+                found[part.input].append(digest)
+        return tuple(
+            InputDigest(
+                source.name,
+                source.role,
+                source.size,
+                digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
+            )
+            for source, digests in zip(self.inputs, found, strict=True)
+        )
+
+    def _check_not_empty(self, file: DatasetFile) -> None:
+        if not file.num_tokens(TRAIN):
+            raise UsageError(
+                "the sources hold no text to train on", hint="give files with text, or a smaller val_fraction"
+            )
+
+
+def _make_work_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = [entry.name for entry in folder.iterdir() if entry.name != WORK_FOLDER]
+        if others and not (folder / WORK_FOLDER / PLAN_FILE).exists():
+            raise UsageError(
+                f"{folder} is not empty and holds no dataset: {others[0]} is in it",
+                hint="choose another folder",
+            )
+        (folder / WORK_FOLDER).mkdir(exist_ok=True)
+    except OSError as error:
+        raise TrainkitError(
+            f"cannot write to {folder}: {error.strerror}", hint="choose a folder that you may write to"
+        ) from None
+
+
+def _options(recipe: Recipe, unit_bytes: int) -> dict[str, Any]:
+    """All that decides about the tokens, besides the tokenizer and the text."""
+    return {
+        "layout": LAYOUT_VERSION,
+        "unit_bytes": unit_bytes,
+        "val_fraction": recipe.split_fraction,
+        "text_key": recipe.text_key,
+    }
+
+
+def _fingerprint(
+    tokenizer: TokenizerIdentity, options: dict[str, Any], inputs: tuple[InputDigest, ...]
+) -> str:
+    identity = {key: value for key, value in asdict(tokenizer).items() if key != "name"}
+    content = {"tokenizer": identity, "options": options, "inputs": [asdict(source) for source in inputs]}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _different(folder: Path, how: str) -> UsageError:
+    return UsageError(
+        f"{folder} holds another dataset: it was {how}", hint="choose another folder; nothing was overwritten"
+    )

@@ -1,0 +1,122 @@
+"""Token shards on disk as samples of fixed length, read through memory maps."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainkit.data.dataset_file import TOKEN_BYTES, DatasetFile, TokenizerIdentity, read_dataset_file
+from trainkit.errors import UsageError
+
+MAX_OPEN_SHARDS = 256
+"""Maps kept open by one dataset: each holds a file descriptor, and 1,024 is a common limit of a process."""
+
+
+class TokenShards:
+    """One split of a prepared dataset, cut into samples of `seq_len` + 1 tokens.
+
+    Sample i begins at token i x seq_len, so the last token of a sample is the first of the next one and every
+    token but the first is predicted once. Samples run across documents and shards. Opening looks at file
+    sizes and reads no token. Safe to read from several threads, to fork and to pickle.
+    """
+
+    def __init__(self, folder: str | Path, split: str, seq_len: int) -> None:
+        self.folder = Path(folder)
+        self.split = split
+        self.seq_len = seq_len
+        self._file = read_dataset_file(self.folder)
+        self._shards = self._file.splits.get(split, ())
+        _check_sizes(self.folder, self._file, split)
+        counts = [shard.num_tokens for shard in self._shards]
+        self._ends = np.cumsum(np.array(counts, dtype=np.int64))
+        self.num_tokens = int(sum(counts))
+        if self.num_tokens < seq_len + 1:
+            raise _too_short(self.folder, split, self.num_tokens, seq_len)
+        dtype = np.dtype(self._file.dtype).newbyteorder("<")
+        self._open_shard = lru_cache(maxsize=MAX_OPEN_SHARDS)(partial(np.memmap, dtype=dtype, mode="r"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenShards, (self.folder, self.split, self.seq_len)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def num_samples(self) -> int:
+        """Whole samples in one epoch; up to seq_len tokens at the end are left over."""
+        return (self.num_tokens - 1) // self.seq_len
+
+    @property
+    def fingerprint(self) -> str:
+        return self._file.fingerprint
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity:
+        """The tokenizer that made the tokens."""
+        return self._file.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self._file.tokenizer.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        return self._file.tokenizer.eos_id
+
+    def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The tokens of some samples, int64 of shape [len(indices), seq_len + 1].
+
+        Raises IndexError for an index outside 0 <= index < num_samples.
+        """
+        wanted = np.asarray(indices, dtype=np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_samples):
+            raise IndexError(f"sample {wanted.min()}..{wanted.max()} of {self.num_samples}")
+        tokens = np.empty((wanted.size, self.seq_len + 1), dtype=np.int64)
+        for row, start in zip(tokens, (wanted * self.seq_len).tolist(), strict=True):
+            self._copy(start, row)
+        return tokens
+
+    def _copy(self, start: int, row: npt.NDArray[np.int64]) -> None:
+        """Fill a row with the tokens from `start` on, going from shard to shard."""
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        filled = 0
+        while filled < len(row):
+            shard = self._shards[number]
+            offset = start + filled - (int(self._ends[number]) - shard.num_tokens)
+            piece = self._open_shard(self.folder / shard.file)[offset : offset + len(row) - filled]
+            row[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            number += 1
+
+
+def _check_sizes(folder: Path, file: DatasetFile, split: str) -> None:
+    for shard in file.splits.get(split, ()):
+        path = folder / shard.file
+        expected = shard.num_tokens * TOKEN_BYTES[file.dtype]
+        hint = "copy the dataset again, or prepare it again into another folder"
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise UsageError(f"shard {path} cannot be opened: {error.strerror}", hint=hint) from None
+        if size != expected:
+            raise UsageError(f"shard {path} has {size:,} bytes instead of {expected:,}", hint=hint)
+
+
+def _too_short(folder: Path, split: str, num_tokens: int, seq_len: int) -> UsageError:
+    if num_tokens < 2:
+        hint = "give more text"
+        if split == "val":
+            hint = "raise data.val_fraction or name a data.val_source"
+        return UsageError(f"the {split} split of {folder} is empty ({num_tokens} tokens)", hint=hint)
+    hint = f"set data.seq_len to at most {num_tokens - 1}, or give more text"
+    if split == "val":
+        hint += " (a larger data.val_fraction, or a data.val_source)"
+    return UsageError(
+        f"the {split} split of {folder} has {num_tokens:,} tokens, "
+        f"fewer than one sample of data.seq_len {seq_len} + 1",
+        hint=hint,
+    )

@@ -1,0 +1,112 @@
+"""What a `tokenizer.json` says about itself, read as plain JSON and without the tokenizers library."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from trainkit.data.dataset_file import TokenizerIdentity
+from trainkit.errors import UsageError
+
+BYTES = "bytes"
+BYTES_IDENTITY = TokenizerIdentity(
+    kind=BYTES,
+    name=BYTES,
+    sha256=hashlib.sha256(b"ids 0..255 are bytes, 256 ends a document").hexdigest(),
+    vocab_size=257,
+    eos_id=256,
+    eos_token="<eos>",
+)
+EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]", "<|im_end|>")
+"""Tried in this order where no tokenizer_config.json names the token."""
+
+
+def identify(tokenizer: str) -> TokenizerIdentity:
+    """The identity of `bytes` or of the tokenizer.json at a path.
+
+    Raises UsageError when the file is missing, no tokenizer.json, or does not say what ends a document.
+    """
+    return BYTES_IDENTITY if tokenizer == BYTES else _identify_file(tokenizer)
+
+
+def vocab_size(tokenizer: str) -> int:
+    """The largest id plus one, added tokens included."""
+    return BYTES_IDENTITY.vocab_size if tokenizer == BYTES else max(_read(tokenizer)[1].values()) + 1
+
+
+def _identify_file(tokenizer: str) -> TokenizerIdentity:
+    sha256, ids = _read(tokenizer)
+    eos = _eos_token(Path(tokenizer), ids)
+    return TokenizerIdentity(
+        "tokenizer.json", Path(tokenizer).name, sha256, max(ids.values()) + 1, ids[eos], eos
+    )
+
+
+@lru_cache(maxsize=4)
+def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
+    """The sha256 of a tokenizer.json and the id of every token in it."""
+    path = Path(tokenizer)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UsageError(
+            f"tokenizer {path} does not exist", hint="use `bytes`, or the path of a tokenizer.json"
+        ) from None
+    except OSError as error:
+        hint = "name the tokenizer.json in that folder" if path.is_dir() else ""
+        raise UsageError(f"tokenizer {path} cannot be read: {error.strerror}", hint=hint) from None
+    try:
+        record = json.loads(content)
+        ids = _token_ids(record)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        ids = {}
+    if not ids:
+        raise UsageError(
+            f"tokenizer {path} is not a tokenizer.json of Hugging Face",
+            hint="save one with `tokenizer.backend_tokenizer.save(PATH)`, or use `bytes`",
+        )
+    return hashlib.sha256(content).hexdigest(), ids
+
+
+def _token_ids(record: dict[str, Any]) -> dict[str, int]:
+    vocab = record["model"]["vocab"]
+    if isinstance(vocab, list):
+        ids = {token: number for number, (token, _score) in enumerate(vocab)}
+    else:
+        ids = {token: int(number) for token, number in vocab.items()}
+    for added in record.get("added_tokens") or ():
+        ids[added["content"]] = int(added["id"])
+    return ids
+
+
+def _eos_token(path: Path, ids: dict[str, int]) -> str:
+    named = _configured_eos(path.with_name("tokenizer_config.json"))
+    if named is not None:
+        if named in ids:
+            return named
+        raise UsageError(
+            f"tokenizer {path} has no token {named!r}, which tokenizer_config.json names as eos_token"
+        )
+    for token in EOS_NAMES:
+        if token in ids:
+            return token
+    raise UsageError(
+        f"tokenizer {path} does not say which token ends a document: it has none of {' '.join(EOS_NAMES)}",
+        hint='put {"eos_token": "…"} with a token of its vocabulary into tokenizer_config.json beside it',
+    )
+
+
+def _configured_eos(path: Path) -> str | None:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    eos = config.get("eos_token") if isinstance(config, dict) else None
+    if isinstance(eos, dict):
+        eos = eos.get("content")
+    return eos if isinstance(eos, str) else None
