@@ -1,0 +1,26 @@
+"""`trainkit schema`: the JSON schema of the config."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from trainkit.cli.options import examples
+
+
+@click.command(
+    epilog=examples(
+        "trainkit schema > trainkit.schema.json",
+        "trainkit schema | head -n 20",
+    )
+)
+def command() -> None:
+    """Print the JSON schema of the config, for editors that complete and check YAML.
+
+    An editor with the YAML language server finds it by a first line in the config:
+    "# yaml-language-server: $schema=trainkit.schema.json".
+    """
+    from trainkit.config import RunConfig
+
+    click.echo(json.dumps(RunConfig.model_json_schema(), indent=2, ensure_ascii=False))
