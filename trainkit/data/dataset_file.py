@@ -129,6 +129,20 @@ def read_dataset_file(folder: Path) -> DatasetFile:
         raise UsageError(f"{path} is damaged: {error!r}", hint="prepare the dataset again") from None
 
 
+def check_shard_sizes(folder: Path, file: DatasetFile, split: str) -> None:
+    """UsageError when a shard of a split is missing or has another size than it was published with."""
+    for shard in file.splits.get(split, ()):
+        path = folder / shard.file
+        expected = shard.num_tokens * TOKEN_BYTES[file.dtype]
+        hint = "copy the dataset again, or prepare it again into another folder"
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise UsageError(f"shard {path} cannot be opened: {error.strerror}", hint=hint) from None
+        if size != expected:
+            raise UsageError(f"shard {path} has {size:,} bytes instead of {expected:,}", hint=hint)
+
+
 def _parse(record: dict[str, Any]) -> DatasetFile:
     dtype = record["dtype"]
     if dtype not in TOKEN_BYTES:

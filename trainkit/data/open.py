@@ -9,14 +9,14 @@ import platform
 from dataclasses import asdict
 from pathlib import Path
 
-from trainkit.data.dataset_file import TokenizerIdentity, is_dataset, read_dataset_file
+from trainkit.data.dataset_file import VAL, is_dataset, read_dataset_file
 from trainkit.data.lock import exclusive
 from trainkit.data.prepare import LAYOUT_VERSION, prepare
 from trainkit.data.progress import show_progress
 from trainkit.data.recipe import STDLIB, DataConfig, Recipe, prepared_folder, recipe_of
 from trainkit.data.shards import TokenShards
 from trainkit.data.sources import find_inputs
-from trainkit.data.tokenizer_file import BYTES, identify
+from trainkit.data.tokenizer_file import check_made_by, identify
 from trainkit.errors import UsageError
 
 _PARTIAL_SUFFIX = ".partial"
@@ -30,6 +30,11 @@ def open_dataset(config: DataConfig, seq_len: int, split: str) -> TokenShards:
     return TokenShards(ensure_prepared(config), split, seq_len)
 
 
+def has_validation(config: DataConfig) -> bool:
+    """Whether a config's data has a `val` split, preparing it first where that has not been done."""
+    return read_dataset_file(ensure_prepared(config)).num_tokens(VAL) > 0
+
+
 def ensure_prepared(config: DataConfig) -> Path:
     """The folder with the token shards of a config.
 
@@ -38,7 +43,7 @@ def ensure_prepared(config: DataConfig) -> Path:
     """
     folder = prepared_folder(config)
     if folder is not None:
-        check_tokenizer(config.tokenizer, folder, read_dataset_file(folder).tokenizer)
+        check_made_by(config.tokenizer, folder, read_dataset_file(folder).tokenizer)
         return folder
     recipe = recipe_of(config)
     cache = _cache_folder(config)
@@ -46,18 +51,6 @@ def ensure_prepared(config: DataConfig) -> Path:
     if not is_dataset(target):
         _prepare_into(cache, target, recipe, max(1, config.num_workers))
     return target
-
-
-def check_tokenizer(wanted: str, folder: Path, used: TokenizerIdentity) -> None:
-    """UsageError when `data.tokenizer` names another tokenizer than the one that made a prepared dataset.
-
-    `bytes` is the default of the config and leaves the choice to the dataset.
-    """
-    if wanted != BYTES and identify(wanted).sha256 != used.sha256:
-        raise UsageError(
-            f"data.tokenizer {wanted} is not the tokenizer that made {folder} ({used.name})",
-            hint="leave data.tokenizer out, or prepare the texts again with this one",
-        )
 
 
 def _prepare_into(cache: Path, target: Path, recipe: Recipe, workers: int) -> None:

@@ -69,7 +69,8 @@ def _feistel(values: _Words, keys: _Words, num_rows: int, num_columns: int) -> _
             columns = (columns + _mix(rows ^ _mix(round_keys)) % np.uint64(num_columns)) % np.uint64(
                 num_columns
             )
-    return rows * np.uint64(num_columns) + columns
+    rows *= np.uint64(num_columns)
+    return rows + columns
 
 
 def _mix(words: _Words) -> _Words:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainkit.data.dataset_file import TOKEN_BYTES, DatasetFile, TokenizerIdentity, read_dataset_file
+from trainkit.data.dataset_file import TokenizerIdentity, check_shard_sizes, read_dataset_file
 from trainkit.errors import UsageError
 
 MAX_OPEN_SHARDS = 256
@@ -30,7 +30,7 @@ class TokenShards:
         self.seq_len = seq_len
         self._file = read_dataset_file(self.folder)
         self._shards = self._file.splits.get(split, ())
-        _check_sizes(self.folder, self._file, split)
+        check_shard_sizes(self.folder, self._file, split)
         counts = [shard.num_tokens for shard in self._shards]
         self._ends = np.cumsum(np.array(counts, dtype=np.int64))
         self.num_tokens = int(sum(counts))
@@ -91,19 +91,6 @@ class TokenShards:
             row[filled : filled + len(piece)] = piece
             filled += len(piece)
             number += 1
-
-
-def _check_sizes(folder: Path, file: DatasetFile, split: str) -> None:
-    for shard in file.splits.get(split, ()):
-        path = folder / shard.file
-        expected = shard.num_tokens * TOKEN_BYTES[file.dtype]
-        hint = "copy the dataset again, or prepare it again into another folder"
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise UsageError(f"shard {path} cannot be opened: {error.strerror}", hint=hint) from None
-        if size != expected:
-            raise UsageError(f"shard {path} has {size:,} bytes instead of {expected:,}", hint=hint)
 
 
 def _too_short(folder: Path, split: str, num_tokens: int, seq_len: int) -> UsageError:

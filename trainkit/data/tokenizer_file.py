@@ -37,6 +37,18 @@ def vocab_size(tokenizer: str) -> int:
     return BYTES_IDENTITY.vocab_size if tokenizer == BYTES else max(_read(tokenizer)[1].values()) + 1
 
 
+def check_made_by(wanted: str, folder: Path, used: TokenizerIdentity) -> None:
+    """UsageError when `data.tokenizer` names another tokenizer than the one that made a prepared dataset.
+
+    `bytes` is the default of the config and leaves the choice to the dataset.
+    """
+    if wanted != BYTES and identify(wanted).sha256 != used.sha256:
+        raise UsageError(
+            f"data.tokenizer {wanted} is not the tokenizer that made {folder} ({used.name})",
+            hint="leave data.tokenizer out, or prepare the texts again with this one",
+        )
+
+
 def _identify_file(tokenizer: str) -> TokenizerIdentity:
     sha256, ids = _read(tokenizer)
     eos = _eos_token(Path(tokenizer), ids)
