@@ -118,7 +118,7 @@ class _Work:
         if file.tokenizer != self.tokenizer:
             raise _different(self.folder, f"made with the tokenizer {file.tokenizer.name}")
         if file.options != self.options:
-            raise _different(self.folder, f"made with the options {json.dumps(file.options)}")
+            raise _different(self.folder, f"made with {_changed(file.options, self.options)}")
         if [(source.name, source.role, source.size) for source in file.inputs] != wanted:
             raise _different(self.folder, "made from other files")
         if self._digests(self._run(digest_unit, self.jobs)) != file.inputs:
@@ -196,6 +196,11 @@ def _options(recipe: Recipe, unit_bytes: int) -> dict[str, Any]:
         "val_fraction": recipe.split_fraction,
         "text_key": recipe.text_key,
     }
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return ", ".join(f"{key} {old.get(key)} instead of {new.get(key)}" for key in keys)
 
 
 def _fingerprint(

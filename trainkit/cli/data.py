@@ -1,0 +1,157 @@
+"""`trainkit data`: make token shards out of texts, and check texts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from trainkit.cli.options import examples, json_option
+
+_tokenizer_option = click.option(
+    "--tokenizer", default="bytes", metavar="bytes|PATH", help="bytes (default), or a tokenizer.json."
+)
+_text_key_option = click.option(
+    "--text-key",
+    default="text",
+    metavar="KEY",
+    help="Field of a .jsonl row that holds the text (default: text).",
+)
+
+
+@click.group(
+    epilog=examples(
+        "trainkit data prepare stdlib --out shards",
+        "trainkit data validate stdlib",
+    )
+)
+def command() -> None:
+    """Prepare and validate training data."""
+
+
+@command.command(
+    epilog=examples(
+        "trainkit data prepare stdlib --out shards",
+        "trainkit data prepare stdlib --out shards-split --val-fraction 0.05 --workers 2 --json",
+    )
+)
+@click.argument("sources", nargs=-1, required=True, metavar="SRC...")
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder to make.")
+@_tokenizer_option
+@click.option(
+    "--val-fraction",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.01,
+    metavar="F",
+    help="Share of the text kept for validation (default: 0.01).",
+)
+@_text_key_option
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes (default: one a core).")
+@json_option
+def prepare(
+    sources: tuple[str, ...],
+    out: Path,
+    tokenizer: str,
+    val_fraction: float,
+    text_key: str,
+    workers: int | None,
+    as_json: bool,
+) -> None:
+    """Turn texts into token shards that training opens at once.
+
+    SRC is a .txt, .jsonl, .txt.gz or .jsonl.gz file, a folder of them, or stdlib for the Python sources
+    that came with the interpreter. A prepare that was interrupted goes on when it is started again; the
+    result does not depend on that, nor on the number of processes.
+    """
+    from trainkit.data.prepare import prepare as prepare_folder
+    from trainkit.data.progress import show_progress
+    from trainkit.data.recipe import Recipe
+
+    recipe = Recipe(
+        tuple(_absolute(source) for source in sources),
+        tokenizer=tokenizer if tokenizer == "bytes" else str(Path(tokenizer).absolute()),
+        val_fraction=val_fraction,
+        text_key=text_key,
+    )
+    num_workers = workers or len(os.sched_getaffinity(0))
+    with show_progress("preparing data") as on_progress:
+        done = prepare_folder(recipe, out.absolute(), num_workers, on_progress)
+    file = done.file
+    if as_json:
+        counts = {split: file.num_tokens(split) for split in file.splits}
+        value = {
+            "folder": str(done.folder),
+            "was_there": done.was_there,
+            "num_tokens": counts,
+            "num_shards": file.num_shards(),
+            "tokenizer": asdict(file.tokenizer),
+            "fingerprint": file.fingerprint,
+        }
+        click.echo(json.dumps(value, ensure_ascii=False))
+        return
+    if done.was_there:
+        click.echo(f"{out} holds this dataset already: nothing to do", err=True)
+    used = file.tokenizer
+    click.echo(
+        f"tokenizer {used.name}: {used.vocab_size:,} tokens, {used.eos_token} ends a document", err=True
+    )
+    for split in file.splits:
+        click.echo(f"{split}: {file.num_tokens(split):,} tokens", err=True)
+    click.echo(out)
+
+
+@command.command(
+    epilog=examples(
+        "trainkit data validate stdlib",
+        "trainkit data validate stdlib --json",
+    )
+)
+@click.argument("sources", nargs=-1, required=True, metavar="SRC...")
+@_tokenizer_option
+@_text_key_option
+@json_option
+def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: bool) -> int:
+    """Read texts from end to end and name every line that prepare would refuse.
+
+    SRC is what `trainkit data prepare` takes, or a folder that it made: then every shard is checked
+    against its hash. Exit code 1 when there are problems.
+    """
+    from trainkit.data.dataset_file import is_dataset
+    from trainkit.data.recipe import Recipe
+    from trainkit.data.sources import find_inputs
+    from trainkit.data.tokenizer import Tokenizer
+    from trainkit.data.validate import LineProblem, validate_shards, validate_texts
+
+    problems: list[LineProblem] = []
+
+    def on_problem(problem: LineProblem) -> None:
+        if as_json:
+            problems.append(problem)
+        else:
+            click.echo(problem.render())
+
+    paths = [_absolute(source) for source in sources]
+    folders = [Path(path) for path in paths if is_dataset(Path(path))]
+    texts = find_inputs(Recipe(tuple(path for path in paths if Path(path) not in folders)))
+    used = Tokenizer(tokenizer if tokenizer == "bytes" else str(Path(tokenizer).absolute()))
+    summaries = [validate_shards(folder, on_problem) for folder in folders]
+    summaries += [validate_texts(text, text_key, used, on_problem) for text in texts]
+    if as_json:
+        value = {"files": [asdict(one) for one in summaries], "problems": [asdict(one) for one in problems]}
+        click.echo(json.dumps(value, ensure_ascii=False))
+    num_problems = sum(one.problems for one in summaries)
+    click.echo(
+        f"{len(summaries):,} sources: {sum(one.lines for one in summaries):,} lines, "
+        f"{sum(one.documents for one in summaries):,} documents, "
+        f"{sum(one.tokens for one in summaries):,} tokens ({used.identity.name}), "
+        f"{sum(one.empty for one in summaries):,} empty; {num_problems:,} problems",
+        err=True,
+    )
+    return 1 if num_problems else 0
+
+
+def _absolute(source: str) -> str:
+    return source if source == "stdlib" else str(Path(source).absolute())

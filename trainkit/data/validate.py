@@ -1,0 +1,157 @@
+"""Reads all of a source and names every line that `prepare` would refuse."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_file
+from trainkit.data.documents import RowError, row_text
+from trainkit.data.sources import ROWS, Input
+from trainkit.data.tokenizer import Tokenizer
+from trainkit.data.units import open_input
+
+_BLOCK = 1 << 20
+_BATCH_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class LineProblem:
+    """One thing that is wrong with a source."""
+
+    file: str
+    line: int | None
+    """From 1; None when it is not about a line."""
+    message: str
+
+    def render(self) -> str:
+        place = self.file if self.line is None else f"{self.file}:{self.line}"
+        return f"{place}: {self.message}"
+
+
+OnProblem = Callable[[LineProblem], None]
+
+
+@dataclass
+class SourceSummary:
+    """What a source holds."""
+
+    file: str
+    lines: int = 0
+    documents: int = 0
+    empty: int = 0
+    """Rows without text, which are passed over; in a text, files without any."""
+    tokens: int = 0
+    """With the tokens that end documents."""
+    problems: int = 0
+
+
+def validate_texts(
+    source: Input, text_key: str, tokenizer: Tokenizer, on_problem: OnProblem
+) -> SourceSummary:
+    """Check one .txt or .jsonl file from the first byte to the last, in constant memory."""
+    summary = SourceSummary(source.path)
+
+    def report(line: int | None, message: str) -> None:
+        summary.problems += 1
+        on_problem(LineProblem(source.path, line, message))
+
+    try:
+        with open_input(source) as stream:
+            if source.form == ROWS:
+                texts = _rows(stream, text_key, summary, report)
+            else:
+                texts = _text(stream, summary, report)
+            _count_tokens(texts, tokenizer, summary)
+    except (EOFError, zlib.error) as error:
+        report(None, f"not a whole gzip file: {error}")
+    except OSError as error:
+        report(None, f"cannot be read: {error.strerror or error}")
+    return summary
+
+
+def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
+    """Check every shard of a prepared dataset against the hash that it was published with.
+
+    Raises UsageError when the folder is no dataset or a shard is missing or has another size.
+    """
+    file = read_dataset_file(folder)
+    summary = SourceSummary(str(folder))
+    for split in SPLITS:
+        check_shard_sizes(folder, file, split)
+        summary.tokens += file.num_tokens(split)
+        for shard in file.splits[split]:
+            if _sha256(folder / shard.file) != shard.sha256:
+                summary.problems += 1
+                message = "its content is not what was prepared: prepare the dataset again"
+                on_problem(LineProblem(str(folder / shard.file), None, message))
+    return summary
+
+
+_Report = Callable[[int | None, str], None]
+
+
+def _rows(stream: IO[bytes], key: str, summary: SourceSummary, report: _Report) -> Iterator[bytes]:
+    for number, line in enumerate(stream, 1):
+        summary.lines = number
+        try:
+            text = row_text(line, key) if line.strip() else b""
+        except RowError as error:
+            report(number, str(error))
+            continue
+        if text:
+            summary.documents += 1
+            yield text
+        else:
+            summary.empty += 1
+
+
+def _text(stream: IO[bytes], summary: SourceSummary, report: _Report) -> Iterator[bytes]:
+    """The decodable stretches of a text; of a line, only the first byte that is wrong is reported."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    inside_line = reported = False
+    while piece := stream.readline(_BLOCK):
+        if not inside_line:
+            summary.lines += 1
+            reported = False
+        inside_line = not piece.endswith(b"\n")
+        try:
+            text = decoder.decode(piece)
+        except UnicodeDecodeError as error:
+            decoder.reset()
+            if not reported:
+                report(summary.lines, f"not UTF-8: byte {error.object[error.start]:#04x}")
+            reported = True
+        else:
+            yield text.encode()
+    if decoder.getstate()[0]:
+        report(summary.lines, "not UTF-8: the text ends within a character")
+    if summary.lines:
+        summary.documents = 1
+    else:
+        summary.empty = 1
+
+
+def _count_tokens(texts: Iterator[bytes], tokenizer: Tokenizer, summary: SourceSummary) -> None:
+    batch: list[bytes] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_BYTES:
+            summary.tokens += sum(map(len, tokenizer.encode(batch)))
+            batch, size = [], 0
+    summary.tokens += sum(map(len, tokenizer.encode(batch))) + summary.documents
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
