@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from trainkit.config import yaml12
 from trainkit.config.schema import RunConfig
 from trainkit.config.validation import validation_problems
+from trainkit.config.version import refuse_newer
 from trainkit.config.yamlfile import read_yaml_file
 from trainkit.errors import ConfigError
 
@@ -24,6 +25,7 @@ def read_effective(path: str | Path) -> RunConfig:
     Raises ConfigError.
     """
     entry = read_yaml_file(Path(path), str(path))
+    refuse_newer(entry)
     try:
         return RunConfig.model_validate(entry.plain())
     except ValidationError as error:

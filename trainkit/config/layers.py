@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainkit.config.names import near, sections
-from trainkit.config.schema import CONFIG_VERSION
 from trainkit.config.tree import Entry, entry_at, merge
+from trainkit.config.version import refuse_newer
 from trainkit.config.yamlfile import parse_value, read_yaml_file
 from trainkit.errors import ConfigError, Problem
 from trainkit.resources import shipped_configs
@@ -35,7 +35,7 @@ class Layers:
         except ConfigError as error:
             self.problems += error.problems
             return EMPTY
-        _refuse_newer(entry)
+        refuse_newer(entry)
         own = {key: value for key, value in entry.value.items() if key != "extends"}
         result = EMPTY
         for name, origin in self._extended(entry):
@@ -66,14 +66,12 @@ class Layers:
         for candidate in (beside, shipped):
             if candidate.exists():
                 return candidate
-        match = None
-        for candidate in (beside, shipped):
-            if match is None and candidate.parent.is_dir():
-                match = near(candidate.name, [item.name for item in candidate.parent.iterdir()])
+        known = [str(item.relative_to(shipped_configs())) for item in shipped_configs().glob("*/*.yaml")]
+        if beside.parent.is_dir():
+            known += [str(Path(name).parent / item.name) for item in beside.parent.iterdir()]
+        match = near(name, known)
         message = f"{name} is neither beside this file nor among the configs that ship with trainkit"
-        self.problem(
-            "extends", message, origin, f"did you mean {Path(name).parent / match}?" if match else ""
-        )
+        self.problem("extends", message, origin, f"did you mean {match}?" if match else "")
         return None
 
     def profile(self, name: str, config: Path | None) -> Entry:
@@ -152,16 +150,3 @@ def without_empty_sections(entry: Entry) -> Entry:
         key: value for key, value in entry.value.items() if not (key in sections() and value.value is None)
     }
     return Entry(kept, entry.origin)
-
-
-def _refuse_newer(entry: Entry) -> None:
-    version = entry.value.get("config_version")
-    if version is None or isinstance(version.value, bool) or not isinstance(version.value, int):
-        return
-    if version.value > CONFIG_VERSION:
-        message = (
-            f"the file is written for a newer trainkit: it has version {version.value}, "
-            f"this trainkit knows {CONFIG_VERSION}"
-        )
-        problem = Problem("config_version", message, version.origin, "update trainkit")
-        raise ConfigError([problem])

@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from trainkit.config.contradictions import contradictions
 from trainkit.config.layers import EMPTY, Layers, without_empty_sections
+from trainkit.config.loaded import DEFAULT, LoadedConfig
 from trainkit.config.names import flatten
 from trainkit.config.schema import RunConfig
 from trainkit.config.tree import Entry, entry_at, merge
 from trainkit.config.unsupported import unsupported
 from trainkit.config.validation import unknown_keys, unknown_problem, validation_problems, without
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError
 
-DEFAULT = "default"
 PROJECT_FILE = "trainkit.yaml"
-DATA_NAMES = ("stdlib", "bytes")
-
-
-@dataclass(frozen=True)
-class LoadedConfig:
-    """A config and where each of its values came from."""
-
-    config: RunConfig
-    origins: dict[str, str]
-    """Dotted key to ``file:line``, the flag, the variable's name, or ``default``."""
-
-    def set_by_user(self, key: str) -> bool:
-        """True when the value was written somewhere, even if it equals the default."""
-        return self.origins.get(key, DEFAULT) != DEFAULT
-
-    def problem(self, key: str, message: str, hint: str = "") -> Problem:
-        """A problem of a key, with the key's origin where it is not the default."""
-        origin = self.origins.get(key, DEFAULT)
-        return Problem(key, message, "" if origin == DEFAULT else origin, hint)
+DATA_PATHS = {"source": "stdlib", "val_source": "stdlib", "tokenizer": "bytes", "cache_dir": None}
+"""Data keys that hold paths, and the value of each that is a name."""
 
 
 def load_config(
@@ -73,7 +56,7 @@ def load_config(
         raise ConfigError(problems + validation_problems(error, merged)) from None
     loaded = LoadedConfig(config, _origins(config, merged))
     problems += [loaded.problem(key, message) for key, message in unsupported(config)]
-    problems += _length_problems(loaded)
+    problems += contradictions(loaded)
     if problems:
         raise ConfigError(problems)
     return loaded
@@ -112,32 +95,22 @@ def _epochs_replace_default_steps(tree: Entry) -> Entry:
     return merge(tree, entry_at(("train", "steps"), None, DEFAULT))
 
 
-def _length_problems(loaded: LoadedConfig) -> list[Problem]:
-    train = loaded.config.train
-    if train.steps is None and train.epochs is None:
-        return [loaded.problem("train.steps", "is null and so is train.epochs", "give one of them")]
-    if train.steps is not None and train.epochs is not None:
-        message = f"is {train.epochs:g} while train.steps is {train.steps}: only one can end the run"
-        hint = f"train.steps comes from {loaded.origins['train.steps']}; set one of them to null"
-        return [loaded.problem("train.epochs", message, hint)]
-    return []
-
-
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
     """The tree with data paths that mean the same from every folder."""
-    for key in ("source", "val_source", "tokenizer", "cache_dir"):
+    for key, name in DATA_PATHS.items():
         found = tree.find(("data", key))
         if found is None:
             continue
-        value = found.value
-        if isinstance(value, list):
-            value = [_absolute(item, cwd) for item in value]
-        tree = merge(tree, Entry({"data": Entry({key: Entry(_absolute(value, cwd), found.origin)}, "")}, ""))
+        if isinstance(found.value, list):
+            value: object = [_absolute(item, name, cwd) for item in found.value]
+        else:
+            value = _absolute(found.value, name, cwd)
+        tree = merge(tree, entry_at(("data", key), value, found.origin))
     return tree
 
 
-def _absolute(value: object, cwd: Path) -> object:
-    if not isinstance(value, str) or not value or value in DATA_NAMES:
+def _absolute(value: object, name: str | None, cwd: Path) -> object:
+    if not isinstance(value, str) or not value or value == name:
         return value
     return str(cwd / Path(value).expanduser())
 

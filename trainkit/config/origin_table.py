@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainkit.config.allowed import show_value
-from trainkit.config.load import LoadedConfig
+from trainkit.config.loaded import LoadedConfig
 from trainkit.config.names import flatten
 
 MAX_VALUE_WIDTH = 40

@@ -8,16 +8,18 @@ from pydantic import Field, JsonValue
 
 from trainkit.config.section import AtLeastOne, NotNegative, Positive, Section, list_field
 
-ShardDegree = Literal[-1] | AtLeastOne
+DataParallelDegree = Literal[-1] | AtLeastOne
 SLURM_TIME = r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})$"
 
 
 class ParallelConfig(Section):
     """How the processes share the work; the product of the degrees is the number of processes."""
 
-    dp_replicate: AtLeastOne = Field(default=1, description="Groups that hold a whole copy of the model.")
-    dp_shard: ShardDegree = Field(
-        default=-1, description="Processes a copy is sharded over; -1 takes all that are left."
+    dp_replicate: DataParallelDegree = Field(
+        default=1, description="Copies of the model; -1 takes what the other degrees leave."
+    )
+    dp_shard: DataParallelDegree = Field(
+        default=-1, description="Processes a copy is sharded over; -1 takes what the other degrees leave."
     )
     tp: AtLeastOne = Field(default=1, description="Tensor-parallel degree.")
     pp: AtLeastOne = Field(default=1, description="Pipeline stages.")

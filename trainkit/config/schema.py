@@ -15,7 +15,7 @@ from trainkit.config.running import (
     RequeueConfig,
     ResourcesConfig,
 )
-from trainkit.config.section import AtLeastOne, NotNegative, Section
+from trainkit.config.section import NotNegative, Section
 from trainkit.config.training import (
     DataConfig,
     ModelConfig,
@@ -25,7 +25,7 @@ from trainkit.config.training import (
     TrainConfig,
 )
 
-CONFIG_VERSION = 1
+CONFIG_VERSION: Literal[1] = 1
 EXTENDS_SCHEMA = {
     "description": "Files merged before this one, in order: beside this file, or shipped with trainkit.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
@@ -41,7 +41,7 @@ class RunConfig(Section):
 
     model_config = ConfigDict(title="trainkit run config", json_schema_extra=_allow_extends)
 
-    config_version: AtLeastOne = Field(
+    config_version: Literal[1] = Field(
         default=CONFIG_VERSION, description="Version of the format of this file."
     )
     name: str = Field(

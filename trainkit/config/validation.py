@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainkit.config.allowed import allowed_values, show_value
-from trainkit.config.names import is_known, meant, sections
+from trainkit.config.names import all_keys, is_known, meant, sections
 from trainkit.config.tree import Entry
 from trainkit.errors import Problem
 
@@ -41,6 +41,9 @@ def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
     """The problem of a key that does not exist, with the one that was probably meant."""
     match = meant(path)
     hint = f"did you mean {match}?" if match else "`trainkit schema` prints every key"
+    if path[-1] in all_keys():
+        section, _, leaf = path[-1].partition(".")
+        hint = f'write "{section}:" and "{leaf}:" indented in the next line'
     if match and entry.origin.startswith("TRAINKIT_"):
         hint = f"did you mean TRAINKIT_{match.upper().replace('.', '__')}?"
     return Problem(".".join(path), "there is no such key", entry.origin, hint)
@@ -61,15 +64,18 @@ def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
         value = found.plain()
         origin = next((item.origin for _, item in found.leaves()), found.origin)
         message = f"must be {allowed_values(path)}, not {show_value(value)}"
-        problems[path] = Problem(".".join(path), message, origin, _hint(item["type"], value))
+        problems[path] = Problem(".".join(path), message, origin, _hint(item["type"], path, value, origin))
     return list(problems.values())
 
 
-def _hint(kind: str, value: Any) -> str:
-    if isinstance(value, float) and value.is_integer() and kind == "int_type":
+def _hint(kind: str, path: tuple[str, ...], value: Any, origin: str) -> str:
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
-    if isinstance(value, dict) and kind == "string_type":
+    if kind == "string_type" and isinstance(value, dict):
         return "put numbers, true and false in quotes"
     if kind == "string_type" and isinstance(value, int | float):
-        return f'put it in quotes: "{str(value).lower()}"'
+        quoted = f'"{str(value).lower()}"'
+        if origin.startswith("--set"):
+            return f"put it in quotes: --set '{'.'.join(path)}={quoted}'"
+        return f"put it in quotes: {quoted}"
     return ""

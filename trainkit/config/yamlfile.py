@@ -24,9 +24,9 @@ def read_yaml_file(path: Path, shown: str) -> Entry:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         origin = f"{shown}:{mark.line + 1}" if mark else shown
-        raise ConfigError([Problem("", f"this is not YAML: {error.problem}", origin)]) from None
+        raise ConfigError([Problem("", f"this is not YAML: {_reason(error)}", origin)]) from None
     except yaml.YAMLError as error:
-        raise ConfigError([Problem("", f"this is not YAML: {error}", shown)]) from None
+        raise ConfigError([Problem("", f"this is not YAML: {_reason(error)}", shown)]) from None
     if node is None:
         raise ConfigError([Problem("", "the file is empty", shown, "a config holds at least one key")])
     builder = _Builder(shown)
@@ -46,8 +46,7 @@ def parse_value(text: str) -> Any:
     try:
         node = yaml.compose(text, Loader=Loader)
     except yaml.YAMLError as error:
-        reason = getattr(error, "problem", None) or str(error)
-        raise ValueError(f"{text} is not a YAML value: {reason}") from None
+        raise ValueError(f"{text} is not a YAML value: {_reason(error)}") from None
     if node is None:
         return None
     builder = _Builder("")
@@ -55,6 +54,12 @@ def parse_value(text: str) -> Any:
     if builder.problems:
         raise ValueError(builder.problems[0].message)
     return value
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError):
+        return ", ".join(part for part in (error.context, error.problem) if part)
+    return str(error).partition("\n")[0]
 
 
 def _read_text(path: Path, shown: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.config.load import LoadedConfig
+from trainkit.config.loaded import LoadedConfig
 from trainkit.data.checks import data_problems, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.launch import LaunchPlan

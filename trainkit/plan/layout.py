@@ -8,32 +8,37 @@ from trainkit.plan.launch import Layout
 
 
 def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]:
-    """The layout of `world_size` processes and why; ``dp_shard: -1`` takes what the others leave.
+    """The layout of `world_size` processes and why; a degree of -1 takes what the others leave.
 
     Raises ConfigError when the degrees do not multiply to the number of processes.
     """
+    degrees = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
     model = parallel.tp * parallel.pp * parallel.cp
-    if parallel.dp_shard == -1:
-        others = parallel.dp_replicate * model
-        if world_size % others:
-            message = f"is {parallel.dp_replicate}, which does not divide {_processes(world_size, model)}"
-            hint = f"parallel.dp_replicate can be {_divisors(world_size // model)}"
-            raise ConfigError([Problem("parallel.dp_replicate", message, hint=hint)])
-        shard = world_size // others
-        note = " (parallel.dp_shard: -1 takes all that are left)"
-    else:
-        shard = parallel.dp_shard
-        product = parallel.dp_replicate * shard * model
-        if product != world_size:
-            message = (
-                f"is {shard}: dp_replicate {parallel.dp_replicate} x dp_shard {shard} = {product}, "
-                f"but there are {_processes(world_size, model)}"
-            )
-            hint = _shard_hint(parallel, world_size, model)
-            raise ConfigError([Problem("parallel.dp_shard", message, hint=hint)])
-        note = ""
-    layout = Layout(parallel.dp_replicate, shard, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
+    derived = [name for name, degree in degrees.items() if degree == -1]
+    if len(derived) == 2:
+        hint = "dp_shard: 1 gives every process a whole copy, dp_replicate: 1 shards one copy over all"
+        raise _problem("dp_replicate", "is -1 and so is parallel.dp_shard: only one can be derived", hint)
+    note = ""
+    if derived:
+        given = next(name for name in degrees if name not in derived)
+        if world_size % (degrees[given] * model):
+            message = f"is {degrees[given]}, which does not divide {_processes(world_size, model)}"
+            raise _problem(given, message, f"it can be {_divisors(world_size // model)}")
+        degrees[derived[0]] = world_size // (degrees[given] * model)
+        note = f" (parallel.{derived[0]}: -1 takes what is left)"
+    replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
+    if replicate * shard * model != world_size:
+        message = (
+            f"is {shard}: parallel.dp_replicate {replicate} x {shard} = {replicate * shard}, "
+            f"but there {'is' if world_size == 1 else 'are'} {_processes(world_size, model)}"
+        )
+        raise _problem("dp_shard", message, "-1 derives it from the number of processes")
+    layout = Layout(replicate, shard, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
     return layout, _words(layout) + note
+
+
+def _problem(name: str, message: str, hint: str) -> ConfigError:
+    return ConfigError([Problem(f"parallel.{name}", message, hint=hint)])
 
 
 def _words(layout: Layout) -> str:
@@ -54,10 +59,3 @@ def _processes(world_size: int, model: int) -> str:
 
 def _divisors(number: int) -> str:
     return " or ".join(str(item) for item in range(1, number + 1) if number % item == 0)
-
-
-def _shard_hint(parallel: ParallelConfig, world_size: int, model: int) -> str:
-    others = parallel.dp_replicate * model
-    if world_size % others == 0:
-        return f"parallel.dp_shard = {world_size // others} fits, or -1 to derive it"
-    return f"parallel.dp_replicate can be {_divisors(world_size // model)}, with parallel.dp_shard = -1"

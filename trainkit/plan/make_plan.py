@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainkit.config.load import LoadedConfig
+from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.batch import batch_reason, make_batch
 from trainkit.plan.launch import Batch, LaunchPlan, Layout

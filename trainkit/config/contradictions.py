@@ -1,0 +1,39 @@
+"""Values that are right alone and cannot hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainkit.config.loaded import LoadedConfig
+from trainkit.errors import Problem
+
+
+def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
+    """Every contradiction between values of one config."""
+    yield from _length(loaded)
+    yield from _decay(loaded)
+
+
+def _length(loaded: LoadedConfig) -> Iterator[Problem]:
+    train = loaded.config.train
+    if train.steps is None and train.epochs is None:
+        yield loaded.problem("train.steps", "is null and so is train.epochs", "give one of them")
+    if train.steps is not None and train.epochs is not None:
+        message = f"is {train.epochs:g} while train.steps is {train.steps}: only one can end the run"
+        hint = f"train.steps was set by {loaded.origins['train.steps']}; set one of them to null"
+        yield loaded.problem("train.epochs", message, hint)
+
+
+def _decay(loaded: LoadedConfig) -> Iterator[Problem]:
+    schedule, steps = loaded.config.schedule, loaded.config.train.steps
+    if schedule.decay_steps is None:
+        return
+    if schedule.name != "wsd":
+        message = f"is {schedule.decay_steps}, which the schedule {schedule.name} does not know"
+        yield loaded.problem("schedule.decay_steps", message, "only schedule.name wsd has a decay of its own")
+    elif steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
+        message = (
+            f"is {schedule.decay_steps}: with schedule.warmup_steps {schedule.warmup_steps} "
+            f"that is more than train.steps {steps}"
+        )
+        yield loaded.problem("schedule.decay_steps", message, "null decays over a fifth of the run")
