@@ -62,16 +62,31 @@ def set_option(function: Command) -> Command:
 
 def config_options(function: Command) -> Command:
     """CONFIG and everything that changes values in it, given together as `request: ConfigRequest`."""
+    return _request_options(function, shape_options)
 
+
+def one_node_config_options(function: Command) -> Command:
+    """As `config_options`, for a command that runs one node: ``--procs`` takes the place of the shape."""
+    procs = click.option(
+        "--procs",
+        "gpus_per_node",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Worker processes: one a GPU, or CPU workers.",
+    )
+    return _request_options(function, procs)
+
+
+def _request_options(function: Command, shape: Callable[[Any], Any]) -> Command:
     @functools.wraps(function)
     def wrapper(
         config: str,
         profile: str | None,
         overrides: tuple[str, ...],
-        nodes: int | None,
-        gpus_per_node: int | None,
         name: str | None,
         backend: str | None,
+        nodes: int | None = None,
+        gpus_per_node: int | None = None,
         **others: Any,
     ) -> Any:
         flags = shape_flags(nodes, gpus_per_node)
@@ -85,13 +100,18 @@ def config_options(function: Command) -> Command:
     for decorate in (
         click.option("--backend", type=click.Choice(["auto", "local"]), help="Where the run is started."),
         click.option("--name", metavar="NAME", help="Name of the run."),
-        shape_options,
+        shape,
         set_option,
         click.option("--profile", metavar="NAME", help="Profile laid over the config."),
         click.argument("config", type=click.Path(), metavar="CONFIG"),
     ):
         decorated = decorate(decorated)
     return decorated  # type: ignore[no-any-return]
+
+
+def run_argument(function: Command) -> Command:
+    """RUN, given as `run_name`: a job id, a run name, a run folder or `last`."""
+    return click.argument("run_name", metavar="RUN")(function)
 
 
 def shape_flags(nodes: int | None, gpus_per_node: int | None) -> dict[str, tuple[str, object]]:

@@ -58,7 +58,9 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return RankEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 0, source="single process")
     missing = [
-        name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ
+        name
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if name not in environ
     ]
     if missing:
         raise UsageError(

@@ -1,14 +1,20 @@
-"""Stop signals: a handler sets a flag, nothing else.
+"""Stop signals: receiving one sets a flag, nothing else.
 
-What is done about the flag is agreed by all ranks at a step boundary; see `trainkit.trainer.agree`.
+A Python signal handler does not run while the main thread sits inside a collective, so a rank that is
+stuck there would never learn that it has to leave. The C-level handler does run, and writes the signal's
+number to a wake-up pipe; a thread reads it from there at once. What is done about the flag is agreed by
+all ranks at a step boundary.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from types import FrameType
+
+from trainkit.errors import EXIT_INTERRUPTED
 
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 """SIGTERM: preempted, cancelled or out of time. SIGUSR2: early notice. SIGINT: Ctrl-C.
@@ -29,15 +35,35 @@ class StopRequest:
         return self.signal_name is not None
 
     def install(self) -> None:
-        """Watch for the notice signals from now on; call from the main thread."""
-        for number in NOTICE_SIGNALS:
-            signal.signal(number, self._handle)
+        """Watch for the notice signals from now on; call from the main thread, once a process.
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+        A second SIGINT ends the process at once, whatever its threads are doing.
+        """
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in NOTICE_SIGNALS:
+            signal.signal(number, _noted_by_the_watcher)
+        threading.Thread(target=self._watch, args=(reader,), name="signal-watch", daemon=True).start()
+
+    def request(self, reason: str) -> None:
+        """Ask this process to stop as if a signal of that name had come."""
         if self.signal_name is None:
-            self.signal_name = signal.Signals(number).name
             self.received_monotonic_s = time.monotonic()
+            self.signal_name = reason
             self.received.set()
-        if number == signal.SIGINT:
-            # A second Ctrl-C stops at once, even when the main thread sits in a collective.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def _watch(self, reader: int) -> None:
+        interrupts = 0
+        while True:
+            for number in os.read(reader, 64):
+                if number not in NOTICE_SIGNALS:
+                    continue
+                interrupts += number == signal.SIGINT
+                if interrupts > 1:
+                    os._exit(EXIT_INTERRUPTED)
+                self.request(signal.Signals(number).name)
+
+
+def _noted_by_the_watcher(number: int, frame: FrameType | None) -> None:
+    """Keep the signal's default action from ending the process."""

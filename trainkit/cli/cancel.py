@@ -1,0 +1,62 @@
+"""``trainkit cancel``: end a run."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import click
+
+from trainkit.cli.options import examples, json_option, run_argument
+from trainkit.errors import EXIT_FAILED, EXIT_OK
+
+WAIT_MARGIN_S = 30.0
+
+
+@click.command(
+    epilog=examples("trainkit cancel last", "trainkit cancel last --wait", "trainkit cancel last --now")
+)
+@run_argument
+@click.option("--now", is_flag=True, help="Kill at once, without saving.")
+@click.option("--wait", is_flag=True, help="Return when the run has ended.")
+@json_option
+def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
+    """End RUN: it saves, and what has not ended after the grace time is killed.
+
+    A run that has ended already is left as it is, which is no error.
+    """
+    from trainkit.job.record import mark_cancelled, run_lock
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.rundir import read_json
+    from trainkit.submit.index import find_run
+    from trainkit.submit.local import kill_job, live_entry, send, wait_until_gone
+
+    run = find_run(run_name)
+    with run_lock(run):
+        entry = live_entry(run, "cancel")
+        if entry is not None:
+            mark_cancelled(run)
+            if now:
+                kill_job(run, entry)
+            else:
+                send(entry, signal.SIGTERM)
+    if entry is None:
+        done = "ended"
+        message = f"{run.path} has ended already"
+    elif now:
+        done = "cancelled"
+        message = f"{entry['job_id']} is killed"
+    else:
+        done = "cancelling"
+        grace_s = LaunchPlan.from_dict(read_json(run.plan_file)).grace_s
+        message = f"{entry['job_id']} is told to save and end; it has {grace_s:g} s"
+        if wait:
+            if wait_until_gone(entry, grace_s + WAIT_MARGIN_S):
+                done, message = "cancelled", f"{entry['job_id']} has ended"
+            else:
+                message = f"{entry['job_id']} still runs; `trainkit cancel {run.path} --now` kills it"
+    click.echo(message, err=True)
+    if as_json:
+        value = {"run_dir": str(run.path), "job_id": entry and entry["job_id"], "state": done}
+        click.echo(json.dumps(value, ensure_ascii=False))
+    return EXIT_FAILED if wait and done == "cancelling" else EXIT_OK

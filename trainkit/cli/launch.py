@@ -1,0 +1,122 @@
+"""What `submit`, `run` and `resume` share: from a config to a started run, and following it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
+from trainkit.job.record import Liveness, run_liveness, run_lock
+from trainkit.observe.follow import end_of, follow
+from trainkit.observe.tail import LogTail
+from trainkit.observe.words import event_line, verdict_line
+from trainkit.rundir import AttemptDir, RunDir
+from trainkit.submit.create import config_text, create_run, plan_text
+from trainkit.submit.local import start_attempt
+
+if TYPE_CHECKING:
+    from trainkit.config import LoadedConfig
+    from trainkit.plan.launch import LaunchPlan
+
+
+def plan_for(loaded: LoadedConfig) -> LaunchPlan:
+    """What would run on this machine; ConfigError lists everything that is wrong."""
+    from trainkit.plan.check import check_config
+    from trainkit.plan.machine import detect_machine
+
+    return check_config(loaded, detect_machine())
+
+
+def start_new_run(
+    loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, reason: str
+) -> tuple[RunDir, dict[str, Any]]:
+    """Make the run folder and start its first attempt; `reason` is ``submit`` or ``run``."""
+    run, name = create_run(
+        loaded, Path(run_dir) if run_dir else None, ["trainkit", *sys.argv[1:]], plan.backend
+    )
+    with run_lock(run):
+        entry = start_attempt(run, config_text(loaded), plan_text(plan), reason, foreground=reason == "run")
+    return run, {"run_dir": str(run.path), "name": name, **started(entry, plan.backend)}
+
+
+def started(entry: dict[str, Any], backend: str) -> dict[str, Any]:
+    """What a command that started an attempt tells about it."""
+    return {"job_id": entry["job_id"], "attempt": entry["attempt"], "backend": backend}
+
+
+def print_started(value: dict[str, Any], as_json: bool) -> None:
+    """The run folder and the job id on stdout."""
+    if as_json:
+        click.echo(json.dumps(value, ensure_ascii=False))
+    else:
+        click.echo(value["run_dir"])
+        click.echo(value["job_id"])
+
+
+def is_alive(run: RunDir) -> bool | None:
+    """Whether a run's supervisor is alive; None when this host cannot know."""
+    return {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}[run_liveness(run)]
+
+
+def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[], None] = lambda: None) -> int:
+    """Print rank 0's log and the run's events until it ends, then how it ended; the exit code of that.
+
+    `on_poll` is called several times a second. KeyboardInterrupt passes through.
+    """
+    events = LogTail(run.events_file)
+
+    def poll() -> bool | None:
+        on_poll()
+        _tell_events(events, attempt)
+        return is_alive(run)
+
+    for line in follow(run, attempt, _first_rank, poll):
+        click.echo(line.text, err=to_stderr)
+    _tell_events(events, attempt)
+    return tell_end(run)
+
+
+def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
+    """`follow_run`, which Ctrl-C leaves while the job goes on (130)."""
+    try:
+        return follow_run(run, attempt, to_stderr)
+    except KeyboardInterrupt:
+        click.echo(
+            f"\ndetached: the job goes on; `trainkit logs {run.path} -f` shows it, "
+            f"`trainkit cancel {run.path}` ends it",
+            err=True,
+        )
+        return EXIT_INTERRUPTED
+
+
+def _first_rank(attempt: AttemptDir) -> list[Path]:
+    return [attempt.rank_log(0)]
+
+
+def _tell_events(events: LogTail, attempt: int) -> None:
+    for text in events.read():
+        try:
+            event = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and event.get("attempt", 0) >= attempt:
+            click.echo(event_line(event), err=True)
+
+
+def tell_end(run: RunDir) -> int:
+    """Say on stderr how a run's newest attempt ended: 0 finished or stopped as asked, 1 anything else."""
+    end = end_of(run.attempt(run.attempt_numbers()[-1]))
+    if end is None:
+        click.echo(f"died: the supervisor is gone without a word; see `trainkit status {run.path}`", err=True)
+        return EXIT_FAILED
+    click.echo(f"{end['state']}: {end['reason']}", err=True)
+    if end.get("verdict"):
+        click.echo(verdict_line(end["verdict"]), err=True)
+    if end["state"] == "stopped":
+        click.echo(f"`trainkit resume {run.path}` goes on from here", err=True)
+    return EXIT_OK if end["exit_code"] in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED

@@ -1,0 +1,100 @@
+"""``trainkit logs``: what a run prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trainkit.cli.options import examples, run_argument
+from trainkit.errors import EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainkit.rundir import AttemptDir, RunDir
+
+
+@click.command(
+    epilog=examples("trainkit logs last", "trainkit logs last -f", "trainkit logs last --rank 1 --lines 20")
+)
+@run_argument
+@click.option("-f", "--follow", "following", is_flag=True, help="Go on, over attempts, until the run ends.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="This rank instead of rank 0.")
+@click.option(
+    "--node", type=click.IntRange(min=0), metavar="N", help="All ranks of this node, and its agent."
+)
+@click.option("--all", "all_ranks", is_flag=True, help="All ranks, agents and the supervisor.")
+@click.option("--attempt", "number", type=click.IntRange(min=1), metavar="A", help="Default: the newest.")
+@click.option("--lines", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
+def command(
+    run_name: str,
+    following: bool,
+    rank: int | None,
+    node: int | None,
+    all_ranks: bool,
+    number: int | None,
+    lines: int | None,
+) -> int:
+    """Print what RUN prints: the log of rank 0, or of the ranks that are chosen."""
+    from trainkit.cli.launch import is_alive
+    from trainkit.observe.follow import follow
+    from trainkit.observe.tail import LogTail, last_lines
+    from trainkit.submit.index import find_run
+
+    if sum((rank is not None, node is not None, all_ranks)) > 1:
+        raise UsageError("--rank, --node and --all exclude each other", hint="choose one of them")
+    run = find_run(run_name)
+    attempt = _attempt(run, number)
+    logs_of = _choice(rank, node, all_ranks)
+    named = node is not None or all_ranks
+    if following:
+        for line in follow(run, attempt.number, logs_of, lambda: is_alive(run), lines):
+            click.echo(f"{line.source} | {line.text}" if named else line.text)
+        return EXIT_OK
+    paths = [path for path in logs_of(attempt) if path.exists()]
+    if not paths:
+        raise UsageError(
+            f"attempt {attempt.number} of {run.path} has no such log",
+            hint=f"`trainkit status {run.path}` tells how far it came; its logs are in {attempt.logs_dir}",
+        )
+    for path in paths:
+        if lines is None:
+            texts = LogTail(path).read_rest()
+        else:
+            texts = [line.decode("utf-8", errors="replace") for line in last_lines(path, lines)[0]]
+        for text in texts:
+            click.echo(f"{path.stem} | {text}" if named else text)
+    return EXIT_OK
+
+
+def _attempt(run: RunDir, number: int | None) -> AttemptDir:
+    numbers = run.attempt_numbers()
+    if not numbers:
+        raise UsageError(f"{run.path} was never started", hint=f"`trainkit resume {run.path}` starts it")
+    if number is not None and number not in numbers:
+        raise UsageError(f"{run.path} has no attempt {number}", hint=f"its attempts are 1 to {numbers[-1]}")
+    return run.attempt(number or numbers[-1])
+
+
+def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:
+    """Which logs of an attempt are meant."""
+
+    def logs_of(attempt: AttemptDir) -> list[Path]:
+        if all_ranks:
+            return sorted(attempt.logs_dir.glob("*.log"))
+        if node is not None:
+            per_node = _workers_per_node(attempt)
+            ranks = range(node * per_node, (node + 1) * per_node)
+            return [attempt.node_log(node), *(attempt.rank_log(number) for number in ranks)]
+        return [attempt.rank_log(rank or 0)]
+
+    return logs_of
+
+
+def _workers_per_node(attempt: AttemptDir) -> int:
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.rundir import read_json
+
+    return LaunchPlan.from_dict(read_json(attempt.plan_file)).workers_per_node

@@ -1,0 +1,101 @@
+"""``trainkit resume``: go on from the newest good checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainkit.cli.options import examples, json_option, run_argument, set_option, shape_flags, shape_options
+from trainkit.errors import EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from trainkit.config import LoadedConfig
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.rundir import RunDir
+
+
+@click.command(
+    epilog=examples(
+        "trainkit resume last --follow",
+        "trainkit resume last --nodes 1 --gpus-per-node 4",
+        "trainkit resume last --set train.steps=400 --as runs/longer",
+    )
+)
+@run_argument
+@shape_options
+@set_option
+@click.option("--as", "fork_dir", metavar="DIR", help="Go on in a new run folder; this run stays as it is.")
+@click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
+@json_option
+def command(
+    run_name: str,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    overrides: tuple[str, ...],
+    fork_dir: str | None,
+    follow: bool,
+    as_json: bool,
+) -> int:
+    """Go on with RUN from its newest good checkpoint, possibly on another number of nodes or GPUs.
+
+    It goes on in the same run folder as its next attempt, or with --as in a new one.
+    """
+    from trainkit.cli import launch
+    from trainkit.config import load_config
+    from trainkit.submit.describe import describe_plan
+    from trainkit.submit.index import find_run
+    from trainkit.submit.local import refuse_live
+
+    source = find_run(run_name)
+    if fork_dir is None:
+        refuse_live(source, "resume")
+    loaded = load_config(
+        source.config_file, overrides=overrides, flags=shape_flags(nodes, gpus_per_node), layers=False
+    )
+    plan = launch.plan_for(loaded)
+    click.echo(describe_plan(plan, loaded.config.name), err=True)
+    if fork_dir is None:
+        run, value = _go_on(source, loaded, plan)
+    else:
+        run, value = _fork(source, Path(fork_dir), loaded, plan)
+    launch.print_started(value, as_json)
+    return launch.follow_detachable(run, value["attempt"], to_stderr=as_json) if follow else EXIT_OK
+
+
+def _go_on(run: RunDir, loaded: LoadedConfig, plan: LaunchPlan) -> tuple[RunDir, dict[str, Any]]:
+    from trainkit.cli.launch import started
+    from trainkit.job.record import read_job, run_lock
+    from trainkit.submit.create import config_text, plan_text
+    from trainkit.submit.local import refuse_live, start_attempt
+
+    with run_lock(run):
+        refuse_live(run, "resume")  # again: another command may have been faster
+        entry = start_attempt(run, config_text(loaded), plan_text(plan), "resume")
+    return run, {"run_dir": str(run.path), "name": read_job(run)["name"], **started(entry, plan.backend)}
+
+
+def _fork(
+    source: RunDir, folder: Path, loaded: LoadedConfig, plan: LaunchPlan
+) -> tuple[RunDir, dict[str, Any]]:
+    from trainkit.cli.launch import started
+    from trainkit.job.record import run_lock
+    from trainkit.observe.status import newest_checkpoint
+    from trainkit.submit.create import config_text, create_run, plan_text
+    from trainkit.submit.fork import copy_checkpoint
+    from trainkit.submit.local import start_attempt
+
+    checkpoint = newest_checkpoint(source)
+    if checkpoint is None:
+        raise UsageError(
+            f"{source.path} has no checkpoint to go on from",
+            hint="`trainkit submit` starts a run from the beginning",
+        )
+    run, name = create_run(loaded, folder, ["trainkit", *sys.argv[1:]], plan.backend)
+    copy_checkpoint(Path(checkpoint), run)
+    with run_lock(run):
+        entry = start_attempt(run, config_text(loaded), plan_text(plan), "submit")
+    click.echo(f"from {checkpoint}", err=True)
+    return run, {"run_dir": str(run.path), "name": name, **started(entry, plan.backend)}

@@ -1,0 +1,84 @@
+"""One attempt as the supervisor sees it: starts one agent a node, passes signals on, waits for all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+
+from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.job import children
+from trainkit.job.agent import KILL_MARGIN_S
+from trainkit.job.crew import Crew
+from trainkit.job.decision import COMEBACK_SIGNAL
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir, log_event
+
+
+@dataclass
+class Outcome:
+    """How an attempt ended."""
+
+    request: str | None = None
+    """The signal that asked the job to stop, if one did."""
+    out_of_time: bool = False
+    """Some were still running when the grace time was over."""
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    """(node rank, exit code) in the order in which the agents ended."""
+
+    @property
+    def exit_codes(self) -> list[int]:
+        return [code for _, code in self.ends]
+
+    @property
+    def first_failure(self) -> int | None:
+        """Node rank of the agent that failed first."""
+        return next((rank for rank, code in self.ends if code not in (EXIT_OK, EXIT_STOPPED)), None)
+
+
+class AttemptWatch(Crew):
+    """The agents of one attempt."""
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, master_port: int) -> None:
+        super().__init__()
+        self.attempt = attempt
+        self.plan = plan
+        self.master_port = master_port
+        self.outcome = Outcome()
+        self.requested_s = 0.0
+
+    def start(self) -> None:
+        for node_rank in range(self.plan.num_nodes):
+            argv = [sys.executable, "-m", "trainkit.job.agent", str(self.attempt.run.path)]
+            argv += ["--attempt", str(self.attempt.number), "--node-rank", str(node_rank)]
+            argv += ["--master-port", str(self.master_port)]
+            with self.attempt.node_log(node_rank).open("ab") as log:
+                self.running[node_rank] = children.start_child(
+                    argv, environ=os.environ, output=log, keeps_mask=True
+                )
+
+    def told(self, received: signal.Signals) -> None:
+        outcome = self.outcome
+        if outcome.request is None:
+            # The agents' own time limit comes first; this one is for an agent that does not answer.
+            self.requested_s = time.monotonic()
+            self.end_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
+        if outcome.request in (None, COMEBACK_SIGNAL):
+            outcome.request = received.name  # being told to end is stronger than being told to come back
+        try:
+            log_event(self.attempt.run, self.attempt.number, "signal", signal=received.name)
+        except OSError as error:
+            print(f"cannot write the event of {received.name}: {error}", file=sys.stderr, flush=True)
+
+    def lost(self, rank: int, code: int, killed: bool) -> None:
+        self.outcome.ends.append((rank, code))
+        if self.outcome.request is not None and time.monotonic() - self.requested_s >= self.plan.grace_s:
+            self.outcome.out_of_time = True
+
+    def work(self) -> None:
+        try:
+            super().work()
+        finally:
+            children.end_descendants()

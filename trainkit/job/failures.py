@@ -1,0 +1,80 @@
+"""Failures of ranks: the record of a worker that died without a word, and the verdict on an attempt."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from trainkit.job.decision import describe_exit
+from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
+
+LOG_TAIL_LINES = 20
+LOG_TAIL_BYTES = 16_384
+
+
+def log_tail(path: Path) -> list[str]:
+    """The last lines of a log; empty when there is none."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - LOG_TAIL_BYTES))
+            text = stream.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.splitlines()[-LOG_TAIL_LINES:]
+
+
+def record_silent_death(attempt: AttemptDir, rank: int, node_rank: int, exit_code: int) -> None:
+    """Write the failure of a worker that left none itself (killed, out of memory, plain exit)."""
+    path = attempt.rank_error(rank)
+    if path.exists():
+        return
+    how = describe_exit(exit_code)
+    write_json(
+        path,
+        {
+            "rank": rank,
+            "node_rank": node_rank,
+            "host": socket.gethostname(),
+            "time": utc_now(),
+            "step": None,
+            "type": "exit",
+            "message": f"killed by {how}" if how.startswith("SIG") else f"ended with {how}",
+            "traceback": None,
+            "log_tail": log_tail(attempt.rank_log(rank)),
+        },
+    )
+
+
+def find_verdict(attempt: AttemptDir) -> dict[str, Any] | None:
+    """The failure that came first, without its traceback: ``rank node_rank host time step type message``.
+
+    None when no rank left a record.
+    """
+    records = []
+    for path in sorted(attempt.errors_dir.glob("rank-*.json")):
+        try:
+            record = read_json(path)
+        except (OSError, ValueError):
+            continue  # cut off by a crash; the others still tell
+        if isinstance(record, dict):
+            records.append(record)
+    if not records:
+        return None
+    first = min(records, key=lambda record: str(record.get("time") or "~"))
+    keys = ("rank", "node_rank", "host", "time", "step", "type", "message")
+    return {key: first.get(key) for key in keys}
+
+
+def agent_verdict(node_rank: int | None, reason: str) -> dict[str, Any]:
+    """The verdict when no rank left a record: the job failed outside its workers."""
+    return {
+        "rank": None,
+        "node_rank": node_rank,
+        "host": socket.gethostname(),
+        "time": utc_now(),
+        "step": None,
+        "type": "exit",
+        "message": reason if node_rank is None else f"{reason} (agent of node {node_rank})",
+    }

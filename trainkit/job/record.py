@@ -1,0 +1,159 @@
+"""job.json: which process carries each attempt of a run, and whether that process is still there.
+
+A process is named by host, boot, pid and start time together. A pid alone can belong to somebody else
+by the time it is looked at, and what another host is doing cannot be seen from here.
+"""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainkit.rundir import AttemptDir, RunDir, read_json, utc_now, write_atomic, write_json
+
+PROC = Path("/proc")
+
+
+class Liveness(str, enum.Enum):
+    """Whether a process is there, as far as this host can know."""
+
+    ALIVE = "alive"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+
+def process_identity(pid: int) -> dict[str, Any]:
+    """What names a process of this host for good: ``host, boot_id, pid, start_ticks``.
+
+    Raises ProcessLookupError when there is no such process.
+    """
+    state_and_start = _stat(pid)
+    if state_and_start is None:
+        raise ProcessLookupError(pid)
+    return {
+        "host": socket.gethostname(),
+        "boot_id": _boot_id(),
+        "pid": pid,
+        "start_ticks": state_and_start[1],
+    }
+
+
+def liveness(entry: Mapping[str, Any]) -> Liveness:
+    """Whether the process of a job.json entry is alive; UNKNOWN when this host cannot tell."""
+    if entry.get("host") != socket.gethostname() or not isinstance(entry.get("pid"), int):
+        return Liveness.UNKNOWN
+    boot_id = _boot_id()
+    if not boot_id:
+        return Liveness.UNKNOWN
+    if entry.get("boot_id") != boot_id:
+        return Liveness.GONE
+    try:
+        found = _stat(entry["pid"])
+    except OSError:
+        return Liveness.UNKNOWN
+    alive = found is not None and found[0] not in "ZX" and found[1] == entry.get("start_ticks")
+    return Liveness.ALIVE if alive else Liveness.GONE
+
+
+def run_liveness(run: RunDir) -> Liveness:
+    """Whether the newest attempt of a run has a live supervisor."""
+    entry = newest_entry(run)
+    return Liveness.UNKNOWN if entry is None else liveness(entry)
+
+
+def _boot_id() -> str:
+    try:
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State letter and start time in clock ticks since boot; None when there is no such process."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name stands in brackets and may hold brackets and spaces itself.
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+@contextmanager
+def run_lock(run: RunDir) -> Iterator[None]:
+    """Hold the run's lock, so that two commands cannot both decide what it does next."""
+    descriptor = os.open(run.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def read_job(run: RunDir) -> dict[str, Any]:
+    """The job record; one without attempts where there is none or it cannot be read."""
+    try:
+        job = read_json(run.job_file)
+    except (OSError, ValueError):
+        job = None
+    if not isinstance(job, dict) or not isinstance(job.get("attempts"), list):
+        return {"backend": None, "name": run.name, "attempts": []}
+    return job
+
+
+def newest_entry(run: RunDir) -> dict[str, Any] | None:
+    """The entry of the newest attempt."""
+    entries = read_job(run)["attempts"]
+    return entries[-1] if entries else None
+
+
+def find_entry(run: RunDir, attempt: int) -> dict[str, Any] | None:
+    """The entry of one attempt."""
+    return next((entry for entry in read_job(run)["attempts"] if entry["attempt"] == attempt), None)
+
+
+def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any]:
+    """Write down that the supervisor `pid` of this host carries an attempt; call with the lock held.
+
+    `reason` is one of ``submit run requeue resume``.
+    """
+    entry = {
+        "attempt": attempt,
+        "job_id": f"local-{pid}",
+        "submitted_at": utc_now(),
+        **process_identity(pid),
+        "reason": reason,
+    }
+    job = read_job(run)
+    job["attempts"].append(entry)
+    write_json(run.job_file, job)
+    return entry
+
+
+def mark_cancelled(run: RunDir) -> None:
+    """Write down that the user wants the newest attempt to end for good; call with the lock held."""
+    job = read_job(run)
+    job["attempts"][-1]["cancelled_at"] = utc_now()
+    write_json(run.job_file, job)
+
+
+def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
+    """Make the run's next attempt, whose config and plan also become the run's newest ones.
+
+    Raises FileExistsError when another command was faster.
+    """
+    attempt = run.attempt(max(run.attempt_numbers(), default=0) + 1)
+    attempt.create()
+    for own, newest, text in (
+        (attempt.config_file, run.config_file, config_text),
+        (attempt.plan_file, run.plan_file, plan_text),
+    ):
+        write_atomic(own, text)
+        write_atomic(newest, text)
+    return attempt

@@ -1,0 +1,150 @@
+"""The supervisor of a job: one agent a node, and what happens after they have ended.
+
+``python -m trainkit.job.supervisor RUN_DIR --attempt N``
+
+SIGTERM and SIGINT mean save and end, SIGUSR2 means save and come back as the next attempt. Whatever
+happens to the run folder or the disk, the agents are ended and the exit code says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from trainkit.config import read_effective
+from trainkit.errors import EXIT_FAILED, TrainkitError
+from trainkit.job import children
+from trainkit.job.attempt_watch import AttemptWatch, Outcome
+from trainkit.job.decision import COMEBACK_SIGNAL, Decision, decide
+from trainkit.job.failures import agent_verdict, find_verdict
+from trainkit.job.record import add_entry, find_entry, newest_entry, open_attempt, read_job, run_lock
+from trainkit.job.rendezvous import choose_port
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir, RunDir, log_event, read_json, utc_now, write_json
+
+
+def supervise(run: RunDir, number: int) -> int:
+    """Carry a run from one attempt to the next until it ends; its exit code."""
+    children.block_signals()
+    children.adopt_orphans()
+    # The terminal that submitted the run may close; workers inherit this.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if not _is_registered(run, number):
+        print(
+            f"attempt {number} is not in {run.job_file}: the command that started it was interrupted",
+            flush=True,
+        )
+        return EXIT_FAILED
+    while True:
+        attempt = run.attempt(number)
+        try:
+            outcome = _run_attempt(attempt)
+            decision = _decide(attempt, outcome)
+        except (OSError, ValueError, TrainkitError) as error:
+            # No folder, no disk, no port: nothing of the job is left running, and that much is said.
+            outcome = Outcome()
+            decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
+        print(f"attempt {number}: {decision.action}: {decision.reason}", flush=True)
+        _write_end(attempt, outcome, decision)
+        if decision.action != "requeue":
+            return decision.exit_code
+        following = _next_attempt(attempt)
+        if following is None:
+            cancelled = Decision("stopped", "cancelled before it came back", decision.exit_code)
+            _write_end(attempt, outcome, cancelled)
+            return cancelled.exit_code
+        number = following
+
+
+def _is_registered(run: RunDir, number: int) -> bool:
+    """Whether job.json says that this process carries the attempt.
+
+    Who started us holds the lock until that is written.
+    """
+    with run_lock(run):
+        entry = find_entry(run, number)
+    return entry is not None and entry["pid"] == os.getpid() and entry["host"] == socket.gethostname()
+
+
+def _run_attempt(attempt: AttemptDir) -> Outcome:
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    entry = newest_entry(attempt.run)
+    port = choose_port(str(entry and entry["job_id"]), attempt.number)
+    log_event(attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes)
+    watch = AttemptWatch(attempt, plan, port)
+    watch.work()
+    return watch.outcome
+
+
+def _decide(attempt: AttemptDir, outcome: Outcome) -> Decision:
+    maximum = read_effective(attempt.config_file).requeue.max
+    num_requeues = sum(entry["reason"] == "requeue" for entry in read_job(attempt.run)["attempts"])
+    entry = find_entry(attempt.run, attempt.number)
+    request = outcome.request
+    if request == COMEBACK_SIGNAL and entry is not None and "cancelled_at" in entry:
+        request = signal.SIGTERM.name
+    return decide(outcome.exit_codes, request, num_requeues, maximum, outcome.out_of_time)
+
+
+def _write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None:
+    """Write down how the attempt ended: verdict, end.json, events."""
+    run, number = attempt.run, attempt.number
+    verdict = None
+    if decision.action == "failed":
+        verdict = find_verdict(attempt) or agent_verdict(outcome.first_failure, decision.reason)
+        log_event(run, number, "rank_failed", **{key: verdict[key] for key in verdict if key != "time"})
+    if outcome.request == COMEBACK_SIGNAL:
+        log_event(run, number, "requeue_decision", action=decision.action, reason=decision.reason)
+    state: str = "stopped" if decision.action == "requeue" else decision.action
+    entry = find_entry(run, number)
+    if state != "finished" and entry is not None and "cancelled_at" in entry:
+        state = "cancelled"
+    write_json(
+        attempt.end_file,
+        {
+            "state": state,
+            "action": decision.action,
+            "exit_code": decision.exit_code,
+            "reason": decision.reason,
+            "verdict": verdict,
+            "time": utc_now(),
+        },
+    )
+    event = "finished" if state == "finished" else "stopped"
+    log_event(run, number, event, state=state, exit_code=decision.exit_code, reason=decision.reason)
+
+
+def _next_attempt(attempt: AttemptDir) -> int | None:
+    """Make the attempt in which the job comes back, with the same config and plan; None when cancelled."""
+    run = attempt.run
+    with run_lock(run):
+        entry = find_entry(run, attempt.number)
+        if entry is not None and "cancelled_at" in entry:
+            return None
+        following = open_attempt(
+            run,
+            attempt.config_file.read_text(encoding="utf-8"),
+            attempt.plan_file.read_text(encoding="utf-8"),
+        )
+        entry = add_entry(run, following.number, os.getpid(), "requeue")
+    log_event(run, following.number, "submitted", job_id=entry["job_id"], reason="requeue")
+    with following.supervisor_log.open("ab") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    return following.number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m trainkit.job.supervisor")
+    parser.add_argument("run_dir")
+    parser.add_argument("--attempt", type=int, required=True)
+    args = parser.parse_args(argv)
+    return supervise(RunDir(args.run_dir), args.attempt)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The environment that a worker is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainkit.job.rank_env import RANK_VARIABLES, RankEnv
+from trainkit.job.rendezvous import LOCAL_ADDR
+from trainkit.plan.launch import LaunchPlan
+
+RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
+ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
+
+
+def worker_rank(plan: LaunchPlan, node_rank: int, local_rank: int, master_port: int) -> RankEnv:
+    """The place of one worker in a job whose nodes are all this machine."""
+    return RankEnv(
+        rank=node_rank * plan.workers_per_node + local_rank,
+        local_rank=local_rank,
+        world_size=plan.world_size,
+        local_world_size=plan.workers_per_node,
+        node_rank=node_rank,
+        num_nodes=plan.num_nodes,
+        master_addr=LOCAL_ADDR,
+        master_port=master_port,
+        source="agent",
+    )
+
+
+def worker_environ(
+    plan: LaunchPlan,
+    place: RankEnv,
+    *,
+    run_dir: str,
+    attempt: int,
+    configured: Mapping[str, str],
+    inherited: Mapping[str, str],
+) -> dict[str, str]:
+    """The whole environment of one worker: inherited, then `launch.env`, then our defaults, then its rank."""
+    environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
+    environ.update(configured)
+    environ.setdefault("OMP_NUM_THREADS", str(plan.threads_per_worker))
+    environ.setdefault("PYTHONUNBUFFERED", "1")
+    if plan.backend == "local":
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if plan.device == "cuda" and plan.num_nodes > 1:
+            environ["CUDA_VISIBLE_DEVICES"] = gpu_slice(
+                plan, place.node_rank, environ.get("CUDA_VISIBLE_DEVICES")
+            )
+    environ.update(place.to_environ())
+    environ[RUN_DIR_VARIABLE] = run_dir
+    environ[ATTEMPT_VARIABLE] = str(attempt)
+    return environ
+
+
+def gpu_slice(plan: LaunchPlan, node_rank: int, visible: str | None) -> str:
+    """The GPUs of one node when several nodes share this machine's.
+
+    `visible` is CUDA_VISIBLE_DEVICES as it was found; unset means all GPUs, counted from 0.
+    """
+    count = plan.workers_per_node
+    names = visible.split(",") if visible else [str(index) for index in range(plan.world_size)]
+    return ",".join(names[node_rank * count : (node_rank + 1) * count])

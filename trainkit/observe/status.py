@@ -1,0 +1,187 @@
+"""What a run is doing: a pure function of its folder, of whether its supervisor is alive, and of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from trainkit.config import read_effective
+from trainkit.errors import TrainkitError
+from trainkit.observe.tail import last_records
+from trainkit.rundir import CHECKPOINT_PREFIX, RunDir, read_json
+
+STALE_S = 60.0
+"""No new metrics for this long, and for `STALE_INTERVALS` of their usual distance, is worth a warning."""
+STALE_INTERVALS = 10
+RECENT_RECORDS = 200
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run at one moment; None where the value does not exist or cannot be known."""
+
+    name: str
+    run_dir: str
+    state: str
+    """``starting running stopping requeueing finished stopped cancelled failed``; ``died`` when the
+    supervisor is gone without a word; ``unknown`` when this host cannot tell; ``incomplete`` when the
+    run was never started."""
+    reason: str | None
+    attempt: int | None
+    job_id: str | None
+    host: str | None
+    num_nodes: int | None
+    workers_per_node: int | None
+    device: str | None
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    tokens_per_s: float | None
+    metrics_age_s: float | None
+    """Seconds since the last metrics line."""
+    age_s: float | None
+    """Seconds since the newest attempt was submitted."""
+    last_event: dict[str, Any] | None
+    verdict: dict[str, Any] | None
+    checkpoint: str | None
+    """The newest published checkpoint."""
+    warnings: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_status(run: RunDir, alive: bool | None, now: datetime) -> RunStatus:
+    """The status of a run; `alive` says whether its newest supervisor is, None when that cannot be known."""
+    job = _json(run.job_file)
+    entries = [entry for entry in job.get("attempts") or [] if isinstance(entry, dict)]
+    entry: Mapping[str, Any] = entries[-1] if entries else {}
+    attempt = entry.get("attempt")
+    plan = _json(run.plan_file)
+    end = _json(run.attempt(attempt).end_file) if isinstance(attempt, int) else {}
+    events = last_records(run.events_file, RECENT_RECORDS)
+    metrics = last_records(run.metrics_file, RECENT_RECORDS)
+    last: Mapping[str, Any] = metrics[-1] if metrics else {}
+    own_metrics = [record for record in metrics if record.get("attempt") == attempt]
+    state = _state(attempt, end, alive, events, bool(own_metrics))
+    metrics_age_s = seconds_between(last.get("time"), now)
+    return RunStatus(
+        name=str(job.get("name") or run.name),
+        run_dir=str(run.path),
+        state=state,
+        reason=end.get("reason"),
+        attempt=attempt,
+        job_id=entry.get("job_id"),
+        host=entry.get("host"),
+        num_nodes=plan.get("num_nodes"),
+        workers_per_node=plan.get("workers_per_node"),
+        device=plan.get("device"),
+        step=last.get("step"),
+        total_steps=_total_steps(run, events),
+        loss=last.get("loss"),
+        tokens_per_s=last.get("tokens_per_s"),
+        metrics_age_s=metrics_age_s,
+        age_s=seconds_between(entry.get("submitted_at"), now),
+        last_event=events[-1] if events else None,
+        verdict=end.get("verdict"),
+        checkpoint=newest_checkpoint(run),
+        warnings=_warnings(state, own_metrics, metrics_age_s, entry),
+    )
+
+
+def _state(
+    attempt: object,
+    end: Mapping[str, Any],
+    alive: bool | None,
+    events: list[dict[str, Any]],
+    has_metrics: bool,
+) -> str:
+    if not isinstance(attempt, int):
+        return "incomplete"
+    if end:
+        if end.get("action") == "requeue":
+            return {True: "requeueing", False: "died", None: "unknown"}[alive]
+        return str(end.get("state") or "unknown")
+    if alive is None:
+        return "unknown"
+    if not alive:
+        return "died"
+    names = {event.get("event") for event in events if event.get("attempt") == attempt}
+    if "signal" in names:
+        return "stopping"
+    return "running" if has_metrics or "first_step" in names else "starting"
+
+
+def _total_steps(run: RunDir, events: list[dict[str, Any]]) -> int | None:
+    """How many steps the run is going to have; the trainer says so when the config gives only epochs."""
+    for event in reversed(events):
+        if isinstance(event.get("total_steps"), int):
+            return int(event["total_steps"])
+    try:
+        return read_effective(run.config_file).train.steps
+    except (OSError, TrainkitError):
+        return None
+
+
+def _warnings(
+    state: str, own_metrics: list[dict[str, Any]], metrics_age_s: float | None, entry: Mapping[str, Any]
+) -> list[str]:
+    warnings = []
+    if state == "running" and metrics_age_s is not None:
+        usual_s = _usual_distance_s(own_metrics)
+        if metrics_age_s > max(STALE_S, STALE_INTERVALS * usual_s):
+            warnings.append(f"stale: no new metrics for {metrics_age_s:.0f} s, usually every {usual_s:.1f} s")
+    if state == "unknown":
+        warnings.append(f"whether it runs cannot be known from here; it was started on {entry.get('host')}")
+    if state == "died":
+        warnings.append("the supervisor is gone without having written how the attempt ended")
+    return warnings
+
+
+def _usual_distance_s(metrics: list[dict[str, Any]]) -> float:
+    """Median seconds between metrics lines; 0 when there are too few to tell."""
+    times = [time for time in (parse_time(record.get("time")) for record in metrics) if time is not None]
+    distances = sorted((b - a).total_seconds() for a, b in pairwise(times))
+    return distances[len(distances) // 2] if distances else 0.0
+
+
+def newest_checkpoint(run: RunDir) -> str | None:
+    """The folder of the newest published checkpoint: one with a manifest."""
+    if not run.checkpoints_dir.is_dir():
+        return None
+    published = [
+        folder
+        for folder in run.checkpoints_dir.glob(f"{CHECKPOINT_PREFIX}*")
+        if folder.name.removeprefix(CHECKPOINT_PREFIX).isdigit() and (folder / "manifest.json").is_file()
+    ]
+    if not published:
+        return None
+    return str(max(published, key=lambda folder: int(folder.name.removeprefix(CHECKPOINT_PREFIX))))
+
+
+def parse_time(text: object) -> datetime | None:
+    """A time as the run's files hold it."""
+    if not isinstance(text, str):
+        return None
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+
+
+def seconds_between(start: object, now: datetime) -> float | None:
+    """Seconds from a time in a file until now."""
+    time = parse_time(start)
+    return None if time is None else (now - time).total_seconds()
+
+
+def _json(path: Any) -> dict[str, Any]:
+    """A JSON object; empty when the file is missing or damaged."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

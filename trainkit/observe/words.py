@@ -1,0 +1,53 @@
+"""Events, verdicts and numbers of a run in words for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def event_line(event: Mapping[str, Any]) -> str:
+    """One event as one line: ``12:00:01  attempt 1  checkpoint_commit  step=100``."""
+    clock = str(event.get("time") or "")[11:19]
+    fields = [
+        f"{key}={value}"
+        for key, value in event.items()
+        if key not in ("time", "attempt", "event", "reason")
+        and value is not None
+        and not isinstance(value, dict)
+    ]
+    parts = [clock, f"attempt {event.get('attempt')}", str(event.get("event")), " ".join(fields)]
+    if event.get("reason"):
+        parts.append(f"({event['reason']})")
+    return "  ".join(part for part in parts if part)
+
+
+def verdict_line(verdict: Mapping[str, Any]) -> str:
+    """The first failure as a sentence: which rank, where, when and why."""
+    who = "the job" if verdict.get("rank") is None else f"rank {verdict['rank']}"
+    where = f" on {verdict['host']}" if verdict.get("host") else ""
+    when = "" if verdict.get("step") is None else f" at step {verdict['step']}"
+    kind = verdict.get("type")
+    why = verdict.get("message") if kind == "exit" else f"{kind}: {verdict.get('message')}"
+    return f"{who} failed first{where}{when}: {why}"
+
+
+def duration(seconds: float | None) -> str:
+    """A length of time in at most two units: ``42s``, ``3m10s``, ``5h02m``, ``2d03h``; ``-`` for None."""
+    if seconds is None:
+        return "-"
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86_400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+
+
+def table(rows: list[list[str]]) -> str:
+    """Rows as aligned columns, the first row being the heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

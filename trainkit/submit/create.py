@@ -1,0 +1,91 @@
+"""Makes the folder of a new run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainkit.config import LoadedConfig, dump_effective
+from trainkit.errors import UsageError
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import RunDir, write_json
+from trainkit.submit.provenance import collect_provenance
+
+RUNS_FOLDER = "runs"
+RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
+
+
+def plan_text(plan: LaunchPlan) -> str:
+    """The bytes of plan.json, the same in a dry run and in the run folder."""
+    return json.dumps(plan.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+
+def check_name(name: str) -> None:
+    """Refuse a run name that RUN would understand as something else."""
+    if RESERVED_NAME.fullmatch(name):
+        raise UsageError(
+            f"a run cannot be called {name!r}",
+            hint="`last` and job ids have a meaning of their own where a run is named; choose another --name",
+        )
+
+
+def create_run(
+    loaded: LoadedConfig, run_dir: Path | None, argv: Sequence[str], backend: str
+) -> tuple[RunDir, str]:
+    """Make the run folder with everything but its first attempt; gives it and the run's name.
+
+    Raises UsageError when `run_dir` is not empty or the place cannot be written.
+    """
+    name = loaded.config.name
+    check_name(name)
+    try:
+        if run_dir is None:
+            run = RunDir(_new_folder(Path(RUNS_FOLDER), name))
+            name = run.name
+        else:
+            run = RunDir(_empty_folder(run_dir))
+        run.checkpoints_dir.mkdir(mode=0o700)
+        write_json(run.provenance_file, collect_provenance(argv, Path.cwd(), loaded.config.launch.secrets))
+        write_json(run.job_file, {"backend": backend, "name": name, "cwd": str(Path.cwd()), "attempts": []})
+    except OSError as error:
+        place = run_dir or Path(RUNS_FOLDER)
+        raise UsageError(
+            f"cannot make a run folder at {place}: {error.strerror or error}",
+            hint="name a place that you can write to with --run-dir, and check that its disk is not full",
+        ) from error
+    return run, name
+
+
+def config_text(loaded: LoadedConfig) -> str:
+    """The bytes of config.yaml."""
+    return dump_effective(loaded.config)
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """`parent/name`, or the first of `name-2`, `name-3`, … that nobody has taken."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(mode=0o700)
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def _empty_folder(folder: Path) -> Path:
+    """The folder that was asked for, made if need be; nothing that exists in it is touched."""
+    if RunDir(folder).exists():
+        raise UsageError(f"{folder} already holds a run", hint=f"`trainkit resume {folder}` goes on with it")
+    if folder.exists():
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is a file", hint="choose another folder with --run-dir")
+        if any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty", hint="choose a new or empty folder with --run-dir")
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700)
+    return folder

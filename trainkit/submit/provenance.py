@@ -1,0 +1,101 @@
+"""Where a run comes from: versions, the command line, the code as git knows it, host and user."""
+
+from __future__ import annotations
+
+import getpass
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trainkit import __version__
+from trainkit.rundir import utc_now
+
+GIT_LIMIT_S = 2.0
+MAX_DIFF_CHARS = 1_000_000
+LOOKS_SECRET = re.compile(r"(key|token|secret|password|passwd|credential)s?$", re.IGNORECASE)
+ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
+
+
+def collect_provenance(argv: Sequence[str], cwd: Path, secrets: Sequence[str]) -> dict[str, Any]:
+    """Everything that tells later what was run; takes as long as a few calls of git."""
+    return {
+        "time": utc_now(),
+        "trainkit": __version__,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "platform": platform.platform(),
+        "executable": sys.executable,
+        "argv": without_secrets(argv, secrets),
+        "cwd": str(cwd),
+        "host": socket.gethostname(),
+        "user": _user(),
+        "git": git_state(cwd),
+    }
+
+
+def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
+    """The command line with `***` for the values of secrets, by their names or by what names look like."""
+    return [_masked(arg, secrets) for arg in argv]
+
+
+def _masked(arg: str, secrets: Sequence[str]) -> str:
+    option, separator, assignment = arg.partition("--set=")
+    prefix = separator if separator and not option else ""
+    match = ASSIGNMENT.fullmatch(assignment if prefix else arg)
+    if match is None:
+        return arg
+    last = match["name"].rpartition(".")[2]
+    if last in secrets or LOOKS_SECRET.search(last):
+        return f"{prefix}{match['name']}=***"
+    return arg
+
+
+def git_state(cwd: Path) -> dict[str, Any] | None:
+    """Commit, branch and uncommitted changes of the repository around a folder; None when there is none."""
+    sha = _git(cwd, "rev-parse", "HEAD")
+    if sha is None:
+        return None
+    diff = _git(cwd, "diff", "HEAD")
+    status = _git(cwd, "status", "--porcelain")
+    return {
+        "sha": sha.strip(),
+        "branch": (_git(cwd, "rev-parse", "--abbrev-ref", "HEAD") or "").strip() or None,
+        "dirty": None if status is None else bool(status.strip()),
+        "diff": None if diff is None else diff[:MAX_DIFF_CHARS],
+        "diff_cut_off": diff is not None and len(diff) > MAX_DIFF_CHARS,
+    }
+
+
+def _git(cwd: Path, *args: str) -> str | None:
+    """What git says; None when there is no git, no repository, or no answer in time."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(cwd), *args],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=GIT_LIMIT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", errors="replace")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return None  # a container whose user id has no name
