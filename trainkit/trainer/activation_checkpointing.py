@@ -1,0 +1,52 @@
+"""Trade compute for memory: keep fewer activations and compute the others again in the backward pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+_ATTENTION_OPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def apply_activation_checkpointing(
+    blocks: list[nn.Module], mode: Literal["none", "selective", "full"]
+) -> None:
+    """Make each block recompute its inside: all of it, or all but attention and every second matmul.
+
+    The blocks keep their parameter names, and dropout is a function of the sample, so the recomputation
+    draws the same mask without any generator state being kept.
+    """
+    if mode == "none":
+        return
+    context_fn: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    for block in blocks:
+        block.forward = partial(  # type: ignore[method-assign]
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **context_fn
+        )
+
+
+def _selective_contexts() -> Any:
+    """A policy of its own for every call: the count of matmuls starts anew with each block."""
+    counts: Counter[bool] = Counter()
+
+    def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _ATTENTION_OPS:
+            return CheckpointPolicy.MUST_SAVE
+        if op is torch.ops.aten.mm.default:
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,226 @@
+"""Saving: staged in memory, written behind the training's back, published by one rename."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from concurrent.futures import Future
+from dataclasses import dataclass
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from trainkit.errors import CheckpointError
+from trainkit.manifest import (
+    MANIFEST_NAME,
+    MANIFEST_VERSION,
+    Checkpoint,
+    best_step,
+    point_best_at,
+    published,
+    remove,
+    superseded,
+)
+from trainkit.rundir import PARTIAL_SUFFIX, RunDir, log_event, write_json
+from trainkit.trainer.checkpoint.storage import HashingWriter
+from trainkit.trainer.distributed import World
+
+log = getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """One checkpoint to be written: `record` goes into the manifest beside the files' hashes."""
+
+    step: int
+    record: dict[str, Any]
+    is_best: bool
+    reason: str
+
+
+class _PublishingWriter(HashingWriter):
+    """Adds the manifest and the rename to what the coordinator does when all ranks have written."""
+
+    def __init__(self, partial: Path, target: Path, request: SaveRequest) -> None:
+        super().__init__(partial)
+        self._partial = partial
+        self._target = target
+        self._request = request
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        super().finish(metadata, results)
+        manifest = {
+            "version": MANIFEST_VERSION,
+            "step": self._request.step,
+            **self._request.record,
+            "files": dict(sorted(self.files.items())),
+        }
+        write_json(self._partial / MANIFEST_NAME, manifest)
+        _sync_folder(self._partial)
+        self._partial.rename(self._target)
+        _sync_folder(self._target.parent)
+        if self._request.is_best:
+            point_best_at(Checkpoint(self._target, self._request.step))
+
+
+class CheckpointSaver:
+    """Writes the checkpoints of one attempt; every method is called by all ranks at the same step."""
+
+    def __init__(
+        self, run: RunDir, attempt: int, world: World, tensors: dict[str, Tensor], keep_last: int
+    ) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._world = world
+        self._tensors = tensors
+        self._keep_last = keep_last
+        self._stager: DefaultStager | None = None
+        self._staging: Future[None] | None = None
+        self._pending: tuple[SaveRequest, Path, Future[Any], float] | None = None
+        self.last_step: int | None = None
+        """Step of the newest checkpoint that this attempt knows to be published."""
+
+    def save(self, request: SaveRequest, blocking: bool) -> None:
+        """Write a checkpoint; with `blocking` it is published on return.
+
+        A save that fails is said and forgotten: training goes on, and the checkpoints before it stay.
+        """
+        self.finish()
+        if request.step == self.last_step:
+            return
+        if self._world.is_main:
+            log_event(self._run, self._attempt, "checkpoint_begin", step=request.step, reason=request.reason)
+        target = self._run.checkpoint_dir(request.step)
+        partial = target.with_name(f"{target.name}.attempt-{self._attempt:03d}{PARTIAL_SUFFIX}")
+        started = time.monotonic()
+        future: Future[Any]
+        with warnings.catch_warnings():
+            # A single process saves without a process group, on purpose.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            writer = _PublishingWriter(partial, target, request)
+            group = self._world.checkpoint_group
+            if blocking:
+                future = Future()
+                try:
+                    future.set_result(dcp.save(self._tensors, storage_writer=writer, process_group=group))
+                except Exception as error:
+                    future.set_exception(error)
+            else:
+                response = dcp.async_save(
+                    self._tensors, storage_writer=writer, process_group=group, async_stager=self._get_stager()
+                )
+                assert isinstance(response, AsyncSaveResponse)
+                self._staging = response.staging_completion
+                future = response.upload_completion
+        self._pending = (request, partial, future, started)
+        if blocking:
+            self.finish()
+
+    def wait_until_staged(self) -> None:
+        """Return when the state may change again; call before the optimizer does."""
+        if self._staging is not None:
+            self._staging.result()
+            self._staging = None
+
+    def poll(self) -> None:
+        """Report a save that has ended meanwhile, without waiting for one that has not."""
+        if self._pending is not None and self._pending[2].done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one, and report how it went."""
+        if self._pending is None:
+            return
+        request, partial, future, started = self._pending
+        self._pending = None
+        self._staging = None
+        error = future.exception()
+        if error is None:
+            self.last_step = request.step
+            self._report_success(request, time.monotonic() - started)
+        else:
+            self._report_failure(request, partial, error)
+
+    def require(self, step: int) -> None:
+        """Raise CheckpointError unless the checkpoint of this step has been published."""
+        if self.last_step != step:
+            raise CheckpointError(
+                f"the state after step {step} could not be saved to {self._run.checkpoints_dir}",
+                hint="free some space there, then `trainkit resume` goes on from the checkpoint before it",
+            )
+
+    def close(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
+
+    def _get_stager(self) -> DefaultStager:
+        """One stager for all saves: its buffers are what makes the second save fast."""
+        if self._stager is None:
+            cuda = self._world.device.type == "cuda"
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=cuda,
+                    use_shared_memory=False,
+                    use_async_staging=True,
+                    use_non_blocking_copy=cuda,
+                )
+            )
+        return self._stager
+
+    def _report_success(self, request: SaveRequest, duration_s: float) -> None:
+        if not self._world.is_main:
+            return
+        path = self._run.checkpoint_dir(request.step)
+        best = " best" if request.is_best else ""
+        log.info(
+            f"checkpoint step={request.step} reason={request.reason}{best} save_s={duration_s:.2f} {path.name}"
+        )
+        log_event(
+            self._run,
+            self._attempt,
+            "checkpoint_commit",
+            step=request.step,
+            reason=request.reason,
+            best=request.is_best,
+            save_s=round(duration_s, 3),
+        )
+        kept = published(self._run.checkpoints_dir)
+        for old in superseded(kept, self._keep_last, best_step(self._run.checkpoints_dir)):
+            remove(old.path)
+
+    def _report_failure(self, request: SaveRequest, partial: Path, error: BaseException) -> None:
+        if not self._world.is_main:
+            return
+        # What was written of it is of no use, and the space may be what was missing.
+        shutil.rmtree(partial, ignore_errors=True)
+        cause = _root_cause(error)
+        log.error(
+            f"checkpoint step={request.step} could not be saved: {cause}; the ones before it are untouched"
+        )
+        log_event(self._run, self._attempt, "checkpoint_failed", step=request.step, error=cause)
+
+
+def _root_cause(error: BaseException) -> str:
+    """The failure of the first rank that failed, in one line."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = min(failures.items())
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,119 @@
+"""Reading and writing checkpoint files: hashed while they are written, and nothing unpickled but metadata."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from trainkit.manifest import file_hash
+
+METADATA_NAME = ".metadata"
+_SAFE_NAMES = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+            "StorageMeta",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+}
+
+
+class HashedResults(list[WriteResult]):
+    """What one rank wrote, with each file's size and hash; travels to the coordinator with the results."""
+
+    files: dict[str, dict[str, Any]]
+
+
+class _HashingStream(io.BufferedWriter):
+    """A file that knows the hash of what went into it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"), buffer_size=1 << 20)
+        self.digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self.num_bytes += memoryview(data).nbytes
+        return super().write(data)
+
+
+class _HashingFileSystem(FileSystem):
+    def __init__(self) -> None:
+        self.files: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _HashingStream(Path(path)) as hashing:
+            yield cast(io.IOBase, hashing)
+        self.files[Path(path).name] = {"bytes": hashing.num_bytes, "sha256": hashing.digest.hexdigest()}
+
+
+class HashingWriter(FileSystemWriter):
+    """Writes a sharded checkpoint; `files` on the coordinator then has every file's size and hash."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False)
+        self._hashing = _HashingFileSystem()
+        self.fs = self._hashing
+        self.files: dict[str, dict[str, Any]] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = HashedResults(super().write_data(plan, planner).wait())
+        results.files = dict(self._hashing.files)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        for part in results:
+            self.files.update(cast(HashedResults, part).files)
+        path = Path(self.path) / METADATA_NAME
+        self.files[METADATA_NAME] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the classes that a checkpoint's metadata is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _SAFE_NAMES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint's metadata")
+
+
+class SafeReader(FileSystemReader):
+    """Reads a sharded checkpoint without running anything that its metadata might contain."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / METADATA_NAME).open("rb") as stream:
+            return cast(Metadata, _MetadataUnpickler(stream).load())

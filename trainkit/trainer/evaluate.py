@@ -1,0 +1,68 @@
+"""Validation: the mean negative log-likelihood over the validation samples, read by all ranks together."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainkit.config.schema import RunConfig
+from trainkit.job.signals import StopRequest
+from trainkit.plan.launch import Batch, LaunchPlan
+from trainkit.trainer.control import sum_over_ranks
+from trainkit.trainer.data.batches import BatchSource, PrefetchedBatches
+from trainkit.trainer.distributed import World
+from trainkit.trainer.precision import DTYPES, autocast
+from trainkit.trainer.tasks import Task
+
+
+class Evaluator:
+    """Computes the validation loss of a model."""
+
+    def __init__(self, task: Task, config: RunConfig, plan: LaunchPlan, world: World) -> None:
+        self._task = task
+        self._world = world
+        self._num_workers = config.data.num_workers
+        self._dtype = DTYPES[config.precision.dtype]
+        assert task.val_data is not None
+        layout = plan.layout
+        size = plan.batch.device_batch_size * layout.dp
+        num_samples = task.val_data.num_samples
+        if config.train.eval_batches is not None:
+            num_samples = min(num_samples, config.train.eval_batches * size)
+        self._num_batches = -(-num_samples // size)
+        self._source = BatchSource(
+            dataset=task.val_data,
+            batch=Batch(plan.batch.device_batch_size, 1, size, size * config.data.seq_len),
+            dp_rank=world.rank,
+            dp_size=layout.dp,
+            seed=config.seed,
+            shuffle=False,
+            end_position=num_samples,
+        )
+
+    @torch.no_grad()
+    def run(self, model: nn.Module, stop: StopRequest) -> float | None:
+        """The validation loss, equal on all ranks; None when a rank was asked to stop meanwhile."""
+        totals = torch.zeros(3, dtype=torch.float64, device=self._world.device)
+        model.eval()
+        batches = PrefetchedBatches(self._source, 0, self._num_workers)
+        try:
+            for _ in range(self._num_batches):
+                batch = next(batches)
+                micro = batch.microbatches[0].to(self._world.device)
+                with autocast(self._world, self._dtype):
+                    nll_sum = self._task.nll_sum(model, micro)
+                part = torch.stack(
+                    (
+                        nll_sum.double(),
+                        nll_sum.new_tensor(batch.num_tokens).double(),
+                        nll_sum.new_tensor(bool(stop)).double(),
+                    )
+                )
+                totals += sum_over_ranks(part, self._world)
+                if totals[2].item() > 0:
+                    return None
+        finally:
+            batches.close()
+            model.train()
+        return float((totals[0] / totals[1]).item())

@@ -1,0 +1,260 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.config.schema import RunConfig
+from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError
+from trainkit.job.signals import StopRequest
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import RunDir, log_event
+from trainkit.trainer.checkpoint.progress import Progress
+from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
+from trainkit.trainer.control import Readout, StepReport, any_rank, pack, sum_over_ranks
+from trainkit.trainer.data.batches import PrefetchedBatches, StepBatch
+from trainkit.trainer.distributed import World
+from trainkit.trainer.evaluate import Evaluator
+from trainkit.trainer.metrics import Metrics
+from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.parallel.data_parallel import sync_gradients
+from trainkit.trainer.precision import DTYPES, LossScale, autocast
+from trainkit.trainer.profiler import ProfileWindow
+from trainkit.trainer.schedule import learning_rate
+from trainkit.trainer.tasks import Task
+
+log = getLogger(__name__)
+GC_EVERY_STEPS = 100
+
+
+@dataclass
+class Trainer:
+    """One attempt at a training: everything is built, `train` runs it to one of its ends."""
+
+    run: RunDir
+    attempt: int
+    config: RunConfig
+    plan: LaunchPlan
+    world: World
+    stop: StopRequest
+    task: Task
+    model: nn.Module
+    optimizer: ShardedAdamW
+    loss_scale: LossScale
+    progress: Progress
+    total_steps: int
+    batches: PrefetchedBatches
+    evaluator: Evaluator | None
+    saver: CheckpointSaver
+    metrics: Metrics
+    profiler: ProfileWindow
+    manifest_record: dict[str, Any]
+    """What the manifest of every checkpoint of this attempt says besides the progress."""
+
+    def train(self) -> int:
+        """Train until the end, a stop, or divergence; returns the worker's exit code.
+
+        Raises DivergedError after too many steps in a row without a finite loss and gradient, and
+        CheckpointError when the last state cannot be saved.
+        """
+        if any_rank(bool(self.stop), self.world):
+            return self._end_stopped("asked to stop during start-up")
+        if self._eval_due() and not self._evaluate()[0]:
+            return self._end_stopped("asked to stop during validation")
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self._last_save_s = time.monotonic()
+        self.metrics.start()
+        while self.progress.step < self.total_steps:
+            report, lr = self._step()
+            finished = self.progress.step == self.total_steps
+            completed, val_loss = self._evaluate() if self._eval_due() else (True, None)
+            self._record(report, lr, val_loss)
+            if report.stop or not completed:
+                return self._end_stopped(f"asked to stop ({self.stop.signal_name or 'by another rank'})")
+            if self.progress.step == self.config.train.stop_at_step and not finished:
+                return self._end_stopped("train.stop_at_step reached")
+            self._save_if_due(report)
+        return self._end_finished()
+
+    def _step(self) -> tuple[StepReport, float]:
+        """One optimizer step; nothing here waits for the device before the update is enqueued."""
+        step = self.progress.step + 1
+        lr = learning_rate(step, self.total_steps, self.plan.lr, self.config.schedule)
+        self.profiler.before(step)
+        waiting = time.monotonic()
+        batch = next(self.batches)
+        data_wait_s = time.monotonic() - waiting
+        nll_sum = self._forward_backward(batch)
+        totals = pack(
+            self.world, nll_sum, batch.num_tokens, bool(self.stop), self._save_by_time(), data_wait_s
+        )
+        sum_over_ranks(totals, self.world)
+        report = self._update(totals, lr)
+        self._count(batch, report)
+        self.profiler.after(step)
+        if step % GC_EVERY_STEPS == 0:
+            # On all ranks at the same step: a collection at a random time makes one rank a straggler.
+            gc.collect(1)
+        return report, lr
+
+    def _forward_backward(self, batch: StepBatch) -> Tensor:
+        """Add this step's gradient, scaled by the nominal number of tokens; returns the summed loss."""
+        # Gradients are averaged over the data-parallel ranks, hence their number; what the true number
+        # of tokens differs by is settled in `_update`, where it is known.
+        scale = self.loss_scale.value * (self.plan.layout.dp / self.plan.batch.tokens_per_step)
+        total = torch.zeros((), device=self.world.device)
+        last = len(batch.microbatches) - 1
+        for index, micro in enumerate(batch.microbatches):
+            sync_gradients(self.model, enabled=index == last)
+            with autocast(self.world, DTYPES[self.config.precision.dtype]):
+                nll_sum = self.task.nll_sum(self.model, micro.to(self.world.device))
+            (nll_sum * scale).backward()
+            total += nll_sum.detach()
+        return total
+
+    def _update(self, totals: Tensor, lr: float) -> StepReport:
+        """Clip and apply the gradient, or skip it on all ranks when it is not finite."""
+        self.optimizer.collect_gradients()
+        divisor = (totals[1] / self.plan.batch.tokens_per_step).float() * self.loss_scale.value
+        grad_norm = self.optimizer.gradient_norm() / divisor
+        readout = Readout(self.world)
+        readout.start(totals, grad_norm)
+        skip = (~torch.isfinite(grad_norm + totals[0])).float()
+        if self.config.train.grad_clip is not None:
+            divisor = divisor * (grad_norm / self.config.train.grad_clip).clamp(min=1.0)
+        self.saver.wait_until_staged()
+        self.optimizer.step(lr, divisor, skip)
+        self.optimizer.zero_grad()
+        self.loss_scale.update(skip)
+        return readout.finish()
+
+    def _count(self, batch: StepBatch, report: StepReport) -> None:
+        progress = self.progress
+        progress.step += 1
+        progress.samples_seen += batch.num_samples
+        progress.tokens_seen += report.num_tokens
+        self.metrics.count(report)
+        if report.finite:
+            progress.nonfinite_in_a_row = 0
+            return
+        progress.nonfinite_in_a_row += 1
+        if self.loss_scale.enabled and self.loss_scale.value.item() > 1.0:
+            # Overflow is how fp16 finds its scale; it counts only when there is nothing left to halve.
+            progress.nonfinite_in_a_row = 0
+        if self.world.is_main:
+            log.warning(f"step={progress.step} skipped: loss or gradient is not finite")
+        if progress.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
+            self.saver.finish()
+            raise DivergedError(
+                f"loss or gradient was not finite in {progress.nonfinite_in_a_row} steps in a row, "
+                f"the last of them step {progress.step}",
+                hint="lower optimizer.lr, lengthen schedule.warmup_steps, or look at the data of these steps",
+            )
+
+    def _record(self, report: StepReport, lr: float, val_loss: float | None) -> None:
+        step = self.progress.step
+        due = step % self.config.train.log_every == 0 or step == self.total_steps or val_loss is not None
+        if due or step == 1:
+            self.metrics.write(self.progress, report, lr, val_loss)
+        if self.world.is_main and not self._first_step_said:
+            self._first_step_said = True
+            log_event(self.run, self.attempt, "first_step", step=step)
+
+    _first_step_said = False
+    _is_best = False
+    _last_save_s = 0.0
+
+    def _eval_due(self) -> bool:
+        """Whether this step is to be validated and has not been, by this attempt or the one before."""
+        train, step = self.config.train, self.progress.step
+        if self.evaluator is None or self.progress.last_eval_step == step:
+            return False
+        if step == 0:
+            return train.eval_at_start
+        return step % (train.eval_every or 1) == 0 or step == self.total_steps
+
+    def _evaluate(self) -> tuple[bool, float | None]:
+        """Validate; returns whether it was completed, and the validation loss."""
+        assert self.evaluator is not None
+        started = time.monotonic()
+        val_loss = self.evaluator.run(self.model, self.stop)
+        self.metrics.exclude(time.monotonic() - started)
+        if val_loss is None:
+            return False, None
+        progress = self.progress
+        progress.last_eval_step = progress.step
+        if self.world.is_main:
+            log.info(f"step={progress.step}/{self.total_steps} val_loss={val_loss:.4f}")
+            log_event(self.run, self.attempt, "evaluated", step=progress.step, val_loss=val_loss)
+        self._is_best = (
+            self.config.checkpoint.best_metric == "val_loss"
+            and progress.step > 0
+            and (progress.best_value is None or val_loss < progress.best_value)
+        )
+        if self._is_best:
+            progress.best_value, progress.best_step = val_loss, progress.step
+        return True, val_loss
+
+    def _save_by_time(self) -> bool:
+        """Rank 0's clock decides; the others learn it from the step's report."""
+        minutes = self.config.checkpoint.every_minutes
+        return (
+            self.world.is_main and minutes is not None and time.monotonic() - self._last_save_s > minutes * 60
+        )
+
+    def _save_if_due(self, report: StepReport) -> None:
+        every = self.config.checkpoint.every_steps
+        reason = ""
+        if every is not None and self.progress.step % every == 0:
+            reason = "every_steps"
+        elif self._is_best:
+            reason = "best"
+        elif report.save:
+            reason = "every_minutes"
+        if reason and self.progress.step < self.total_steps:
+            self._save(reason, blocking=not self.config.checkpoint.async_save)
+        else:
+            self.saver.poll()
+
+    def _save(self, reason: str, blocking: bool) -> None:
+        started = time.monotonic()
+        self.progress.loss_scale = self.loss_scale.state() if self.loss_scale.enabled else {}
+        record = {**self.manifest_record, "progress": self.progress.to_dict()}
+        self.saver.save(SaveRequest(self.progress.step, record, self._is_best, reason), blocking)
+        self._is_best = False
+        self._last_save_s = time.monotonic()
+        if blocking:
+            self.metrics.exclude(self._last_save_s - started)
+
+    def _end_stopped(self, why: str) -> int:
+        """Save what there is, if anything is new, and end with the code that asks to go on later."""
+        self.saver.finish()
+        if self.progress.step > 0 and self.progress.step != self.saver.last_step:
+            self._save("stop", blocking=True)
+        if self.world.is_main:
+            saved = self.saver.last_step
+            kept = f"checkpoint of step {saved} is the newest" if saved is not None else "no step was done"
+            log.info(f"stopped after step {self.progress.step}: {why}; {kept}")
+        return EXIT_STOPPED
+
+    def _end_finished(self) -> int:
+        self.saver.finish()
+        if self.progress.step != self.saver.last_step:
+            self._save("final", blocking=True)
+        self.saver.require(self.progress.step)
+        if self.world.is_main:
+            best = self.progress
+            words = (
+                f"; best val_loss={best.best_value:.4f} at step {best.best_step}" if best.best_value else ""
+            )
+            log.info(f"finished after step {best.step} of {self.total_steps}{words}")
+        return EXIT_OK

@@ -1,0 +1,134 @@
+"""The training curve: one record and one log line a logged step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Any
+
+from trainkit.rundir import RunDir, append_jsonl, utc_now
+from trainkit.trainer.checkpoint.progress import Progress
+from trainkit.trainer.control import StepReport
+from trainkit.trainer.device import device_peak_flops, peak_memory_gib
+from trainkit.trainer.distributed import World
+from trainkit.trainer.tensorboard import TensorBoardLog
+
+log = getLogger(__name__)
+
+
+@dataclass
+class _Interval:
+    """What has passed since the last record."""
+
+    started: float
+    steps: int = 0
+    tokens: int = 0
+    data_wait_s: float = 0.0
+    paused_s: float = 0.0
+
+
+class Metrics:
+    """Collects step reports and writes them down on rank 0; the other ranks only count."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: int,
+        world: World,
+        flops_per_token: float,
+        total_steps: int,
+        tensorboard: TensorBoardLog | None,
+    ) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._world = world
+        self._flops_per_token = flops_per_token
+        self._peak_flops = device_peak_flops(world.device)
+        self._total_steps = total_steps
+        self._tensorboard = tensorboard
+        self._unwritten: deque[dict[str, Any]] = deque(maxlen=100_000)
+        self._interval = _Interval(time.monotonic())
+
+    def start(self) -> None:
+        """Begin to measure; call right before the first step."""
+        self._interval = _Interval(time.monotonic())
+
+    def count(self, report: StepReport) -> None:
+        """Add a step to the interval that is measured."""
+        self._interval.steps += 1
+        self._interval.tokens += report.num_tokens
+        self._interval.data_wait_s += report.data_wait_s
+
+    def exclude(self, pause_s: float) -> None:
+        """Take time that was not training (validation, a blocking save) out of the speed."""
+        self._interval.paused_s += pause_s
+
+    def write(self, progress: Progress, report: StepReport, lr: float, val_loss: float | None) -> None:
+        """Record the step that has just been done and begin a new interval."""
+        interval, self._interval = self._interval, _Interval(time.monotonic())
+        if not self._world.is_main:
+            return
+        elapsed_s = max(1e-9, self._interval.started - interval.started - interval.paused_s)
+        tokens_per_s = interval.tokens / elapsed_s
+        record: dict[str, Any] = {
+            "step": progress.step,
+            "time": utc_now(),
+            "attempt": self._attempt,
+            "loss": report.loss if report.finite else None,
+            "grad_norm": report.grad_norm if report.finite else None,
+            "lr": lr,
+            "tokens": progress.tokens_seen,
+            "tokens_per_s": round(tokens_per_s, 2),
+            "tokens_per_s_per_gpu": round(tokens_per_s / self._world.size, 2),
+            "mfu": self._mfu(tokens_per_s),
+            "step_s": round(elapsed_s / max(1, interval.steps), 6),
+            "data_wait_s": round(interval.data_wait_s / max(1, interval.steps), 6),
+            "mem_gib_peak": round(peak_memory_gib(self._world.device), 4),
+            "samples_seen": progress.samples_seen,
+        }
+        if val_loss is not None:
+            record["val_loss"] = val_loss
+        self._append(record)
+        log.info(self._line(record))
+        if self._tensorboard is not None:
+            self._tensorboard.write(record)
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        """Model FLOPs utilization, 0 to 1; None where the peak of the device is not known."""
+        if self._peak_flops is None:
+            return None
+        return round(tokens_per_s * self._flops_per_token / (self._peak_flops * self._world.size), 4)
+
+    def _append(self, record: dict[str, Any]) -> None:
+        """Write the record, and those that a full disk refused before, in their order."""
+        self._unwritten.append(record)
+        try:
+            while self._unwritten:
+                append_jsonl(self._run.metrics_file, self._unwritten[0])
+                self._unwritten.popleft()
+        except OSError as error:
+            log.error(
+                f"metrics.jsonl could not be written ({error}); {len(self._unwritten)} records wait in memory"
+            )
+
+    def _line(self, record: dict[str, Any]) -> str:
+        eta_s = (self._total_steps - record["step"]) * record["step_s"]
+        mfu = "n/a" if record["mfu"] is None else f"{record['mfu']:.1%}"
+        loss = "not-finite" if record["loss"] is None else f"{record['loss']:.4f}"
+        grad_norm = "not-finite" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
+        val_loss = f" val_loss={record['val_loss']:.4f}" if "val_loss" in record else ""
+        return (
+            f"step={record['step']}/{self._total_steps} loss={loss}{val_loss} grad_norm={grad_norm}"
+            f" lr={record['lr']:.3g} tokens_per_s={record['tokens_per_s']:,.0f} mfu={mfu}"
+            f" mem_gib={record['mem_gib_peak']:.2f} data_wait_s={record['data_wait_s']:.4f}"
+            f" step_s={record['step_s']:.3f} eta={_clock(eta_s)}"
+        )
+
+
+def _clock(seconds: float) -> str:
+    """A duration as h:mm:ss."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}"

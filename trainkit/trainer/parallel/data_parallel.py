@@ -1,0 +1,65 @@
+"""Data parallelism: `replicate` where every rank holds the model, `fully_shard` where it is split."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from trainkit.plan.launch import Layout
+
+MIN_UNIT_BYTES = 25 * 2**20
+"""Blocks are grouped up to this size: smaller collectives cost more in latency than overlap gains."""
+
+
+def communication_units(blocks: list[nn.Module], min_bytes: int = MIN_UNIT_BYTES) -> list[list[nn.Module]]:
+    """Split consecutive blocks into groups of at least `min_bytes` of parameters.
+
+    What is left at the end is not a group: it belongs to the root, with the embedding and the head.
+    """
+    units: list[list[nn.Module]] = []
+    unit: list[nn.Module] = []
+    size = 0
+    for block in blocks:
+        unit.append(block)
+        size += sum(p.numel() * p.element_size() for p in block.parameters())
+        if size >= min_bytes:
+            units.append(unit)
+            unit, size = [], 0
+    return units
+
+
+def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Compute in `dtype`, reduce gradients in float32."""
+    if dtype == torch.float32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def apply_data_parallel(
+    model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, layout: Layout, dtype: torch.dtype
+) -> None:
+    """Wrap the model in place; gradients then come out averaged over the data-parallel ranks."""
+    policy = mixed_precision(dtype)
+    units = communication_units(blocks)
+    if layout.dp_shard == 1:
+        replicate_mesh = mesh["dp_replicate"]
+        for unit in units:
+            for block in unit:
+                replicate(block, mesh=replicate_mesh, mp_policy=policy)
+        replicate(model, mesh=replicate_mesh, mp_policy=policy)
+        return
+    shard_mesh = mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"]
+    for unit in units:
+        fully_shard(unit, mesh=shard_mesh, mp_policy=policy)
+    fully_shard(model, mesh=shard_mesh, mp_policy=policy)
+
+
+def sync_gradients(model: nn.Module, enabled: bool) -> None:
+    """Switch the reduction of gradients off for all but the last microbatch of a step."""
+    if isinstance(model, FSDPModule):
+        cast(FSDPModule, model).set_requires_gradient_sync(enabled)

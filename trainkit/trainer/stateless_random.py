@@ -1,0 +1,83 @@
+"""Random numbers as a function of where they are used, not of what was drawn before.
+
+A counter-based generator has no state: nothing to save, nothing to restore, and the same numbers on any
+number of processes. Dropout is a function of (seed, sample, layer, element); initial weights are one of
+(seed, parameter name, element), so each rank fills its own shard and all layouts start equal.
+
+The mixing function is the finaliser of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers,
+with a second key mixed in half-way. It is for training noise, not for secrets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_STRIDE = -1640531527  # 0x9E3779B9 as int32, odd: neighbouring counters land far apart
+_MULTIPLY_1 = -2048144789  # 0x85EBCA6B
+_MULTIPLY_2 = -1028477387  # 0xC2B2AE35
+_UNIT = 1.0 / (1 << 24)
+
+
+def stable_key(*parts: object) -> int:
+    """A 31-bit key for these parts, the same in every process and Python version."""
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "little") & 0x7FFFFFFF
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of int32: the sign bit must not be dragged along."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def hash_int32(counter: Tensor, key: Tensor | int, second_key: Tensor | int = 0) -> Tensor:
+    """Mix int32 counters with int32 keys (broadcast against each other) into uniform int32."""
+    x = counter * _STRIDE + key
+    x = (x ^ _shift_right(x, 16)) * _MULTIPLY_1
+    x = x ^ second_key
+    x = (x ^ _shift_right(x, 13)) * _MULTIPLY_2
+    return x ^ _shift_right(x, 16)
+
+
+def dropout(x: Tensor, probability: float, sample_keys: Tensor, site: int) -> Tensor:
+    """Drop elements of `x` with `probability` and scale the rest up.
+
+    x: [batch, ...]; sample_keys: int32 [batch], one key a sample; site: which dropout of the model this is.
+    """
+    if probability == 0.0:
+        return x
+    counter = torch.arange(x[0].numel(), device=x.device, dtype=torch.int32)
+    keys = sample_keys[:, None]
+    # Not `% 2**32`: a threshold in int32 compares without leaving the integer type.
+    threshold = round(probability * 2**32) - 2**31
+    keep = hash_int32(counter, keys, stable_key("dropout", site)) >= threshold
+    return x * (keep.view(x.shape) * (1.0 / (1.0 - probability))).to(x.dtype)
+
+
+def fill_normal_(local: Tensor, std: float, name: str, shape: Sequence[int], offset: Sequence[int]) -> None:
+    """Fill one shard of a tensor with N(0, std), as if the whole tensor had been filled at once.
+
+    local: the shard; name: what makes this tensor's numbers its own, seed included; shape: of the whole
+    tensor; offset: where the shard starts in each dimension.
+    """
+    if local.numel() == 0:
+        return
+    index = torch.zeros((), dtype=torch.int64, device=local.device)
+    for dim, (size, start) in enumerate(zip(local.shape, offset, strict=True)):
+        stride = math.prod(shape[dim + 1 :])
+        axis = (torch.arange(size, device=local.device) + start) * stride
+        index = index + axis.view([-1 if d == dim else 1 for d in range(local.dim())])
+    low = index & 0xFFFFFFFF
+    counter = (low - ((low >> 31) << 32)).to(torch.int32)
+    high = (index >> 32).to(torch.int32) * _STRIDE
+    # Two streams need two unrelated keys: keys that differ in one bit give correlated numbers.
+    first = hash_int32(counter, stable_key(name, "radius"), high)
+    second = hash_int32(counter, stable_key(name, "angle"), high)
+    # Box-Muller; 24 bits are what a float32 in (0, 1] can hold evenly.
+    radius = torch.sqrt(-2.0 * torch.log((_shift_right(first, 8) + 1) * _UNIT))
+    angle = _shift_right(second, 8) * (2.0 * math.pi * _UNIT)
+    local.copy_(radius * torch.cos(angle) * std)

@@ -1,0 +1,49 @@
+"""The training curve for TensorBoard."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+SCALARS = (
+    "loss",
+    "val_loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_s",
+    "mfu",
+    "mem_gib_peak",
+    "data_wait_s",
+    "step_s",
+)
+
+
+class TensorBoardLog:
+    """Writes scalars from a thread of its own: neither the import nor the disk holds up a step."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")
+        self._writer = self._pool.submit(self._open, folder, first_step)
+
+    @staticmethod
+    def _open(folder: Path, first_step: int) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Steps that an earlier attempt computed beyond its last checkpoint are hidden.
+        return SummaryWriter(str(folder), purge_step=first_step)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add the scalars of one metrics record."""
+        self._pool.submit(self._add, record)
+
+    def _add(self, record: dict[str, Any]) -> None:
+        writer = self._writer.result()
+        for name in SCALARS:
+            if record.get(name) is not None:
+                writer.add_scalar(name, record[name], record["step"])
+
+    def close(self) -> None:
+        """Write what is left; raises what went wrong in the thread, if anything did."""
+        self._pool.submit(lambda: self._writer.result().close()).result()
+        self._pool.shutdown()

@@ -1,0 +1,223 @@
+"""One worker: finds out who it is, builds what the run asks for, trains, and says how it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from logging import getLogger
+
+import torch
+
+from trainkit import __version__
+from trainkit.config import read_effective
+from trainkit.config.schema import RunConfig
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.job.rank_env import find_rank_env
+from trainkit.job.signals import StopRequest
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.model_shape import num_params
+from trainkit.rundir import AttemptDir, log_event, read_json
+from trainkit.trainer.build import build_model, set_determinism
+from trainkit.trainer.checkpoint.loader import choose_checkpoint, from_main, load_tensors
+from trainkit.trainer.checkpoint.progress import Progress
+from trainkit.trainer.checkpoint.saver import CheckpointSaver
+from trainkit.trainer.data.batches import BatchSource, PrefetchedBatches
+from trainkit.trainer.device import select_device
+from trainkit.trainer.distributed import World, join_world
+from trainkit.trainer.evaluate import Evaluator
+from trainkit.trainer.loop import Trainer
+from trainkit.trainer.metrics import Metrics
+from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.precision import LossScale
+from trainkit.trainer.profiler import ProfileWindow
+from trainkit.trainer.tasks import Task, build_task
+from trainkit.trainer.tensorboard import TensorBoardLog
+
+log = getLogger(__name__)
+
+
+def run_worker(attempt: AttemptDir, stop: StopRequest) -> int:
+    """Train as one rank of an attempt; returns the worker's exit code."""
+    config = read_effective(attempt.config_file)
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    env = find_rank_env()
+    if env.world_size != plan.world_size:
+        raise TrainkitError(
+            f"the plan has {plan.world_size} ranks, but WORLD_SIZE is {env.world_size}",
+            exit_code=EXIT_NO_RESTART,
+        )
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(plan.threads_per_worker)
+    set_determinism(config.train.deterministic)
+    device = select_device(plan.device, env.local_rank)
+    world = join_world(env, device, plan.layout)
+    if world.is_main:
+        log_event(attempt.run, attempt.number, "rendezvous", world_size=world.size, device=str(device))
+    task = build_task(config)
+    check_same_data(task, world)
+    trainer, tensorboard = build_trainer(attempt, config, plan, world, task, stop)
+    try:
+        return trainer.train()
+    finally:
+        trainer.batches.close()
+        trainer.profiler.close()
+        if tensorboard is not None:
+            tensorboard.close()
+
+
+def check_same_data(task: Task, world: World) -> None:
+    """All ranks must read the same data, or they would disagree about where it ends.
+
+    Raises TrainkitError (exit code 78) on the ranks that differ from rank 0.
+    """
+    mine = (task.train_data.fingerprint, task.val_data.fingerprint if task.val_data else "")
+    if from_main(mine, world) != mine:
+        raise TrainkitError(
+            f"the data of rank {world.rank} is not the data of rank 0",
+            hint="put the data where all nodes see the same files",
+            exit_code=EXIT_NO_RESTART,
+        )
+
+
+def build_trainer(
+    attempt: AttemptDir,
+    config: RunConfig,
+    plan: LaunchPlan,
+    world: World,
+    task: Task,
+    stop: StopRequest,
+) -> tuple[Trainer, TensorBoardLog | None]:
+    """Build the model, bring it to where the newest checkpoint stands, and set up the loop."""
+    model = build_model(task, config, plan, world)
+    optimizer = ShardedAdamW(model, config.optimizer)
+    tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
+    tensors |= {f"optimizer.{name}": value for name, value in optimizer.state_tensors().items()}
+    saver = CheckpointSaver(attempt.run, attempt.number, world, tensors, config.checkpoint.keep_last)
+    loss_scale = LossScale(config.precision, world.device)
+    progress = resume(attempt, world, task, saver, tensors, loss_scale)
+    num_samples = task.train_data.num_samples
+    end = None if config.train.epochs is None else round(config.train.epochs * num_samples)
+    total_steps = count_steps(config, plan, progress, end)
+    if world.is_main:
+        describe(config, plan, world, task, total_steps)
+        log_event(
+            attempt.run,
+            attempt.number,
+            "training",
+            step=progress.step,
+            total_steps=total_steps,
+            samples_seen=progress.samples_seen,
+            num_samples=num_samples,
+        )
+    source = BatchSource(
+        dataset=task.train_data,
+        batch=plan.batch,
+        dp_rank=world.rank,
+        dp_size=plan.layout.dp,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        end_position=end,
+        pin_memory=world.device.type == "cuda",
+    )
+    tensorboard = None
+    if config.logging.tensorboard and world.is_main:
+        tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, progress.step + 1)
+    trainer = Trainer(
+        run=attempt.run,
+        attempt=attempt.number,
+        config=config,
+        plan=plan,
+        world=world,
+        stop=stop,
+        task=task,
+        model=model,
+        optimizer=optimizer,
+        loss_scale=loss_scale,
+        progress=progress,
+        total_steps=total_steps,
+        batches=PrefetchedBatches(source, progress.samples_seen, config.data.num_workers),
+        evaluator=None if task.val_data is None else Evaluator(task, config, plan, world),
+        saver=saver,
+        metrics=Metrics(attempt.run, attempt.number, world, task.flops_per_token, total_steps, tensorboard),
+        profiler=ProfileWindow(config.profiler, attempt.profile_dir, world),
+        manifest_record=manifest_record(config, plan, task),
+    )
+    return trainer, tensorboard
+
+
+def resume(
+    attempt: AttemptDir,
+    world: World,
+    task: Task,
+    saver: CheckpointSaver,
+    tensors: dict[str, torch.Tensor],
+    loss_scale: LossScale,
+) -> Progress:
+    """Load the newest good checkpoint, if there is one, and return where it stands.
+
+    Raises TrainkitError (exit code 78) when the data is not what the checkpoint was trained on.
+    """
+    chosen = choose_checkpoint(attempt.run, attempt.number, world)
+    if chosen is None:
+        return Progress()
+    checkpoint, manifest = chosen
+    if manifest["data_fingerprint"] != task.train_data.fingerprint:
+        raise TrainkitError(
+            f"the training data is not what checkpoint {checkpoint.path.name} was trained on",
+            hint="bring the data (and for `stdlib`, the Python version) back, or start a new run",
+            exit_code=EXIT_NO_RESTART,
+        )
+    load_tensors(checkpoint, tensors, world)
+    progress = Progress.from_dict(manifest["progress"])
+    loss_scale.load(progress.loss_scale)
+    saver.last_step = progress.step
+    if world.is_main:
+        log.info(
+            f"resumed from {checkpoint.path.name}: step={progress.step} samples_seen={progress.samples_seen}"
+        )
+        log_event(
+            attempt.run, attempt.number, "resumed", step=progress.step, samples_seen=progress.samples_seen
+        )
+    return progress
+
+
+def count_steps(config: RunConfig, plan: LaunchPlan, progress: Progress, end: int | None) -> int:
+    """The number of the last step: given, or what is left of the epochs in batches of today's size."""
+    if end is None:
+        assert config.train.steps is not None
+        return config.train.steps
+    return progress.step + math.ceil(max(0, end - progress.samples_seen) / plan.batch.global_batch_size)
+
+
+def manifest_record(config: RunConfig, plan: LaunchPlan, task: Task) -> dict[str, object]:
+    """What a checkpoint says about itself."""
+    text = json.dumps(config.model_dump(mode="json", by_alias=True), sort_keys=True)
+    return {
+        "trainkit": __version__,
+        "torch": torch.__version__,
+        "config_fingerprint": hashlib.sha256(text.encode()).hexdigest(),
+        "data_fingerprint": task.train_data.fingerprint,
+        "layout": plan.to_dict()["layout"],
+        "world_size": plan.world_size,
+        "model": config.model.model_dump(mode="json"),
+    }
+
+
+def describe(config: RunConfig, plan: LaunchPlan, world: World, task: Task, total_steps: int) -> None:
+    """Say what is about to be trained."""
+    shape = getattr(task, "shape", None)
+    parameters = f"{num_params(shape):,} parameters, " if shape is not None else ""
+    log.info(
+        f"model {config.model.preset}: {parameters}{config.precision.dtype} on {world.size} x {world.device.type}"
+        f" (dp_replicate {plan.layout.dp_replicate} x dp_shard {plan.layout.dp_shard})"
+    )
+    log.info(
+        f"data {config.data.source}: {task.train_data.num_tokens:,} training tokens in"
+        f" {task.train_data.num_samples:,} samples of {config.data.seq_len}"
+    )
+    log.info(
+        f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size} x {plan.layout.dp} ranks"
+        f" x {plan.batch.accumulation_steps} accumulated; {total_steps} steps; peak lr {plan.lr:g}"
+    )
