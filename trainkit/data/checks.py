@@ -6,6 +6,7 @@ Imports neither numpy nor tokenizers: `submit --dry-run` runs these checks.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -90,12 +91,13 @@ def _most_tokens(recipe: Recipe, inputs: list[Input]) -> dict[str, float]:
 
     Raises UsageError for a row that cannot be used, among those that are looked at.
     """
-    if any(source.compressed for source in inputs):
-        return {TRAIN: math.inf, VAL: math.inf}
-    if sum(source.size for source in inputs) <= _READ_IN_FULL:
+    compressed = any(source.compressed for source in inputs)
+    if not compressed and sum(source.size for source in inputs) <= _READ_IN_FULL:
         return _count_bytes(recipe, inputs)
     for source in [source for source in inputs if source.form == ROWS][:_FILES_OPENED]:
         _check_first_rows(source, recipe.text_key)
+    if compressed:
+        return {TRAIN: math.inf, VAL: math.inf}
     counts: dict[str, float] = {TRAIN: 0, VAL: 0}
     for source in inputs:
         if source.role != BOTH:
@@ -120,19 +122,22 @@ def _count_bytes(recipe: Recipe, inputs: list[Input]) -> dict[str, float]:
 
 
 def _check_first_rows(source: Input, text_key: str) -> None:
-    with open_input(source) as stream:
-        for number in range(1, _ROWS_READ + 1):
-            line = stream.readline(_LONGEST_ROW)
-            if len(line) == _LONGEST_ROW:
-                return
-            try:
-                if line.strip():
-                    row_text(line, text_key)
-            except RowError as error:
-                raise UsageError(
-                    f"{source.path}:{number}: {error}",
-                    hint=f"`trainkit data validate {source.path}` lists every such row",
-                ) from None
+    try:
+        with open_input(source) as stream:
+            lines = [stream.readline(_LONGEST_ROW) for _ in range(_ROWS_READ)]
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"{source.path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if len(line) == _LONGEST_ROW:
+            return
+        try:
+            if line.strip():
+                row_text(line, text_key)
+        except RowError as error:
+            raise UsageError(
+                f"{source.path}:{number}: {error}",
+                hint=f"`trainkit data validate {source.path}` lists every such row",
+            ) from None
 
 
 def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted: bool) -> list[DataProblem]:

@@ -66,6 +66,17 @@ def prepare(
     when the disk is full or a worker was killed.
     """
     work = _Work(folder, recipe, unit_bytes, workers, on_progress)
+    try:
+        return _make_or_compare(work, folder)
+    except OSError as error:
+        raise TrainkitError(
+            f"cannot write to {folder}: {error.strerror or error}",
+            hint="make room there, or the right to write, and start the same command again: "
+            "it goes on where it was",
+        ) from error
+
+
+def _make_or_compare(work: _Work, folder: Path) -> Prepared:
     if not is_dataset(folder):
         _make_work_folder(folder)
         with exclusive(
@@ -173,19 +184,13 @@ class _Work:
 
 
 def _make_work_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        others = [entry.name for entry in folder.iterdir() if entry.name != WORK_FOLDER]
-        if others and not (folder / WORK_FOLDER / PLAN_FILE).exists():
-            raise UsageError(
-                f"{folder} is not empty and holds no dataset: {others[0]} is in it",
-                hint="choose another folder",
-            )
-        (folder / WORK_FOLDER).mkdir(exist_ok=True)
-    except OSError as error:
-        raise TrainkitError(
-            f"cannot write to {folder}: {error.strerror}", hint="choose a folder that you may write to"
-        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name != WORK_FOLDER)
+    if others and not (folder / WORK_FOLDER / PLAN_FILE).exists():
+        raise UsageError(
+            f"{folder} is not empty and holds no dataset: {others[0]} is in it", hint="choose another folder"
+        )
+    (folder / WORK_FOLDER).mkdir(exist_ok=True)
 
 
 def _options(recipe: Recipe, unit_bytes: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from trainkit.data.recipe import Recipe
 from trainkit.data.sources import Input
 from trainkit.data.tokenizer import Tokenizer, Tokens
 from trainkit.data.units import Unit
-from trainkit.errors import TrainkitError, UsageError
+from trainkit.errors import UsageError
 
 WORK_FOLDER = ".work"
 """Inside the output folder while it is not finished."""
@@ -47,26 +48,20 @@ class UnitJob:
         return PartReader(self.inputs[part.input], part, self.unit.index, number, fraction, key)
 
 
-def run_unit(job: UnitJob) -> int:
-    """Tokenise a unit, publish its shards and last its record; returns the number of its bytes on disk.
+def run_unit(job: UnitJob) -> None:
+    """Tokenise a unit, publish its shards and last its record.
 
-    Raises UsageError for text that cannot be used and for a source that changed, TrainkitError for a full
-    disk.
+    Raises UsageError for text that cannot be used and for a source that changed, OSError where the shards
+    cannot be written.
     """
     writers = {split: _ShardWriter(job.folder, job.shard_name(split)) for split in SPLITS}
     try:
         digests = _tokenize(job, writers)
         shards = {split: asdict(shard) for split in SPLITS if (shard := writers[split].publish())}
         rundir.write_json(job.record_file, {"digests": digests, "shards": shards})
-    except OSError as error:
-        raise TrainkitError(
-            f"cannot write to {job.folder}: {error.strerror or error}",
-            hint="make room there and start the same command again: it goes on where it was",
-        ) from error
     finally:
         for writer in writers.values():
             writer.discard()
-    return job.unit.num_bytes
 
 
 def digest_unit(job: UnitJob) -> list[str]:
@@ -177,7 +172,9 @@ class _ShardWriter:
         return Shard(self.name, self.num_tokens, self._hash.hexdigest())
 
     def discard(self) -> None:
-        self._stream.close()
+        # Closing writes what is still buffered, which fails again where the disk is full.
+        with suppress(OSError):
+            self._stream.close()
         self.partial.unlink(missing_ok=True)
 
     def _write(self, data: bytes) -> None:

@@ -1,0 +1,137 @@
+"""The shard format: samples across borders, threads, many files, and damage that is seen at open."""
+
+import json
+import pickle
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainkit.data.dataset_file import DatasetFile, Shard, TokenizerIdentity, read_dataset_file
+from trainkit.data.shards import MAX_OPEN_SHARDS, TokenShards
+from trainkit.errors import UsageError
+
+
+def write_dataset(folder, shard_sizes, dtype="uint16"):
+    """A dataset whose train tokens count from 0 (mod 50,000) over shards of these sizes."""
+    folder.mkdir(exist_ok=True)
+    shards, start = [], 0
+    for number, size in enumerate(shard_sizes):
+        name = f"train-{number:05d}.bin"
+        values = np.arange(start, start + size) % 50_000
+        values.astype({"uint16": "<u2", "uint32": "<u4"}[dtype]).tofile(folder / name)
+        shards.append(Shard(name, size, "unused"))
+        start += size
+    identity = TokenizerIdentity("bytes", "bytes", "0" * 64, 50_000, 7, "<eos>")
+    file = DatasetFile(identity, dtype, "f" * 64, {}, (), {"train": tuple(shards), "val": ()})
+    file.write(folder, folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("shard_sizes", [[100], [1] * 100, [3, 50, 1, 1, 45], [99, 1], [1, 99]])
+def test_samples_step_by_seq_len_and_overlap_by_one(tmp_path, dtype, shard_sizes):
+    data = TokenShards(write_dataset(tmp_path / "d", shard_sizes, dtype), "train", seq_len=8)
+    assert (data.num_tokens, data.num_samples, len(data)) == (100, 12, 12)
+    everything = data.read(np.arange(12))
+    assert everything.dtype == np.int64
+    assert everything.tolist() == [list(range(8 * i, 8 * i + 9)) for i in range(12)]
+    assert data.read([11, 0, 5, 0]).tolist() == everything[[11, 0, 5, 0]].tolist()
+    assert data.read([]).shape == (0, 9)
+
+
+def test_the_last_token_counts(tmp_path):
+    assert TokenShards(write_dataset(tmp_path / "a", [17]), "train", 8).num_samples == 2
+    assert TokenShards(write_dataset(tmp_path / "b", [16]), "train", 8).num_samples == 1
+
+
+@pytest.mark.parametrize("index", [-1, 12])
+def test_no_sample_outside_the_data(tmp_path, index):
+    data = TokenShards(write_dataset(tmp_path / "d", [100]), "train", 8)
+    with pytest.raises(IndexError, match="of 12"):
+        data.read([0, index])
+
+
+def test_what_a_dataset_says_of_itself(tmp_path):
+    data = TokenShards(write_dataset(tmp_path / "d", [100]), "train", 8)
+    assert (data.vocab_size, data.eos_id, data.fingerprint) == (50_000, 7, "f" * 64)
+    assert data.tokenizer.kind == "bytes"
+
+
+def test_threads_read_what_one_reads(tmp_path):
+    data = TokenShards(write_dataset(tmp_path / "d", [37] * 400), "train", 8)
+    expected = data.read(np.arange(data.num_samples))
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            found = list(pool.map(lambda index: data.read([index])[0], range(data.num_samples)))
+            assert np.array_equal(np.stack(found), expected)
+
+
+def test_pickle_opens_again(tmp_path):
+    data = TokenShards(write_dataset(tmp_path / "d", [100]), "train", 8)
+    data.read([0])
+    copy = pickle.loads(pickle.dumps(data))
+    assert copy.read([3]).tolist() == data.read([3]).tolist()
+
+
+def test_ten_thousand_shards_hold_few_files_open(tmp_path):
+    data = TokenShards(write_dataset(tmp_path / "d", [9] * 10_000), "train", 8)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert data.read(np.arange(data.num_samples)).shape == (11_249, 9)
+    opened = len(list(Path("/proc/self/fd").iterdir())) - before
+    assert opened <= MAX_OPEN_SHARDS + 1 < resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_truncated_shard_is_named(tmp_path):
+    folder = write_dataset(tmp_path / "d", [50, 50])
+    with (folder / "train-00001.bin").open("r+b") as stream:
+        stream.truncate(60)
+    with pytest.raises(UsageError, match=r"train-00001\.bin has 60 bytes instead of 100") as caught:
+        TokenShards(folder, "train", 8)
+    assert "prepare it again" in caught.value.hint
+
+
+def test_missing_shard_is_named(tmp_path):
+    folder = write_dataset(tmp_path / "d", [50, 50])
+    (folder / "train-00000.bin").unlink()
+    with pytest.raises(UsageError, match=r"train-00000\.bin cannot be opened"):
+        TokenShards(folder, "train", 8)
+
+
+def test_split_shorter_than_a_sample(tmp_path):
+    folder = write_dataset(tmp_path / "d", [10])
+    with pytest.raises(UsageError, match=r"10 tokens, fewer than one sample of data\.seq_len 10") as caught:
+        TokenShards(folder, "train", 10)
+    assert "data.seq_len to at most 9" in caught.value.hint
+    assert TokenShards(folder, "train", 9).num_samples == 1
+    with pytest.raises(UsageError, match=r"val split .* is empty") as caught:
+        TokenShards(folder, "val", 8)
+    assert "data.val_fraction" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 2}, "format version 2; this trainkit reads up to 1"),
+        ({"format": "else"}, "not written by trainkit"),
+        ({"dtype": "float16"}, "damaged.*float16"),
+        ({"splits": {}}, "damaged"),
+    ],
+)
+def test_dataset_file_that_cannot_be_used(tmp_path, change, message):
+    folder = write_dataset(tmp_path / "d", [10])
+    record = json.loads((folder / "dataset.json").read_text())
+    (folder / "dataset.json").write_text(json.dumps(record | change))
+    with pytest.raises(UsageError, match=message):
+        read_dataset_file(folder)
+
+
+def test_folder_that_is_no_dataset(tmp_path):
+    with pytest.raises(UsageError, match=r"it has no dataset\.json") as caught:
+        TokenShards(tmp_path, "train", 8)
+    assert "trainkit data prepare" in caught.value.hint
+    (tmp_path / "dataset.json").write_text('{"half')
+    with pytest.raises(UsageError, match="cannot be read"):
+        TokenShards(tmp_path, "train", 8)
