@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainkit.config.names import near, sections
+from trainkit.config.names import near, near_yaml, sections
 from trainkit.config.tree import Entry, entry_at, merge
 from trainkit.config.version import refuse_newer
 from trainkit.config.yamlfile import parse_value, read_yaml_file
@@ -69,7 +69,7 @@ class Layers:
         known = [str(item.relative_to(shipped_configs())) for item in shipped_configs().glob("*/*.yaml")]
         if beside.parent.is_dir():
             known += [str(Path(name).parent / item.name) for item in beside.parent.iterdir()]
-        match = near(name, known)
+        match = near_yaml(name, known)
         message = f"{name} is neither beside this file nor among the configs that ship with trainkit"
         self.problem("extends", message, origin, f"did you mean {match}?" if match else "")
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from functools import cache
+from pathlib import PurePath
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,6 +17,15 @@ def near(word: str, words: Iterable[str]) -> str | None:
     """The word that is most like the given one, or None when none is."""
     matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return matches[0] if matches else None
+
+
+def near_yaml(name: str, names: Iterable[str]) -> str | None:
+    """The YAML file that is most like a name, endings left out, or None."""
+    by_stem = {
+        str(PurePath(item).with_suffix("")): item for item in names if item.endswith((".yaml", ".yml"))
+    }
+    match = near(str(PurePath(name).with_suffix("")), by_stem)
+    return by_stem[match] if match else None
 
 
 @cache

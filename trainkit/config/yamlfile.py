@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from trainkit.config.names import near
+from trainkit.config.names import near_yaml
 from trainkit.config.tree import Entry
 from trainkit.config.yaml12 import Loader, parse_scalar
 from trainkit.errors import ConfigError, Problem
@@ -70,7 +70,7 @@ def _read_text(path: Path, shown: str) -> str:
         if not folder.is_dir():
             hint = f"there is no folder {folder} either"
         else:
-            match = near(path.name, [item.name for item in folder.iterdir()])
+            match = near_yaml(path.name, [item.name for item in folder.iterdir()])
             hint = f"did you mean {Path(shown).parent / match}?" if match else ""
         message, problem_hint = "there is no such file", hint
     except IsADirectoryError:

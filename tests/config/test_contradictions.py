@@ -1,0 +1,65 @@
+"""Values that are right alone and cannot hold together; and epochs over the default of steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import LoadedConfig, dump_effective, load_config
+from trainkit.errors import ConfigError
+
+
+def load(tmp_path: Path, *overrides: str) -> LoadedConfig:
+    return load_config(None, overrides=overrides, environ={}, cwd=tmp_path)
+
+
+def problem(tmp_path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, *overrides)
+    return error.value.message
+
+
+def test_epochs_win_over_the_default_of_steps(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "train.epochs=2")
+    assert (loaded.config.train.epochs, loaded.config.train.steps) == (2, None)
+    assert loaded.origins["train.steps"] == "default"
+
+
+def test_epochs_survive_the_run_folder(tmp_path: Path) -> None:
+    first = load(tmp_path, "train.epochs=2").config
+    (tmp_path / "config.yaml").write_text(dump_effective(first))
+    again = load_config(tmp_path / "config.yaml", overrides=["seed=1"], layers=False, cwd=tmp_path).config
+    assert again == first.model_copy(update={"seed": 1})
+
+
+def test_epochs_and_steps(tmp_path: Path) -> None:
+    assert problem(tmp_path, "train.epochs=2", "train.steps=10") == (
+        "--set train.epochs=2: train.epochs: is 2 while train.steps is 10: only one can end the run\n"
+        "  hint: train.steps was set by --set train.steps=10; set one of them to null"
+    )
+
+
+def test_steps_null_leaves_epochs(tmp_path: Path) -> None:
+    assert load(tmp_path, "train.epochs=0.5", "train.steps=null").config.train.epochs == 0.5
+
+
+def test_neither(tmp_path: Path) -> None:
+    assert problem(tmp_path, "train.steps=null") == (
+        "--set train.steps=null: train.steps: is null and so is train.epochs\n  hint: give one of them"
+    )
+
+
+def test_decay_without_wsd(tmp_path: Path) -> None:
+    assert problem(tmp_path, "schedule.decay_steps=5") == (
+        "--set schedule.decay_steps=5: schedule.decay_steps: is 5, which the schedule cosine does not know\n"
+        "  hint: only schedule.name wsd has a decay of its own"
+    )
+
+
+def test_decay_longer_than_the_run(tmp_path: Path) -> None:
+    assert load(tmp_path, "schedule.name=wsd", "schedule.decay_steps=180").config.schedule.decay_steps == 180
+    assert problem(tmp_path, "schedule.name=wsd", "schedule.decay_steps=181") == (
+        "--set schedule.decay_steps=181: schedule.decay_steps: is 181: with schedule.warmup_steps 20 that is "
+        "more than train.steps 200\n  hint: null decays over a fifth of the run"
+    )

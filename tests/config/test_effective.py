@@ -1,0 +1,81 @@
+"""The effective config of a run folder comes back equal, whatever is in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.config import RunConfig, dump_effective, load_config, read_effective
+from trainkit.config.names import all_keys
+from trainkit.errors import ConfigError
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@given(
+    env=st.dictionaries(names, names, max_size=3),
+    secrets=st.lists(names, max_size=3),
+    text_key=names.filter(bool),
+    lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    seed=st.integers(min_value=0, max_value=2**63 - 1),
+    epochs=st.none() | st.floats(min_value=0.001, max_value=1e6),
+)
+def test_round_trip(
+    tmp_path_factory: pytest.TempPathFactory,
+    env: dict[str, str],
+    secrets: list[str],
+    text_key: str,
+    lr: float,
+    seed: int,
+    epochs: float | None,
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "seed": seed,
+            "launch": {"env": env, "secrets": secrets},
+            "data": {"text_key": text_key},
+            "optimizer": {"lr": lr},
+            "train": {"epochs": epochs},
+        }
+    )
+    file = tmp_path_factory.mktemp("run") / "config.yaml"
+    file.write_text(dump_effective(config), encoding="utf-8", newline="")
+    assert read_effective(file) == config
+
+
+def test_complete_and_in_the_order_of_the_schema() -> None:
+    dumped = yaml.safe_load(dump_effective(RunConfig()))
+    assert list(dumped) == list(RunConfig.model_fields)
+    assert dumped["checkpoint"]["async"] is True
+    assert dumped["requeue"]["on"] == ["preempted", "timeout", "node_fail", "crash", "hang"]
+    assert dumped["resources"]["time"] == "01:00:00"
+    assert len(all_keys()) == sum(len(value) if isinstance(value, dict) else 1 for value in dumped.values())
+
+
+def test_the_same_text_every_time(tmp_path: Path) -> None:
+    first = load_config(None, overrides=["seed=1", "train.steps=2"], environ={}, cwd=tmp_path).config
+    second = load_config(None, overrides=["train.steps=2", "seed=1"], environ={}, cwd=tmp_path).config
+    assert dump_effective(first) == dump_effective(second)
+
+
+def test_damaged_file_names_key_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("seed: 1\ntrain:\n  steps: x\n  stps: 1\n")
+    with pytest.raises(ConfigError) as error:
+        read_effective(file)
+    assert error.value.message == (
+        "2 problems\n\n"
+        f'{file}:3: train.steps: must be a whole number of at least 1 or null, not "x"\n'
+        f"{file}:4: train.stps: there is no such key\n  hint: did you mean train.steps?"
+    )
+
+
+def test_a_newer_run_folder(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("config_version: 9\nother: 1\n")
+    with pytest.raises(ConfigError, match="written for a newer trainkit: it has version 9"):
+        read_effective(file)

@@ -1,0 +1,124 @@
+"""Files that extend files, and profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import LoadedConfig, load_config
+from trainkit.errors import ConfigError
+
+
+def load(tmp_path: Path, files: dict[str, str], **options: object) -> LoadedConfig:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return load_config("run.yaml", cwd=tmp_path, environ={}, **options)  # type: ignore[arg-type]
+
+
+def message(tmp_path: Path, files: dict[str, str], **options: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, files, **options)
+    return error.value.message
+
+
+def test_later_files_win_and_this_file_wins_over_all(tmp_path: Path) -> None:
+    files = {
+        "run.yaml": "extends: [a.yaml, sub/b.yaml]\nname: run\n",
+        "a.yaml": "name: a\nseed: 1\ntrain: {steps: 1, log_every: 1}\n",
+        "sub/b.yaml": "extends: c.yaml\nname: b\ntrain: {steps: 2}\n",
+        "sub/c.yaml": "train:\n  steps: 3\n  device_batch_size: 3\n",
+    }
+    loaded = load(tmp_path, files)
+    assert loaded.config.name == "run"
+    assert loaded.config.seed == 1
+    assert loaded.config.train.steps == 2
+    assert loaded.config.train.log_every == 1
+    assert loaded.config.train.device_batch_size == 3
+    assert loaded.origins["train.device_batch_size"] == "sub/c.yaml:3"
+    assert loaded.origins["train.log_every"] == "a.yaml:3"
+
+
+def test_one_file_extended_twice_is_no_circle(tmp_path: Path) -> None:
+    files = {
+        "run.yaml": "extends: [a.yaml, b.yaml]\n",
+        "a.yaml": "extends: base.yaml\nseed: 1\n",
+        "b.yaml": "extends: base.yaml\nname: b\n",
+        "base.yaml": "seed: 9\nname: base\n",
+    }
+    assert load(tmp_path, files).config.name == "b"
+    # The second visit of base.yaml stands after a.yaml, so it wins.
+    assert load(tmp_path, files).config.seed == 9
+
+
+def test_circle(tmp_path: Path) -> None:
+    files = {"run.yaml": "seed: 1\nextends: a.yaml\n", "a.yaml": "extends: run.yaml\n"}
+    assert message(tmp_path, files) == (
+        "a.yaml:1: extends: run.yaml extends a.yaml extends run.yaml: a circle"
+    )
+
+
+def test_itself(tmp_path: Path) -> None:
+    assert message(tmp_path, {"run.yaml": "extends: ./run.yaml\n"}) == (
+        "run.yaml:1: extends: run.yaml extends run.yaml: a circle"
+    )
+
+
+def test_shipped_configs_are_found_from_anywhere(tmp_path: Path) -> None:
+    loaded = load(tmp_path, {"run.yaml": "extends: models/nano.yaml\n"})
+    assert loaded.config.model.preset == "nano"
+
+
+def test_missing(tmp_path: Path) -> None:
+    assert message(tmp_path, {"run.yaml": "name: x\nextends:\n  - model/tiny.yaml\n  - zzz.yaml\n"}) == (
+        "2 problems\n\n"
+        "run.yaml:2: extends: model/tiny.yaml is neither beside this file nor among the configs that ship "
+        "with trainkit\n  hint: did you mean models/tiny.yaml?\n"
+        "run.yaml:2: extends: zzz.yaml is neither beside this file nor among the configs that ship "
+        "with trainkit"
+    )
+
+
+def test_a_typo_beside_the_file(tmp_path: Path) -> None:
+    text = message(tmp_path, {"run.yaml": "extends: sub/bsae.yaml\n", "sub/base.yaml": "seed: 1\n"})
+    assert text.endswith("hint: did you mean sub/base.yaml?")
+
+
+@pytest.mark.parametrize("value", ["1", "[a.yaml, 2]", "{a: b}", '""'])
+def test_not_names(tmp_path: Path, value: str) -> None:
+    text = message(tmp_path, {"run.yaml": f"extends: {value}\n", "a.yaml": "seed: 1\n"})
+    assert text == "run.yaml:1: extends: must be the name of a file or a list of names"
+
+
+def test_problems_of_an_extended_file_have_its_lines(tmp_path: Path) -> None:
+    files = {"run.yaml": "extends: a.yaml\nnodes: 1\n", "a.yaml": "\ntrain: {stepz: 1}\n"}
+    assert message(tmp_path, files) == (
+        "2 problems\n\n"
+        "a.yaml:2: train.stepz: there is no such key\n  hint: did you mean train.steps?\n"
+        "run.yaml:2: nodes: there is no such key\n  hint: did you mean resources.nodes?"
+    )
+
+
+@pytest.mark.parametrize("place", ["sub/profiles", "profiles", "configs/profiles"])
+def test_profile_places(tmp_path: Path, place: str) -> None:
+    files = {"sub/run.yaml": "seed: 1\n", f"{place}/fast.yaml": "seed: 2\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    loaded = load_config("sub/run.yaml", profile="fast", cwd=tmp_path, environ={})
+    assert (loaded.config.seed, loaded.origins["seed"]) == (2, f"{place}/fast.yaml:1")
+
+
+def test_shipped_profile(tmp_path: Path) -> None:
+    assert load(tmp_path, {"run.yaml": "seed: 1\n"}, profile="smoke").config.train.steps == 20
+
+
+def test_no_such_profile(tmp_path: Path) -> None:
+    assert message(tmp_path, {"run.yaml": "seed: 1\n", "profiles/big.yaml": "seed: 1\n"}, profile="smok") == (
+        "--profile smok: there is no profile 'smok'\n  hint: did you mean smoke? profiles here: big, smoke"
+    )
+
+
+def test_a_profile_is_a_name_and_no_path(tmp_path: Path) -> None:
+    assert "there is no profile '../run'" in message(tmp_path, {"run.yaml": "seed: 1\n"}, profile="../run")

@@ -1,0 +1,168 @@
+"""Which layer wins, and that every value knows where it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config import LoadedConfig, load_config
+from trainkit.errors import ConfigError
+
+LAYERS = ["user file", "project file", "run file", "profile", "environment", "flag"]
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def load_layers(tmp_path: Path, layers: list[str]) -> LoadedConfig:
+    """Load with only some layers setting the seed, each to its own number."""
+    cwd = tmp_path / "work"
+    environ = {"XDG_CONFIG_HOME": str(tmp_path / "xdg")}
+    write(cwd / "run.yaml", "seed: 3\n" if "run file" in layers else "name: x\n")
+    options: dict[str, Any] = {}
+    if "user file" in layers:
+        write(tmp_path / "xdg/trainkit/config.yaml", "seed: 1\n")
+    if "project file" in layers:
+        write(cwd / "trainkit.yaml", "seed: 2\n")
+    if "profile" in layers:
+        write(cwd / "profiles/p.yaml", "\nseed: 4\n")
+        options["profile"] = "p"
+    if "environment" in layers:
+        environ["TRAINKIT_SEED"] = "5"
+    if "flag" in layers:
+        options["overrides"] = ["seed=6"]
+    return load_config("run.yaml", cwd=cwd, environ=environ, **options)
+
+
+@pytest.mark.parametrize("strongest", range(6))
+def test_the_stronger_layer_wins(tmp_path: Path, strongest: int) -> None:
+    loaded = load_layers(tmp_path, LAYERS[: strongest + 1])
+    origins = [
+        str(tmp_path / "xdg/trainkit/config.yaml:1"),
+        "trainkit.yaml:1",
+        "run.yaml:1",
+        "profiles/p.yaml:2",
+        "TRAINKIT_SEED",
+        "--set seed=6",
+    ]
+    assert (loaded.config.seed, loaded.origins["seed"]) == (strongest + 1, origins[strongest])
+    assert loaded.set_by_user("seed")
+
+
+def test_default(tmp_path: Path) -> None:
+    loaded = load_layers(tmp_path, [])
+    assert (loaded.config.seed, loaded.origins["seed"]) == (0, "default")
+    assert not loaded.set_by_user("seed")
+    assert loaded.origins["name"] == "run.yaml:1"
+
+
+def test_without_layers_around_the_file(tmp_path: Path) -> None:
+    write(tmp_path / "trainkit.yaml", "seed: 2\n")
+    write(tmp_path / "run.yaml", "name: x\n")
+    loaded = load_config(
+        "run.yaml", cwd=tmp_path, environ={"TRAINKIT_SEED": "5"}, overrides=["train.steps=9"], layers=False
+    )
+    assert loaded.config.seed == 0
+    assert loaded.config.train.steps == 9
+
+
+def test_no_file_at_all(tmp_path: Path) -> None:
+    loaded = load_config(None, cwd=tmp_path, environ={"XDG_CONFIG_HOME": str(tmp_path)})
+    assert set(loaded.origins.values()) == {"default"}
+
+
+def test_user_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    write(tmp_path / "home/.config/trainkit/config.yaml", "resources: {account: abc}\n")
+    loaded = load_config(None, cwd=tmp_path, environ={})
+    assert loaded.config.resources.account == "abc"
+
+
+def test_mappings_merge_and_lists_replace(tmp_path: Path) -> None:
+    write(
+        tmp_path / "trainkit.yaml", "launch: {env: {A: '1', B: '1'}}\nrequeue: {on: [crash, hang], max: 7}\n"
+    )
+    write(tmp_path / "run.yaml", "launch: {env: {B: '2'}}\nrequeue: {on: [timeout]}\n")
+    loaded = load_config("run.yaml", cwd=tmp_path, environ={})
+    assert loaded.config.launch.env == {"A": "1", "B": "2"}
+    assert loaded.config.requeue.on == ("timeout",)
+    assert loaded.config.requeue.max == 7
+    assert loaded.origins["launch.env.A"] == "trainkit.yaml:1"
+    assert loaded.origins["launch.env.B"] == "run.yaml:1"
+
+
+def test_environment_names(tmp_path: Path) -> None:
+    environ = {
+        "TRAINKIT_TRAIN__STEPS": "7",
+        "TRAINKIT_CHECKPOINT__ASYNC": "false",
+        "TRAINKIT_REQUEUE__ON": "[crash]",
+        "TRAINKIT_LAUNCH__ENV__NCCL_DEBUG": "INFO",
+        "TRAINKIT_JOB_ID": "12",
+        "TRAINKIT": "x",
+        "HOME": str(tmp_path),
+    }
+    config = load_config(None, cwd=tmp_path, environ=environ).config
+    assert config.train.steps == 7
+    assert config.checkpoint.async_save is False
+    assert config.requeue.on == ("crash",)
+    assert config.launch.env == {"NCCL_DEBUG": "INFO"}
+
+
+def test_named_flags(tmp_path: Path) -> None:
+    loaded = load_config(
+        None,
+        cwd=tmp_path,
+        environ={"TRAINKIT_RESOURCES__NODES": "5"},
+        flags={"resources.nodes": ("--nodes 2", 2)},
+    )
+    assert (loaded.config.resources.nodes, loaded.origins["resources.nodes"]) == (2, "--nodes 2")
+
+
+def test_two_flags_that_disagree(tmp_path: Path) -> None:
+    flags = {"resources.nodes": ("--nodes 2", 2)}
+    with pytest.raises(ConfigError) as error:
+        load_config(None, cwd=tmp_path, environ={}, overrides=["resources.nodes=3"], flags=flags)
+    assert error.value.message == (
+        "--nodes 2: resources.nodes: was also given as --set resources.nodes=3\n  hint: leave one of them out"
+    )
+    assert load_config(None, cwd=tmp_path, environ={}, overrides=["resources.nodes=2"], flags=flags)
+
+
+def test_the_last_set_counts(tmp_path: Path) -> None:
+    loaded = load_config(None, cwd=tmp_path, environ={}, overrides=["seed=1", "seed=2"])
+    assert (loaded.config.seed, loaded.origins["seed"]) == (2, "--set seed=2")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("a=b=c", "b=c"), ("a=01:00:00", "01:00:00"), ("a=x y", "x y"), ("a=", None), ("a=[1]", [1])],
+)
+def test_set_value(tmp_path: Path, text: str, value: object) -> None:
+    from trainkit.config.layers import Layers
+
+    assert Layers(tmp_path).flags([text], {}).plain() == {"a": value}
+
+
+def test_a_section_with_nothing_in_it_asks_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "run.yaml", "train:\n  # steps: 3\nseed: 1\n")
+    assert load_config("run.yaml", cwd=tmp_path, environ={}).config.train.steps == 200
+
+
+def test_data_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    write(
+        tmp_path / "sub/run.yaml",
+        "data: {source: [a.txt, /b.txt, stdlib], tokenizer: ~/t.json, cache_dir: c}\n",
+    )
+    data = load_config("sub/run.yaml", cwd=tmp_path, environ={}).config.data
+    assert data.source == [f"{tmp_path}/a.txt", "/b.txt", "stdlib"]
+    assert data.tokenizer == "/home/me/t.json"
+    assert data.cache_dir == f"{tmp_path}/c"
+    assert load_config(None, cwd=tmp_path, environ={}).config.data.tokenizer == "bytes"
+    assert load_config(
+        None, cwd=tmp_path, environ={}, overrides=["data.source=bytes"]
+    ).config.data.source == (f"{tmp_path}/bytes")

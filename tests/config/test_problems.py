@@ -1,0 +1,205 @@
+"""What a person reads when a value is wrong: all problems at once, with value, place and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import RunConfig, load_config
+from trainkit.config.allowed import allowed_values
+from trainkit.config.names import all_keys
+from trainkit.config.unsupported import _ROWS
+from trainkit.errors import ConfigError
+
+
+def problems(tmp_path: Path, *overrides: str, text: str = "seed: 1\n", **environ: str) -> list[str]:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config("run.yaml", overrides=overrides, environ=environ, cwd=tmp_path)
+    assert error.value.exit_code == 2
+    return [problem.render() for problem in error.value.problems]
+
+
+def test_all_at_once(tmp_path: Path) -> None:
+    text = "train:\n  stps: 3\n  log_every: 0\nschedule: {name: cosin}\nresources:\n  time: 90\n"
+    assert problems(tmp_path, "model.dropout=1", "x", text=text, TRAINKIT_SEED="-1") == [
+        "--set x: must look like section.key=value\n  hint: for example --set train.steps=100",
+        "run.yaml:2: train.stps: there is no such key\n  hint: did you mean train.steps?",
+        "TRAINKIT_SEED: seed: must be a whole number of at least 0 and below 9.22337e+18, not -1",
+        "--set model.dropout=1: model.dropout: must be a number of at least 0 and below 1, not 1",
+        "run.yaml:3: train.log_every: must be a whole number of at least 1, not 0",
+        'run.yaml:4: schedule.name: must be one of cosine, linear, wsd, constant, not "cosin"',
+        'run.yaml:6: resources.time: must be a time in quotes, such as "01:00:00" or "2-12:00:00" or null, '
+        'not 90\n  hint: put it in quotes: "90"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=two", 'train.steps: must be a whole number of at least 1 or null, not "two"'),
+        ("train.steps=true", "train.steps: must be a whole number of at least 1 or null, not true"),
+        (
+            "train.steps=1e4",
+            "train.steps: must be a whole number of at least 1 or null, not 10000.0\n  hint: write 10000",
+        ),
+        ("train.steps={a: 1}", 'train.steps: must be a whole number of at least 1 or null, not {"a": 1}'),
+        ("optimizer.lr=0", "optimizer.lr: must be a number above 0, not 0"),
+        ("optimizer.lr=.inf", "optimizer.lr: must be a number above 0, not Infinity"),
+        ("optimizer.lr=.nan", "optimizer.lr: must be a number above 0, not NaN"),
+        ("optimizer.lr=", "optimizer.lr: must be a number above 0, not null"),
+        (
+            "optimizer.betas=[0.9]",
+            "optimizer.betas: must be a list of 2, each a number of at least 0 and below 1, not [0.9]",
+        ),
+        (
+            "schedule.min_lr_ratio=2",
+            "schedule.min_lr_ratio: must be a number of at least 0 and of at most 1, not 2",
+        ),
+        ("checkpoint.keep_last=0", "checkpoint.keep_last: must be a whole number of at least 1, not 0"),
+        ("checkpoint.async=1", "checkpoint.async: must be true or false, not 1"),
+        ("checkpoint.async=yes", 'checkpoint.async: must be true or false, not "yes"'),
+        (
+            "resources.gpus_per_node=0",
+            "resources.gpus_per_node: must be a whole number of at least 1 or auto, not 0",
+        ),
+        ("parallel.dp_shard=0", "parallel.dp_shard: must be -1 or a whole number of at least 1, not 0"),
+        (
+            "requeue.on=[crash, bored]",
+            "requeue.on: must be a list, each one of preempted, timeout, node_fail, crash, hang, "
+            'not ["crash", "bored"]',
+        ),
+        ("device=gpu", 'device: must be one of auto, cpu, cuda, not "gpu"'),
+        (
+            "name=123",
+            "name: must be a name of letters, digits, dots, dashes and underscores, not 123\n"
+            "  hint: put it in quotes: --set 'name=\"123\"'",
+        ),
+        ("name=../x", 'name: must be a name of letters, digits, dots, dashes and underscores, not "../x"'),
+        ("train=3", "train: must be a section with keys such as steps, epochs, stop_at_step, not 3"),
+        (
+            "launch.env={A: 1}",
+            'launch.env: must be a mapping, each value text, not {"A": 1}\n'
+            "  hint: put numbers, true and false in quotes",
+        ),
+        ("config_version=2", "config_version: must be 1, not 2"),
+        ("seed={a: 1", None),
+    ],
+)
+def test_message(tmp_path: Path, override: str, message: str | None) -> None:
+    found = problems(tmp_path, override)
+    if message is None:
+        message = (
+            "seed: {a: 1 is not a YAML value: while parsing a flow mapping, did not find expected ',' or '}'"
+        )
+    assert found == [f"--set {override}: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("train.step=1", "did you mean train.steps?"),
+        ("trian.steps=1", "did you mean train?"),
+        ("lr=1", "did you mean optimizer.lr?"),
+        ("train.lr=1", "did you mean optimizer.lr?"),
+        ("train.warmup_steps=1", "did you mean schedule.warmup_steps?"),
+        ("train_steps=1", "did you mean train.steps?"),
+        ("nodes=1", "did you mean resources.nodes?"),
+        ("checkpoint.async_save=true", "did you mean checkpoint.async?"),
+        ("learningrate=1", "`trainkit schema` prints every key"),
+        ("qqqqq=1", "`trainkit schema` prints every key"),
+        ("train.steps.x=1", None),
+    ],
+)
+def test_closest_match(tmp_path: Path, override: str, hint: str | None) -> None:
+    key = override.partition("=")[0]
+    if hint is None:
+        expected = (
+            f'--set {override}: train.steps: must be a whole number of at least 1 or null, not {{"x": 1}}'
+        )
+    else:
+        shown = "trian" if key.startswith("trian") else key
+        expected = f"--set {override}: {shown}: there is no such key\n  hint: {hint}"
+    assert problems(tmp_path, override) == [expected]
+
+
+def test_dotted_key_in_a_file(tmp_path: Path) -> None:
+    assert problems(tmp_path, text="train.steps: 3\n") == [
+        "run.yaml:1: train.steps: there is no such key\n"
+        '  hint: write "train:" and "steps:" indented in the next line'
+    ]
+
+
+def test_unknown_variable(tmp_path: Path) -> None:
+    assert problems(tmp_path, TRAINKIT_TRAIN_STEPS="3") == [
+        "TRAINKIT_TRAIN_STEPS: train_steps: there is no such key\n  hint: did you mean TRAINKIT_TRAIN__STEPS?"
+    ]
+
+
+def test_an_overruled_value_is_not_judged_but_its_name_is(tmp_path: Path) -> None:
+    text = "seed: many\ntrian: 1\n"
+    assert problems(tmp_path, "seed=3", text=text) == [
+        "run.yaml:2: trian: there is no such key\n  hint: did you mean train?"
+    ]
+
+
+def test_a_newer_version_is_the_only_problem(tmp_path: Path) -> None:
+    text = "new_key: 1\nconfig_version: 2\ntrain: {steps: [1, 2]}\n"
+    assert problems(tmp_path, "seed=x", text=text) == [
+        "run.yaml:2: config_version: the file is written for a newer trainkit: it has version 2, "
+        "this trainkit knows 1\n  hint: update trainkit"
+    ]
+
+
+def test_a_long_value_is_cut(tmp_path: Path) -> None:
+    [found] = problems(tmp_path, f"seed=[{', '.join(map(str, range(100)))}]")
+    assert found.endswith("…")
+    assert found.partition(" not ")[2].startswith("[0, 1, 2")
+    assert len(found.partition(" not ")[2]) == 80
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task=vision"], "task: a task other than causal_lm is not in this release; task must be causal_lm"),
+        (["parallel.tp=2"], "parallel.tp: tensor parallelism is not in this release; parallel.tp must be 1"),
+        (
+            ["parallel.offload=true"],
+            "parallel.offload: offloading to host memory is not in this release; "
+            "parallel.offload must be false",
+        ),
+        (
+            ["launch.setup=[ls]"],
+            "launch.setup: running setup lines is not in this release; launch.setup must be []",
+        ),
+        (
+            ["launch.backend=sbatch"],
+            "launch.backend: submitting to Slurm is not in this release; "
+            "launch.backend must be auto or local",
+        ),
+        (
+            ["logging.wandb={project: x}"],
+            "logging.wandb: logging to Weights & Biases is not in this release; logging.wandb must be null",
+        ),
+    ],
+)
+def test_not_in_this_release(tmp_path: Path, overrides: list[str], message: str) -> None:
+    [found] = problems(tmp_path, *overrides)
+    assert found == f"--set {overrides[0]}: {message}"
+
+
+def test_the_rows_of_what_is_missing_name_keys_and_their_defaults() -> None:
+    defaults = RunConfig()
+    for key, only, _ in _ROWS:
+        value: object = defaults
+        for part in key.split("."):
+            value = getattr(value, part)
+        assert value == only, key
+
+
+@pytest.mark.parametrize("key", all_keys())
+def test_every_key_can_say_what_it_may_hold(key: str) -> None:
+    if key in ("logging.mlflow", "logging.wandb"):
+        return  # free until they are honoured
+    assert allowed_values(tuple(key.split(".")))

@@ -1,0 +1,103 @@
+"""Scalars of YAML 1.2, the traps of YAML 1.1, and values on the way to YAML and back."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.config.yaml12 import dump
+from trainkit.config.yamlfile import parse_value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("true", True),
+        ("False", False),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("off", "off"),
+        ("NO", "NO"),
+        ("01:00:00", "01:00:00"),
+        ("10:30", "10:30"),
+        ("3e-4", 3e-4),
+        ("1e4", 1e4),
+        ("3.0e-4", 3e-4),
+        (".5", 0.5),
+        ("-1", -1),
+        ("+7", 7),
+        ("010", 10),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("1_000", "1_000"),
+        ("2026-01-31", "2026-01-31"),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ('"200"', "200"),
+        ("'true'", "true"),
+        ("!!str 200", "200"),
+        ("!!float 2", 2.0),
+        ("[1, two, 3.0]", [1, "two", 3.0]),
+        ("{preset: nano}", {"preset": "nano"}),
+        ("1b", "1b"),
+        ("8b", "8b"),
+    ],
+)
+def test_value(text: str, value: object) -> None:
+    parsed = parse_value(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[1, 2",
+            "[1, 2 is not a YAML value: while parsing a flow sequence, did not find expected ',' or ']'",
+        ),
+        (
+            "!!python/name:os.system x",
+            "the tag tag:yaml.org,2002:python/name:os.system is not supported here",
+        ),
+        ("!!int two", "the tag tag:yaml.org,2002:int is not supported here"),
+        ("{a: 1, a: 2}", "the key stands here twice, first in line 1"),
+        ("{1: a}", "a key must be text"),
+        ("&a [*a]", "the value contains itself"),
+    ],
+)
+def test_not_a_value(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        parse_value(text)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+printable = st.text(st.characters(exclude_categories=["Cs", "Cc", "Cn", "Co"]))
+values = st.recursive(
+    scalars | printable,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(printable, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(values)
+def test_dump_comes_back(value: object) -> None:
+    assert parse_value(dump(value)) == value
+
+
+@given(printable)
+def test_dumped_text_is_text_for_a_yaml_1_1_reader_too(text: str) -> None:
+    assert yaml.safe_load(dump({"key": text})) == {"key": text}
+
+
+@pytest.mark.parametrize(
+    "text", ["on", "yes", "3e-4", "1e5", "01:00:00", "12:30:45", "0o17", "null", "~", ""]
+)
+def test_words_that_one_yaml_takes_for_something_else_stay_text(text: str) -> None:
+    assert parse_value(dump(text)) == text
+    assert yaml.safe_load(dump(text)) == text

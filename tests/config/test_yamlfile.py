@@ -1,0 +1,111 @@
+"""Files that are no config: each says what it is, and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.config.yamlfile import read_yaml_file
+from trainkit.errors import ConfigError
+
+
+def problem(path: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        read_yaml_file(path, path.name)
+    assert error.value.exit_code == 2
+    return error.value.message
+
+
+def test_lines_are_those_of_the_keys(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("# comment\ntrain:\n  steps: 3\n\n  log_every:\n    5\nseed: 1\n")
+    tree = read_yaml_file(file, "a.yaml")
+    assert {".".join(path): (entry.value, entry.origin) for path, entry in tree.leaves()} == {
+        "train.steps": (3, "a.yaml:3"),
+        "train.log_every": (5, "a.yaml:5"),
+        "seed": (1, "a.yaml:7"),
+    }
+
+
+def test_on_is_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("requeue:\n  on: [crash]\n")
+    assert read_yaml_file(file, "a.yaml").plain() == {"requeue": {"on": ["crash"]}}
+
+
+def test_aliases_work(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("model: {dim: &n 64, ffn_dim: *n}\n")
+    assert read_yaml_file(file, "a.yaml").plain() == {"model": {"dim": 64, "ffn_dim": 64}}
+
+
+def test_byte_order_mark_and_crlf(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_bytes(b"\xef\xbb\xbfseed: 1\r\nname: a\r\n")
+    tree = read_yaml_file(file, "a.yaml")
+    assert tree.plain() == {"seed": 1, "name": "a"}
+    assert tree.value["name"].origin == "a.yaml:2"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "a.yaml: the file is empty\n  hint: a config holds at least one key"),
+        (b"# only words\n", "a.yaml: the file is empty\n  hint: a config holds at least one key"),
+        (b"- 1\n", 'a.yaml: the file holds no keys\n  hint: write lines like "seed: 1"'),
+        (b"hello\n", 'a.yaml: the file holds no keys\n  hint: write lines like "seed: 1"'),
+        (
+            b"seed: \xff\n",
+            "a.yaml: this is not UTF-8 text: byte 0xff at offset 6\n  hint: a config is a YAML text file",
+        ),
+        (b"a: 1\nb: [1\n", None),
+        (b"a: 1\n---\nb: 2\n", None),
+        (b"a: \x00\n", None),
+        (b"\ttrain: 1\n", None),
+        (b"seed: 1\nname: a\nseed: 2\n", "a.yaml:3: seed: the key stands here twice, first in line 1"),
+        (
+            b"train:\n  steps: 1\n  steps: 2\n",
+            "a.yaml:3: train.steps: the key stands here twice, first in line 2",
+        ),
+        (b"1: a\n", "a.yaml:1: a key must be text\n  hint: put it in quotes"),
+        (b"seed: !secret 1\n", "a.yaml:1: seed: the tag !secret is not supported here"),
+    ],
+)
+def test_not_a_config(tmp_path: Path, content: bytes, message: str | None) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_bytes(content)
+    found = problem(file)
+    if message is None:
+        assert found.startswith("a.yaml")
+        assert ": this is not YAML: " in found
+        assert "\n" not in found
+    else:
+        assert found == message
+
+
+def test_all_problems_of_the_form_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("seed: 1\nseed: 2\n3: x\nname: !x y\n")
+    with pytest.raises(ConfigError) as error:
+        read_yaml_file(file, "a.yaml")
+    assert [item.origin for item in error.value.problems] == ["a.yaml:2", "a.yaml:3", "a.yaml:4"]
+
+
+def test_missing_file_names_a_close_one(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.yaml").write_text("seed: 1\n")
+    assert problem(tmp_path / "quikstart.yaml") == (
+        "quikstart.yaml: there is no such file\n  hint: did you mean quickstart.yaml?"
+    )
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    assert problem(tmp_path / "no" / "a.yaml") == (
+        f"a.yaml: there is no such file\n  hint: there is no folder {tmp_path / 'no'} either"
+    )
+
+
+def test_folder(tmp_path: Path) -> None:
+    assert problem(tmp_path).endswith("this is a folder, not a file\n  hint: give a YAML file")
+    (tmp_path / "a.yaml").touch()
+    assert problem(tmp_path).endswith("this is a folder, not a file\n  hint: it holds a.yaml")
