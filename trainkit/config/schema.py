@@ -58,7 +58,7 @@ class RunConfig(Section):
     )
     task: str = Field(default="causal_lm", description="What is learned.")
     model: ModelConfig = Field(default=ModelConfig(), description="The network.")
-    data: DataConfig = Field(default=DataConfig(), description="What the model reads.")
+    data: DataConfig = Field(default=DataConfig(), description="Text for training and validation.")
     train: TrainConfig = Field(default=TrainConfig(), description="Length of the run and size of a step.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Optimizer and learning rate.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate over the steps.")

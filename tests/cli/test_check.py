@@ -1,0 +1,95 @@
+"""`trainkit check`: stdout is data, stderr is words, exit 2 with every problem."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit.cli.main import main
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    (tmp_path / "a;b 'c.yaml").write_text("extends: quickstart.yaml\ndevice: cpu\nresources: {nodes: 2}\n")
+    return "a;b 'c.yaml"
+
+
+def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config]) == 0
+    out, err = capsys.readouterr()
+    lines = dict(line.split(": ", 1) for line in out.splitlines())
+    assert lines["device"] == "device: cpu was asked for"
+    assert lines["batch"] == "32 samples a step = 8 at once x 2 data-parallel x 2 accumulation"
+    assert set(lines) == {"device", "workers_per_node", "layout", "batch", "lr", "threads_per_worker"}
+    assert err == "a;b 'c.yaml: no problems\n"
+
+
+def test_show_origin(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config, "--show-origin", "--nodes", "4", "--set", "seed=7"]) == 0
+    rows = {line.split()[0]: line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["device"] == ["device", '"cpu"', "a;b 'c.yaml:2"]
+    assert rows["resources.nodes"] == ["resources.nodes", "4", "--nodes 4"]
+    assert rows["seed"] == ["seed", "7", "--set seed=7"]
+    assert rows["requeue.max"] == ["requeue.max", "100", "default"]
+    assert rows["model.preset"][2].endswith("models/tiny.yaml:3")
+
+
+def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config, "--json"]) == 0
+    out, err = capsys.readouterr()
+    value = json.loads(out)
+    assert value["plan"]["world_size"] == 2
+    assert value["config"]["checkpoint"]["async"] is True
+    assert value["origins"]["device"] == "a;b 'c.yaml:2"
+    assert err == ""
+
+
+def test_every_problem(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config, "--set", "train.stps=1", "--set", "seed=-1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "error: 2 problems\n\n"
+        "--set train.stps=1: train.stps: there is no such key\n  hint: did you mean train.steps?\n"
+        "--set seed=-1: seed: must be a whole number of at least 0 and below 9.22337e+18, not -1\n"
+    )
+
+
+def test_every_problem_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config, "--json", "--nodes", "3"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["exit_code"] == 2
+    assert "not a multiple of the 24 samples" in json.loads(out)["error"]
+    assert err == ""
+
+
+def test_missing_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "a;b 'd.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "error: a;b 'd.yaml: there is no such file\n  hint: did you mean a;b 'c.yaml?\n"
+    )
+
+
+def test_profile(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config, "--profile", "smoke", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["train"]["steps"] == 20
+
+
+def test_torch_is_never_loaded(config: str) -> None:
+    code = (
+        "import sys; from trainkit.cli.main import main; main(['check', sys.argv[1]])\n"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, config], capture_output=True, text=True, check=True)
+    assert result.stderr.splitlines()[-1] == "[]"
+
+
+def test_help_ends_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "-h"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("--set train.steps=100 --json")

@@ -1,0 +1,136 @@
+"""From a config and a machine to a plan, with reasons; every problem at once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import load_config
+from trainkit.errors import ConfigError
+from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.machine import Machine
+from trainkit.plan.make_plan import make_plan
+
+CPU = Machine(4, 0, (), "there is no NVIDIA driver on this machine")
+GPUS = Machine(16, 4, ("A100",) * 4, "this machine has 4 x A100")
+
+
+def plan(machine: Machine, *overrides: str) -> LaunchPlan:
+    return make_plan(load_config(None, overrides=overrides, environ={}, cwd=Path("/nowhere")), machine)
+
+
+def problems(machine: Machine, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        plan(machine, *overrides)
+    return [problem.render() for problem in error.value.problems]
+
+
+def test_whole_plan() -> None:
+    assert plan(CPU, "resources.nodes=2", "optimizer.lr_scale=linear", "requeue.grace_s=30") == LaunchPlan(
+        backend="local",
+        num_nodes=2,
+        workers_per_node=1,
+        device="cpu",
+        layout=Layout(1, 2),
+        batch=Batch(8, 2, 32, 8192),
+        lr=6e-4,
+        threads_per_worker=2,
+        grace_s=30.0,
+        reasons={
+            "device": "cpu: there is no NVIDIA driver on this machine",
+            "workers_per_node": "1: a CPU node has one worker unless resources.gpus_per_node says otherwise",
+            "layout": "one copy of the model, sharded over 2 processes "
+            "(parallel.dp_shard: -1 takes what is left)",
+            "batch": "32 samples a step = 8 at once x 2 data-parallel x 2 accumulation",
+            "lr": "optimizer.lr 0.0003 x 2 = 0.0006: linear in data-parallel size 2 over 1",
+            "threads_per_worker": "2: 4 CPU cores for 2 workers",
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "device", "workers", "reason"),
+    [
+        (GPUS, (), "cuda", 4, "4: 4 GPUs shared by 1 node"),
+        (GPUS, ("resources.nodes=2",), "cuda", 2, "2: 4 GPUs shared by 2 nodes"),
+        (
+            GPUS,
+            ("resources.nodes=3", "train.global_batch_size=null"),
+            "cuda",
+            1,
+            "1: 4 GPUs shared by 3 nodes, 1 left idle",
+        ),
+        (GPUS, ("resources.gpus_per_node=2",), "cuda", 2, "resources.gpus_per_node: 2 was asked for"),
+        (
+            GPUS,
+            ("device=cpu", "resources.nodes=8", "train.device_batch_size=1"),
+            "cpu",
+            1,
+            "1: a CPU node has one worker unless resources.gpus_per_node says otherwise",
+        ),
+        (CPU, ("resources.gpus_per_node=4",), "cpu", 4, "resources.gpus_per_node: 4 was asked for"),
+    ],
+)
+def test_workers(
+    machine: Machine, overrides: tuple[str, ...], device: str, workers: int, reason: str
+) -> None:
+    made = plan(machine, *overrides)
+    assert (made.device, made.workers_per_node, made.reasons["workers_per_node"]) == (device, workers, reason)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "threads", "reason"),
+    [
+        ((), 4, "4: 4 CPU cores for 1 worker"),
+        (("resources.nodes=8", "train.device_batch_size=1"), 1, "1: 4 CPU cores for 8 workers"),
+        (("resources.cpus_per_gpu=3",), 3, "resources.cpus_per_gpu: 3 was asked for"),
+    ],
+)
+def test_threads(overrides: tuple[str, ...], threads: int, reason: str) -> None:
+    made = plan(CPU, *overrides)
+    assert (made.threads_per_worker, made.reasons["threads_per_worker"]) == (threads, reason)
+
+
+def test_cuda_where_there_is_none() -> None:
+    assert problems(CPU, "device=cuda") == [
+        "--set device=cuda: device: is cuda, but there is no NVIDIA driver on this machine\n"
+        "  hint: device: auto takes what is there"
+    ]
+
+
+def test_more_gpus_than_there_are() -> None:
+    overrides = ("resources.nodes=2", "resources.gpus_per_node=4")
+    assert problems(GPUS, *overrides, "train.device_batch_size=4") == [
+        "--set resources.gpus_per_node=4: resources.gpus_per_node: is 4: 2 nodes x 4 = 8 GPUs, but this "
+        "machine has 4\n"
+        "  hint: --nodes 1 --gpus-per-node 4 fits, and device: cpu starts any number of workers"
+    ]
+
+
+def test_more_nodes_than_gpus() -> None:
+    [found] = problems(GPUS, "resources.nodes=8", "train.device_batch_size=4")
+    assert found == (
+        "--set resources.nodes=8: resources.nodes: is 8, but this machine has 4 GPUs and every node "
+        "needs one\n"
+        "  hint: --nodes 1 --gpus-per-node 4 fits, and device: cpu starts any number of workers"
+    )
+
+
+def test_all_problems_at_once() -> None:
+    found = problems(CPU, "device=cuda", "resources.nodes=3", "parallel.dp_replicate=2")
+    assert [text.partition("\n")[0] for text in found] == [
+        "--set device=cuda: device: is cuda, but there is no NVIDIA driver on this machine",
+        "--set parallel.dp_replicate=2: parallel.dp_replicate: is 2, which does not divide 3 processes",
+        "train.global_batch_size: is 32, which is not a multiple of the 24 samples that 3 data-parallel "
+        "processes x train.device_batch_size 8 read at once",
+    ]
+
+
+def test_thousands_of_nodes_are_nothing_special() -> None:
+    begin = time.perf_counter()
+    made = plan(CPU, "resources.nodes=4096", "resources.gpus_per_node=8", "train.global_batch_size=null")
+    assert made.world_size == 32768
+    assert made.batch.global_batch_size == 8 * 32768
+    assert time.perf_counter() - begin < 1.0

@@ -1,0 +1,112 @@
+"""Presets against published sizes, and shapes that cannot be built."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from trainkit.config.training import ModelConfig, Preset
+from trainkit.errors import ConfigError
+from trainkit.plan.model_shape import (
+    PRESETS,
+    ModelShape,
+    flops_per_token,
+    num_params,
+    num_params_between_embeddings,
+    resolve_model_shape,
+)
+
+
+@pytest.mark.parametrize(
+    ("preset", "vocab_size", "tied", "params"),
+    [
+        ("8b", 128_256, False, 8_030_261_248),  # Llama 3 8B
+        ("3b", 128_256, True, 3_212_749_824),  # Llama 3.2 3B
+        ("1b", 128_256, True, 1_235_814_400),  # Llama 3.2 1B
+        ("60m", 32_000, False, 58_073_600),  # GaLore: 58M
+        ("125m", 32_000, False, 134_105_856),  # GaLore: 134M
+        ("350m", 32_000, False, 367_969_280),  # GaLore: 368M
+    ],
+)
+def test_published_sizes(preset: Preset, vocab_size: int, tied: bool, params: int) -> None:
+    model = ModelConfig(preset=preset, vocab_size=vocab_size, tie_embeddings=tied)
+    assert num_params(resolve_model_shape(model, vocab_size)) == params
+
+
+def test_small_presets_are_small_and_grow() -> None:
+    def size(preset: Preset) -> int:
+        return num_params_between_embeddings(resolve_model_shape(ModelConfig(preset=preset), 256))
+
+    assert size("nano") == 98_624
+    assert size("tiny") == 787_584
+    sizes = [size(preset) for preset in get_args(Preset)]
+    assert sizes == sorted(sizes)
+
+
+def test_the_schema_knows_every_preset() -> None:
+    assert get_args(Preset) == tuple(PRESETS)
+
+
+def test_the_config_overrides_the_preset() -> None:
+    model = ModelConfig(
+        preset="nano", dim=96, num_layers=3, num_heads=6, num_kv_heads=3, ffn_dim=100, norm_eps=1e-6,
+        rope_theta=500.0, dropout=0.1, tie_embeddings=True, vocab_size=300,
+    )  # fmt: skip
+    assert resolve_model_shape(model, 300) == ModelShape(300, 96, 3, 6, 3, 100, 1e-6, 500.0, True, 0.1)
+
+
+@pytest.mark.parametrize(("tokens", "vocab_size"), [(1, 64), (64, 64), (65, 128), (257, 320), (50257, 50304)])
+def test_vocabulary_is_padded(tokens: int, vocab_size: int) -> None:
+    assert resolve_model_shape(ModelConfig(), tokens).vocab_size == vocab_size
+
+
+@pytest.mark.parametrize(
+    ("changes", "messages"),
+    [
+        (
+            {"num_heads": 3, "num_kv_heads": 3},
+            ["model.num_heads: is 3, which does not divide model.dim 128\n"
+             "  hint: the width is split evenly between the heads"],
+        ),
+        (
+            {"num_kv_heads": 3},
+            ["model.num_kv_heads: is 3, which does not divide model.num_heads 4\n"
+             "  hint: every key and value head serves the same number of query heads"],
+        ),
+        (
+            {"dim": 132, "num_heads": 4},
+            ["model.num_heads: is 4, which makes heads of odd width 33\n"
+             "  hint: rotary position embedding turns pairs of values: dim / num_heads must be even"],
+        ),
+        (
+            {"vocab_size": 256},
+            ["model.vocab_size: is 256, but the tokenizer has 257 tokens\n"
+             "  hint: leave it at null to take the tokenizer's size"],
+        ),
+        ({"dim": 100, "num_heads": 3, "num_kv_heads": 2, "vocab_size": 1}, ["vocab", "num_heads", "num_kv"]),
+    ],
+)  # fmt: skip
+def test_shapes_that_do_not_fit(changes: dict[str, int], messages: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_model_shape(ModelConfig.model_validate(changes), 257)
+    found = [problem.render() for problem in error.value.problems]
+    assert len(found) == len(messages)
+    assert all(message in text for message, text in zip(messages, found, strict=True))
+
+
+def test_flops_per_token() -> None:
+    shape = ModelShape(10, 4, 2, 2, 1, 6, 1e-5, 1e4, False, 0.0)
+    # A block: q and o 2 * 4 * 4, k and v 2 * 4 * 2, feed-forward 3 * 4 * 6, norms 2 * 4.
+    # Besides: last norm 4, head 40.
+    matmul_params = 2 * (32 + 16 + 72 + 8) + 4 + 40
+    assert num_params_between_embeddings(shape) == matmul_params - 40
+    assert num_params(shape) == matmul_params + 40
+    assert flops_per_token(shape, 8) == 6 * matmul_params + 12 * 2 * 4 * 8
+
+
+def test_a_tied_head_is_multiplied_all_the_same() -> None:
+    tied = ModelShape(10, 4, 2, 2, 1, 6, 1e-5, 1e4, True, 0.0)
+    untied = ModelShape(10, 4, 2, 2, 1, 6, 1e-5, 1e4, False, 0.0)
+    assert num_params(untied) - num_params(tied) == 40
+    assert flops_per_token(tied, 8) == flops_per_token(untied, 8)
