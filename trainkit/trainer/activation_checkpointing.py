@@ -31,7 +31,7 @@ def apply_activation_checkpointing(
         return
     context_fn: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
     for block in blocks:
-        block.forward = partial(  # type: ignore[method-assign]
+        block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **context_fn
         )
 
@@ -49,4 +49,4 @@ def _selective_contexts() -> Any:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

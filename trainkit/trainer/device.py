@@ -35,8 +35,8 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
 
 
-def device_peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of this device, None where it is not known."""
+def device_peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Dense FLOP/s of this device for `dtype`, None where it is not known."""
     if device.type == "cpu":
         return None
-    return peak_flops(torch.cuda.get_device_name(device))
+    return peak_flops(torch.cuda.get_device_name(device), dtype)

@@ -117,7 +117,7 @@ class Trainer:
             sync_gradients(self.model, enabled=index == last)
             with autocast(self.world, DTYPES[self.config.precision.dtype]):
                 nll_sum = self.task.nll_sum(self.model, micro.to(self.world.device))
-            (nll_sum * scale).backward()
+            (nll_sum * scale).backward()  # type: ignore[no-untyped-call]
             total += nll_sum.detach()
         return total
 

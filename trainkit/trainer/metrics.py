@@ -38,6 +38,7 @@ class Metrics:
         attempt: int,
         world: World,
         flops_per_token: float,
+        dtype: str,
         total_steps: int,
         tensorboard: TensorBoardLog | None,
     ) -> None:
@@ -45,7 +46,7 @@ class Metrics:
         self._attempt = attempt
         self._world = world
         self._flops_per_token = flops_per_token
-        self._peak_flops = device_peak_flops(world.device)
+        self._peak_flops = device_peak_flops(world.device, dtype)
         self._total_steps = total_steps
         self._tensorboard = tensorboard
         self._unwritten: deque[dict[str, Any]] = deque(maxlen=100_000)

@@ -15,21 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainkit.config.schema import OptimizerConfig
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def like(shard: Tensor, whole: Tensor) -> Tensor:
-    """A shard, seen as part of a tensor that is split as `whole` is."""
-    if not isinstance(whole, DTensor):
-        return shard
-    return DTensor.from_local(
-        shard, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+from trainkit.config.training import OptimizerConfig
+from trainkit.trainer.dtensor import like, local
 
 
 class ShardedAdamW:
@@ -42,9 +29,9 @@ class ShardedAdamW:
         # Vectors are norm weights: decaying them towards zero has no use.
         decayed = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() > 1]
         plain = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() <= 1]
-        groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            groups,
             lr=0.0,
             betas=config.betas,
             eps=config.eps,

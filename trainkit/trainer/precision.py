@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from trainkit.config.schema import PrecisionConfig
+from trainkit.config.training import PrecisionConfig
 from trainkit.trainer.distributed import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainkit.config.schema import ProfilerConfig
+from trainkit.config.running import ProfilerConfig
 from trainkit.trainer.distributed import World
 
 log = getLogger(__name__)

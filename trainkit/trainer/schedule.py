@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trainkit.config.schema import ScheduleConfig
+from trainkit.config.training import ScheduleConfig
 
 
 def learning_rate(step: int, total_steps: int, peak_lr: float, config: ScheduleConfig) -> float:

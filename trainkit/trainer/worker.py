@@ -140,7 +140,15 @@ def build_trainer(
         batches=PrefetchedBatches(source, progress.samples_seen, config.data.num_workers),
         evaluator=None if task.val_data is None else Evaluator(task, config, plan, world),
         saver=saver,
-        metrics=Metrics(attempt.run, attempt.number, world, task.flops_per_token, total_steps, tensorboard),
+        metrics=Metrics(
+            attempt.run,
+            attempt.number,
+            world,
+            task.flops_per_token,
+            config.precision.dtype,
+            total_steps,
+            tensorboard,
+        ),
         profiler=ProfileWindow(config.profiler, attempt.profile_dir, world),
         manifest_record=manifest_record(config, plan, task),
     )
@@ -209,9 +217,10 @@ def describe(config: RunConfig, plan: LaunchPlan, world: World, task: Task, tota
     """Say what is about to be trained."""
     shape = getattr(task, "shape", None)
     parameters = f"{num_params(shape):,} parameters, " if shape is not None else ""
+    layout = plan.layout
     log.info(
-        f"model {config.model.preset}: {parameters}{config.precision.dtype} on {world.size} x {world.device.type}"
-        f" (dp_replicate {plan.layout.dp_replicate} x dp_shard {plan.layout.dp_shard})"
+        f"model {config.model.preset}: {parameters}{config.precision.dtype}"
+        f" on {world.size} x {world.device.type} (dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard})"
     )
     log.info(
         f"data {config.data.source}: {task.train_data.num_tokens:,} training tokens in"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.manifest import Checkpoint, find_damage, partials, published, remove, set_aside
@@ -85,6 +84,6 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
             hint="resume with the model section that it was trained with, or start a new run",
             exit_code=EXIT_NO_RESTART,
         )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, storage_reader=reader, process_group=world.checkpoint_group)
+    state_dict_loader.load(
+        tensors, storage_reader=reader, process_group=world.checkpoint_group, no_dist=not world.distributed
+    )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-import warnings
 from concurrent.futures import Future
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -101,25 +100,23 @@ class CheckpointSaver:
         target = self._run.checkpoint_dir(request.step)
         partial = target.with_name(f"{target.name}.attempt-{self._attempt:03d}{PARTIAL_SUFFIX}")
         started = time.monotonic()
-        future: Future[Any]
-        with warnings.catch_warnings():
-            # A single process saves without a process group, on purpose.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            writer = _PublishingWriter(partial, target, request)
-            group = self._world.checkpoint_group
-            if blocking:
-                future = Future()
-                try:
-                    future.set_result(dcp.save(self._tensors, storage_writer=writer, process_group=group))
-                except Exception as error:
-                    future.set_exception(error)
-            else:
-                response = dcp.async_save(
-                    self._tensors, storage_writer=writer, process_group=group, async_stager=self._get_stager()
-                )
-                assert isinstance(response, AsyncSaveResponse)
-                self._staging = response.staging_completion
-                future = response.upload_completion
+        writer = _PublishingWriter(partial, target, request)
+        how: dict[str, Any] = {
+            "storage_writer": writer,
+            "process_group": self._world.checkpoint_group,
+            "no_dist": not self._world.distributed,
+        }
+        future: Future[Any] = Future()
+        if blocking:
+            try:
+                future.set_result(state_dict_saver.save(self._tensors, **how))
+            except Exception as error:
+                future.set_exception(error)
+        else:
+            response = state_dict_saver.async_save(self._tensors, async_stager=self._get_stager(), **how)
+            assert isinstance(response, AsyncSaveResponse)
+            self._staging = response.staging_completion
+            future = response.upload_completion
         self._pending = (request, partial, future, started)
         if blocking:
             self.finish()
@@ -178,10 +175,10 @@ class CheckpointSaver:
     def _report_success(self, request: SaveRequest, duration_s: float) -> None:
         if not self._world.is_main:
             return
-        path = self._run.checkpoint_dir(request.step)
+        name = self._run.checkpoint_dir(request.step).name
         best = " best" if request.is_best else ""
         log.info(
-            f"checkpoint step={request.step} reason={request.reason}{best} save_s={duration_s:.2f} {path.name}"
+            f"checkpoint step={request.step} reason={request.reason}{best} save_s={duration_s:.2f} {name}"
         )
         log_event(
             self._run,

@@ -6,20 +6,23 @@ import hashlib
 import io
 import os
 import pickle
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainkit.manifest import file_hash
+
+# A single process saves without a process group, on purpose; a filter set here holds for all threads.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 METADATA_NAME = ".metadata"
 _SAFE_NAMES = {

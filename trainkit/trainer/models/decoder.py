@@ -111,9 +111,13 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, index) for index in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
-        if shape.tie_embeddings:
-            self.head.weight = self.embedding.weight
         self.register_buffer("rope", self.make_rope(), persistent=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head share the embedding's weight, where the shape says so."""
+        if self.shape.tie_embeddings:
+            self.head.weight = self.embedding.weight
 
     def make_rope(self) -> Tensor:
         return rope_table(self.seq_len, self.shape.dim // self.shape.num_heads, self.shape.rope_theta)
@@ -127,9 +131,10 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(self.norm(x))
         return logits
 
-    def reset_buffers(self) -> None:
-        """Compute what is not a parameter; call after `to_empty`."""
+    def restore(self) -> None:
+        """Bring back what `to_empty` loses: the buffers' values, and that tied weights are one."""
         self.rope.copy_(self.make_rope())
+        self.tie()
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values by its name; None: ones (norm weights).

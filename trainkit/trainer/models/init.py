@@ -9,16 +9,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from trainkit.trainer.dtensor import local
 from trainkit.trainer.stateless_random import fill_normal_
 
 
 @torch.no_grad()
 def init_parameters(model: nn.Module, std: Callable[[str], float | None], seed: int) -> None:
-    """Fill each rank's shard of every parameter from a normal distribution, or with ones where std is None."""
+    """Fill each rank's shard of every parameter from N(0, std(name)), or with ones where std is None."""
     for name, param in model.named_parameters():
-        shard, offset = param, (0,) * param.dim()
+        shard, offset = local(param), (0,) * param.dim()
         if isinstance(param, DTensor):
-            shard = param.to_local()
             _, offset = compute_local_shape_and_global_offset(
                 param.shape, param.device_mesh, param.placements
             )

@@ -37,7 +37,7 @@ class CausalLM:
 
     def init_model(self, model: nn.Module, seed: int) -> None:
         decoder = cast(Decoder, model)
-        decoder.reset_buffers()
+        decoder.restore()
         init_parameters(decoder, decoder.init_std, seed)
 
     def nll_sum(self, model: nn.Module, micro: Microbatch) -> Tensor:
