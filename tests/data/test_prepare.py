@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from pathlib import Path
 
 import pytest
 from dataset_content import content_of, documents_of, rows, tokens_of
@@ -295,7 +296,7 @@ def test_full_disk(tmp_path):
     def write_to_full(self, folder, name):
         real(self, folder, name)
         self._stream.close()
-        self._stream = open("/dev/full", "wb")
+        self._stream = Path("/dev/full").open("wb")  # noqa: SIM115
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unit_work._ShardWriter, "__init__", write_to_full)

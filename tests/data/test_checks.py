@@ -1,0 +1,126 @@
+"""What is said about data before anything starts."""
+
+import gzip
+import json
+import subprocess
+import sys
+
+import pytest
+from dataset_content import rows
+
+from trainkit.data.checks import data_problems, tokenizer_vocab_size
+from trainkit.data.open import open_dataset
+from trainkit.data.prepare import prepare
+from trainkit.data.recipe import Recipe
+
+
+def only(config):
+    (problem,) = data_problems(config)
+    return problem
+
+
+def test_the_default_is_fine(data_config):
+    assert data_problems(data_config(seq_len=256, val_fraction=0.01)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "key", "message"),
+    [
+        ("a.txt", None, "data.source", "a.txt does not exist"),
+        ("a.csv", "1,2", "data.source", "not a kind that can be read"),
+        ("a.txt", "", "data.source", "holds no text to train on"),
+        ("a.jsonl", "\n\n", "data.source", "holds no text to train on"),
+        ("a.txt", "tiny", "data.seq_len", "16 is more than the data holds: at most 5 tokens"),
+        ("a.txt", "hello\n" * 20, "data.val_fraction", "0.1: at most 13 tokens are left for validation"),
+        ("a.jsonl", rows("x" * 99) + "{bad", "data.source", "a.jsonl:2: not JSON"),
+        ("a.jsonl", rows("x" * 99, key="body"), "data.source", 'no field "text"'),
+        ("a.jsonl.gz", "no gzip", "data.source", "cannot be read: Not a gzipped file"),
+    ],
+)
+def test_problems_of_texts(data_config, tmp_path, name, content, key, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    found = only(data_config(source=str(tmp_path / name)))
+    assert found[0] == key
+    assert message in found[1]
+    assert found[2] or "cannot be read" in message
+
+
+def test_all_at_once(data_config, tmp_path):
+    config = data_config(source="/no/text.txt", val_source="/no/val.txt", tokenizer="/no/tokenizer.json")
+    assert [key for key, _, _ in data_problems(config)] == [
+        "data.tokenizer",
+        "data.source",
+        "data.val_source",
+    ]
+
+
+def test_hint_of_a_short_validation_split_is_right(data_config, tmp_path):
+    (tmp_path / "a.txt").write_text("hello\n" * 200)
+    config = data_config(source=str(tmp_path / "a.txt"), seq_len=128, val_fraction=0.01)
+    hint = only(config)[2]
+    share = float(hint.split()[3].rstrip(","))
+    config.val_fraction = share + 0.01
+    assert data_problems(config) == []
+    assert open_dataset(config, 128, "val").num_samples == 1
+    config.val_fraction = 0.0
+    assert data_problems(config) == []
+
+
+def test_short_val_source(data_config, tmp_path):
+    (tmp_path / "a.txt").write_text("hello\n" * 200)
+    (tmp_path / "v.txt").write_text("hello")
+    found = only(data_config(source=str(tmp_path / "a.txt"), val_source=str(tmp_path / "v.txt")))
+    assert found[0] == "data.val_source"
+    assert "at most 6 tokens" in found[1]
+
+
+def test_big_data_is_judged_by_its_size(data_config, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"hello world\n" * 250_000)
+    assert data_problems(data_config(source=str(path))) == []
+    assert only(data_config(source=str(path), seq_len=3_000_001))[0] == "data.seq_len"
+    assert only(data_config(source=str(path), seq_len=400_000))[0] == "data.val_fraction"
+
+
+def test_first_rows_of_big_and_packed_files_are_looked_at(data_config, tmp_path):
+    content = rows("x", "y") + "{bad\n" + rows(*["z" * 1000] * 3000)
+    (tmp_path / "a.jsonl").write_text(content)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        assert f"{name}:3: not JSON" in only(data_config(source=str(tmp_path / name)))[1]
+
+
+def test_prepared_folder(data_config, tmp_path, tokenizer_json):
+    (tmp_path / "a.txt").write_text("hello world\n" * 100)
+    folder = tmp_path / "shards"
+    prepare(Recipe((str(tmp_path / "a.txt"),)), folder)
+    assert data_problems(data_config(source=str(folder))) == []
+    assert only(data_config(source=str(folder), seq_len=5000))[0] == "data.seq_len"
+    other = only(data_config(source=str(folder), tokenizer=str(tokenizer_json)))
+    assert other[0] == "data.tokenizer"
+    assert "is not the tokenizer that made" in other[1]
+    record = json.loads((folder / "dataset.json").read_text())
+    (folder / "dataset.json").write_text(json.dumps(record | {"format_version": 99}))
+    assert "format version 99" in only(data_config(source=str(folder)))[1]
+    (folder / "dataset.json").write_text(json.dumps(record))
+    (folder / "train-00000.bin").write_bytes(b"")
+    assert "train-00000.bin has 0 bytes" in only(data_config(source=str(folder)))[1]
+
+
+def test_vocab_size(data_config, tmp_path, tokenizer_json):
+    from tokenizers import Tokenizer
+
+    size = Tokenizer.from_file(str(tokenizer_json)).get_vocab_size()
+    assert tokenizer_vocab_size(data_config()) == 257
+    assert tokenizer_vocab_size(data_config(tokenizer=str(tokenizer_json))) == size
+    (tmp_path / "a.txt").write_text("hello world\n" * 100)
+    prepare(Recipe((str(tmp_path / "a.txt"),), tokenizer=str(tokenizer_json)), tmp_path / "shards")
+    assert tokenizer_vocab_size(data_config(source=str(tmp_path / "shards"))) == size
+
+
+def test_imports_stay_light():
+    heavy = "{'numpy', 'tokenizers', 'torch', 'rich'}"
+    code = f"import sys, trainkit.data.checks; print(*{heavy} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ""
