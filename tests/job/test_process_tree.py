@@ -1,0 +1,227 @@
+"""Supervisor, agents and workers as real processes."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import is_running, wait_for
+
+from trainkit.job.children import descendants
+from trainkit.rundir import read_json, read_jsonl
+
+SAVES = "save_when_asked()"
+
+
+def test_all_finish(start_job):
+    job = start_job("print(RANK, os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'])", nodes=2, workers=2)
+    end = job.end()
+    assert (end["state"], end["exit_code"], end["verdict"]) == ("finished", 0, None)
+    assert [job.log(rank).split() for rank in range(4)] == [
+        ["0", "4", "0"],
+        ["1", "4", "1"],
+        ["2", "4", "0"],
+        ["3", "4", "1"],
+    ]
+    assert job.events() == ["submitted", "started", "finished"]
+
+
+def test_stop_at_step_is_a_stop(start_job):
+    end = start_job("sys.exit(75)").end()
+    assert (end["state"], end["exit_code"]) == ("stopped", 75)
+
+
+@pytest.mark.parametrize("code", [1, 3, 70])
+def test_exit_code_of_a_worker_is_the_jobs(start_job, code):
+    job = start_job(f"sys.exit({code} if RANK == 1 else 0)", nodes=2)
+    end = job.end()
+    assert (end["state"], end["exit_code"]) == ("failed", code)
+    assert end["verdict"]["rank"] == 1
+    assert end["verdict"]["message"] == f"ended with exit code {code}"
+    assert "rank_failed" in job.events()
+
+
+def test_no_restart_wins_over_an_earlier_failure(start_job):
+    job = start_job("time.sleep(0.3 * RANK); sys.exit(78 if RANK == 1 else 3)", workers=2)
+    assert job.end()["exit_code"] == 78
+
+
+def test_own_record_of_a_worker_is_kept(start_job):
+    job = start_job(
+        """
+        if RANK == 1:
+            path = f"{RUN_DIR}/attempts/{ATTEMPT:03d}/errors/rank-0001.json"
+            record = {"rank": 1, "node_rank": 0, "host": "h", "time": "2026-01-01T00:00:00.000Z", "step": 7,
+                      "type": "ValueError", "message": "bad", "traceback": "…"}
+            json.dump(record, open(path, "w"))
+            sys.exit(1)
+        time.sleep(0.5)
+        sys.exit(2)
+        """,
+        workers=2,
+    )
+    verdict = job.end()["verdict"]
+    assert (verdict["rank"], verdict["step"], verdict["type"], verdict["message"]) == (
+        1,
+        7,
+        "ValueError",
+        "bad",
+    )
+    assert "traceback" not in verdict
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_stop_reaches_every_worker(start_job, name):
+    job = start_job(SAVES, nodes=2, workers=2)
+    job.worker_pids()
+    os.kill(job.entry["pid"], signal.Signals[name])
+    end = job.end()
+    assert (end["state"], end["reason"]) == ("stopped", f"saved after {name}")
+    assert [job.log(rank) for rank in range(4)] == [f"asked by {name}\n"] * 4
+
+
+def test_second_ctrl_c_reaches_the_workers_too(start_job):
+    job = start_job(
+        """
+        listen(); ready()
+        while len(asked) < 2:
+            time.sleep(0.02)
+        sys.exit(130)
+        """,
+        nodes=2,
+    )
+    job.worker_pids()
+    os.kill(job.entry["pid"], signal.SIGINT)
+    wait_for(lambda: "signal" in job.events())
+    os.kill(job.entry["pid"], signal.SIGINT)
+    assert job.end()["reason"] == "ended by SIGINT without saving"
+
+
+def test_comeback_and_its_cap(start_job):
+    job = start_job(SAVES, nodes=2, requeue={"max": 1})
+    for attempt in (1, 2):
+        job.worker_pids(attempt)
+        os.kill(job.entry["pid"], signal.SIGUSR2)
+    job.wait()
+    first, second = (read_json(job.run.attempt(number).end_file) for number in (1, 2))
+    assert (first["action"], second["action"]) == ("requeue", "stopped")
+    assert "requeue.max is 1" in second["reason"]
+    entries = read_json(job.run.job_file)["attempts"]
+    assert [(entry["attempt"], entry["reason"]) for entry in entries] == [(1, "submit"), (2, "requeue")]
+    assert job.run.attempt(2).config_file.read_text() == job.run.config_file.read_text()
+    decisions = [e["action"] for e in read_jsonl(job.run.events_file) if e["event"] == "requeue_decision"]
+    assert decisions == ["requeue", "stopped"]
+
+
+def test_being_told_to_end_beats_being_told_to_come_back(start_job):
+    job = start_job("listen(); ready()\nwhile len(asked) < 2: time.sleep(0.02)\nsys.exit(75)")
+    job.worker_pids()
+    os.kill(job.entry["pid"], signal.SIGUSR2)
+    wait_for(lambda: "signal" in job.events())
+    os.kill(job.entry["pid"], signal.SIGTERM)
+    assert job.end()["action"] == "stopped"
+    assert job.run.attempt_numbers() == [1]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2"])
+def test_signal_right_after_the_start_is_not_lost(start_job, name):
+    job = start_job("listen(); time.sleep(1); sys.exit(75 if asked else 0)", nodes=2, requeue={"max": 0})
+    os.kill(job.entry["pid"], signal.Signals[name])
+    end = job.end()
+    assert end["state"] == "stopped"
+    assert name in end["reason"]
+
+
+def test_what_does_not_end_in_time_is_killed(start_job):
+    job = start_job(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(600)", nodes=2, grace_s=0.5
+    )
+    pids = job.worker_pids()
+    os.kill(job.entry["pid"], signal.SIGTERM)
+    end = job.end()
+    assert end["state"] == "stopped"
+    assert "killed" in end["reason"]
+    assert not any(map(is_running, pids))
+
+
+def test_killed_worker_takes_the_others_with_it(start_job):
+    job = start_job("print('last words'); ready(); time.sleep(600)", nodes=2, workers=2)
+    pids = job.worker_pids()
+    os.kill(pids[2], signal.SIGKILL)
+    end = job.end()
+    assert (end["state"], end["exit_code"]) == ("failed", 137)
+    assert (end["verdict"]["rank"], end["verdict"]["message"]) == (2, "killed by SIGKILL")
+    assert read_json(job.run.attempt(1).rank_error(2))["log_tail"] == ["last words"]
+    assert not any(map(is_running, pids))
+    assert [path.name for path in job.run.attempt(1).errors_dir.iterdir()] == ["rank-0002.json"]
+
+
+def test_killed_agent_takes_its_node_and_the_job_with_it(start_job):
+    job = start_job("ready(); time.sleep(600)", nodes=2, workers=2)
+    pids = job.worker_pids()
+    agent = next(pid for pid in descendants(job.entry["pid"]) if pids[2] in descendants(pid))
+    os.kill(agent, signal.SIGKILL)
+    wait_for(lambda: not is_running(pids[2]) and not is_running(pids[3]), 2)
+    end = job.end()
+    assert (end["state"], end["exit_code"], end["verdict"]["node_rank"]) == ("failed", 137, 1)
+    assert not any(map(is_running, pids))
+
+
+def test_killed_supervisor_leaves_nothing_behind(start_job):
+    job = start_job("ready(); time.sleep(600)", nodes=2, workers=2)
+    everything = [*job.worker_pids(), *descendants(job.entry["pid"])]
+    os.kill(job.entry["pid"], signal.SIGKILL)
+    wait_for(lambda: not any(map(is_running, everything)), 5)
+    assert not job.run.attempt(1).end_file.exists()
+
+
+def test_children_of_workers_end_with_them(start_job):
+    job = start_job(
+        """
+        import subprocess
+        child = subprocess.Popen(["sleep", "600"])
+        with open(f"{RUN_DIR}/child", "w") as f:
+            f.write(str(child.pid))
+        ready()
+        time.sleep(600) if RANK else sys.exit(0)
+        """
+    )
+    job.wait()
+    assert not is_running(int((job.run.path / "child").read_text()))
+
+
+def test_run_folder_that_vanishes_ends_everything(start_job):
+    job = start_job("listen(); ready(); time.sleep(600)\n", grace_s=0.5)
+    everything = [*job.worker_pids(), *descendants(job.entry["pid"])]
+    shutil.rmtree(job.run.path)
+    os.kill(job.entry["pid"], signal.SIGTERM)
+    wait_for(lambda: not any(map(is_running, [job.entry["pid"], *everything])))
+
+
+def test_supervisor_that_nobody_registered_starts_nothing(start_job):
+    job = start_job("sys.exit(0)")
+    job.wait()
+    argv = [sys.executable, "-m", "trainkit.job.supervisor", str(job.run.path), "--attempt", "1"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1
+    assert "was interrupted" in done.stdout
+    assert job.events().count("started") == 1
+
+
+def test_environment_of_a_worker(start_job, monkeypatch):
+    monkeypatch.setenv("RANK", "17")
+    monkeypatch.setenv("NODE_RANK", "5")
+    names = "RANK NODE_RANK GROUP_RANK MASTER_ADDR OMP_NUM_THREADS GLOO_SOCKET_IFNAME MINE PYTHONUNBUFFERED"
+    job = start_job(
+        f"print(*(os.environ.get(n) for n in '{names}'.split()))", launch={"env": {"MINE": "x y"}}
+    )
+    job.wait()
+    assert job.log() == "0 0 0 127.0.0.1 1 lo x y 1\n"
+
+
+def test_odd_folder_names_are_only_names(start_job):
+    job = start_job("print(RUN_DIR)", folder="a b;'\"$(touch x)\nü")
+    assert job.end()["state"] == "finished"
+    assert job.log() == f"{job.run.path}\n"

@@ -1,0 +1,50 @@
+import os
+import subprocess
+
+import pytest
+
+from trainkit.job.record import Liveness, liveness, open_attempt, process_identity, read_job
+from trainkit.rundir import RunDir
+
+
+def test_this_process_is_alive():
+    assert liveness(process_identity(os.getpid())) is Liveness.ALIVE
+
+
+def test_process_that_ended_is_gone_even_before_it_is_reaped():
+    with subprocess.Popen(["sleep", "600"]) as child:
+        identity = process_identity(child.pid)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert liveness(identity) is Liveness.GONE
+    assert liveness(identity) is Liveness.GONE
+    with pytest.raises(ProcessLookupError):
+        process_identity(child.pid)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"host": "elsewhere"}, Liveness.UNKNOWN),
+        ({"pid": None}, Liveness.UNKNOWN),
+        ({"boot_id": "another"}, Liveness.GONE),
+        ({"start_ticks": 1}, Liveness.GONE),
+    ],
+)
+def test_what_cannot_be_known_is_not_guessed(change, expected):
+    assert liveness({**process_identity(os.getpid()), **change}) is expected
+
+
+def test_damaged_job_file_is_no_attempts(tmp_path):
+    (tmp_path / "job.json").write_text("{")
+    assert read_job(RunDir(tmp_path))["attempts"] == []
+
+
+def test_attempts_keep_their_own_config_and_plan(tmp_path):
+    run = RunDir(tmp_path)
+    open_attempt(run, "a: 1\n", "1")
+    second = open_attempt(run, "a: 2\n", "2")
+    assert second.number == 2
+    assert (run.attempt(1).config_file.read_text(), run.config_file.read_text()) == ("a: 1\n", "a: 2\n")
+    assert (run.attempt(1).plan_file.read_text(), run.plan_file.read_text()) == ("1", "2")
+    assert os.readlink(run.attempts_dir / "latest") == "002"
