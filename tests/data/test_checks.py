@@ -83,6 +83,13 @@ def test_big_data_is_judged_by_its_size(data_config, tmp_path):
     assert only(data_config(source=str(path), seq_len=400_000))[0] == "data.val_fraction"
 
 
+def test_cache_that_cannot_be_written(data_config, tmp_path):
+    (tmp_path / "file").write_text("")
+    found = only(data_config(val_fraction=0.01, cache_dir=str(tmp_path / "file" / "cache")))
+    assert found[0] == "data.cache_dir"
+    assert found[1] == f"{tmp_path}/file/cache cannot be written"
+
+
 def test_first_rows_of_big_and_packed_files_are_looked_at(data_config, tmp_path):
     content = rows("x", "y") + "{bad\n" + rows(*["z" * 1000] * 3000)
     (tmp_path / "a.jsonl").write_text(content)

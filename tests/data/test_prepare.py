@@ -11,6 +11,7 @@ from dataset_content import content_of, documents_of, rows, tokens_of
 from trainkit.data.dataset_file import read_dataset_file
 from trainkit.data.prepare import prepare
 from trainkit.data.recipe import Recipe
+from trainkit.data.shards import TokenShards
 from trainkit.data.unit_work import WORK_FOLDER
 from trainkit.errors import TrainkitError, UsageError
 
@@ -218,6 +219,20 @@ def test_hugging_face_tokenizer(tmp_path, tokenizer_json):
     parts = " ".join(map(str, tokens_of(folder)["train"])).split(" 0 ")
     assert library.decode([int(token) for token in parts[0].split()]) == text
     assert [int(token) for token in parts[1].split()] == library.encode("the lazy dog").ids
+
+
+def test_vocabulary_beyond_16_bits(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = {f"w{number}": number for number in range(70_000)} | {"</s>": 70_000}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text(rows("w69999 w1", "w65536"))
+    folder = made(tmp_path, tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer.json"))
+    assert read_dataset_file(folder).dtype == "uint32"
+    assert tokens_of(folder)["train"] == [69_999, 1, 70_000, 65_536, 70_000]
+    assert TokenShards(folder, "train", 4).read([0]).tolist() == [[69_999, 1, 70_000, 65_536, 70_000]]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def write_dataset(folder, shard_sizes, dtype="uint16"):
         shards.append(Shard(name, size, "unused"))
         start += size
     identity = TokenizerIdentity("bytes", "bytes", "0" * 64, 50_000, 7, "<eos>")
-    file = DatasetFile(identity, dtype, "f" * 64, {}, (), {"train": tuple(shards), "val": ()})
+    file = DatasetFile(identity, dtype, "f" * 64, {}, {"train": tuple(shards), "val": ()})
     file.write(folder, folder)
     return folder
 

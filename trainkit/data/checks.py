@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from trainkit.data.dataset_file import SPLITS, TRAIN, VAL, check_shard_sizes, read_dataset_file
+from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key, cannot_be_written
+from trainkit.data.dataset_file import SPLITS, TRAIN, VAL, check_shard_sizes, is_dataset, read_dataset_file
 from trainkit.data.documents import PartReader, RowError, row_text
 from trainkit.data.recipe import DataConfig, Recipe, prepared_folder, recipe_of
 from trainkit.data.sources import BOTH, ROWS, Input, find_inputs
@@ -43,7 +44,7 @@ def data_problems(config: DataConfig) -> list[DataProblem]:
             file = read_dataset_file(folder)
             _try(problems, "data.tokenizer", lambda: check_made_by(config.tokenizer, folder, file.tokenizer))
             made = {split: file.num_tokens(split) for split in SPLITS}
-            problems += _length_problems(config, made, val_wanted=made[VAL] > 0)
+            problems += _length_problems(config, made, made[VAL] > 0)
         return problems
     _try(problems, "data.tokenizer", lambda: identify(config.tokenizer))
     recipe = recipe_of(config)
@@ -57,7 +58,10 @@ def data_problems(config: DataConfig) -> list[DataProblem]:
     counts = _try(problems, "data.source", lambda: _most_tokens(recipe, inputs))
     if counts is None:
         return problems
-    return _length_problems(config, counts, val_wanted=bool(recipe.val_sources or recipe.val_fraction))
+    cache = cache_folder(config)
+    if not is_dataset(cache / cache_key(recipe, inputs)) and cannot_be_written(cache):
+        problems.append(("data.cache_dir", f"{cache} cannot be written", CACHE_HINT))
+    return problems + _length_problems(config, counts, bool(recipe.val_sources or recipe.val_fraction))
 
 
 def tokenizer_vocab_size(config: DataConfig) -> int:

@@ -3,6 +3,7 @@
 ::
 
     DIR/dataset.json      this file, written last: without it the folder is no dataset
+    DIR/inputs.json       the source files, with the hashes of their content
     DIR/train-00000.bin   tokens, little endian, nothing else; shards of a split follow each other
     DIR/val-00000.bin
 """
@@ -52,19 +53,6 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class InputDigest:
-    """One source file as it was when it was tokenised."""
-
-    name: str
-    role: str
-    """``both`` when the file was cut into the two splits, else the split that it went to."""
-    size: int
-    """Bytes on disk."""
-    sha256: str
-    """Of the content as it was tokenised, after decompression."""
-
-
-@dataclass(frozen=True)
 class DatasetFile:
     """The content of `dataset.json`."""
 
@@ -73,7 +61,6 @@ class DatasetFile:
     fingerprint: str
     """Changes with the tokenizer, the options and the text."""
     options: dict[str, Any]
-    inputs: tuple[InputDigest, ...]
     splits: dict[str, tuple[Shard, ...]]
 
     def num_tokens(self, split: str) -> int:
@@ -83,17 +70,19 @@ class DatasetFile:
         return sum(len(shards) for shards in self.splits.values())
 
     def write(self, folder: Path, staging: Path) -> None:
-        """Publish the folder as a dataset: write in `staging`, then rename.
-
-        The file gets the mode that the umask allows, like the shards: a team may share a dataset.
-        """
+        """Publish the folder as a dataset: write in `staging`, then rename."""
         record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
-        staged = staging / DATASET_FILE
-        with staged.open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        staged.replace(folder / DATASET_FILE)
+        write_shared_json(folder / DATASET_FILE, record, staging)
+
+
+def write_shared_json(path: Path, value: Any, staging: Path) -> None:
+    """Write in `staging`, then rename, with the mode that the umask allows: a team may share a dataset."""
+    staged = staging / path.name
+    with staged.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    staged.replace(path)
 
 
 def is_dataset(folder: Path) -> bool:
@@ -152,6 +141,5 @@ def _parse(record: dict[str, Any]) -> DatasetFile:
         dtype=dtype,
         fingerprint=str(record["fingerprint"]),
         options=dict(record["options"]),
-        inputs=tuple(InputDigest(**entry) for entry in record["inputs"]),
         splits={split: tuple(Shard(**entry) for entry in record["splits"][split]) for split in SPLITS},
     )

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
-from dataclasses import asdict
 from pathlib import Path
 
+from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key
 from trainkit.data.dataset_file import VAL, is_dataset, read_dataset_file
 from trainkit.data.lock import exclusive
-from trainkit.data.prepare import LAYOUT_VERSION, prepare
+from trainkit.data.prepare import prepare
 from trainkit.data.progress import show_progress
-from trainkit.data.recipe import STDLIB, DataConfig, Recipe, prepared_folder, recipe_of
+from trainkit.data.recipe import DataConfig, Recipe, prepared_folder, recipe_of
 from trainkit.data.shards import TokenShards
 from trainkit.data.sources import find_inputs
-from trainkit.data.tokenizer_file import check_made_by, identify
+from trainkit.data.tokenizer_file import check_made_by
 from trainkit.errors import UsageError
 
 _PARTIAL_SUFFIX = ".partial"
@@ -46,8 +42,8 @@ def ensure_prepared(config: DataConfig) -> Path:
         check_made_by(config.tokenizer, folder, read_dataset_file(folder).tokenizer)
         return folder
     recipe = recipe_of(config)
-    cache = _cache_folder(config)
-    target = cache / _cache_key(recipe)
+    cache = cache_folder(config)
+    target = cache / cache_key(recipe, find_inputs(recipe))
     if not is_dataset(target):
         _prepare_into(cache, target, recipe, max(1, config.num_workers))
     return target
@@ -55,7 +51,6 @@ def ensure_prepared(config: DataConfig) -> Path:
 
 def _prepare_into(cache: Path, target: Path, recipe: Recipe, workers: int) -> None:
     partial = target.with_name(target.name + _PARTIAL_SUFFIX)
-    hint = "set data.cache_dir to a folder that you may write to and that has room"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = exclusive(
@@ -70,29 +65,6 @@ def _prepare_into(cache: Path, target: Path, recipe: Recipe, workers: int) -> No
                 prepare(recipe, partial, workers, on_progress)
             partial.rename(target)
     except OSError as error:
-        raise UsageError(f"the data cache {cache} cannot be written: {error.strerror}", hint=hint) from None
-
-
-def _cache_folder(config: DataConfig) -> Path:
-    if config.cache_dir is not None:
-        return Path(config.cache_dir)
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "trainkit" / "data"
-
-
-def _cache_key(recipe: Recipe) -> str:
-    """Changes with the files as far as names, sizes and times tell, and with the options."""
-    only_stdlib = {*recipe.sources, *recipe.val_sources} == {STDLIB}
-    files = [
-        [source.name, source.role, source.size] + ([] if only_stdlib else [source.path, source.mtime_ns])
-        for source in find_inputs(recipe)
-    ]
-    made_of = {
-        "layout": LAYOUT_VERSION,
-        "python": platform.python_version() if only_stdlib else "",
-        "tokenizer": identify(recipe.tokenizer).sha256,
-        "eos": identify(recipe.tokenizer).eos_id,
-        "recipe": asdict(recipe) | {"tokenizer": ""},
-        "files": files,
-    }
-    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:24]
+        raise UsageError(
+            f"the data cache {cache} cannot be written: {error.strerror}", hint=CACHE_HINT
+        ) from None

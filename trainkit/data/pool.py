@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from trainkit.errors import TrainkitError
@@ -28,21 +30,26 @@ def run_all(
     num_workers = min(workers, len(jobs))
     if num_workers <= 1:
         return [_run_here(function, job, number, on_done) for number, job in enumerate(jobs)]
+    lifeline, end = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker)
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_begin_worker, initargs=(lifeline,))
+    results: dict[int, R] = {}
     try:
         numbers = {pool.submit(function, job): number for number, job in enumerate(jobs)}
-        results: dict[int, R] = {}
         for future in as_completed(numbers):
             results[numbers[future]] = future.result()
             on_done(numbers[future])
     except BrokenProcessPool:
         raise TrainkitError(
             "a worker process was killed, most likely for want of memory",
-            hint="start the same command again with fewer --workers: it goes on where it was",
+            hint="start the same command again with fewer workers: it goes on where it was",
         ) from None
     finally:
+        if len(results) < len(jobs):
+            end.close()  # nobody waits for work that is not wanted any more
         pool.shutdown(wait=True, cancel_futures=True)
+        end.close()
+        lifeline.close()
     return [results[number] for number in range(len(jobs))]
 
 
@@ -52,15 +59,19 @@ def _run_here(function: Callable[[J], R], job: J, number: int, on_done: Callable
     return result
 
 
-def _begin_worker() -> None:
-    """Die with the parent, die at once of Ctrl-C, and leave the other cores to the other workers."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _begin_worker(lifeline: Connection) -> None:
+    """Leave signals to the parent, cores to the other workers, and die with the parent.
+
+    A terminal or a scheduler signals the whole group; what the parent does then is its decision.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
 
 
-def _follow_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def _follow(lifeline: Connection) -> None:
+    """Only the parent holds the other end, which closes when it dies."""
+    with suppress(EOFError):
+        lifeline.recv()
+    os._exit(1)

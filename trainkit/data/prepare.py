@@ -20,11 +20,11 @@ from trainkit.data.dataset_file import (
     SPLITS,
     TRAIN,
     DatasetFile,
-    InputDigest,
     Shard,
     TokenizerIdentity,
     is_dataset,
     read_dataset_file,
+    write_shared_json,
 )
 from trainkit.data.lock import exclusive
 from trainkit.data.pool import run_all
@@ -33,14 +33,28 @@ from trainkit.data.sources import find_inputs
 from trainkit.data.tokenizer import token_dtype
 from trainkit.data.tokenizer_file import identify
 from trainkit.data.unit_work import WORK_FOLDER, UnitJob, digest_unit, run_unit
-from trainkit.data.units import UNIT_BYTES, plan_units
+from trainkit.data.units import LAYOUT_VERSION, UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
 
-LAYOUT_VERSION = 1
-"""Part of the fingerprint: raise it when the same text would become other tokens."""
 PLAN_FILE = "plan.json"
+"""What was begun, while the folder is not finished."""
+INPUTS_FILE = "inputs.json"
+"""Apart from dataset.json, which every training process reads: there may be a million inputs."""
 OnProgress = Callable[[int, int], None]
 """Called with the bytes of source that are done and those in all."""
+
+
+@dataclass(frozen=True)
+class InputDigest:
+    """One source file as it was when it was tokenised."""
+
+    name: str
+    role: str
+    """``both`` when the file was cut into the two splits, else the split that it went to."""
+    size: int
+    """Bytes on disk."""
+    sha256: str
+    """Of the content as it was tokenised, after decompression."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +130,11 @@ class _Work:
         }
         fingerprint = _fingerprint(self.tokenizer, self.options, inputs)
         dtype = token_dtype(self.tokenizer.vocab_size)
-        file = DatasetFile(self.tokenizer, dtype, fingerprint, self.options, inputs, splits)
+        file = DatasetFile(self.tokenizer, dtype, fingerprint, self.options, splits)
         self._check_not_empty(file)
-        file.write(self.folder, self.folder / WORK_FOLDER)
+        staging = self.folder / WORK_FOLDER
+        write_shared_json(self.folder / INPUTS_FILE, [asdict(source) for source in inputs], staging)
+        file.write(self.folder, staging)
         shutil.rmtree(self.folder / WORK_FOLDER)
         return file
 
@@ -130,9 +146,10 @@ class _Work:
             raise _different(self.folder, f"made with the tokenizer {file.tokenizer.name}")
         if file.options != self.options:
             raise _different(self.folder, f"made with {_changed(file.options, self.options)}")
-        if [(source.name, source.role, source.size) for source in file.inputs] != wanted:
+        known = [InputDigest(**record) for record in rundir.read_json(self.folder / INPUTS_FILE)]
+        if [(source.name, source.role, source.size) for source in known] != wanted:
             raise _different(self.folder, "made from other files")
-        if self._digests(self._run(digest_unit, self.jobs)) != file.inputs:
+        if self._digests(self._run(digest_unit, self.jobs)) != known:
             raise _different(self.folder, "made from files that have changed since")
         shutil.rmtree(self.folder / WORK_FOLDER, ignore_errors=True)
         return file
@@ -145,6 +162,8 @@ class _Work:
         if plan_file.exists():
             if rundir.read_json(plan_file) != plan:
                 raise _different(self.folder, "begun with other options, or its sources have changed since")
+            for partial in plan_file.parent.glob("*.bin.*"):
+                partial.unlink()  # of a worker that was killed
             return
         rundir.write_json(plan_file, plan)
 
@@ -160,13 +179,13 @@ class _Work:
 
         return run_all(function, jobs, self.workers, on_done)
 
-    def _digests(self, by_unit: list[list[str]]) -> tuple[InputDigest, ...]:
+    def _digests(self, by_unit: list[list[str]]) -> list[InputDigest]:
         """One digest an input: of its content, or of the digests of its parts where it was cut."""
         found: list[list[str]] = [[] for _ in self.inputs]
         for job, digests in zip(self.jobs, by_unit, strict=True):
             for part, digest in zip(job.unit.parts, digests, strict=True):
                 found[part.input].append(digest)
-        return tuple(
+        return [
             InputDigest(
                 source.name,
                 source.role,
@@ -174,7 +193,7 @@ class _Work:
                 digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
             )
             for source, digests in zip(self.inputs, found, strict=True)
-        )
+        ]
 
     def _check_not_empty(self, file: DatasetFile) -> None:
         if not file.num_tokens(TRAIN):
@@ -208,9 +227,7 @@ def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
     return ", ".join(f"{key} {old.get(key)} instead of {new.get(key)}" for key in keys)
 
 
-def _fingerprint(
-    tokenizer: TokenizerIdentity, options: dict[str, Any], inputs: tuple[InputDigest, ...]
-) -> str:
+def _fingerprint(tokenizer: TokenizerIdentity, options: dict[str, Any], inputs: list[InputDigest]) -> str:
     identity = {key: value for key, value in asdict(tokenizer).items() if key != "name"}
     content = {"tokenizer": identity, "options": options, "inputs": [asdict(source) for source in inputs]}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

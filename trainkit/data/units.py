@@ -14,6 +14,8 @@ from typing import IO, cast
 from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.data.sources import BOTH, ROWS, TEXT, Input
 
+LAYOUT_VERSION = 1
+"""Part of every fingerprint: raise it when the same text would become other tokens."""
 UNIT_BYTES = 64 << 20
 MAX_LINE_SCAN = 1 << 20
 """Bytes of text looked through for the end of a line, before a cut is made within the line."""
