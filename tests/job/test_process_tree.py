@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import is_running, wait_for
+from job_tree import is_running, wait_for
 
 from trainkit.job.children import descendants
 from trainkit.rundir import read_json, read_jsonl

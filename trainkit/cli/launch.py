@@ -13,10 +13,10 @@ import click
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.job.record import Liveness, run_liveness, run_lock
 from trainkit.observe.follow import end_of, follow
-from trainkit.observe.tail import LogTail
+from trainkit.observe.tail import LogTail, last_lines
 from trainkit.observe.words import event_line, verdict_line
 from trainkit.rundir import AttemptDir, RunDir
-from trainkit.submit.create import config_text, create_run, plan_text
+from trainkit.submit.create import check_name, config_text, create_run, plan_text
 from trainkit.submit.local import start_attempt
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def plan_for(loaded: LoadedConfig) -> LaunchPlan:
     from trainkit.plan.check import check_config
     from trainkit.plan.machine import detect_machine
 
+    check_name(loaded.config.name)
     return check_config(loaded, detect_machine())
 
 
@@ -112,7 +113,9 @@ def tell_end(run: RunDir) -> int:
     """Say on stderr how a run's newest attempt ended: 0 finished or stopped as asked, 1 anything else."""
     end = end_of(run.attempt(run.attempt_numbers()[-1]))
     if end is None:
-        click.echo(f"died: the supervisor is gone without a word; see `trainkit status {run.path}`", err=True)
+        log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
+        last_words = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")
+        click.echo(f"died: the supervisor is gone without a word; {log} ends with: {last_words}", err=True)
         return EXIT_FAILED
     click.echo(f"{end['state']}: {end['reason']}", err=True)
     if end.get("verdict"):

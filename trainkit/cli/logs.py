@@ -40,7 +40,7 @@ def command(
     """Print what RUN prints: the log of rank 0, or of the ranks that are chosen."""
     from trainkit.cli.launch import is_alive
     from trainkit.observe.follow import follow
-    from trainkit.observe.tail import LogTail, last_lines
+    from trainkit.observe.tail import LogTail, start_of_last
     from trainkit.submit.index import find_run
 
     if sum((rank is not None, node is not None, all_ranks)) > 1:
@@ -60,11 +60,9 @@ def command(
             hint=f"`trainkit status {run.path}` tells how far it came; its logs are in {attempt.logs_dir}",
         )
     for path in paths:
-        if lines is None:
-            texts = LogTail(path).read_rest()
-        else:
-            texts = [line.decode("utf-8", errors="replace") for line in last_lines(path, lines)[0]]
-        for text in texts:
+        start = 0 if lines is None else start_of_last(path, lines)
+        texts = LogTail(path, start).read_rest()
+        for text in texts if lines is None else texts[max(0, len(texts) - lines) :]:
             click.echo(f"{path.stem} | {text}" if named else text)
     return EXIT_OK
 

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -39,6 +39,10 @@ COMMANDS = {
 """Every command with its line in ``trainkit --help``; it lives in ``trainkit.cli.<name>:command``."""
 
 
+class ReaderGone(Exception):
+    """Whoever read our output (`| head`) has what it wanted."""
+
+
 class CommandTable(click.Group):
     """The top-level group: commands by name, each loaded when it is run."""
 
@@ -59,6 +63,12 @@ class CommandTable(click.Group):
         if name not in COMMANDS and not name.startswith("-"):
             raise UsageError(f"there is no command {name!r}", hint=_command_hint(name))
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise ReaderGone from None  # click would end with 1
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -113,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) has what it wanted. What is still buffered must not fail again at exit.
+    except (ReaderGone, BrokenPipeError):
+        # What is still buffered must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except click.exceptions.NoArgsIsHelpError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli.options import ConfigRequest, examples, one_node_config_options
-from trainkit.errors import EXIT_INTERRUPTED
+from trainkit.errors import EXIT_INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
     from trainkit.rundir import RunDir
@@ -34,11 +33,10 @@ def command(request: ConfigRequest, run_dir: str | None) -> int:
 
     loaded = request.load()
     if loaded.config.resources.nodes != 1:
-        click.echo(
-            f"note: one node instead of {loaded.config.resources.nodes}: `run` is this machine", err=True
+        raise UsageError(
+            f"the config asks for {loaded.config.resources.nodes} nodes, and `run` is one",
+            hint="`trainkit submit` starts several; or add --set resources.nodes=1",
         )
-        flags = {**request.flags, "resources.nodes": ("trainkit run", 1)}
-        loaded = dataclasses.replace(request, flags=flags).load()
     plan = launch.plan_for(loaded)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     forwarder = _Forwarder()

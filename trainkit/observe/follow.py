@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.observe.tail import LogTail, last_lines
+from trainkit.observe.tail import LogTail, start_of_last
 from trainkit.rundir import AttemptDir, RunDir, read_json
 
 POLL_S = 0.1
@@ -67,7 +67,7 @@ def follow(
                 listed_s = time.monotonic()
                 for path in logs_of(attempt):
                     if path not in tails:
-                        tails[path] = LogTail(path, _start(path, last))
+                        tails[path] = LogTail(path, 0 if last is None else start_of_last(path, last))
             for path, tail in tails.items():
                 for text in tail.read_rest() if passed else tail.read():
                     yield Line(path.stem, text)
@@ -77,10 +77,3 @@ def follow(
         if over and not run.attempt(number + 1).path.is_dir():
             return
         number, last = number + 1, None
-
-
-def _start(path: Path, last: int | None) -> int:
-    if last is None:
-        return 0
-    lines, end = last_lines(path, last)
-    return end - sum(len(line) + 1 for line in lines)

@@ -40,7 +40,7 @@ class LogTail:
 
 
 def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
-    """The last lines of a file, and the position in it where they end."""
+    """The last complete lines of a file, and the position in it where they end."""
     try:
         with path.open("rb") as stream:
             end = stream.seek(0, os.SEEK_END)
@@ -55,6 +55,12 @@ def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
     lines = data.split(b"\n")
     unfinished = lines.pop()
     return (lines[-count:] if count else []), end - len(unfinished)
+
+
+def start_of_last(path: Path, count: int) -> int:
+    """The position in a file where its last so many complete lines begin."""
+    lines, end = last_lines(path, count)
+    return end - sum(len(line) + 1 for line in lines)
 
 
 def last_records(path: Path, count: int) -> list[dict[str, Any]]:

@@ -39,7 +39,6 @@ def create_run(
     Raises UsageError when `run_dir` is not empty or the place cannot be written.
     """
     name = loaded.config.name
-    check_name(name)
     try:
         if run_dir is None:
             run = RunDir(_new_folder(Path(RUNS_FOLDER), name))

@@ -6,21 +6,10 @@ from trainkit.plan.launch import LaunchPlan
 
 
 def describe_plan(plan: LaunchPlan, name: str) -> str:
-    """One line for what will run, one for each value that was derived."""
-    batch, layout = plan.batch, plan.layout
+    """One line for what will run and one for each value that was derived, which its reason begins with."""
     nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
-    lines = [f"{name}: {nodes} x {plan.workers_per_node} workers on {plan.device}, {plan.backend} backend"]
-    values: dict[str, object] = {
-        "batch": f"{batch.global_batch_size} = {batch.device_batch_size} x {layout.dp} data parallel "
-        f"x {batch.accumulation_steps} accumulation, {batch.tokens_per_step:,} tokens a step",
-        "lr": f"{plan.lr:g}",
-        "layout": f"dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard} x tp {layout.tp} "
-        f"x pp {layout.pp} x cp {layout.cp}",
-    }
-    values.update({key: getattr(plan, key, "") for key in plan.reasons if key not in values})
-    width = max(len(key) for key in values)
-    for key, value in values.items():
-        reason = plan.reasons.get(key)
-        shown = "" if isinstance(value, (dict, list, tuple)) or value == "" else f"{value}"
-        lines.append(f"  {key:<{width}}  " + " - ".join(part for part in (shown, reason) if part))
+    workers = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
+    lines = [f"{name}: {nodes} x {workers} on {plan.device}, {plan.backend} backend"]
+    width = max((len(key) for key in plan.reasons), default=0)
+    lines += [f"  {key:<{width}}  {reason}" for key, reason in plan.reasons.items()]
     return "\n".join(lines)

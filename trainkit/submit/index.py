@@ -99,6 +99,6 @@ def _has_job(run: RunDir, job_id: str) -> bool:
 def _closest(text: str, known: Sequence[KnownRun]) -> str:
     if not known:
         return "no run has been started yet: `trainkit submit configs/quickstart.yaml`"
-    names = [item.name for item in known] + [item.run.name for item in known]
+    names = ["last", *(item.name for item in known), *(item.run.name for item in known)]
     close = difflib.get_close_matches(text, names, n=1)
     return f"did you mean {close[0]!r}?" if close else "`trainkit status` lists the runs"

@@ -1,0 +1,18 @@
+"""`trainkit` with a small script in the place of the trainer: ``python driver.py WORKER ARG …``."""
+
+import dataclasses
+import sys
+
+from trainkit.cli import launch
+from trainkit.cli.main import main
+
+real_plan_for = launch.plan_for
+
+
+def plan_for(loaded):
+    return dataclasses.replace(real_plan_for(loaded), command=(sys.executable, "-u", sys.argv[1]))
+
+
+if __name__ == "__main__":
+    launch.plan_for = plan_for
+    sys.exit(main(sys.argv[2:]))

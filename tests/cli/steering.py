@@ -1,0 +1,128 @@
+"""A place in which `trainkit` is typed, with small scripts as workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import trainkit
+from trainkit.job.record import Liveness, liveness, newest_entry
+from trainkit.rundir import RunDir, read_json
+from trainkit.submit.local import kill_job
+
+LIMIT_S = 30
+CONFIG = """
+name: small
+device: cpu
+train: {steps: 10, device_batch_size: 1, global_batch_size: 4}
+requeue: {grace_s: 20}
+"""
+PREAMBLE = """
+import json, os, signal, sys, time
+RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TRAINKIT_JOB_ATTEMPT"])
+RUN_DIR = os.environ["TRAINKIT_JOB_RUN_DIR"]
+asked = []
+for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+    signal.signal(number, lambda n, f: asked.append(signal.Signals(n).name))
+print(f"attempt {ATTEMPT} rank {RANK}", flush=True)
+"""
+SAVES = """
+while not asked:
+    time.sleep(0.02)
+print("asked by", asked[0], flush=True)
+sys.exit(75)
+"""
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    """The first true value of a condition."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError("waited too long")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Desk:
+    """A folder with a config, an own state folder, and `trainkit`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "small.yaml"
+        self.config.write_text(CONFIG)
+        self.worker = folder / "worker.py"
+        self.works(SAVES)
+        self.environ = {
+            **os.environ,
+            "PYTHONPATH": str(Path(trainkit.__file__).parents[1]),
+            "XDG_STATE_HOME": str(folder / "state"),
+            "XDG_CONFIG_HOME": str(folder / "config"),
+        }
+
+    def works(self, script: str) -> None:
+        """What workers do."""
+        self.worker.write_text(PREAMBLE + textwrap.dedent(script))
+
+    def argv(self, *args: str) -> list[str]:
+        return [sys.executable, str(Path(__file__).with_name("driver.py")), str(self.worker), *args]
+
+    def trainkit(self, *args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.argv(*args),
+            cwd=self.folder,
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+
+    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
+        """`trainkit` that goes on while the test does."""
+        given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+        return subprocess.Popen(
+            self.argv(*args), cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL, **given
+        )
+
+    def submit(self, *args: str) -> RunDir:
+        """Submit and wait until rank 0 of the first attempt has started."""
+        done = self.trainkit("submit", str(self.config), *args)
+        assert done.returncode == 0, done.stderr
+        run = RunDir(done.stdout.splitlines()[0])
+        self.wait_for_log(run, "attempt 1 rank 0")
+        return run
+
+    def wait_for_log(self, run: RunDir, text: str, attempt: int = 1, rank: int = 0) -> None:
+        log = run.attempt(attempt).rank_log(rank)
+        wait_for(lambda: log.exists() and text in log.read_text())
+
+    def wait_for_end(self, run: RunDir, attempt: int = 1) -> dict[str, Any]:
+        wait_for(lambda: liveness(newest_entry(run) or {}) is Liveness.GONE)
+        return read_json(run.attempt(attempt).end_file)
+
+    def status(self, run: RunDir) -> dict[str, Any]:
+        return json.loads(self.trainkit("status", str(run.path), "--json").stdout)
+
+    def tidy(self) -> None:
+        """Kill what is left of the runs that were started here."""
+        for job_file in self.folder.rglob("job.json"):
+            run = RunDir(job_file.parent)
+            entry = newest_entry(run)
+            if entry is not None and liveness(entry) is Liveness.ALIVE:
+                kill_job(run, entry)

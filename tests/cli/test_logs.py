@@ -1,0 +1,26 @@
+def test_ranks_nodes_attempts_and_lines(desk):
+    desk.works("for i in range(3): print(i, flush=True)")
+    run = desk.submit("--nodes", "2")
+    desk.wait_for_end(run)
+    assert desk.trainkit("logs", "last").stdout.splitlines() == ["attempt 1 rank 0", "0", "1", "2"]
+    assert desk.trainkit("logs", "last", "--lines", "2").stdout.splitlines() == ["1", "2"]
+    assert desk.trainkit("logs", "last", "--rank", "1").stdout.splitlines()[0] == "attempt 1 rank 1"
+    assert desk.trainkit("logs", "last", "--node", "1").stdout.splitlines() == [
+        "rank-0001 | attempt 1 rank 1",
+        "rank-0001 | 0",
+        "rank-0001 | 1",
+        "rank-0001 | 2",
+    ]
+    shown = desk.trainkit("logs", "last", "--all").stdout
+    assert {line.split()[0] for line in shown.splitlines()} == {"rank-0000", "rank-0001", "supervisor"}
+    assert desk.trainkit("logs", "last", "-f", "--lines", "1").stdout.splitlines() == ["2"]
+
+
+def test_what_is_not_there(desk):
+    desk.works("")
+    run = desk.submit()
+    desk.wait_for_end(run)
+    for args in (["--rank", "5"], ["--attempt", "2"], ["--rank", "0", "--all"]):
+        done = desk.trainkit("logs", "last", *args)
+        assert done.returncode == 2
+        assert "hint:" in done.stderr

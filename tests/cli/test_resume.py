@@ -1,0 +1,78 @@
+import json
+
+from trainkit.rundir import RunDir, read_json, write_json
+
+
+def ended_run(desk):
+    desk.works("")
+    run = desk.submit()
+    desk.wait_for_end(run)
+    return run
+
+
+def test_live_run_is_refused(desk):
+    run = desk.submit()
+    done = desk.trainkit("resume", "last")
+    assert done.returncode == 2
+    assert "is running as local-" in done.stderr
+    assert "trainkit cancel" in done.stderr
+    assert run.attempt_numbers() == [1]
+
+
+def test_resume_on_more_workers_with_another_value(desk):
+    run = ended_run(desk)
+    args = ("--nodes", "2", "--gpus-per-node", "2", "--set", "seed=7", "--follow")
+    done = desk.trainkit("resume", "small", *args)
+    assert done.returncode == 0, done.stderr
+    assert "attempt 2 rank 0" in done.stdout
+    assert [read_json(run.attempt(number).plan_file)["world_size"] for number in (1, 2)] == [1, 4]
+    assert read_json(run.plan_file)["world_size"] == 4
+    assert "seed: 0" in run.attempt(1).config_file.read_text()
+    assert "seed: 7" in run.config_file.read_text()
+    assert [entry["reason"] for entry in read_json(run.job_file)["attempts"]] == ["submit", "resume"]
+
+
+def test_resume_from_another_folder_works_where_it_was_submitted(desk):
+    desk.works("print(os.getcwd())")
+    run = desk.submit()
+    desk.wait_for_end(run)
+    home, desk.folder = desk.folder, desk.folder / "state"
+    assert desk.trainkit("resume", "small", "--follow").returncode == 0
+    desk.folder = home
+    assert str(home) in run.attempt(2).rank_log(0).read_text().splitlines()
+
+
+def test_two_resumes_at_once_start_one_attempt(desk):
+    run = ended_run(desk)
+    desk.works("time.sleep(3)")
+    both = [desk.start("resume", str(run.path)) for _ in range(2)]
+    words = [process.communicate(timeout=20)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2]
+    assert sum("is running as" in text for text in words) == 1
+    assert run.attempt_numbers() == [1, 2]
+
+
+def test_fork_starts_from_a_copy_of_the_newest_published_checkpoint(desk):
+    run = ended_run(desk)
+    for step in (100, 200):
+        folder = run.checkpoint_dir(step)
+        folder.mkdir()
+        (folder / "data").write_text(str(step))
+        write_json(folder / "manifest.json", {})
+    (run.checkpoints_dir / "step-00000300.partial").mkdir()
+    run.checkpoint_dir(400).mkdir()
+    done = desk.trainkit("resume", "small", "--as", "forks/longer", "--json")
+    assert done.returncode == 0, done.stderr
+    fork = RunDir(json.loads(done.stdout)["run_dir"])
+    assert [path.name for path in fork.checkpoints_dir.iterdir()] == ["step-00000200"]
+    assert (fork.checkpoint_dir(200) / "data").samefile(run.checkpoint_dir(200) / "data")
+    assert run.attempt_numbers() == [1]
+    desk.wait_for_end(fork)
+
+
+def test_fork_without_a_checkpoint_is_refused(desk):
+    ended_run(desk)
+    done = desk.trainkit("resume", "small", "--as", "fork")
+    assert done.returncode == 2
+    assert "has no checkpoint to go on from" in done.stderr
+    assert not (desk.folder / "fork").exists()

@@ -1,0 +1,56 @@
+import signal
+
+from steering import is_running, wait_for
+
+from trainkit.rundir import RunDir, read_json
+
+
+def started(desk, *args):
+    process = desk.start("run", str(desk.config), *args)
+    run = RunDir(desk.folder / "runs/small")
+    desk.wait_for_log(run, "attempt 1 rank 0")
+    return process, run, read_json(run.job_file)["attempts"][0]["pid"]
+
+
+def test_run_shows_rank_0_and_ends_with_it(desk):
+    desk.works("print('hello')")
+    done = desk.trainkit("run", str(desk.config), "--procs", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[2:] == ["attempt 1 rank 0", "hello"]
+    assert read_json(desk.folder / "runs/small/plan.json")["world_size"] == 2
+
+
+def test_ctrl_c_saves_and_ends(desk):
+    process, run, supervisor = started(desk)
+    process.send_signal(signal.SIGINT)
+    shown, words = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "asked by SIGINT" in shown
+    assert "saving; Ctrl-C again ends at once" in words
+    assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGINT"
+    assert not is_running(supervisor)
+
+
+def test_second_ctrl_c_ends_at_once(desk):
+    desk.works("while len(asked) < 2: time.sleep(0.02)\nsys.exit(130)")
+    process, run, _ = started(desk)
+    for text in ("saving", "ending at once"):
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda text=text: text in process.stderr.readline())
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert read_json(run.attempt(1).end_file)["state"] == "stopped"
+
+
+def test_death_of_the_foreground_saves_and_ends(desk):
+    process, run, supervisor = started(desk)
+    process.kill()
+    process.communicate(timeout=20)
+    wait_for(lambda: not is_running(supervisor))
+    assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGTERM"
+
+
+def test_config_for_more_nodes_is_refused(desk):
+    done = desk.trainkit("run", str(desk.config), "--set", "resources.nodes=2")
+    assert done.returncode == 2
+    assert "the config asks for 2 nodes, and `run` is one" in done.stderr

@@ -1,0 +1,64 @@
+import json
+import os
+import signal
+
+from steering import wait_for
+
+from trainkit.rundir import append_jsonl, log_event, read_json, utc_now
+
+
+def test_table_of_all_runs_newest_first(desk):
+    desk.submit()
+    desk.submit("--name", "other")
+    lines = desk.trainkit("status").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["NAME", "other", "small"]
+    assert "starting" in lines[1]
+    states = json.loads(desk.trainkit("status", "--json").stdout)
+    assert [state["name"] for state in states] == ["other", "small"]
+
+
+def test_no_runs(desk):
+    done = desk.trainkit("status")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "no runs yet" in done.stderr
+
+
+def test_details(desk):
+    run = desk.submit()
+    log_event(run, 1, "first_step", step=1)
+    record = {"step": 3, "time": utc_now(), "attempt": 1, "loss": 2.5, "tokens_per_s": 1234.5}
+    append_jsonl(run.metrics_file, record)
+    text = desk.trainkit("status", "last").stdout
+    assert "state       running" in text
+    assert "step        3/10" in text
+    assert "loss        2.5000" in text
+    assert "tokens/s    1,234" in text
+
+
+def test_supervisor_that_is_gone_without_a_word_has_died(desk):
+    run = desk.submit()
+    os.kill(read_json(run.job_file)["attempts"][0]["pid"], signal.SIGKILL)
+    wait_for(lambda: desk.status(run)["state"] == "died")
+    assert "the supervisor is gone" in desk.trainkit("status", "small").stdout
+
+
+def test_run_by_folder_name_job_id_and_last_from_anywhere(desk):
+    run = desk.submit()
+    job_id = read_json(run.job_file)["attempts"][0]["job_id"]
+    desk.folder, home = desk.folder / "state", desk.folder
+    for text in (str(run.path), "small", job_id, "last"):
+        assert json.loads(desk.trainkit("status", text, "--json").stdout)["run_dir"] == str(run.path)
+    done = desk.trainkit("status", "smal")
+    desk.folder = home
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: there is no run 'smal'\n\nhint: did you mean 'small'?\n",
+    )
+
+
+def test_ambiguous_name_takes_the_newest_and_says_so(desk):
+    run = desk.submit()
+    newer = desk.submit("--run-dir", str(desk.folder / "elsewhere" / "small"))
+    done = desk.trainkit("status", "small", "--json")
+    assert json.loads(done.stdout)["run_dir"] == str(newer.path)
+    assert f"also so called: {run.path}" in done.stderr

@@ -1,0 +1,128 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from steering import is_running, wait_for
+
+from trainkit.rundir import RunDir, read_json
+
+
+def test_submit_prints_folder_and_job_and_returns_while_it_runs(desk):
+    done = desk.trainkit("submit", str(desk.config), "--nodes", "2")
+    folder, job_id = done.stdout.splitlines()
+    assert folder == str(desk.folder / "runs" / "small")
+    pid = read_json(RunDir(folder).job_file)["attempts"][0]["pid"]
+    assert job_id == f"local-{pid}"
+    assert is_running(pid)
+    assert "batch" in done.stderr
+    assert (Path(folder).stat().st_mode & 0o777) == 0o700
+
+
+def test_json_is_one_object(desk):
+    value = json.loads(desk.trainkit("submit", str(desk.config), "--json").stdout)
+    assert list(value) == ["run_dir", "name", "job_id", "attempt", "backend"]
+    assert (value["name"], value["attempt"], value["backend"]) == ("small", 1, "local")
+
+
+def test_dry_run_shows_the_plan_that_is_run_and_writes_nothing(desk):
+    before = sorted(desk.folder.rglob("*"))
+    shown = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--dry-run")
+    assert shown.returncode == 0
+    assert "lr" in shown.stderr
+    assert sorted(desk.folder.rglob("*")) == before
+    run = desk.submit("--nodes", "2")
+    assert run.plan_file.read_text() == shown.stdout
+
+
+def test_same_name_gets_a_new_folder(desk):
+    folders = [json.loads(desk.trainkit("submit", str(desk.config), "--json").stdout) for _ in range(2)]
+    assert [folder["name"] for folder in folders] == ["small", "small-2"]
+
+
+def test_run_dir_that_holds_a_run_is_refused_untouched(desk):
+    run = desk.submit("--run-dir", str(desk.folder / "mine"))
+    desk.trainkit("cancel", str(run.path), "--wait")
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    done = desk.trainkit("submit", str(desk.config), "--run-dir", str(run.path))
+    assert done.returncode == 2
+    assert "already holds a run" in done.stderr
+    assert "hint: `trainkit resume" in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+
+
+def test_run_dir_that_is_not_empty_or_cannot_be_made_is_refused(desk):
+    (desk.folder / "file").write_text("x")
+    for place in (".", "file", "/proc/nothing/here"):
+        done = desk.trainkit("submit", str(desk.config), "--run-dir", place)
+        assert done.returncode == 2, place
+        assert "hint:" in done.stderr
+
+
+def test_follow_shows_the_log_and_ends_with_the_job(desk):
+    desk.works("for i in range(3): print('step', i, flush=True)\nsys.stdout.write('no newline')")
+    done = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--follow")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[2:] == ["attempt 1 rank 0", "step 0", "step 1", "step 2", "no newline"]
+    assert "finished: all workers finished" in done.stderr
+
+
+def test_follow_of_a_failure_ends_with_the_verdict(desk):
+    desk.works("sys.exit(3 if RANK == 1 else 0)")
+    done = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--follow", "--json")
+    assert done.returncode == 1
+    assert "rank 1 failed first on" in done.stderr
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_ctrl_c_detaches(desk):
+    follower = desk.start("submit", str(desk.config), "--follow")
+    wait_for(lambda: (desk.folder / "runs/small/attempts/001/logs/rank-0000.log").exists())
+    run = RunDir(desk.folder / "runs/small")
+    desk.wait_for_log(run, "attempt 1 rank 0")
+    time.sleep(0.3)
+    follower.send_signal(signal.SIGINT)
+    _, words = follower.communicate(timeout=20)
+    assert follower.returncode == 130
+    assert "detached: the job goes on" in words
+    assert desk.status(run)["state"] in ("starting", "running")
+
+
+def test_closing_the_terminal_does_not_end_the_job(desk):
+    primary, secondary = os.openpty()
+    follower = desk.start(
+        "submit", str(desk.config), "--follow", stdout=secondary, stderr=secondary, start_new_session=True
+    )
+    os.close(secondary)
+    run = RunDir(desk.folder / "runs/small")
+    wait_for(lambda: run.job_file.exists() and read_json(run.job_file)["attempts"])
+    desk.wait_for_log(run, "attempt 1 rank 0")
+    os.close(primary)
+    os.killpg(follower.pid, signal.SIGHUP)
+    follower.wait(timeout=20)
+    time.sleep(0.3)
+    assert desk.status(run)["state"] in ("starting", "running")
+    os.kill(read_json(run.job_file)["attempts"][0]["pid"], signal.SIGHUP)
+    time.sleep(0.3)
+    assert desk.status(run)["state"] in ("starting", "running")
+
+
+def test_reserved_name(desk):
+    done = desk.trainkit("submit", str(desk.config), "--name", "last")
+    assert (done.returncode, done.stderr.startswith("error: a run cannot be called 'last'")) == (2, True)
+
+
+@pytest.mark.parametrize("args", [["submit", "x.yaml", "--dry-run"], ["status"], ["logs", "last"]])
+def test_torch_is_never_imported(desk, args):
+    script = (
+        "import sys\nfrom trainkit.cli.main import main\nmain(sys.argv[1:])\n"
+        "import trainkit.job.supervisor, trainkit.job.agent\nassert 'torch' not in sys.modules"
+    )
+    desk.config.rename(desk.folder / "x.yaml")
+    argv = [sys.executable, "-c", script, *args]
+    done = subprocess.run(argv, cwd=desk.folder, env=desk.environ, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr

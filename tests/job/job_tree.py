@@ -1,0 +1,79 @@
+"""Real process trees with small scripts as workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.job.record import Liveness, liveness, newest_entry
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import RunDir, read_json, read_jsonl
+
+PREAMBLE = """
+import json, os, signal, sys, time
+RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TRAINKIT_JOB_ATTEMPT"])
+RUN_DIR = os.environ["TRAINKIT_JOB_RUN_DIR"]
+asked = []
+def listen():
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, lambda n, f: asked.append(signal.Signals(n).name))
+def ready():
+    with open(f"{RUN_DIR}/ready.{ATTEMPT}.{RANK}.part", "w") as f:
+        f.write(str(os.getpid()))
+    os.rename(f.name, f.name[:-5])
+def save_when_asked():
+    listen(); ready()
+    while not asked:
+        time.sleep(0.02)
+    print("asked by", asked[0], flush=True)
+    sys.exit(75)
+"""
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    """The first true value of a condition."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError("waited too long")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@dataclass
+class Job:
+    """A run that a test has started."""
+
+    run: RunDir
+    entry: dict[str, Any]
+    plan: LaunchPlan
+
+    def worker_pids(self, attempt: int = 1) -> list[int]:
+        """The pids of an attempt's workers, when all have said that they are ready."""
+        files = [self.run.path / f"ready.{attempt}.{rank}" for rank in range(self.plan.world_size)]
+        wait_for(lambda: all(file.exists() for file in files))
+        return [int(file.read_text()) for file in files]
+
+    def wait(self, timeout_s: float = 20.0) -> None:
+        wait_for(lambda: liveness(newest_entry(self.run)) is Liveness.GONE, timeout_s)
+
+    def end(self, attempt: int = 1) -> dict[str, Any]:
+        self.wait()
+        return read_json(self.run.attempt(attempt).end_file)
+
+    def events(self) -> list[str]:
+        return [event["event"] for event in read_jsonl(self.run.events_file)]
+
+    def log(self, rank: int = 0, attempt: int = 1) -> str:
+        return self.run.attempt(attempt).rank_log(rank).read_text()

@@ -1,0 +1,101 @@
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from trainkit.config import dump_effective
+from trainkit.config.schema import RunConfig
+from trainkit.observe.status import read_status
+from trainkit.rundir import RunDir, append_jsonl, log_event, write_json
+
+NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=timezone.utc)
+
+
+def ago(seconds):
+    return (NOW - timedelta(seconds=seconds)).isoformat()
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    run.config_file.write_text(dump_effective(RunConfig.model_validate({"train": {"steps": 50}})))
+    write_json(run.plan_file, {"num_nodes": 2, "workers_per_node": 4, "device": "cpu"})
+    entry = {"attempt": 1, "job_id": "local-7", "submitted_at": ago(600), "host": "here"}
+    write_json(run.job_file, {"name": "mine", "attempts": [entry]})
+    return run
+
+
+def metrics(run, *ages_s):
+    for step, age_s in enumerate(ages_s, 1):
+        record = {"step": step, "time": ago(age_s), "attempt": 1, "loss": 1.0 / step, "tokens_per_s": 10.0}
+        append_jsonl(run.metrics_file, record)
+
+
+@pytest.mark.parametrize(("alive", "state"), [(True, "starting"), (False, "died"), (None, "unknown")])
+def test_without_an_end_only_liveness_tells(run, alive, state):
+    assert read_status(run, alive, NOW).state == state
+
+
+@pytest.mark.parametrize("alive", [True, False, None])
+@pytest.mark.parametrize("state", ["finished", "stopped", "cancelled", "failed"])
+def test_an_end_that_is_written_is_certain(run, alive, state):
+    write_json(
+        run.attempt(1).end_file, {"state": state, "action": "stopped", "reason": "because", "verdict": None}
+    )
+    status = read_status(run, alive, NOW)
+    assert (status.state, status.reason) == (state, "because")
+
+
+@pytest.mark.parametrize(("alive", "state"), [(True, "requeueing"), (False, "died"), (None, "unknown")])
+def test_between_two_attempts(run, alive, state):
+    write_json(run.attempt(1).end_file, {"state": "stopped", "action": "requeue"})
+    assert read_status(run, alive, NOW).state == state
+
+
+def test_running_then_stopping(run):
+    metrics(run, 2, 1)
+    assert read_status(run, True, NOW).state == "running"
+    log_event(run, 1, "signal", signal="SIGTERM")
+    assert read_status(run, True, NOW).state == "stopping"
+
+
+def test_numbers(run):
+    metrics(run, 3, 2)
+    status = read_status(run, True, NOW)
+    assert (status.name, status.step, status.total_steps, status.loss) == ("mine", 2, 50, 0.5)
+    assert (status.num_nodes, status.workers_per_node, status.device) == (2, 4, "cpu")
+    assert (status.metrics_age_s, status.age_s) == (2.0, 600.0)
+    assert status.warnings == []
+
+
+def test_the_trainer_knows_the_length_of_epochs(run):
+    log_event(run, 1, "first_step", total_steps=77)
+    assert read_status(run, True, NOW).total_steps == 77
+
+
+def test_stale_metrics_are_a_warning(run):
+    metrics(run, 302, 301, 300)
+    assert read_status(run, True, NOW).warnings == ["stale: no new metrics for 300 s, usually every 1.0 s"]
+
+
+def test_slow_steps_are_not_stale(run):
+    metrics(run, 500, 400, 300)
+    assert read_status(run, True, NOW).warnings == []
+
+
+def test_newest_published_checkpoint(run):
+    for name in ("step-00000009", "step-00000010"):
+        (run.checkpoints_dir / name).mkdir(parents=True)
+        (run.checkpoints_dir / name / "manifest.json").write_text("{}")
+    (run.checkpoints_dir / "step-00000011").mkdir()
+    (run.checkpoints_dir / "step-00000012.rejected").mkdir()
+    assert read_status(run, True, NOW).checkpoint == str(run.checkpoints_dir / "step-00000010")
+
+
+def test_damaged_files_are_no_reason_to_fail(run):
+    run.config_file.write_text("- not\n- a config\n")
+    run.plan_file.write_text("{")
+    status = read_status(run, True, NOW)
+    assert (status.total_steps, status.num_nodes) == (None, None)
+    run.job_file.write_text("{")
+    assert read_status(run, None, NOW).state == "incomplete"
