@@ -141,5 +141,5 @@ def best_step(checkpoints_dir: Path) -> int | None:
     link = checkpoints_dir / BEST_LINK
     if not link.is_symlink():
         return None
-    match = _PUBLISHED.fullmatch(os.readlink(link))
+    match = _PUBLISHED.fullmatch(str(link.readlink()))
     return int(match[1]) if match else None

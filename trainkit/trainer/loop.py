@@ -57,6 +57,11 @@ class Trainer:
     profiler: ProfileWindow
     manifest_record: dict[str, Any]
     """What the manifest of every checkpoint of this attempt says besides the progress."""
+    _steps_done: int = 0
+    """By this attempt."""
+    _is_best: bool = False
+    """Whether the state as it is now has the best validation loss so far."""
+    _last_save_s: float = 0.0
 
     def train(self) -> int:
         """Train until the end, a stop, or divergence; returns the worker's exit code.
@@ -74,16 +79,22 @@ class Trainer:
         self._last_save_s = time.monotonic()
         self.metrics.start()
         while self.progress.step < self.total_steps:
-            report, lr = self._step()
-            finished = self.progress.step == self.total_steps
-            completed, val_loss = self._evaluate() if self._eval_due() else (True, None)
-            self._record(report, lr, val_loss)
-            if report.stop or not completed:
-                return self._end_stopped(f"asked to stop ({self.stop.signal_name or 'by another rank'})")
-            if self.progress.step == self.config.train.stop_at_step and not finished:
-                return self._end_stopped("train.stop_at_step reached")
-            self._save_if_due(report)
+            exit_code = self.advance()
+            if exit_code is not None:
+                return exit_code
         return self._end_finished()
+
+    def advance(self) -> int | None:
+        """One step and what follows from it; returns the exit code when the training stops here."""
+        report, lr = self._step()
+        completed, val_loss = self._evaluate() if self._eval_due() else (True, None)
+        self._record(report, lr, val_loss)
+        if report.stop or not completed:
+            return self._end_stopped(f"asked to stop ({self.stop.signal_name or 'by another rank'})")
+        if self.progress.step == self.config.train.stop_at_step and self.progress.step < self.total_steps:
+            return self._end_stopped("train.stop_at_step reached")
+        self._save_if_due(report)
+        return None
 
     def _step(self) -> tuple[StepReport, float]:
         """One optimizer step; nothing here waits for the device before the update is enqueued."""
@@ -162,16 +173,12 @@ class Trainer:
 
     def _record(self, report: StepReport, lr: float, val_loss: float | None) -> None:
         step = self.progress.step
-        due = step % self.config.train.log_every == 0 or step == self.total_steps or val_loss is not None
-        if due or step == 1:
-            self.metrics.write(self.progress, report, lr, val_loss)
-        if self.world.is_main and not self._first_step_said:
-            self._first_step_said = True
+        self._steps_done += 1
+        if self._steps_done == 1 and self.world.is_main:
             log_event(self.run, self.attempt, "first_step", step=step)
-
-    _first_step_said = False
-    _is_best = False
-    _last_save_s = 0.0
+        due = step % self.config.train.log_every == 0 or step in (1, self.total_steps)
+        if due or val_loss is not None:
+            self.metrics.write(self.progress, report, lr, val_loss)
 
     def _eval_due(self) -> bool:
         """Whether this step is to be validated and has not been, by this attempt or the one before."""

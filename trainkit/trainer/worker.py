@@ -220,7 +220,8 @@ def describe(config: RunConfig, plan: LaunchPlan, world: World, task: Task, tota
     layout = plan.layout
     log.info(
         f"model {config.model.preset}: {parameters}{config.precision.dtype}"
-        f" on {world.size} x {world.device.type} (dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard})"
+        f" on {world.size} x {world.device.type} (dp_replicate {layout.dp_replicate},"
+        f" dp_shard {layout.dp_shard})"
     )
     log.info(
         f"data {config.data.source}: {task.train_data.num_tokens:,} training tokens in"

@@ -1,0 +1,183 @@
+"""Speed of the trainer against a hand-written loop over the same model and batch.
+
+    python benchmarks/training_loop.py
+
+Both loops run in the same processes, a step of one after a step of the other, so that a machine whose speed
+drifts treats them alike. The hand-written loop has its batch in memory, no logging, no schedule and no
+signals; with several processes it uses DistributedDataParallel, the trainer `replicate`. Printed are the
+medians over the steps and their ratio; `fixed cost` is the difference of the medians on a model that is too
+small to matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+CASES = {
+    "tiny": ["model.preset=tiny", "data.seq_len=256", "train.device_batch_size=4"],
+    "too small to matter": [
+        "model.preset=nano",
+        "model.dim=16",
+        "model.num_layers=2",
+        "model.num_heads=2",
+        "model.num_kv_heads=1",
+        "model.ffn_dim=32",
+        "data.seq_len=8",
+        "train.device_batch_size=1",
+    ],
+}
+
+
+def make_attempt(folder: Path, overrides: list[str], num_procs: int):
+    """A run folder with one attempt, as `trainkit submit` would write it."""
+    from trainkit.config import dump_effective, load_config
+    from trainkit.plan.machine import detect_machine
+    from trainkit.plan.make_plan import make_plan
+    from trainkit.rundir import RunDir, write_json
+
+    config_file = folder / "bench.yaml"
+    config_file.write_text("name: bench\n")
+    loaded = load_config(config_file, overrides=[*overrides, f"resources.gpus_per_node={num_procs}"])
+    attempt = RunDir(folder).attempt(1)
+    attempt.create()
+    attempt.config_file.write_text(dump_effective(loaded.config))
+    write_json(attempt.plan_file, make_plan(loaded, detect_machine()).to_dict())
+    return attempt
+
+
+def hand_written_step(trainer, num_procs: int, dtype_name: str):
+    """The loop that a careful person writes: forward, backward, clip, step."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.parallel import DistributedDataParallel
+
+    from trainkit.trainer.models.decoder import Decoder
+
+    model = Decoder(trainer.task.shape, trainer.config.data.seq_len)
+    module = DistributedDataParallel(model) if num_procs > 1 else model
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    micro = next(trainer.batches).microbatches[0]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            logits = module(micro.tokens, micro.sample_keys)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), micro.labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None:
+    """Time both loops as one rank; rank 0 prints the medians in seconds."""
+    import gc
+
+    import torch.distributed as dist
+
+    from trainkit.config import read_effective
+    from trainkit.job.rank_env import find_rank_env
+    from trainkit.job.signals import StopRequest
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.rundir import RunDir, read_json
+    from trainkit.trainer.device import select_device
+    from trainkit.trainer.distributed import join_world, leave
+    from trainkit.trainer.tasks import build_task
+    from trainkit.trainer.worker import build_trainer
+
+    attempt = RunDir(folder).attempt(1)
+    config = read_effective(attempt.config_file)
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    world = join_world(find_rank_env(), select_device("cpu", 0), plan.layout)
+    trainer, _ = build_trainer(attempt, config, plan, world, build_task(config), StopRequest())
+    loops = {"trainkit": trainer.advance, "hand-written": hand_written_step(trainer, num_procs, dtype_name)}
+    times_s: dict[str, list[float]] = {name: [] for name in loops}
+    gc.disable()
+    for number in range(num_steps):
+        order = list(loops) if number % 2 else list(reversed(loops))
+        for name in order:
+            if num_procs > 1:
+                dist.barrier()
+            started = time.perf_counter()
+            loops[name]()
+            times_s[name].append(time.perf_counter() - started)
+    if world.is_main:
+        warm = num_steps // 5
+        print(*(statistics.median(times_s[name][warm:]) for name in loops), flush=True)
+    leave(0)
+
+
+def measure(case: str, num_procs: int, dtype: str, num_steps: int) -> tuple[float, float]:
+    """Medians in seconds of a step: of the trainer, of the hand-written loop."""
+    overrides = [
+        *CASES[case],
+        "train.global_batch_size=null",
+        f"train.steps={num_steps * 10}",
+        "train.eval_every=null",
+        "checkpoint.every_steps=null",
+        "logging.tensorboard=false",
+        f"precision.dtype={dtype}",
+        f"parallel.dp_replicate={num_procs}",
+        "device=cpu",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        make_attempt(Path(folder), overrides, num_procs)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        procs = []
+        for rank in range(num_procs):
+            env = os.environ | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_procs),
+                "LOCAL_WORLD_SIZE": str(num_procs),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_procs)),
+            }
+            argv = [sys.executable, __file__, "--worker", folder, str(num_procs), dtype, str(num_steps)]
+            procs.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True))
+        outputs = [proc.communicate(timeout=1200)[0] for proc in procs]
+    if any(proc.returncode for proc in procs):
+        raise SystemExit(f"a worker failed: {[proc.returncode for proc in procs]}")
+    ours, theirs = outputs[0].split()[-2:]
+    return float(ours), float(theirs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=120, help="steps of each loop (a fifth is warm-up)")
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        folder, num_procs, dtype, num_steps = args.worker
+        worker(folder, int(num_procs), dtype, int(num_steps))
+        return
+    print("| model | processes | type | hand-written ms | trainkit ms | speed ratio | fixed cost ms |")
+    print("|---|---|---|---|---|---|---|")
+    for case in CASES:
+        for num_procs in (1, 2):
+            for dtype in ("fp32", "bf16"):
+                num_steps = args.steps * (5 if case != "tiny" else 1)
+                ours, theirs = measure(case, num_procs, dtype, num_steps)
+                print(
+                    f"| {case} | {num_procs} | {dtype} | {theirs * 1e3:.2f} | {ours * 1e3:.2f} "
+                    f"| {theirs / ours:.3f} | {(ours - theirs) * 1e3:.2f} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
