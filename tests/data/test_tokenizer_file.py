@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from trainkit.data.tokenizer import Tokenizer
 from trainkit.data.tokenizer_file import identify, vocab_size
 from trainkit.errors import UsageError
 
@@ -22,9 +23,9 @@ def test_bytes():
 
 
 def test_agrees_with_the_library(tokenizer_json):
-    from tokenizers import Tokenizer
+    import tokenizers
 
-    library = Tokenizer.from_file(str(tokenizer_json))
+    library = tokenizers.Tokenizer.from_file(str(tokenizer_json))
     identity = identify(str(tokenizer_json))
     assert identity.vocab_size == vocab_size(str(tokenizer_json)) == library.get_vocab_size()
     assert identity.eos_id == library.token_to_id("<|endoftext|>")
@@ -62,6 +63,12 @@ def test_not_a_tokenizer(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UsageError, match=r"not a tokenizer\.json of Hugging Face"):
         identify(str(tmp_path / "tokenizer.json"))
+
+
+def test_what_the_library_refuses_is_worded(tmp_path):
+    path = write_tokenizer(tmp_path, {"</s>": 0})
+    with pytest.raises(UsageError, match="cannot be loaded by tokenizers"):
+        Tokenizer(path)
 
 
 def test_missing_or_a_folder(tmp_path, tokenizer_json):

@@ -104,10 +104,11 @@ def prepare(
 
 
 @command.command(
+    short_help="Check texts and shards from end to end.",
     epilog=examples(
         "trainkit data validate stdlib",
         "trainkit data validate stdlib --json",
-    )
+    ),
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SRC...")
 @_tokenizer_option

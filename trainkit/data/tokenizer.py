@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainkit.data.tokenizer_file import BYTES, identify
+from trainkit.errors import UsageError
 
 Tokens = npt.NDArray[Any]
 """uint16 or uint32, little endian, as they are stored."""
@@ -39,7 +40,13 @@ class Tokenizer:
 def _load(path: str) -> Any:
     import tokenizers  # 60 ms that the byte tokenizer does not need
 
-    library = tokenizers.Tokenizer.from_file(path)
+    try:
+        library = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises nothing more precise
+        raise UsageError(
+            f"tokenizer {path} cannot be loaded by tokenizers {tokenizers.__version__}: {error}",
+            hint="install a newer version of tokenizers, or save the tokenizer again",
+        ) from None
     library.no_truncation()
     library.no_padding()
     return library
