@@ -45,6 +45,9 @@ class StopRequest:
         for number in NOTICE_SIGNALS:
             signal.signal(number, _noted_by_the_watcher)
         threading.Thread(target=self._watch, args=(reader,), name="signal-watch", daemon=True).start()
+        # The agent starts workers with these signals blocked, so that one which comes while the
+        # interpreter starts is not fatal; it is delivered here.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
 
     def request(self, reason: str) -> None:
         """Ask this process to stop as if a signal of that name had come."""

@@ -1,0 +1,59 @@
+"""What a worker does with stop signals, in a process of its own."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainkit
+
+SCRIPT = """
+import sys, time
+from trainkit.job.signals import StopRequest
+time.sleep(0.3)
+stop = StopRequest()
+stop.install()
+print("installed", flush=True)
+assert stop.received.wait(10)
+print(stop.signal_name, flush=True)
+time.sleep(10 if "again" in sys.argv else 0)
+"""
+
+
+def start(*args, block=()):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, block)
+    try:
+        argv = [sys.executable, "-c", SCRIPT, *args]
+        return subprocess.Popen(
+            argv, cwd=Path(trainkit.__file__).parents[1], stdout=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2", "SIGINT"])
+def test_signal_is_noted(name):
+    with start() as worker:
+        worker.stdout.readline()
+        worker.send_signal(signal.Signals[name])
+        assert worker.communicate(timeout=20)[0] == f"{name}\n"
+    assert worker.returncode == 0
+
+
+def test_signal_before_the_interpreter_is_up_is_noted_too():
+    with start(block={signal.SIGTERM}) as worker:
+        worker.send_signal(signal.SIGTERM)
+        assert worker.communicate(timeout=20)[0] == "installed\nSIGTERM\n"
+    assert worker.returncode == 0
+
+
+def test_second_ctrl_c_ends_at_once():
+    with start("again") as worker:
+        worker.stdout.readline()
+        worker.send_signal(signal.SIGINT)
+        worker.stdout.readline()
+        worker.send_signal(signal.SIGINT)
+        worker.communicate(timeout=5)
+    assert worker.returncode == 130
