@@ -30,8 +30,8 @@ def near_yaml(name: str, names: Iterable[str]) -> str | None:
 
 @cache
 def sections() -> dict[str, tuple[str, ...]]:
-    """The keys of every section; the top level's section is the empty name."""
-    found: dict[str, tuple[str, ...]] = {"": tuple(RunConfig.model_fields)}
+    """The keys of every section."""
+    found: dict[str, tuple[str, ...]] = {}
     for name, field in RunConfig.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -58,7 +58,7 @@ def flatten(dumped: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def is_known(path: tuple[str, ...]) -> bool:
     """True for a section, a key, and anything below a key that holds a free mapping."""
     if path[0] not in sections():
-        return path[0] in sections()[""] and len(path) == 1
+        return path[0] in RunConfig.model_fields and len(path) == 1
     return len(path) == 1 or path[1] in sections()[path[0]]
 
 
@@ -76,7 +76,7 @@ def meant(path: tuple[str, ...]) -> str | None:
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
     if leaf in by_leaf:
         return by_leaf[leaf]
-    if not section and (match := near(leaf, sections()[""])):
+    if not section and (match := near(leaf, RunConfig.model_fields)):
         return match
     dotted = ".".join(path)
     if match := near(dotted, all_keys()):

@@ -1,0 +1,60 @@
+"""Whatever is typed either loads or is refused with problems; nothing else is raised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainkit.config import RunConfig, dump_effective, load_config, read_effective
+from trainkit.config.names import all_keys
+from trainkit.config.yaml12 import dump
+from trainkit.errors import ConfigError
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+keys = st.sampled_from([*RunConfig.model_fields, *all_keys(), "extends", "steps", "on", "", "a.b"]) | text
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | text
+    | st.sampled_from([1, 2, 8, 0.5, "auto", "cuda", "sqrt"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=10,
+)
+variables = st.dictionaries(st.text("ABEIJNOPRSTX_", max_size=10), text, max_size=2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    content=st.dictionaries(keys, values, max_size=4), sets=st.dictionaries(keys, values), environ=variables
+)
+def test_any_input(
+    tmp_path_factory: pytest.TempPathFactory,
+    content: dict[str, object],
+    sets: dict[str, object],
+    environ: dict[str, str],
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    write(folder / "run.yaml", dump(content))
+    try:
+        config = load_config(
+            "run.yaml",
+            overrides=[f"{key}={dump(value)}" for key, value in sets.items()],
+            environ={f"TRAINKIT_{name}": value for name, value in environ.items()},
+            cwd=folder,
+        ).config
+    except ConfigError as error:
+        assert error.problems
+        assert all(problem.render() for problem in error.problems)
+        return
+    write(folder / "config.yaml", dump_effective(config))
+    assert read_effective(folder / "config.yaml") == config
+    assert load_config("config.yaml", layers=False, cwd=folder).config == config
+
+
+def write(file: Path, content: str) -> None:
+    file.write_text(content, encoding="utf-8", newline="")
