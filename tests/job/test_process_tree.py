@@ -10,7 +10,9 @@ import pytest
 from job_tree import is_running, wait_for
 
 from trainkit.job.children import descendants
+from trainkit.job.record import Liveness, liveness, run_lock
 from trainkit.rundir import read_json, read_jsonl
+from trainkit.submit.local import start_attempt
 
 SAVES = "save_when_asked()"
 
@@ -109,7 +111,7 @@ def test_comeback_and_its_cap(start_job):
     assert (first["action"], second["action"]) == ("requeue", "stopped")
     assert "requeue.max is 1" in second["reason"]
     entries = read_json(job.run.job_file)["attempts"]
-    assert [(entry["attempt"], entry["reason"]) for entry in entries] == [(1, "submit"), (2, "requeue")]
+    assert [(entry["attempt"], entry["reason"]) for entry in entries] == [(1, "submit"), (2, "comeback")]
     assert job.run.attempt(2).config_file.read_text() == job.run.config_file.read_text()
     decisions = [e["action"] for e in read_jsonl(job.run.events_file) if e["event"] == "requeue_decision"]
     assert decisions == ["requeue", "stopped"]
@@ -134,6 +136,7 @@ def test_signal_right_after_the_start_is_not_lost(start_job, name):
     assert name in end["reason"]
 
 
+@pytest.mark.slow
 def test_what_does_not_end_in_time_is_killed(start_job):
     job = start_job(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(600)", nodes=2, grace_s=0.5
@@ -146,6 +149,7 @@ def test_what_does_not_end_in_time_is_killed(start_job):
     assert not any(map(is_running, pids))
 
 
+@pytest.mark.slow
 def test_killed_worker_takes_the_others_with_it(start_job):
     job = start_job("print('last words'); ready(); time.sleep(600)", nodes=2, workers=2)
     pids = job.worker_pids()
@@ -158,6 +162,7 @@ def test_killed_worker_takes_the_others_with_it(start_job):
     assert [path.name for path in job.run.attempt(1).errors_dir.iterdir()] == ["rank-0002.json"]
 
 
+@pytest.mark.slow
 def test_killed_agent_takes_its_node_and_the_job_with_it(start_job):
     job = start_job("ready(); time.sleep(600)", nodes=2, workers=2)
     pids = job.worker_pids()
@@ -192,6 +197,7 @@ def test_children_of_workers_end_with_them(start_job):
     assert not is_running(int((job.run.path / "child").read_text()))
 
 
+@pytest.mark.slow
 def test_run_folder_that_vanishes_ends_everything(start_job):
     job = start_job("listen(); ready(); time.sleep(600)\n", grace_s=0.5)
     everything = [*job.worker_pids(), *descendants(job.entry["pid"])]
@@ -225,3 +231,27 @@ def test_odd_folder_names_are_only_names(start_job):
     job = start_job("print(RUN_DIR)", folder="a b;'\"$(touch x)\nü")
     assert job.end()["state"] == "finished"
     assert job.log() == f"{job.run.path}\n"
+
+
+def test_full_disk_still_ends_everything(start_job):
+    job = start_job("listen(); ready()\nwhile not asked: time.sleep(0.02)\nsys.exit(75)", nodes=2)
+    everything = [*job.worker_pids(), *descendants(job.entry["pid"])]
+    job.run.events_file.unlink()
+    job.run.events_file.symlink_to("/dev/full")
+    os.kill(job.entry["pid"], signal.SIGTERM)
+    wait_for(lambda: not any(map(is_running, [job.entry["pid"], *everything])))
+    assert "No space left on device" in job.run.attempt(1).supervisor_log.read_text()
+    assert read_json(job.run.attempt(1).end_file)["state"] == "stopped"
+
+
+def test_plan_that_cannot_be_read_is_a_failure_with_its_reason(start_job):
+    job = start_job("sys.exit(75)", requeue={"max": 5})
+    job.wait()
+    second = job.run.attempt(2)
+    with run_lock(job.run):
+        entry = start_attempt(job.run, job.run.config_file.read_text(), "{", "requeue")
+    wait_for(second.end_file.exists)
+    end = read_json(second.end_file)
+    assert (end["state"], end["exit_code"], end["verdict"]["rank"]) == ("failed", 1, None)
+    assert "JSONDecodeError" in end["reason"]
+    wait_for(lambda: liveness(entry) is Liveness.GONE)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
-from trainkit.job.record import Liveness, run_liveness, run_lock
+from trainkit.job.record import Liveness, newest_entry, run_liveness, run_lock
 from trainkit.observe.follow import end_of, follow
 from trainkit.observe.tail import LogTail, last_lines
 from trainkit.observe.words import event_line, verdict_line
 from trainkit.rundir import AttemptDir, RunDir
 from trainkit.submit.create import check_name, config_text, create_run, plan_text
-from trainkit.submit.local import start_attempt
+from trainkit.submit.local import LEAVING_S, start_attempt, wait_until_gone
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -78,6 +78,10 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
 
     for line in follow(run, attempt, _first_rank, poll):
         click.echo(line.text, err=to_stderr)
+    entry = newest_entry(run)
+    if entry is not None:
+        # So that what is typed next, `resume` for example, does not meet a supervisor on its way out.
+        wait_until_gone(entry, LEAVING_S)
     _tell_events(events, attempt)
     return tell_end(run)
 

@@ -40,7 +40,7 @@ def command(run_name: str, as_json: bool) -> int:
             attempt = run.attempt(newest["attempt"])
             config_text = attempt.config_file.read_text(encoding="utf-8")
             plan_text = attempt.plan_file.read_text(encoding="utf-8")
-            started_entry = start_attempt(run, config_text, plan_text, "resume")
+            started_entry = start_attempt(run, config_text, plan_text, "requeue")
     if entry is not None:
         click.echo(f"{entry['job_id']} is told to save, stop and come back", err=True)
         if as_json:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from pathlib import Path
 from typing import Any
 
-from trainkit.job.decision import describe_exit
+from trainkit.job.decision import describe_exit, signal_exit_code
 from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
 
 LOG_TAIL_LINES = 20
@@ -42,6 +43,7 @@ def record_silent_death(attempt: AttemptDir, rank: int, node_rank: int, exit_cod
             "type": "exit",
             "message": f"killed by {how}" if how.startswith("SIG") else f"ended with {how}",
             "traceback": None,
+            "exit_code": exit_code,
             "log_tail": log_tail(attempt.rank_log(rank)),
         },
     )
@@ -50,7 +52,8 @@ def record_silent_death(attempt: AttemptDir, rank: int, node_rank: int, exit_cod
 def find_verdict(attempt: AttemptDir) -> dict[str, Any] | None:
     """The failure that came first, without its traceback: ``rank node_rank host time step type message``.
 
-    None when no rank left a record.
+    A rank that was killed comes before any exception: its peers may notice its closed connections
+    before its agent can write the record. None when no rank left a record.
     """
     records = []
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
@@ -62,9 +65,15 @@ def find_verdict(attempt: AttemptDir) -> dict[str, Any] | None:
             records.append(record)
     if not records:
         return None
-    first = min(records, key=lambda record: str(record.get("time") or "~"))
+    first = min(records, key=lambda record: (not _was_killed(record), str(record.get("time") or "~")))
     keys = ("rank", "node_rank", "host", "time", "step", "type", "message")
     return {key: first.get(key) for key in keys}
+
+
+def _was_killed(record: dict[str, Any]) -> bool:
+    """Whether a rank died of a signal that came from outside; abort is one that a rank sends itself."""
+    code = record.get("exit_code")
+    return isinstance(code, int) and code > 128 and code != signal_exit_code(signal.SIGABRT)
 
 
 def agent_verdict(node_rank: int | None, reason: str) -> dict[str, Any]:

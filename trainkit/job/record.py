@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import fcntl
+import itertools
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -15,9 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainkit.errors import UsageError
 from trainkit.rundir import AttemptDir, RunDir, read_json, utc_now, write_atomic, write_json
 
 PROC = Path("/proc")
+COMEBACK = "comeback"
+"""The reason of an attempt that the supervisor starts itself."""
 
 
 class Liveness(str, enum.Enum):
@@ -87,8 +91,17 @@ def _stat(pid: int) -> tuple[str, int] | None:
 
 @contextmanager
 def run_lock(run: RunDir) -> Iterator[None]:
-    """Hold the run's lock, so that two commands cannot both decide what it does next."""
-    descriptor = os.open(run.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Hold the run's lock, so that two commands cannot both decide what it does next.
+
+    Raises UsageError when the folder cannot be written.
+    """
+    try:
+        descriptor = os.open(run.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(
+            f"{run.path} cannot be changed: {error.strerror}",
+            hint="a run can be steered by who may write to its folder",
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -121,7 +134,7 @@ def find_entry(run: RunDir, attempt: int) -> dict[str, Any] | None:
 def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any]:
     """Write down that the supervisor `pid` of this host carries an attempt; call with the lock held.
 
-    `reason` is one of ``submit run requeue resume``.
+    `reason` is the command that a person typed, ``submit run requeue resume``, or `COMEBACK`.
     """
     entry = {
         "attempt": attempt,
@@ -134,6 +147,21 @@ def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any
     job["attempts"].append(entry)
     write_json(run.job_file, job)
     return entry
+
+
+def num_comebacks(run: RunDir) -> int:
+    """How often the job has come back by itself since a person started it."""
+    reasons = [entry.get("reason") for entry in read_job(run)["attempts"]]
+    return len(list(itertools.takewhile(lambda reason: reason == COMEBACK, reversed(reasons))))
+
+
+def is_leaving(run: RunDir, entry: Mapping[str, Any]) -> bool:
+    """Whether a supervisor has written how its job ended, so that all it still does is exit."""
+    try:
+        end = read_json(run.attempt(entry["attempt"]).end_file)
+    except (OSError, ValueError):
+        return False
+    return isinstance(end, dict) and end.get("action") != "requeue"
 
 
 def mark_cancelled(run: RunDir) -> None:

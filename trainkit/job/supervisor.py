@@ -21,7 +21,15 @@ from trainkit.job import children
 from trainkit.job.attempt_watch import AttemptWatch, Outcome
 from trainkit.job.decision import COMEBACK_SIGNAL, Decision, decide
 from trainkit.job.failures import agent_verdict, find_verdict
-from trainkit.job.record import add_entry, find_entry, newest_entry, open_attempt, read_job, run_lock
+from trainkit.job.record import (
+    COMEBACK,
+    add_entry,
+    find_entry,
+    newest_entry,
+    num_comebacks,
+    open_attempt,
+    run_lock,
+)
 from trainkit.job.rendezvous import choose_port
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json, utc_now, write_json
@@ -82,12 +90,11 @@ def _run_attempt(attempt: AttemptDir) -> Outcome:
 
 def _decide(attempt: AttemptDir, outcome: Outcome) -> Decision:
     maximum = read_effective(attempt.config_file).requeue.max
-    num_requeues = sum(entry["reason"] == "requeue" for entry in read_job(attempt.run)["attempts"])
     entry = find_entry(attempt.run, attempt.number)
     request = outcome.request
     if request == COMEBACK_SIGNAL and entry is not None and "cancelled_at" in entry:
         request = signal.SIGTERM.name
-    return decide(outcome.exit_codes, request, num_requeues, maximum, outcome.out_of_time)
+    return decide(outcome.exit_codes, request, num_comebacks(attempt.run), maximum, outcome.out_of_time)
 
 
 def _write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None:
@@ -96,13 +103,11 @@ def _write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> Non
     verdict = None
     if decision.action == "failed":
         verdict = find_verdict(attempt) or agent_verdict(outcome.first_failure, decision.reason)
-        log_event(run, number, "rank_failed", **{key: verdict[key] for key in verdict if key != "time"})
-    if outcome.request == COMEBACK_SIGNAL:
-        log_event(run, number, "requeue_decision", action=decision.action, reason=decision.reason)
     state: str = "stopped" if decision.action == "requeue" else decision.action
     entry = find_entry(run, number)
     if state != "finished" and entry is not None and "cancelled_at" in entry:
         state = "cancelled"
+    # The one file that tells how it ended comes first; the events follow from it.
     write_json(
         attempt.end_file,
         {
@@ -114,6 +119,10 @@ def _write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> Non
             "time": utc_now(),
         },
     )
+    if verdict is not None:
+        log_event(run, number, "rank_failed", **{key: verdict[key] for key in verdict if key != "time"})
+    if outcome.request == COMEBACK_SIGNAL:
+        log_event(run, number, "requeue_decision", action=decision.action, reason=decision.reason)
     event = "finished" if state == "finished" else "stopped"
     log_event(run, number, event, state=state, exit_code=decision.exit_code, reason=decision.reason)
 
@@ -130,8 +139,8 @@ def _next_attempt(attempt: AttemptDir) -> int | None:
             attempt.config_file.read_text(encoding="utf-8"),
             attempt.plan_file.read_text(encoding="utf-8"),
         )
-        entry = add_entry(run, following.number, os.getpid(), "requeue")
-    log_event(run, following.number, "submitted", job_id=entry["job_id"], reason="requeue")
+        entry = add_entry(run, following.number, os.getpid(), COMEBACK)
+    log_event(run, following.number, "submitted", job_id=entry["job_id"], reason=COMEBACK)
     with following.supervisor_log.open("ab") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())

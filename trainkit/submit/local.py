@@ -13,10 +13,21 @@ from typing import Any
 
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.children import descendants, dies_with
-from trainkit.job.record import Liveness, add_entry, liveness, newest_entry, open_attempt, read_job
+from trainkit.job.record import (
+    Liveness,
+    add_entry,
+    is_leaving,
+    liveness,
+    newest_entry,
+    open_attempt,
+    read_job,
+)
 from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.rundir import RunDir, log_event, utc_now, write_json
 from trainkit.submit.index import register
+
+LEAVING_S = 10.0
+"""How long a supervisor that has written how its job ended may take to exit."""
 
 
 def start_attempt(
@@ -65,6 +76,8 @@ def live_entry(run: RunDir, what: str) -> dict[str, Any] | None:
     entry = newest_entry(run)
     if entry is None:
         return None
+    if is_leaving(run, entry):
+        wait_until_gone(entry, LEAVING_S)  # all that is left to it is to exit; a signal would be lost
     state = liveness(entry)
     if state is Liveness.UNKNOWN:
         raise UsageError(
