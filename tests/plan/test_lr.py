@@ -20,6 +20,13 @@ from trainkit.plan.lr import LrScale, scaled_lr
             "optimizer.lr 0.0003 x 0.5 = 0.00015: linear in data-parallel size 4 over 8",
         ),
         ("sqrt", 4, 1, 6e-4, "optimizer.lr 0.0003 x 2 = 0.0006: square root of data-parallel size 4 over 1"),
+        (
+            "sqrt",
+            4,
+            16,
+            1.5e-4,
+            "optimizer.lr 0.0003 x 0.5 = 0.00015: square root of data-parallel size 4 over 16",
+        ),
         ("sqrt", 1, 1, 3e-4, "optimizer.lr 0.0003 x 1 = 0.0003: square root of data-parallel size 1 over 1"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 from trainkit.config.names import sections
@@ -13,7 +14,7 @@ MAX_SHOWN = 80
 
 def allowed_values(path: tuple[str, ...]) -> str:
     """What the key at a path may hold, for example ``a whole number of at least 1, or null``."""
-    schema = RunConfig.model_json_schema()
+    schema = _schema()
     field = schema["properties"][path[0]]
     if path[0] in sections():
         if len(path) == 1:
@@ -21,6 +22,11 @@ def allowed_values(path: tuple[str, ...]) -> str:
         name = field["$ref"].rpartition("/")[2]
         field = schema["$defs"][name]["properties"][path[1]]
     return _words(field)
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return RunConfig.model_json_schema()
 
 
 def show_value(value: Any) -> str:
