@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -126,3 +127,15 @@ def test_torch_is_never_imported(desk, args):
     argv = [sys.executable, "-c", script, *args]
     done = subprocess.run(argv, cwd=desk.folder, env=desk.environ, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
+
+
+def test_odd_folder_names_are_only_names(desk):
+    folder = str(desk.folder / "a b;'\"$(touch x)\nü")
+    done = desk.trainkit("submit", str(desk.config), "--run-dir", folder, "--json")
+    assert json.loads(done.stdout)["run_dir"] == folder
+    refused = desk.trainkit("resume", folder)
+    assert refused.returncode == 2
+    typed = refused.stderr.partition("hint: `trainkit ")[2].partition("` ends it")[0]
+    assert shlex.split(typed) == ["cancel", folder]
+    assert desk.trainkit("cancel", folder, "--wait").returncode == 0
+    assert not (desk.folder / "x").exists()

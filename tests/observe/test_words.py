@@ -12,6 +12,16 @@ def test_event_line():
     assert event_line(event) == "12:00:01  attempt 1  stopped  exit_code=75  (so)"
 
 
+def test_long_numbers_of_events_are_cut():
+    event = {
+        "time": "2026-01-01T12:00:01.000Z",
+        "attempt": 2,
+        "event": "evaluated",
+        "val_loss": 5.822849869728088,
+    }
+    assert event_line(event) == "12:00:01  attempt 2  evaluated  val_loss=5.82285"
+
+
 def test_verdict_line():
     verdict = {"rank": 3, "host": "n1", "step": 37, "type": "ValueError", "message": "bad"}
     assert verdict_line(verdict) == "rank 3 failed first on n1 at step 37: ValueError: bad"

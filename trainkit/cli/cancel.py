@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from shlex import quote
 
 import click
 
@@ -54,7 +55,9 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
             if wait_until_gone(entry, grace_s + WAIT_MARGIN_S):
                 done, message = "cancelled", f"{entry['job_id']} has ended"
             else:
-                message = f"{entry['job_id']} still runs; `trainkit cancel {run.path} --now` kills it"
+                message = (
+                    f"{entry['job_id']} still runs; `trainkit cancel {quote(str(run.path))} --now` kills it"
+                )
     click.echo(message, err=True)
     if as_json:
         value = {"run_dir": str(run.path), "job_id": entry and entry["job_id"], "state": done}

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -92,8 +93,8 @@ def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
         return follow_run(run, attempt, to_stderr)
     except KeyboardInterrupt:
         click.echo(
-            f"\ndetached: the job goes on; `trainkit logs {run.path} -f` shows it, "
-            f"`trainkit cancel {run.path}` ends it",
+            f"\ndetached: the job goes on; `trainkit logs {quote(str(run.path))} -f` shows it, "
+            f"`trainkit cancel {quote(str(run.path))}` ends it",
             err=True,
         )
         return EXIT_INTERRUPTED
@@ -125,5 +126,5 @@ def tell_end(run: RunDir) -> int:
     if end.get("verdict"):
         click.echo(verdict_line(end["verdict"]), err=True)
     if end["state"] == "stopped":
-        click.echo(f"`trainkit resume {run.path}` goes on from here", err=True)
+        click.echo(f"`trainkit resume {quote(str(run.path))}` goes on from here", err=True)
     return EXIT_OK if end["exit_code"] in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import click
@@ -57,7 +58,7 @@ def command(
     if not paths:
         raise UsageError(
             f"attempt {attempt.number} of {run.path} has no such log",
-            hint=f"`trainkit status {run.path}` tells how far it came; its logs are in {attempt.logs_dir}",
+            hint=f"`trainkit status {quote(str(run.path))}` tells how far it came; its logs are in {attempt.logs_dir}",
         )
     for path in paths:
         start = 0 if lines is None else start_of_last(path, lines)
@@ -70,7 +71,9 @@ def command(
 def _attempt(run: RunDir, number: int | None) -> AttemptDir:
     numbers = run.attempt_numbers()
     if not numbers:
-        raise UsageError(f"{run.path} was never started", hint=f"`trainkit resume {run.path}` starts it")
+        raise UsageError(
+            f"{run.path} was never started", hint=f"`trainkit resume {quote(str(run.path))}` starts it"
+        )
     if number is not None and number not in numbers:
         raise UsageError(f"{run.path} has no attempt {number}", hint=f"its attempts are 1 to {numbers[-1]}")
     return run.attempt(number or numbers[-1])

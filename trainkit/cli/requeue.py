@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from shlex import quote
 
 import click
 
@@ -35,7 +36,8 @@ def command(run_name: str, as_json: bool) -> int:
             newest = newest_entry(run)
             if newest is None:
                 raise UsageError(
-                    f"{run.path} was never started", hint=f"`trainkit resume {run.path}` starts it"
+                    f"{run.path} was never started",
+                    hint=f"`trainkit resume {quote(str(run.path))}` starts it",
                 )
             attempt = run.attempt(newest["attempt"])
             config_text = attempt.config_file.read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ def event_line(event: Mapping[str, Any]) -> str:
     """One event as one line: ``12:00:01  attempt 1  checkpoint_commit  step=100``."""
     clock = str(event.get("time") or "")[11:19]
     fields = [
-        f"{key}={value}"
+        f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}"
         for key, value in event.items()
         if key not in ("time", "attempt", "event", "reason")
         and value is not None

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from trainkit.config import LoadedConfig, dump_effective
 from trainkit.errors import UsageError
@@ -78,7 +79,9 @@ def _new_folder(parent: Path, name: str) -> Path:
 def _empty_folder(folder: Path) -> Path:
     """The folder that was asked for, made if need be; nothing that exists in it is touched."""
     if RunDir(folder).exists():
-        raise UsageError(f"{folder} already holds a run", hint=f"`trainkit resume {folder}` goes on with it")
+        raise UsageError(
+            f"{folder} already holds a run", hint=f"`trainkit resume {quote(str(folder))}` goes on with it"
+        )
     if folder.exists():
         if not folder.is_dir():
             raise UsageError(f"{folder} is a file", hint="choose another folder with --run-dir")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from trainkit.errors import TrainkitError, UsageError
@@ -93,8 +94,8 @@ def refuse_live(run: RunDir, what: str) -> None:
     if entry is not None:
         raise UsageError(
             f"{run.path} is running as {entry['job_id']}",
-            hint=f"`trainkit cancel {run.path}` ends it; "
-            f"`trainkit requeue {run.path}` saves and starts it again",
+            hint=f"`trainkit cancel {quote(str(run.path))}` ends it; "
+            f"`trainkit requeue {quote(str(run.path))}` saves and starts it again",
         )
 
 
