@@ -58,7 +58,8 @@ def command(
     if not paths:
         raise UsageError(
             f"attempt {attempt.number} of {run.path} has no such log",
-            hint=f"`trainkit status {quote(str(run.path))}` tells how far it came; its logs are in {attempt.logs_dir}",
+            hint=f"`trainkit status {quote(str(run.path))}` tells how far it came; "
+            f"its logs are in {attempt.logs_dir}",
         )
     for path in paths:
         start = 0 if lines is None else start_of_last(path, lines)
