@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from steering import is_running, wait_for
 
-from trainkit.rundir import RunDir, read_json
+from trainkit.rundir import RunDir, read_json, read_jsonl
 
 
 def test_submit_prints_folder_and_job_and_returns_while_it_runs(desk):
@@ -139,3 +139,27 @@ def test_odd_folder_names_are_only_names(desk):
     assert shlex.split(typed) == ["cancel", folder]
     assert desk.trainkit("cancel", folder, "--wait").returncode == 0
     assert not (desk.folder / "x").exists()
+
+
+@pytest.mark.slow
+def test_built_in_trainer_in_slices_on_two_nodes(desk):
+    argv = [sys.executable, "-m", "trainkit"]
+    settings = [
+        "train.steps=6",
+        "train.stop_at_step=3",
+        "train.log_every=1",
+        "data.seq_len=64",
+        "train.eval_every=3",
+    ]
+    first = ["submit", str(desk.config), "--nodes", "2", *(part for s in settings for part in ("--set", s))]
+    options = {"cwd": desk.folder, "env": desk.environ, "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run([*argv, *first, "--follow"], **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDir(done.stdout.splitlines()[0])
+    assert read_json(run.attempt(1).end_file)["state"] == "stopped"
+    second = ["resume", "last", "--nodes", "1", "--set", "train.stop_at_step=null", "--follow"]
+    done = subprocess.run([*argv, *second], **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read_json(run.attempt(2).end_file)["state"] == "finished"
+    steps = [(line["attempt"], line["step"]) for line in read_jsonl(run.metrics_file)]
+    assert steps == [(1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (2, 6)]

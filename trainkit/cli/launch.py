@@ -125,6 +125,9 @@ def tell_end(run: RunDir) -> int:
     click.echo(f"{end['state']}: {end['reason']}", err=True)
     if end.get("verdict"):
         click.echo(verdict_line(end["verdict"]), err=True)
+        if end["verdict"].get("rank") is not None:
+            command = f"trainkit logs {quote(str(run.path))} --rank {end['verdict']['rank']}"
+            click.echo(f"`{command}` shows what it printed", err=True)
     if end["state"] == "stopped":
         click.echo(f"`trainkit resume {quote(str(run.path))}` goes on from here", err=True)
     return EXIT_OK if end["exit_code"] in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 import click
 
 from trainkit.cli.options import ConfigRequest, config_options, examples, json_option
@@ -38,5 +40,7 @@ def command(request: ConfigRequest, run_dir: str | None, dry_run: bool, follow: 
     run, value = launch.start_new_run(loaded, plan, run_dir, "submit")
     launch.print_started(value, as_json)
     if not follow:
+        shown = quote(str(run.path))
+        click.echo(f"`trainkit logs {shown} -f` shows it, `trainkit cancel {shown}` ends it", err=True)
         return EXIT_OK
     return launch.follow_detachable(run, value["attempt"], to_stderr=as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -60,7 +61,7 @@ class Crew:
         received = children.wait_for_signal(left_s)
         if received is not None and received != signal.SIGCHLD:
             for member in self.running.values():
-                member.send_signal(received)
+                os.kill(member.pid, received)  # Popen.send_signal would reap one that has just ended
             self.told(received)
         self._reap()
 
