@@ -43,18 +43,19 @@ def hash_int32(counter: Tensor, key: Tensor | int, second_key: Tensor | int = 0)
     return x ^ _shift_right(x, 16)
 
 
-def dropout(x: Tensor, probability: float, sample_keys: Tensor, site: int) -> Tensor:
+def dropout(x: Tensor, probability: float, sample_keys: Tensor, site_key: Tensor | int) -> Tensor:
     """Drop elements of `x` with `probability` and scale the rest up.
 
-    x: [batch, ...]; sample_keys: int32 [batch], one key a sample; site: which dropout of the model this is.
+    x: [batch, ...]; sample_keys: int32 [batch], one key a sample; site_key: which dropout of the model this
+    is, as int32 [].
     """
     if probability == 0.0:
         return x
     counter = torch.arange(x[0].numel(), device=x.device, dtype=torch.int32)
     keys = sample_keys[:, None]
     # Not `% 2**32`: a threshold in int32 compares without leaving the integer type.
-    threshold = round(probability * 2**32) - 2**31
-    keep = hash_int32(counter, keys, stable_key("dropout", site)) >= threshold
+    threshold = min(round(probability * 2**32) - 2**31, 2**31 - 1)
+    keep = hash_int32(counter, keys, site_key) >= threshold
     return x * (keep.view(x.shape) * (1.0 / (1.0 - probability))).to(x.dtype)
 
 

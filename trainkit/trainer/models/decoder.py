@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.plan.model_shape import ModelShape
-from trainkit.trainer.stateless_random import dropout
+from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
 
@@ -78,21 +78,20 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each behind a norm and added to its input."""
 
-    def __init__(self, shape: ModelShape, index: int) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.index = index
         self.dropout = shape.dropout
         self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.attention = Attention(shape)
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.ffn = FeedForward(shape)
 
-    def forward(self, x: Tensor, rope: Tensor, sample_keys: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, sample_keys: Tensor, site_keys: Tensor) -> Tensor:
         probability = self.dropout if self.training else 0.0
         y = self.attention(self.attention_norm(x), rope)
-        x = x + dropout(y, probability, sample_keys, site=2 * self.index + 1)
+        x = x + dropout(y, probability, sample_keys, site_keys[0])
         y = self.ffn(self.ffn_norm(x))
-        return x + dropout(y, probability, sample_keys, site=2 * self.index + 2)
+        return x + dropout(y, probability, sample_keys, site_keys[1])
 
 
 class Decoder(nn.Module):
@@ -102,16 +101,18 @@ class Decoder(nn.Module):
     """
 
     rope: Tensor
+    site_keys: Tensor
 
     def __init__(self, shape: ModelShape, seq_len: int) -> None:
         super().__init__()
         self.shape = shape
         self.seq_len = seq_len
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
-        self.blocks = nn.ModuleList(Block(shape, index) for index in range(shape.num_layers))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
         self.register_buffer("rope", self.make_rope(), persistent=False)
+        self.register_buffer("site_keys", self.make_site_keys(), persistent=False)
         self.tie()
 
     def tie(self) -> None:
@@ -122,18 +123,27 @@ class Decoder(nn.Module):
     def make_rope(self) -> Tensor:
         return rope_table(self.seq_len, self.shape.dim // self.shape.num_heads, self.shape.rope_theta)
 
+    def make_site_keys(self) -> Tensor:
+        """One key for each dropout of the model, int32 [1 + 2 x layers].
+
+        Tensors, not numbers in the blocks: a compiled block would be compiled anew for each of them.
+        """
+        sites = range(1 + 2 * self.shape.num_layers)
+        return torch.tensor([stable_key("dropout", site) for site in sites], dtype=torch.int32)
+
     def forward(self, tokens: Tensor, sample_keys: Tensor) -> Tensor:
         x = self.embedding(tokens)
         if self.training:
-            x = dropout(x, self.shape.dropout, sample_keys, site=0)
-        for block in self.blocks:
-            x = block(x, self.rope, sample_keys)
+            x = dropout(x, self.shape.dropout, sample_keys, self.site_keys[0])
+        for block, site_keys in zip(self.blocks, self.site_keys[1:].view(-1, 2), strict=True):
+            x = block(x, self.rope, sample_keys, site_keys)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
     def restore(self) -> None:
         """Bring back what `to_empty` loses: the buffers' values, and that tied weights are one."""
         self.rope.copy_(self.make_rope())
+        self.site_keys.copy_(self.make_site_keys())
         self.tie()
 
     def init_std(self, name: str) -> float | None:
