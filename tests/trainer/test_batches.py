@@ -1,0 +1,200 @@
+"""Which samples make a step, on any number of ranks and through any number of threads."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from trainkit.data.order import sample_index
+from trainkit.plan.launch import Batch
+from trainkit.trainer.data.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches, StepBatch
+
+SEQ_LEN = 4
+DEVICE_BATCH = 2
+GLOBAL_BATCH = 16
+NAMES = ("tokens", "labels", "sample_keys")
+
+
+@dataclass
+class NumberedSamples:
+    """A dataset in which sample i begins with the token 1000 x i."""
+
+    num_samples: int = 50
+    seq_len: int = SEQ_LEN
+
+    def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        return 1000 * np.asarray(indices)[:, None] + 1 + np.arange(self.seq_len + 1)
+
+
+def source(dp_rank: int = 0, dp_size: int = 1, dataset: Any = None, **changes: Any) -> BatchSource:
+    accumulation = GLOBAL_BATCH // (DEVICE_BATCH * dp_size)
+    fields: dict[str, Any] = {
+        "dataset": dataset or NumberedSamples(),
+        "batch": Batch(DEVICE_BATCH, accumulation, GLOBAL_BATCH, GLOBAL_BATCH * SEQ_LEN),
+        "dp_rank": dp_rank,
+        "dp_size": dp_size,
+        "seed": 3,
+        "shuffle": True,
+        "end_position": None,
+    }
+    return BatchSource(**(fields | changes))
+
+
+def assert_same(a: StepBatch, b: StepBatch) -> None:
+    assert (a.num_tokens, a.num_samples) == (b.num_tokens, b.num_samples)
+    for first, second in zip(a.microbatches, b.microbatches, strict=True):
+        assert torch.equal(first.tokens, second.tokens)
+        assert torch.equal(first.labels, second.labels)
+        assert torch.equal(first.sample_keys, second.sample_keys)
+
+
+def union(position: int, dp_size: int, **changes: Any) -> dict[str, Tensor]:
+    """A step's rows of all ranks, in the order of their positions: microbatch by microbatch, rank by rank."""
+    steps = [source(rank, dp_size, **changes).step_at(position) for rank in range(dp_size)]
+    micros = [step.microbatches[index] for index in range(len(steps[0].microbatches)) for step in steps]
+    return {
+        name: torch.cat([getattr(m, name) for m in micros]) for name in ("tokens", "labels", "sample_keys")
+    }
+
+
+@pytest.mark.parametrize("position", [0, 16, 40, 1000])
+@pytest.mark.parametrize("end_position", [None, 1010])
+@pytest.mark.parametrize("dp_size", [2, 4, 8])
+def test_ranks_together_read_what_one_process_reads(
+    position: int, dp_size: int, end_position: int | None
+) -> None:
+    expected = union(position, 1, end_position=end_position)
+    found = union(position, dp_size, end_position=end_position)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_stand_at_consecutive_positions(shuffle: bool) -> None:
+    rows = union(32, 2, shuffle=shuffle)
+    wanted = sample_index(np.arange(32, 48), 50, seed=3, shuffle=shuffle)
+    assert (rows["tokens"][:, 0] // 1000).tolist() == wanted.tolist()
+    assert torch.equal(rows["labels"][:, :-1], rows["tokens"][:, 1:]), "labels are the next tokens"
+    assert torch.equal(rows["labels"][:, -1], rows["tokens"][:, -1] + 1)
+
+
+def test_a_step_crosses_the_end_of_an_epoch() -> None:
+    ids = [(union(start, 1)["tokens"][:, 0] // 1000).tolist() for start in range(0, 112, 16)]
+    flat = [index for step in ids for index in step]
+    assert sorted(flat[:50]) == list(range(50)), "each sample once an epoch"
+    assert sorted(flat[50:100]) == list(range(50))
+    assert flat[:50] != flat[50:100], "in another order"
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+@pytest.mark.parametrize("left", [1, 2, 3, 15, 16])
+def test_the_end_of_the_data_is_padded_masked_and_counted(dp_size: int, left: int) -> None:
+    steps = [source(rank, dp_size, end_position=96 + left).step_at(96) for rank in range(dp_size)]
+    assert {step.num_samples for step in steps} == {left}
+    assert sum(step.num_tokens for step in steps) == left * SEQ_LEN
+    for step in steps:
+        assert len(step.microbatches) == GLOBAL_BATCH // (DEVICE_BATCH * dp_size)
+        assert step.num_tokens == sum(int((m.labels != IGNORE_LABEL).sum()) for m in step.microbatches)
+        assert all(m.tokens.shape == (DEVICE_BATCH, SEQ_LEN) for m in step.microbatches)
+    labels = union(96, dp_size, end_position=96 + left)["labels"]
+    assert (labels[:left] != IGNORE_LABEL).all()
+    assert (labels[left:] == IGNORE_LABEL).all()
+
+
+def test_beyond_the_end_there_is_nothing_to_count() -> None:
+    batches = PrefetchedBatches(source(end_position=20), 16, num_workers=0)
+    assert next(batches).num_samples == 4
+    empty = next(batches)
+    assert (empty.num_samples, empty.num_tokens) == (0, 0)
+
+
+def test_sample_keys_depend_on_seed_and_position_only() -> None:
+    keys = union(48, 1)["sample_keys"]
+    assert torch.equal(union(48, 1, shuffle=False)["sample_keys"], keys)
+    assert torch.equal(union(48, 4, dataset=NumberedSamples(7))["sample_keys"], keys)
+    assert torch.equal(union(40, 1)["sample_keys"][8:], keys[:8]), "wherever the step begins"
+    assert not torch.equal(union(48, 1, seed=4)["sample_keys"], keys)
+    assert keys.dtype == torch.int32
+
+
+def test_sample_keys_are_promises() -> None:
+    assert source().step_at(0).microbatches[0].sample_keys.tolist() == [-1330467478, -1561825288]
+    assert source().step_at(2**40).microbatches[0].sample_keys.tolist() == [-1939650490, -363037967]
+
+
+def test_sample_keys_rarely_meet() -> None:
+    starts = (0, 1 << 16, 1 << 31, 1 << 32)
+    batch = Batch(1 << 16, 1, 1 << 16, (1 << 16) * SEQ_LEN)
+    keys = [
+        source(batch=batch).step_at(p).microbatches[0].sample_keys for p in (0, 1 << 16, 1 << 31, 1 << 32)
+    ]
+    unique = torch.cat(keys).unique().numel()
+    assert unique > (1 << 18) - 40, "2^18 keys of 32 bits: eight pairs are to be expected"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 4])
+@pytest.mark.parametrize("end_position", [None, 150])
+def test_read_ahead_equals_read_directly(num_workers: int, end_position: int | None) -> None:
+    direct = source(1, 2, end_position=end_position)
+    batches = PrefetchedBatches(direct, 16, num_workers)
+    for number, batch in enumerate(islice(batches, 9)):
+        assert_same(batch, direct.step_at(min(16 + number * GLOBAL_BATCH, end_position or 10**9)))
+    batches.close()
+
+
+def test_an_error_while_reading_ahead_comes_out_at_its_step() -> None:
+    class Broken(NumberedSamples):
+        def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+            if 33 in np.asarray(indices):
+                raise OSError("the disk is gone")
+            return super().read(indices)
+
+    batches = PrefetchedBatches(source(dataset=Broken(), shuffle=False), 0, num_workers=2)
+    assert [next(batches).num_samples, next(batches).num_samples] == [16, 16]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(batches)
+    batches.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 4])
+def test_close_in_the_middle_leaves_no_thread(num_workers: int) -> None:
+    before = set(threading.enumerate())
+    batches = PrefetchedBatches(source(), 0, num_workers)
+    next(batches)
+    started = set(threading.enumerate()) - before
+    assert bool(started) == (num_workers > 0)
+    batches.close()
+    batches.close()
+    for thread in started:
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+def test_reads_ahead_while_nobody_waits() -> None:
+    class Counting(NumberedSamples):
+        reads = 0
+        enough = threading.Event()
+
+        def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+            Counting.reads += 1
+            if Counting.reads >= 3 * GLOBAL_BATCH // DEVICE_BATCH:
+                Counting.enough.set()
+            return super().read(indices)
+
+    batches = PrefetchedBatches(source(dataset=Counting()), 0, num_workers=2)
+    next(batches)
+    assert Counting.enough.wait(timeout=5), "two steps more than were asked for"
+    batches.close()
+
+
+def test_a_microbatch_stays_on_the_cpu_uncopied() -> None:
+    micro = source().step_at(0).microbatches[0]
+    assert cast(Any, micro).to(torch.device("cpu")) is micro

@@ -1,0 +1,187 @@
+"""Random numbers that depend on where they are used, and on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise, product
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainkit.trainer.stateless_random import dropout, fill_normal_, hash_int32, stable_key
+
+KEYS = torch.tensor([1, 2], dtype=torch.int32)
+
+
+def normal(shape: Sequence[int], name: str = "0/w", std: float = 1.0) -> Tensor:
+    values = torch.empty(tuple(shape))
+    fill_normal_(values, std, name, shape, (0,) * len(shape))
+    return values
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack((a.flatten().double(), b.flatten().double())))[0, 1])
+
+
+class TestGoldenValues:
+    """Other values here mean that every resumed run goes on with another noise than it began with."""
+
+    def test_keys(self) -> None:
+        assert [stable_key("a"), stable_key("dropout", 3), stable_key(0, "sample")] == [
+            310482890,
+            142797943,
+            1226981250,
+        ]
+
+    def test_hash(self) -> None:
+        counter = torch.arange(4, dtype=torch.int32)
+        assert hash_int32(counter, 7, 9).tolist() == [1082250929, 1979266635, 1271019535, -674539194]
+        borders = torch.tensor([-1, 2**31 - 1], dtype=torch.int32)
+        assert hash_int32(borders, -5).tolist() == [2095690390, -1602287900]
+
+    def test_dropout(self) -> None:
+        dropped = dropout(torch.ones(2, 8), 0.5, KEYS, stable_key("dropout", 3))
+        assert dropped.tolist() == [[0, 2, 2, 0, 0, 2, 2, 2], [2, 2, 0, 2, 2, 2, 0, 2]]
+
+    def test_first_weights(self) -> None:
+        expected = [[0.086395, -1.042707, -0.715096, 0.251754], [-0.320085, -0.674815, -2.254371, -0.032364]]
+        assert normal((2, 4)).tolist() == [pytest.approx(row, abs=2e-6) for row in expected]
+
+
+class TestHash:
+    def test_is_uniform(self) -> None:
+        values = hash_int32(torch.arange(1 << 18, dtype=torch.int32), 12345).double()
+        counts = torch.histc(values, bins=64, min=-(2.0**31), max=2.0**31 - 1)
+        expected = (1 << 18) / 64
+        chi_squared = float(((counts - expected) ** 2 / expected).sum())
+        assert chi_squared < 120, "63 degrees of freedom: 103 is one in a thousand"
+
+    def test_each_key_bit_changes_about_half_of_the_bits(self) -> None:
+        counter = torch.arange(1 << 12, dtype=torch.int32)
+        base = hash_int32(counter, 77, 99)
+        for bit in range(31):
+            for other in (hash_int32(counter, 77 ^ (1 << bit), 99), hash_int32(counter, 77, 99 ^ (1 << bit))):
+                flipped = (base ^ other).view(torch.uint8).int()
+                ones = sum(int((flipped >> place & 1).sum()) for place in range(8))
+                assert 0.4 < ones / (32 * len(counter)) < 0.6
+
+    def test_does_not_repeat_within_a_key(self) -> None:
+        assert hash_int32(torch.arange(1 << 16, dtype=torch.int32), 3, 4).unique().numel() == 1 << 16
+
+
+class TestDropout:
+    def test_probability_zero_is_the_identity(self) -> None:
+        x = torch.randn(2, 5)
+        assert dropout(x, 0.0, KEYS, site_key=0) is x
+
+    @pytest.mark.parametrize("probability", [0.01, 0.1, 0.5, 0.9])
+    def test_rate_and_scale(self, probability: float) -> None:
+        x = torch.ones(4, 100_000)
+        dropped = dropout(x, probability, torch.arange(4, dtype=torch.int32), site_key=1)
+        assert dropped.unique().tolist() == pytest.approx([0.0, 1 / (1 - probability)])
+        rates = (dropped == 0).float().mean(dim=1)
+        sigma = (probability * (1 - probability) / 100_000) ** 0.5
+        assert rates.tolist() == pytest.approx([probability] * 4, abs=5 * sigma)
+        assert dropped.mean().item() == pytest.approx(1.0, rel=0.05)
+
+    def test_a_probability_next_to_one_drops_all(self) -> None:
+        """The threshold is the largest int32 then, and must not wrap around to the smallest."""
+        assert dropout(torch.ones(2, 1000), 1 - 1e-12, KEYS, site_key=0).count_nonzero() == 0
+
+    def test_mask_belongs_to_the_sample_not_to_its_place_in_the_batch(self) -> None:
+        x = torch.ones(3, 4, 50)
+        keys = torch.tensor([5, -6, 7], dtype=torch.int32)
+        together = dropout(x, 0.3, keys, site_key=2)
+        for row in range(3):
+            alone = dropout(x[row : row + 1], 0.3, keys[row : row + 1], site_key=2)
+            assert torch.equal(together[row : row + 1], alone)
+
+    def test_samples_and_sites_and_neighbours_are_independent(self) -> None:
+        x = torch.ones(8, 8_000)
+        keys = hash_int32(torch.arange(8, dtype=torch.int32), 1)
+        masks = [dropout(x, 0.5, keys, stable_key("dropout", site)) for site in range(4)]
+        for first, second in pairwise(masks):
+            assert abs(correlation(first, second)) < 0.02
+        for mask in masks:
+            for i, j in pairwise(range(8)):
+                assert abs(correlation(mask[i], mask[j])) < 0.06
+            for lag in (1, 2, 64, 1024):
+                assert abs(correlation(mask[:, lag:], mask[:, :-lag])) < 0.02
+
+    def test_gradient_flows_through_what_is_kept(self) -> None:
+        x = torch.randn(2, 100, requires_grad=True)
+        dropped = dropout(x, 0.25, KEYS, site_key=0)
+        dropped.sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        assert torch.equal(x.grad, dropout(torch.ones(2, 100), 0.25, KEYS, site_key=0))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_keeps_the_type_and_drops_the_same_in_each(self, dtype: torch.dtype) -> None:
+        dropped = dropout(torch.ones(2, 64, dtype=dtype), 0.5, KEYS, site_key=9)
+        assert dropped.dtype == dtype
+        assert torch.equal(dropped.float(), dropout(torch.ones(2, 64), 0.5, KEYS, site_key=9))
+
+    @pytest.mark.slow
+    def test_compiled_is_the_same(self) -> None:
+        compiled = torch.compile(dropout, fullgraph=True)
+        x = torch.randn(2, 7, 33)
+        for site_key in (KEYS[0], KEYS[1]):
+            assert torch.equal(compiled(x, 0.3, KEYS, site_key), dropout(x, 0.3, KEYS, site_key))
+
+
+class TestNormal:
+    def test_moments(self) -> None:
+        values = normal((400, 1000), std=0.02).double() / 0.02
+        assert values.mean().item() == pytest.approx(0, abs=0.01)
+        assert values.std().item() == pytest.approx(1, abs=0.01)
+        assert (values**3).mean().item() == pytest.approx(0, abs=0.02)
+        assert (values**4).mean().item() == pytest.approx(3, abs=0.05)
+        assert 4.0 < values.abs().max().item() < 6.0
+        assert (values.abs() > 3).double().mean().item() == pytest.approx(0.0027, rel=0.15)
+
+    def test_rows_columns_and_names_are_independent(self) -> None:
+        whole = normal((64, 1024))
+        for other in (normal((64, 1024), "1/w"), normal((64, 1024), "0/w2"), normal((64, 1024), "0/v")):
+            assert abs(correlation(whole, other)) < 0.01
+        for lag in (1, 2, 32):
+            assert abs(correlation(whole[lag:], whole[:-lag])) < 0.01
+            assert abs(correlation(whole[:, lag:], whole[:, :-lag])) < 0.01
+
+    def test_a_row_of_shards_equals_the_whole(self) -> None:
+        whole = normal((10, 6))
+        for borders in ([0, 5, 10], [0, 3, 6, 9, 10], [0, 10, 10], list(range(11))):
+            shards = []
+            for start, stop in pairwise(borders):
+                shard = torch.empty(stop - start, 6)
+                fill_normal_(shard, 1.0, "0/w", (10, 6), (start, 0))
+                shards.append(shard)
+            assert torch.equal(torch.cat(shards), whole)
+
+    def test_tiles_of_two_and_three_dimensions_equal_the_whole(self) -> None:
+        for shape, tile in (((7, 9), (3, 4)), ((4, 6, 5), (3, 2, 4))):
+            whole = normal(shape)
+            starts = [range(0, size, step) for size, step in zip(shape, tile, strict=True)]
+            for offset in product(*starts):
+                window = tuple(
+                    slice(o, min(o + t, size)) for o, t, size in zip(offset, tile, shape, strict=True)
+                )
+                shard = torch.empty_like(whole[window])
+                fill_normal_(shard, 1.0, "0/w", shape, offset)
+                assert torch.equal(shard, whole[window])
+
+    def test_beyond_two_to_the_32_elements(self) -> None:
+        """Rows whose elements share the low 32 bits of their index are told apart by the high ones."""
+        shape = (3, 2**32)
+        rows = []
+        for row in range(3):
+            shard = torch.empty(1, 2000)
+            fill_normal_(shard, 1.0, "0/w", shape, (row, 5))
+            rows.append(shard)
+        for first, second in pairwise(rows):
+            assert abs(correlation(first, second)) < 0.1
+        assert torch.cat(rows).std().item() == pytest.approx(1, abs=0.05)
+
+    def test_a_vector_and_an_empty_shard(self) -> None:
+        assert normal((12,)).std() > 0.3
+        fill_normal_(torch.empty(0, 4), 1.0, "0/w", (8, 4), (8, 0))
