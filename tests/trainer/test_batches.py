@@ -131,7 +131,6 @@ def test_sample_keys_are_promises() -> None:
 
 
 def test_sample_keys_rarely_meet() -> None:
-    starts = (0, 1 << 16, 1 << 31, 1 << 32)
     batch = Batch(1 << 16, 1, 1 << 16, (1 << 16) * SEQ_LEN)
     keys = [
         source(batch=batch).step_at(p).microbatches[0].sample_keys for p in (0, 1 << 16, 1 << 31, 1 << 32)
