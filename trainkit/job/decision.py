@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED
+from trainkit.job.signals import NOTICE_SIGNALS
 
 COMEBACK_SIGNAL = "SIGUSR2"
 """Sent to a supervisor it means: save, stop, and start again."""
@@ -39,7 +40,7 @@ def decide(
         return Decision("failed", "a worker says that starting again cannot help", EXIT_NO_RESTART)
     if saved and request is None:
         return Decision("stopped", "the workers saved and ended by themselves", EXIT_STOPPED)
-    if request is not None and (saved or killed or _ended_by(request, exit_codes)):
+    if request is not None and (saved or killed or _ended_as_asked(exit_codes)):
         if saved:
             how = f"saved after {request}"
         elif killed:
@@ -62,10 +63,10 @@ def _after_request(how: str, request: str, num_requeues: int, max_requeues: int)
     return Decision("requeue", f"{how}; starting again, comeback {num_requeues + 1}", EXIT_STOPPED)
 
 
-def _ended_by(request: str, exit_codes: Sequence[int]) -> bool:
-    """True when every worker that did not save died of the signal that was passed on to it."""
-    own = signal_exit_code(signal.Signals[request])
-    return all(code in (EXIT_OK, EXIT_STOPPED, own) for code in exit_codes)
+def _ended_as_asked(exit_codes: Sequence[int]) -> bool:
+    """True when every worker that did not save died of a signal that asks to stop."""
+    asked = [signal_exit_code(number) for number in NOTICE_SIGNALS]
+    return all(code in (EXIT_OK, EXIT_STOPPED, *asked) for code in exit_codes)
 
 
 def signal_exit_code(number: int) -> int:
