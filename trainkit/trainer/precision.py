@@ -11,6 +11,8 @@ from trainkit.config.training import PrecisionConfig
 from trainkit.trainer.distributed import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MAX_LOSS_SCALE = 2.0**100
+"""Halving an infinite factor would never bring it back."""
 
 
 def autocast(world: World, dtype: torch.dtype) -> AbstractContextManager[object]:
@@ -44,7 +46,7 @@ class LossScale:
         good = torch.where(skipped > 0, 0.0, self._good_steps + 1)
         grow = good >= self._growth_interval
         factor = torch.where(skipped > 0, 0.5, torch.where(grow, 2.0, 1.0))
-        self.value = (self.value * factor).clamp(min=1.0)
+        self.value = (self.value * factor).clamp(1.0, MAX_LOSS_SCALE)
         self._good_steps = torch.where(grow, 0.0, good)
 
     def state(self) -> dict[str, float]:
