@@ -1,0 +1,169 @@
+"""Run folders and worker processes for tests that train for real."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.config import dump_effective, load_config
+from trainkit.plan.machine import Machine
+from trainkit.plan.make_plan import make_plan
+from trainkit.rundir import AttemptDir, RunDir, read_metrics, write_json
+
+FAST = (
+    "model.preset=nano",
+    "data.seq_len=64",
+    "train.device_batch_size=4",
+    "train.global_batch_size=16",
+    "train.log_every=1",
+    "train.eval_every=null",
+    "checkpoint.every_steps=null",
+    "precision.dtype=fp32",
+    "logging.tensorboard=false",
+    "device=cpu",
+)
+"""Steps of a few milliseconds: for tests that are about something else than what is learned."""
+
+TIMEOUT_S = 180
+
+
+def make_attempt(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 1) -> AttemptDir:
+    """The next attempt of a run, written as `trainkit submit` writes it."""
+    run = RunDir(run_dir)
+    run.path.mkdir(exist_ok=True)
+    config_file = run.path.parent / "test.yaml"
+    config_file.write_text("name: test\n")
+    loaded = load_config(
+        config_file,
+        overrides=[*FAST, *overrides, f"resources.gpus_per_node={num_procs}"],
+        environ={},
+        cwd=run.path.parent,
+    )
+    machine = Machine(num_cpus=2, num_gpus=0, gpu_names=(), gpu_reason="a test")
+    attempt = run.attempt((run.attempt_numbers() or [0])[-1] + 1)
+    attempt.create()
+    attempt.config_file.write_text(dump_effective(loaded.config))
+    run.config_file.write_text(dump_effective(loaded.config))
+    write_json(attempt.plan_file, make_plan(loaded, machine).to_dict())
+    return attempt
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_workers(
+    attempt: AttemptDir, num_procs: int = 1, env: dict[str, str] | None = None, **popen: Any
+) -> list[subprocess.Popen[bytes]]:
+    """The ranks of an attempt as plain processes; each one's output goes to its log."""
+    common = {
+        "TRAINKIT_JOB_ATTEMPT": str(attempt.number),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(num_procs),
+        "LOCAL_WORLD_SIZE": str(num_procs),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **(env or {}),
+    }
+    procs = []
+    for rank in range(num_procs):
+        with attempt.rank_log(rank).open("ab") as log:
+            procs.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "trainkit.trainer", str(attempt.run.path)],
+                    env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    **popen,
+                )
+            )
+    return procs
+
+
+def wait_for(procs: Sequence[subprocess.Popen[bytes]], timeout_s: float = TIMEOUT_S) -> list[int]:
+    """The exit codes of processes that end by themselves; what does not is killed, and the test fails."""
+    try:
+        return [proc.wait(timeout=timeout_s) for proc in procs]
+    finally:
+        for proc in procs:
+            if proc.poll() is None:
+                proc.kill()
+                proc.wait()
+
+
+def train(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 1, expect: int = 0) -> AttemptDir:
+    """Run one attempt to its end and check every rank's exit code."""
+    attempt = make_attempt(run_dir, overrides, num_procs)
+    codes = wait_for(start_workers(attempt, num_procs))
+    assert codes == [expect] * num_procs, log_text(attempt)
+    return attempt
+
+
+def log_text(attempt: AttemptDir) -> str:
+    """Everything that the ranks of an attempt said."""
+    return "\n".join(path.read_text() for path in sorted(attempt.logs_dir.glob("rank-*.log")))
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """The loss of each step, by step."""
+    return {record["step"]: record["loss"] for record in read_metrics(RunDir(run_dir))}
+
+
+def samples_seen(run_dir: Path) -> list[int]:
+    """The count of samples after each step, in the order of the steps."""
+    return [record["samples_seen"] for record in read_metrics(RunDir(run_dir))]
+
+
+def run_ranks(function: Callable[..., None], num_procs: int, *args: Any) -> None:
+    """Call `function(world, *args)` as each rank of a gloo world, split fully; for parts of the trainer.
+
+    The function stands in a test module; what it raises on any rank fails the test.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    procs = [
+        context.Process(target=_as_rank, args=(function, rank, num_procs, port, args))
+        for rank in range(num_procs)
+    ]
+    for proc in procs:
+        proc.start()
+    try:
+        for proc in procs:
+            proc.join(TIMEOUT_S)
+        assert [proc.exitcode for proc in procs] == [0] * num_procs
+    finally:
+        for proc in procs:
+            proc.kill()
+
+
+def _as_rank(
+    function: Callable[..., None], rank: int, num_procs: int, port: int, args: Sequence[Any]
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from trainkit.trainer.distributed import World
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_procs
+        )
+        mesh = dist.init_device_mesh("cpu", (1, num_procs), mesh_dim_names=("dp_replicate", "dp_shard"))
+        function(World(rank, num_procs, torch.device("cpu"), mesh, dist.new_group(backend="gloo")), *args)
+        dist.barrier()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)

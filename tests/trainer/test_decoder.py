@@ -1,0 +1,208 @@
+"""The decoder against a second one that is written as simply as the papers put it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.models import SEQ_LEN, nano, nano_shape, sample_keys, tokens
+from trainkit.plan.model_shape import PRESETS, num_params
+from trainkit.trainer.activation_checkpointing import apply_activation_checkpointing
+from trainkit.trainer.models.decoder import Decoder
+
+
+def naive_logits(model: Decoder, token_ids: Tensor) -> Tensor:
+    """One sample in float64, head by head and position by position. token_ids [T] -> logits [T, vocab]."""
+    shape = model.shape
+    weights = {name: value.double() for name, value in model.state_dict().items()}
+    head_dim = shape.dim // shape.num_heads
+    length = len(token_ids)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + shape.norm_eps) * weights[f"{name}.weight"]
+
+    def turn(x: Tensor, position: int) -> Tensor:
+        turned = torch.empty_like(x)
+        for pair in range(head_dim // 2):
+            angle = position * shape.rope_theta ** (-2 * pair / head_dim)
+            a, b = x[pair], x[pair + head_dim // 2]
+            turned[pair] = a * math.cos(angle) - b * math.sin(angle)
+            turned[pair + head_dim // 2] = b * math.cos(angle) + a * math.sin(angle)
+        return turned
+
+    x = weights["embedding.weight"][token_ids]
+    for layer in range(shape.num_layers):
+        prefix = f"blocks.{layer}"
+        h = norm(x, f"{prefix}.attention_norm")
+        q, k, v = (h @ weights[f"{prefix}.attention.{name}.weight"].T for name in ("wq", "wk", "wv"))
+        heads = []
+        for head in range(shape.num_heads):
+            kv_head = head // (shape.num_heads // shape.num_kv_heads)
+            mine = slice(head * head_dim, (head + 1) * head_dim)
+            shared = slice(kv_head * head_dim, (kv_head + 1) * head_dim)
+            outputs = []
+            for position in range(length):
+                query = turn(q[position, mine], position)
+                scores = torch.stack(
+                    [query @ turn(k[before, shared], before) for before in range(position + 1)]
+                )
+                attention = torch.softmax(scores / math.sqrt(head_dim), dim=0)
+                outputs.append(attention @ v[: position + 1, shared])
+            heads.append(torch.stack(outputs))
+        x = x + torch.cat(heads, dim=-1) @ weights[f"{prefix}.attention.wo.weight"].T
+        h = norm(x, f"{prefix}.ffn_norm")
+        gate, up = (h @ weights[f"{prefix}.ffn.{name}.weight"].T for name in ("gate", "up"))
+        x = x + (gate * torch.sigmoid(gate) * up) @ weights[f"{prefix}.ffn.down.weight"].T
+    return norm(x, "norm") @ weights["head.weight"].T
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_heads": 4, "num_kv_heads": 2},
+        {"num_heads": 4, "num_kv_heads": 4},
+        {"num_heads": 4, "num_kv_heads": 1, "tie_embeddings": True},
+        {"num_heads": 2, "num_kv_heads": 1, "rope_theta": 500.0, "norm_eps": 1e-2},
+    ],
+)
+def test_equals_the_naive_decoder(config: dict[str, object]) -> None:
+    model = nano(**config).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(4.0 if param.dim() > 1 else 1.3)  # far enough from zero that attention is not flat
+        found = model(tokens(), sample_keys())
+    assert found.shape == (2, SEQ_LEN, model.shape.vocab_size)
+    for row, sample in zip(found, tokens(), strict=True):
+        expected = naive_logits(model, sample)
+        assert expected.std() > 0.1
+        torch.testing.assert_close(row.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_later_token_changes_no_earlier_logit() -> None:
+    model = nano()
+    before = model(tokens(), sample_keys())
+    changed = tokens()
+    changed[:, 9] = (changed[:, 9] + 1) % 257
+    after = model(changed, sample_keys())
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert not torch.equal(before[:, 9], after[:, 9])
+    assert not torch.equal(before[:, 15], after[:, 15])
+
+
+def test_samples_do_not_see_each_other() -> None:
+    model = nano(dropout=0.2).train()
+    together = model(tokens(), sample_keys())
+    torch.testing.assert_close(together[1:], model(tokens()[1:], sample_keys()[1:]))
+
+
+def test_shorter_sequences_than_the_model_was_built_for() -> None:
+    model = nano()
+    torch.testing.assert_close(model(tokens()[:, :5], sample_keys()), model(tokens(), sample_keys())[:, :5])
+
+
+def test_dropout_only_in_training() -> None:
+    model, plain = nano(dropout=0.2), nano()
+    assert torch.equal(model.eval()(tokens(), sample_keys()), plain(tokens(), sample_keys()))
+    first = model.train()(tokens(), sample_keys())
+    assert not torch.equal(first, plain(tokens(), sample_keys()))
+    assert torch.equal(first, model(tokens(), sample_keys())), "a function of the sample, not of the call"
+    assert not torch.equal(first, model(tokens(), sample_keys() + 1))
+
+
+def test_each_dropout_of_the_model_has_its_own_mask() -> None:
+    model = nano(num_layers=3)
+    assert model.site_keys.unique().numel() == 7
+
+
+def test_tied_weights_share_storage_also_after_to_empty() -> None:
+    with torch.device("meta"):
+        model = Decoder(nano_shape(tie_embeddings=True), SEQ_LEN)
+    model.to_empty(device="cpu")
+    model.restore()
+    assert model.head.weight is model.embedding.weight
+    assert len(list(model.parameters())) == len(list(nano(tie_embeddings=False).parameters())) - 1
+
+
+def test_restore_brings_the_buffers_back() -> None:
+    with torch.device("meta"):
+        model = Decoder(nano_shape(), SEQ_LEN)
+    model.to_empty(device="cpu")
+    model.rope.fill_(9.0)
+    model.site_keys.fill_(9)
+    model.restore()
+    for name, buffer in nano().named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer)
+
+
+@pytest.mark.parametrize("preset", [*PRESETS])
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_parameters_are_as_many_as_the_plan_says(preset: str, tie_embeddings: bool) -> None:
+    shape = nano_shape(preset=preset, tie_embeddings=tie_embeddings)
+    with torch.device("meta"):
+        model = Decoder(shape, SEQ_LEN)
+    assert sum(param.numel() for param in model.parameters()) == num_params(shape)
+
+
+def test_first_values() -> None:
+    model = nano(num_layers=8)
+    for name, param in model.named_parameters():
+        if param.dim() == 1:
+            assert torch.equal(param, torch.ones_like(param))
+            continue
+        wanted = 0.02 / 4 if name.endswith(("wo.weight", "down.weight")) else 0.02
+        assert param.std().item() == pytest.approx(wanted, rel=0.05), name
+    loss = torch.nn.functional.cross_entropy(model(tokens(), sample_keys()).flatten(0, 1), tokens().flatten())
+    assert loss.item() == pytest.approx(math.log(model.shape.vocab_size), abs=0.1), "knows nothing yet"
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_recomputing_changes_no_gradient(mode: str, dropout: float) -> None:
+    gradients = []
+    for used in ("none", mode):
+        model = nano(dropout=dropout).train()
+        apply_activation_checkpointing(list(model.blocks), used)  # type: ignore[arg-type]
+        model(tokens(), sample_keys()).float().square().sum().backward()
+        gradients.append({name: param.grad for name, param in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        assert expected is not None
+        assert torch.equal(expected, gradients[1][name]), name
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputing_keeps_less(mode: str) -> None:
+    def kept_bytes(used: str) -> int:
+        sizes = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        model = nano(num_layers=4)
+        apply_activation_checkpointing(list(model.blocks), used)  # type: ignore[arg-type]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            alive = model(tokens(8), sample_keys(8))
+        assert alive.requires_grad
+        return sum(sizes.values())
+
+    assert kept_bytes(mode) < 0.7 * kept_bytes("none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_all_blocks_share_one_compiled_graph(dropout: float) -> None:
+    """More blocks than torch compiles one function anew for (8): the rest would run uncompiled, unsaid."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    model, compiled = nano(num_layers=10, dropout=dropout), nano(num_layers=10, dropout=dropout)
+    for block in compiled.blocks:
+        block.compile(backend="aot_eager")
+    found = compiled(tokens(), sample_keys())
+    torch.testing.assert_close(found, model(tokens(), sample_keys()))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]

@@ -1,0 +1,70 @@
+"""The loss scale of fp16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainkit.config.training import PrecisionConfig
+from trainkit.trainer.precision import LossScale
+
+CPU = torch.device("cpu")
+
+
+def scale_of(dtype: str = "fp16", start: float = 1024.0, growth: int = 3) -> LossScale:
+    config = PrecisionConfig(dtype=dtype, init_loss_scale=start, loss_scale_growth_interval=growth)
+    return LossScale(config, CPU)
+
+
+def after(scale: LossScale, skips: str) -> list[float]:
+    """The factor after each step; skips: a `!` for a step that overflowed, a `.` for one that did not."""
+    values = []
+    for mark in skips:
+        scale.update(torch.tensor(float(mark == "!")))
+        values.append(scale.value.item())
+    return values
+
+
+def test_halves_on_overflow_and_doubles_after_good_steps_in_a_row() -> None:
+    assert after(scale_of(), "..!...") == [1024, 1024, 512, 512, 512, 1024]
+
+
+def test_counts_anew_after_growing() -> None:
+    assert after(scale_of(), "......") == [1024, 1024, 2048, 2048, 2048, 4096]
+
+
+def test_never_falls_below_one() -> None:
+    assert after(scale_of(start=4.0), "!!!!") == [2, 1, 1, 1]
+
+
+def test_never_grows_beyond_what_a_float_holds() -> None:
+    scale = scale_of(growth=1)
+    after(scale, "." * 300)
+    assert torch.isfinite(scale.value)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_other_types_have_none(dtype: str) -> None:
+    scale = scale_of(dtype)
+    assert not scale.enabled
+    assert after(scale, "!...!") == [1, 1, 1, 1, 1]
+
+
+def test_state_goes_round() -> None:
+    scale, restored = scale_of(), scale_of()
+    after(scale, "!..")
+    restored.load(scale.state())
+    assert restored.state() == scale.state() == {"value": 512.0, "good_steps": 2.0}
+    assert after(restored, "...") == after(scale, "...") == [1024, 1024, 1024]
+
+
+def test_a_state_without_a_scale_leaves_the_first_one() -> None:
+    scale = scale_of()
+    scale.load({})
+    assert scale.value.item() == 1024
+
+
+def test_fp32_takes_no_scale_from_a_checkpoint_of_fp16() -> None:
+    scale = scale_of("fp32")
+    scale.load({"value": 512.0, "good_steps": 2.0})
+    assert scale.value.item() == 1

@@ -1,0 +1,160 @@
+"""The optimizer against torch's AdamW and clip_grad_norm_."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.models import nano, sample_keys, tokens
+from trainkit.config.training import OptimizerConfig
+from trainkit.trainer.optimizer import ShardedAdamW
+
+CONFIG = OptimizerConfig(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+KINDS = ("exp_avg", "exp_avg_sq", "step")
+ONE, ZERO = torch.ones(()), torch.zeros(())
+
+
+def reference(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, foreach=False, fused=False)
+
+
+def backward(model: nn.Module, step: int, scale: float = 1.0) -> None:
+    (model(tokens(seed=step), sample_keys()).float().square().mean() * scale).backward()
+
+
+def clip_divisor(norm: Tensor, limit: float) -> Tensor:
+    return (norm / limit).clamp(min=1.0)
+
+
+@pytest.mark.parametrize("limit", [0.01, 1e6])
+def test_equals_torch(limit: float) -> None:
+    """With a limit that clips every step, and with one that clips none."""
+    mine, theirs = nano(), nano()
+    optimizer, expected = ShardedAdamW(mine, CONFIG), reference(theirs)
+    for step in range(5):
+        for model in (mine, theirs):
+            backward(model, step, scale=50.0)
+        expected_norm = nn.utils.clip_grad_norm_(theirs.parameters(), limit)
+        expected.step()
+        expected.zero_grad()
+        optimizer.collect_gradients()
+        norm = optimizer.gradient_norm()
+        assert norm.item() == pytest.approx(expected_norm.item(), rel=1e-5)
+        assert (norm > limit) == (limit < 1)
+        optimizer.step(1e-2, clip_divisor(norm, limit), ZERO)
+        optimizer.zero_grad()
+    start = nano()
+    for (name, a), b, first in zip(
+        mine.named_parameters(), theirs.parameters(), start.parameters(), strict=True
+    ):
+        assert (a - first).abs().max() > 1e-3, f"{name} was trained"
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_divides_the_gradient() -> None:
+    """A loss scale of 1024 that is divided out again leaves no trace: powers of two are exact."""
+    plain, scaled = nano(), nano()
+    for model, scale in ((plain, 1.0), (scaled, 1024.0)):
+        optimizer = ShardedAdamW(model, CONFIG)
+        for step in range(3):
+            backward(model, step, scale)
+            optimizer.collect_gradients()
+            optimizer.step(1e-2, ONE * scale, ZERO)
+            optimizer.zero_grad()
+    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_skip_leaves_every_bit() -> None:
+    model = nano()
+    optimizer = ShardedAdamW(model, CONFIG)
+    backward(model, 0)
+    optimizer.collect_gradients()
+    optimizer.step(1e-2, ONE, ZERO)
+    optimizer.zero_grad()
+    before = copy.deepcopy({**dict(model.named_parameters()), **optimizer.state_tensors()})
+    for value in (float("nan"), float("inf"), 1.0):
+        backward(model, 1)
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.fill_(value)
+        optimizer.collect_gradients()
+        optimizer.step(1e-2, ONE * float("nan"), ONE)
+        optimizer.zero_grad()
+    after = {**dict(model.named_parameters()), **optimizer.state_tensors()}
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+    assert before["head.weight.step"].item() == 1
+
+
+def test_weight_decay_is_for_matrices_only() -> None:
+    model = nano()
+    optimizer = ShardedAdamW(model, CONFIG)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    optimizer.collect_gradients()
+    optimizer.step(0.5, ONE, ZERO)
+    for name, param in model.named_parameters():
+        expected = before[name] * (1 - 0.5 * 0.1) if param.dim() > 1 else before[name]
+        torch.testing.assert_close(param, expected, rtol=1e-6, atol=0)
+
+
+def test_parameters_without_gradient_are_left_alone() -> None:
+    model = nano()
+    optimizer = ShardedAdamW(model, CONFIG)
+    backward(model, 0)
+    frozen = model.embedding.weight
+    frozen.grad = None
+    before = frozen.detach().clone()
+    optimizer.collect_gradients()
+    others = [p.grad for p in model.parameters() if p.grad is not None]
+    expected = torch.cat([grad.flatten().double() for grad in others]).norm()
+    assert optimizer.gradient_norm().item() == pytest.approx(expected.item(), rel=5e-6)
+    optimizer.step(1e-2, ONE, ZERO)
+    assert torch.equal(frozen, before)
+    assert optimizer.state_tensors()["embedding.weight.step"].item() == 0
+
+
+def test_zero_grad_forgets_the_gradients() -> None:
+    model = nano()
+    optimizer = ShardedAdamW(model, CONFIG)
+    backward(model, 0)
+    optimizer.collect_gradients()
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    assert optimizer.gradient_norm().item() == 0.0
+
+
+def test_state_goes_round() -> None:
+    """Loading fills the tensors in place, so they must be the optimizer's own, not copies."""
+
+    def train(model: nn.Module, optimizer: ShardedAdamW, steps: range) -> None:
+        for step in steps:
+            backward(model, step)
+            optimizer.collect_gradients()
+            optimizer.step(1e-2, ONE, ZERO)
+            optimizer.zero_grad()
+
+    model = nano()
+    optimizer = ShardedAdamW(model, CONFIG)
+    train(model, optimizer, range(2))
+    other = nano(seed=5)
+    restored = ShardedAdamW(other, CONFIG)
+    with torch.no_grad():
+        for target, saved in zip(other.parameters(), model.parameters(), strict=True):
+            target.copy_(saved)
+        state = optimizer.state_tensors()
+        assert set(state) == {f"{n}.{k}" for n, _ in model.named_parameters() for k in KINDS}
+        for name, tensor in restored.state_tensors().items():
+            tensor.copy_(state[name])
+    train(model, optimizer, range(2, 4))
+    train(other, restored, range(2, 4))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
