@@ -7,10 +7,11 @@ manifest. So `step-00001000` without a suffix was complete once; whether it stil
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,13 @@ from trainkit.rundir import CHECKPOINT_PREFIX, PARTIAL_SUFFIX, REJECTED_SUFFIX, 
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
+SEAL = "sha256"
 BEST_LINK = "best"
 _PUBLISHED = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d{8,})")
+_REJECTED = re.compile(_PUBLISHED.pattern + re.escape(REJECTED_SUFFIX) + r"(-\d+)?")
 _CHUNK_BYTES = 8 * 2**20
+_UNREADABLE = (OSError, KeyError, TypeError, ValueError)
+"""What reading the files that a manifest names can raise, a manifest of nonsense included."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,13 @@ def published(checkpoints_dir: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
+def rejects(checkpoints_dir: Path) -> list[Path]:
+    """Damaged checkpoints that were set aside."""
+    if not checkpoints_dir.is_dir():
+        return []
+    return sorted(p for p in checkpoints_dir.iterdir() if _REJECTED.fullmatch(p.name))
+
+
 def partials(checkpoints_dir: Path) -> list[Path]:
     """Folders of saves that never finished."""
     if not checkpoints_dir.is_dir():
@@ -77,30 +89,67 @@ def find_damage(checkpoint: Checkpoint, part: int = 0, num_parts: int = 1) -> st
     Sizes of all files are compared, hashes only of every `num_parts`-th file from `part` on, so that
     many ranks can share the reading.
     """
+    damage = find_plain_damage(checkpoint)
+    if damage:
+        return damage
+    try:
+        files = checkpoint.manifest()["files"]
+        for name in sorted(files)[part::num_parts]:
+            if file_hash(checkpoint.path / name) != files[name]["sha256"]:
+                return f"{name} is not what was written (its SHA-256 differs)"
+    except _UNREADABLE as error:
+        return _in_words(error)
+    return ""
+
+
+def find_plain_damage(checkpoint: Checkpoint) -> str:
+    """As `find_damage`, but only what shows without reading the tensors: the manifest and the sizes."""
     try:
         manifest = checkpoint.manifest()
     except FileNotFoundError:
         return f"{MANIFEST_NAME} is missing"
     except (OSError, ValueError) as error:
         return f"{MANIFEST_NAME} cannot be read ({error})"
-    if manifest.get("version", 0) > MANIFEST_VERSION:
-        return f"it was written by a newer trainkit (manifest version {manifest['version']})"
+    version = manifest.get("version")
+    if not isinstance(version, int):
+        return f"{MANIFEST_NAME} has no version"
+    if version > MANIFEST_VERSION:
+        return f"it was written by a newer trainkit (manifest version {version})"
     if manifest.get("step") != checkpoint.step:
         return f"{MANIFEST_NAME} is of step {manifest.get('step')}"
-    files: dict[str, dict[str, Any]] = manifest["files"]
+    if not manifest["files"]:
+        return f"{MANIFEST_NAME} names no files"
+    if manifest.get(SEAL, seal(manifest)) != seal(manifest):
+        return f"{MANIFEST_NAME} is not what was written (its own SHA-256 differs)"
     try:
-        for name, expected in files.items():
+        for name, expected in manifest["files"].items():
             size = (checkpoint.path / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
-        for name in sorted(files)[part::num_parts]:
-            if file_hash(checkpoint.path / name) != files[name]["sha256"]:
-                return f"{name} is not what was written (its SHA-256 differs)"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, KeyError, TypeError) as error:
-        return f"it cannot be read ({error})"
+    except _UNREADABLE as error:
+        return _in_words(error)
     return ""
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{Path(error.filename).name} is missing"
+    return f"it cannot be read ({type(error).__name__}: {error})"
+
+
+def seal(manifest: Mapping[str, Any]) -> str:
+    """The SHA-256 of everything else in a manifest, which belongs into it as `SEAL`.
+
+    The files have their hashes in it; this one is for the numbers that training goes on from.
+    """
+    sealed = {key: value for key, value in manifest.items() if key != SEAL}
+    return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
+
+
+def newest_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+    """The newest checkpoint of which every file is as it was written; reads until it has found one."""
+    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
+    return next((checkpoint for checkpoint in ordered if not find_damage(checkpoint)), None)
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:
@@ -115,8 +164,11 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder of checkpoints' so that a kill half-way never leaves one that looks published."""
-    doomed = path.with_name(f".{path.name}.deleted-{os.getpid()}")
+    """Delete a folder of checkpoints' so that a kill half-way never leaves one that looks published.
+
+    What it does leave then looks like a save that never finished, which the next attempt deletes.
+    """
+    doomed = path.with_name(f"{path.name}.deleted-{os.getpid()}{PARTIAL_SUFFIX}")
     path.rename(doomed)
     shutil.rmtree(doomed)
 

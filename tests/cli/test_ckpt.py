@@ -1,0 +1,171 @@
+"""`trainkit ckpt` on run folders with small checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.test_manifest import flip, make, shard
+from trainkit.cli.main import main
+from trainkit.job.record import add_entry
+from trainkit.manifest import point_best_at, published, set_aside
+from trainkit.rundir import RunDir, log_event, read_json, write_json
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run that has ended, with checkpoints of the steps 10, 20, 30 and 40; the best is that of 20."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = RunDir(tmp_path / "run")
+    run.attempts_dir.mkdir(parents=True)
+    run.config_file.write_text("name: run\n")
+    write_json(run.job_file, {"backend": "local", "name": "run", "cwd": str(tmp_path), "attempts": []})
+    for step in (10, 20, 30, 40):
+        checkpoint = make(run.checkpoints_dir, step)
+        value = {**checkpoint.manifest(), "layout": {"dp_shard": 2, "tp": 1}, "world_size": 2}
+        write_json(checkpoint.manifest_file, value)
+        log_event(run, 1, "checkpoint_commit", step=step, reason="every_steps")
+        if step == 20:
+            point_best_at(checkpoint)
+    return run
+
+
+def steps(run: RunDir) -> list[int]:
+    return [checkpoint.step for checkpoint in published(run.checkpoints_dir)]
+
+
+def test_ls(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    aside = set_aside(published(run.checkpoints_dir)[3])
+    log_event(run, 2, "checkpoint_rejected", step=40, reason="it was bad", set_aside=aside.name)
+    (run.checkpoints_dir / "step-00000050.attempt-002.partial").mkdir()
+    shard(published(run.checkpoints_dir)[0]).unlink()
+    assert main(["ckpt", "ls", str(run.path)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
+    assert [row[:2] for row in rows[1:]] == [
+        ["step-00000010", "damaged"],
+        ["step-00000020", "published"],
+        ["step-00000030", "published"],
+        ["step-00000040.rejected", "rejected"],
+        ["step-00000050.attempt-002.partial", "partial"],
+    ]
+    assert rows[1][-3:] == ["__1_0.distcp", "is", "missing"]
+    assert rows[2][-3:] == ["dp_shard=2", "best", "every_steps"]
+    assert rows[3][-2:] == ["dp_shard=2", "every_steps"]
+    assert rows[4][-3:] == ["it", "was", "bad"]
+
+
+def test_ls_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "ls", str(run.path), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    folder = run.checkpoint_dir(20)
+    assert listed[1].pop("time").endswith("Z")
+    assert listed[1] == {
+        "name": "step-00000020",
+        "path": str(folder),
+        "state": "published",
+        "step": 20,
+        "bytes": sum(path.stat().st_size for path in folder.iterdir()),
+        "layout": {"dp_shard": 2, "tp": 1},
+        "world_size": 2,
+        "best": True,
+        "reason": "every_steps",
+    }
+
+
+def test_ls_of_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.checkpoints_dir.rename(run.path / "elsewhere")
+    assert main(["ckpt", "ls", str(run.path)]) == 0
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", f"{run.path} has no checkpoints yet\n")
+    assert main(["ckpt", "ls", str(run.path), "--json"]) == 0
+    assert capsys.readouterr().out == "[]\n"
+
+
+def test_verify(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "verify", str(run.path), "--step", "30"]) == 0
+    assert capsys.readouterr().out == "step-00000030  intact\n"
+    flip(shard(published(run.checkpoints_dir)[2]))
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    assert main(["ckpt", "verify", str(run.path)]) == 1
+    assert capsys.readouterr().out == (
+        "step-00000010  intact\n"
+        "step-00000020  intact\n"
+        "step-00000030  damaged: __1_0.distcp is not what was written (its SHA-256 differs)\n"
+        "step-00000040  intact\n"
+    )
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+
+
+def test_verify_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    shard(published(run.checkpoints_dir)[3]).unlink()
+    assert main(["ckpt", "verify", str(run.path), "--step", "40", "--json"]) == 1
+    damage = {"step": 40, "path": str(run.checkpoint_dir(40)), "damage": "__1_0.distcp is missing"}
+    assert json.loads(capsys.readouterr().out) == [damage]
+
+
+def test_verify_what_is_not_there(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "verify", str(run.path), "--step", "7"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {run.path} has no checkpoint of step 7\n\nhint: there are: 10, 20, 30, 40\n"
+    )
+    run.checkpoints_dir.rename(run.path / "elsewhere")
+    assert main(["ckpt", "verify", str(run.path)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {run.path} has no published checkpoint\n\n"
+        f"hint: `trainkit ckpt ls {run.path}` shows what there is instead\n"
+    )
+
+
+def test_prune_keeps_the_newest_and_the_best(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [f"removed {run.checkpoint_dir(step)}" for step in (10, 30)]
+    assert shown.err == "kept: step-00000020, step-00000040\n"
+    assert steps(run) == [20, 40]
+    assert sorted(path.name for path in run.checkpoints_dir.iterdir()) == [
+        "best",
+        "step-00000020",
+        "step-00000040",
+    ]
+
+
+def test_prune_keeps_the_newest_that_is_intact(run: RunDir) -> None:
+    flip(shard(published(run.checkpoints_dir)[3]))
+    assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 0
+    assert steps(run) == [20, 30, 40]
+
+
+def test_dry_run_removes_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "prune", str(run.path), "--keep-last", "2", "--dry-run"]) == 0
+    assert capsys.readouterr().out == f"would remove {run.checkpoint_dir(10)}\n"
+    assert main(["ckpt", "prune", str(run.path), "--keep-last", "2", "--dry-run", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value == {
+        "removed": [str(run.checkpoint_dir(10))],
+        "kept": [str(run.checkpoint_dir(step)) for step in (20, 30, 40)],
+        "dry_run": True,
+    }
+    assert steps(run) == [10, 20, 30, 40]
+
+
+def test_prune_needs_to_know_how_many(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "prune", str(run.path)]) == 2
+    assert main(["ckpt", "prune", str(run.path), "--keep-last", "0"]) == 2
+    assert steps(run) == [10, 20, 30, 40]
+
+
+def test_prune_of_a_live_run_is_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = add_entry(run, 1, os.getpid(), "submit")
+    assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {run.path} is running as {entry['job_id']}\n")
+    job = read_json(run.job_file)
+    job["attempts"][0]["host"] = f"not-{socket.gethostname()}"
+    write_json(run.job_file, job)
+    assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 2
+    assert "cannot know from here" in capsys.readouterr().err
+    assert steps(run) == [10, 20, 30, 40]

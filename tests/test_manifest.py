@@ -1,0 +1,230 @@
+"""Manifests: each kind of damage in words, and what is done with checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit import manifest
+from trainkit.manifest import (
+    Checkpoint,
+    best_step,
+    file_hash,
+    find_damage,
+    find_plain_damage,
+    newest_intact,
+    partials,
+    point_best_at,
+    published,
+    rejects,
+    remove,
+    seal,
+    set_aside,
+    superseded,
+)
+
+SHARDS = ("__0_0.distcp", "__1_0.distcp")
+
+
+def make(folder: Path, step: int) -> Checkpoint:
+    """A published checkpoint of two shards."""
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    files = {}
+    for index, name in enumerate(SHARDS):
+        (path / name).write_bytes(bytes([index, step % 256]) * 600)
+        files[name] = {"bytes": 1200, "sha256": file_hash(path / name)}
+    checkpoint = Checkpoint(path, step)
+    write(checkpoint, {"version": 1, "step": step, "progress": {"samples_seen": 16}, "files": files})
+    return checkpoint
+
+
+def write(checkpoint: Checkpoint, value: Any) -> None:
+    checkpoint.manifest_file.write_text(json.dumps(value))
+
+
+def change(checkpoint: Checkpoint, **values: Any) -> None:
+    write(checkpoint, {**checkpoint.manifest(), **values})
+
+
+def flip(path: Path, position: int = 100) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0xFF
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    return make(tmp_path, 7)
+
+
+def test_intact(checkpoint: Checkpoint) -> None:
+    assert find_damage(checkpoint) == ""
+    assert find_plain_damage(checkpoint) == ""
+
+
+def shard(checkpoint: Checkpoint) -> Path:
+    return checkpoint.path / SHARDS[1]
+
+
+UNREADABLE = "it cannot be read "
+DAMAGES: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
+    "truncated": (
+        lambda c: os.truncate(shard(c), 1199),
+        "__1_0.distcp has 1,199 bytes instead of 1,200",
+    ),
+    "grown": (
+        lambda c: os.truncate(shard(c), 1201),
+        "__1_0.distcp has 1,201 bytes instead of 1,200",
+    ),
+    "deleted": (lambda c: shard(c).unlink(), "__1_0.distcp is missing"),
+    "no manifest": (lambda c: c.manifest_file.unlink(), "manifest.json is missing"),
+    "empty manifest": (
+        lambda c: c.manifest_file.write_text(""),
+        "manifest.json cannot be read (Expecting value: line 1 column 1 (char 0))",
+    ),
+    "no text": (
+        lambda c: c.manifest_file.write_bytes(b"\xff"),
+        "manifest.json cannot be read "
+        "('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)",
+    ),
+    "a list": (lambda c: write(c, []), "manifest.json cannot be read (not a manifest)"),
+    "no files": (lambda c: change(c, files=None), "manifest.json cannot be read (not a manifest)"),
+    "names nothing": (lambda c: change(c, files={}), "manifest.json names no files"),
+    "newer": (
+        lambda c: change(c, version=2),
+        "it was written by a newer trainkit (manifest version 2)",
+    ),
+    "version of nonsense": (lambda c: change(c, version="1"), "manifest.json has no version"),
+    "of another step": (lambda c: change(c, step=8), "manifest.json is of step 8"),
+    "sizes of nonsense": (
+        lambda c: change(c, files={SHARDS[0]: {"bytes": "many"}}),
+        UNREADABLE + "(ValueError: Cannot specify ',' with 's'.)",
+    ),
+    "no sizes": (lambda c: change(c, files={SHARDS[0]: {}}), UNREADABLE + "(KeyError: 'bytes')"),
+    "a number was changed": (
+        lambda c: change(c, sha256=seal(c.manifest()), progress={"samples_seen": 32}),
+        "manifest.json is not what was written (its own SHA-256 differs)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_that_shows_without_reading_tensors(checkpoint: Checkpoint, kind: str) -> None:
+    spoil, words = DAMAGES[kind]
+    spoil(checkpoint)
+    assert find_plain_damage(checkpoint) == words
+    assert find_damage(checkpoint) == words
+
+
+def test_flipped_byte(checkpoint: Checkpoint) -> None:
+    flip(shard(checkpoint))
+    assert find_plain_damage(checkpoint) == ""
+    assert find_damage(checkpoint) == "__1_0.distcp is not what was written (its SHA-256 differs)"
+
+
+def test_no_hash(checkpoint: Checkpoint) -> None:
+    change(checkpoint, files={SHARDS[0]: {"bytes": 1200}})
+    assert find_damage(checkpoint) == "it cannot be read (KeyError: 'sha256')"
+
+
+def test_ranks_share_the_reading(checkpoint: Checkpoint) -> None:
+    flip(shard(checkpoint))
+    found = [find_damage(checkpoint, part, 3) for part in range(3)]
+    assert found == ["", "__1_0.distcp is not what was written (its SHA-256 differs)", ""]
+
+
+def test_sealed_manifest_is_intact(checkpoint: Checkpoint) -> None:
+    change(checkpoint, sha256=seal(checkpoint.manifest()))
+    assert find_damage(checkpoint) == ""
+
+
+@pytest.mark.parametrize("position", range(0, 300, 7))
+def test_no_flipped_byte_of_a_manifest_raises(checkpoint: Checkpoint, position: int) -> None:
+    change(checkpoint, sha256=seal(checkpoint.manifest()))
+    flip(checkpoint.manifest_file, position)
+    assert find_damage(checkpoint) != ""
+
+
+def test_published_are_those_with_a_plain_name_by_step(tmp_path: Path) -> None:
+    for step in (100, 20, 123_456_789):
+        make(tmp_path, step)
+    for name in ("step-00000030.partial", "step-00000040.rejected", "step-50", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000060").touch()
+    assert [item.step for item in published(tmp_path)] == [20, 100, 123_456_789]
+    assert [path.name for path in partials(tmp_path)] == ["step-00000030.partial"]
+    assert [path.name for path in rejects(tmp_path)] == ["step-00000040.rejected"]
+
+
+@pytest.mark.parametrize("listing", [published, partials, rejects])
+def test_no_folder_is_no_checkpoints(tmp_path: Path, listing: Callable[[Path], list[object]]) -> None:
+    assert listing(tmp_path / "none") == []
+
+
+def test_set_aside_never_overwrites(tmp_path: Path) -> None:
+    names = []
+    for count in range(3):
+        checkpoint = make(tmp_path, 7)
+        (checkpoint.path / "count").write_text(str(count))
+        names.append(set_aside(checkpoint).name)
+    assert names == ["step-00000007.rejected", "step-00000007.rejected-2", "step-00000007.rejected-3"]
+    assert [path.name for path in rejects(tmp_path)] == names
+    assert [(tmp_path / name / "count").read_text() for name in names] == ["0", "1", "2"]
+    assert published(tmp_path) == []
+
+
+def test_remove_interrupted_leaves_nothing_that_looks_published(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    folder = checkpoint.path.parent
+    monkeypatch.setattr(manifest.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove(checkpoint.path)
+    assert published(folder) == []
+    monkeypatch.undo()
+    for leftover in partials(folder):
+        remove(leftover)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "best", "gone"),
+    [(1, None, [1, 2, 3]), (2, None, [1, 2]), (2, 1, [2]), (1, 4, [1, 2, 3]), (4, None, []), (9, 2, [])],
+)
+def test_superseded(keep_last: int, best: int | None, gone: list[int]) -> None:
+    checkpoints = [Checkpoint(Path("x"), step) for step in (3, 1, 4, 2)]
+    assert [item.step for item in superseded(checkpoints, keep_last, best)] == gone
+
+
+def test_newest_intact(tmp_path: Path) -> None:
+    checkpoints = [make(tmp_path, step) for step in (1, 2, 3)]
+    assert newest_intact(checkpoints) == checkpoints[2]
+    flip(shard(checkpoints[2]))
+    assert newest_intact(checkpoints) == checkpoints[1]
+    assert newest_intact([checkpoints[2]]) is None
+
+
+def test_best_link_moves_and_survives_a_leftover(tmp_path: Path) -> None:
+    first, second = make(tmp_path, 1), make(tmp_path, 2)
+    assert best_step(tmp_path) is None
+    (tmp_path / f".best-{os.getpid()}").symlink_to("nowhere")
+    point_best_at(first)
+    assert best_step(tmp_path) == 1
+    point_best_at(second)
+    assert best_step(tmp_path) == 2
+    assert (tmp_path / "best").resolve() == second.path.resolve()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-00000001", "step-00000002"]
+
+
+def test_best_link_to_something_else_is_no_best(tmp_path: Path) -> None:
+    (tmp_path / "best").symlink_to("step-00000007.rejected")
+    assert best_step(tmp_path) is None

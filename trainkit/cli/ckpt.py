@@ -1,0 +1,159 @@
+"""`trainkit ckpt`: what a run has saved, whether it is intact, and what of it may go."""
+
+from __future__ import annotations
+
+import json
+from shlex import quote
+from typing import TYPE_CHECKING
+
+import click
+
+from trainkit.cli.options import examples, json_option, run_argument
+from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from trainkit.manifest import Checkpoint
+    from trainkit.observe.checkpoints import ListedCheckpoint
+    from trainkit.rundir import RunDir
+
+HEADING = ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
+
+
+@click.group(
+    epilog=examples(
+        "trainkit ckpt ls last",
+        "trainkit ckpt verify last",
+        "trainkit ckpt prune last --keep-last 1 --dry-run",
+    )
+)
+def command() -> None:
+    """List, verify and prune the checkpoints of a run."""
+
+
+@command.command(epilog=examples("trainkit ckpt ls last", "trainkit ckpt ls last --json"))
+@run_argument
+@json_option
+def ls(run_name: str, as_json: bool) -> int:
+    """List the checkpoints of RUN, with those that were rejected and saves that never finished.
+
+    Sizes are compared with the manifest; `trainkit ckpt verify` reads every byte.
+    """
+    from trainkit.observe.checkpoints import list_checkpoints
+    from trainkit.observe.words import table
+    from trainkit.submit.index import find_run
+
+    run = find_run(run_name)
+    listed = list_checkpoints(run)
+    if as_json:
+        click.echo(json.dumps([item.to_dict() for item in listed], ensure_ascii=False))
+    elif listed:
+        click.echo(table([HEADING, *(_row(item) for item in listed)]))
+    else:
+        click.echo(f"{run.path} has no checkpoints yet", err=True)
+    return EXIT_OK
+
+
+@command.command(epilog=examples("trainkit ckpt verify last", "trainkit ckpt verify last --json"))
+@run_argument
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only the checkpoint of this step.")
+@json_option
+def verify(run_name: str, step: int | None, as_json: bool) -> int:
+    """Compare every file of RUN's published checkpoints with its hash; exit code 1 when one differs.
+
+    Nothing is changed: a resume sets damaged checkpoints aside by itself.
+    """
+    from trainkit.manifest import find_damage
+    from trainkit.submit.index import find_run
+
+    results = []
+    for checkpoint in _wanted(find_run(run_name), step):
+        damage = find_damage(checkpoint)
+        if not checkpoint.path.is_dir():
+            continue  # the run is going on, and has deleted it as superseded meanwhile
+        results.append({"step": checkpoint.step, "path": str(checkpoint.path), "damage": damage or None})
+        if not as_json:
+            click.echo(f"{checkpoint.path.name}  {f'damaged: {damage}' if damage else 'intact'}")
+    if as_json:
+        click.echo(json.dumps(results, ensure_ascii=False))
+    return EXIT_FAILED if any(result["damage"] for result in results) else EXIT_OK
+
+
+@command.command(
+    epilog=examples(
+        "trainkit ckpt prune last --keep-last 1 --dry-run", "trainkit ckpt prune last --keep-last 1 --json"
+    )
+)
+@run_argument
+@click.option(
+    "--keep-last", type=click.IntRange(min=1), metavar="N", required=True, help="So many of the newest stay."
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@json_option
+def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
+    """Delete the checkpoints of RUN but for the newest N, the best one, and the newest that is intact.
+
+    Refused while the run is running. What was set aside as damaged stays.
+    """
+    from trainkit.job.record import run_lock
+    from trainkit.manifest import best_step, newest_intact, published, remove, superseded
+    from trainkit.submit.index import find_run
+    from trainkit.submit.local import refuse_live
+
+    run = find_run(run_name)
+    with run_lock(run):
+        refuse_live(run, "ckpt prune")
+        there = published(run.checkpoints_dir)
+        doomed = superseded(there, keep_last, best_step(run.checkpoints_dir))
+        intact = newest_intact(there) if doomed else None
+        doomed = [checkpoint for checkpoint in doomed if checkpoint != intact]
+        for checkpoint in doomed:
+            if not dry_run:
+                remove(checkpoint.path)
+            if not as_json:
+                click.echo(f"{'would remove' if dry_run else 'removed'} {checkpoint.path}")
+    kept = [checkpoint for checkpoint in there if checkpoint not in doomed]
+    if as_json:
+        removed = [str(checkpoint.path) for checkpoint in doomed]
+        value = {"removed": removed, "kept": [str(item.path) for item in kept], "dry_run": dry_run}
+        click.echo(json.dumps(value, ensure_ascii=False))
+    else:
+        click.echo(f"kept: {', '.join(item.path.name for item in kept) or 'nothing was there'}", err=True)
+    return EXIT_OK
+
+
+def _wanted(run: RunDir, step: int | None) -> list[Checkpoint]:
+    from trainkit.manifest import published
+
+    there = published(run.checkpoints_dir)
+    if not there:
+        raise UsageError(
+            f"{run.path} has no published checkpoint",
+            hint=f"`trainkit ckpt ls {run.path}` shows what there is instead",
+        )
+    wanted = [checkpoint for checkpoint in there if step in (None, checkpoint.step)]
+    if not wanted:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in there)
+        raise UsageError(f"{run.path} has no checkpoint of step {step}", hint=f"there are: {steps}")
+    return wanted
+
+
+def _row(item: ListedCheckpoint) -> list[str]:
+    degrees = [f"{name}={degree}" for name, degree in (item.layout or {}).items() if degree != 1]
+    return [
+        item.name,
+        item.state,
+        item.time,
+        _size(item.bytes),
+        " ".join(degrees) or ("-" if item.layout is None else "one process"),
+        "best" if item.best else "",
+        item.reason or "",
+    ]
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}" if unit != "B" else f"{num_bytes} B"

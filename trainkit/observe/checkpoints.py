@@ -1,0 +1,91 @@
+"""What lies in a run's folder of checkpoints: published, rejected, and saves that never finished."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from trainkit.manifest import Checkpoint, best_step, find_plain_damage, partials, published, rejects
+from trainkit.rundir import RunDir, read_jsonl
+
+NO_MANIFEST: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """One folder; None where it does not say."""
+
+    name: str
+    path: str
+    state: str
+    """``published rejected partial``, or ``damaged`` as far as that shows without reading the tensors."""
+    step: int | None
+    time: str
+    """When it was written, ISO-8601 UTC."""
+    bytes: int
+    layout: dict[str, int] | None
+    world_size: int | None
+    best: bool
+    reason: str | None
+    """Why it was saved, or what is wrong with it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
+    """Everything in a run's folder of checkpoints: the published by step, then the rest by name."""
+    best = best_step(run.checkpoints_dir)
+    saved, rejected = _reasons(run)
+    found = []
+    for checkpoint in published(run.checkpoints_dir):
+        damage = find_plain_damage(checkpoint)
+        state = "damaged" if damage else "published"
+        reason = damage or saved.get(checkpoint.step)
+        found.append(_listed(checkpoint.path, state, checkpoint.step == best, reason))
+    for path in rejects(run.checkpoints_dir):
+        found.append(_listed(path, "rejected", False, rejected.get(path.name)))
+    for path in partials(run.checkpoints_dir):
+        found.append(_listed(path, "partial", False, None))
+    return found
+
+
+def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedCheckpoint:
+    manifest = _manifest(path)
+    files = [item.stat() for item in path.rglob("*") if item.is_file()]
+    newest_s = max((item.st_mtime for item in files), default=path.stat().st_mtime)
+    time = datetime.fromtimestamp(newest_s, timezone.utc).isoformat(timespec="seconds")
+    digits = path.name.partition("-")[2].partition(".")[0]
+    return ListedCheckpoint(
+        name=path.name,
+        path=str(path),
+        state=state,
+        step=int(digits) if digits.isdigit() else None,
+        time=time.replace("+00:00", "Z"),
+        bytes=sum(item.st_size for item in files),
+        layout=manifest.get("layout"),
+        world_size=manifest.get("world_size"),
+        best=best,
+        reason=reason,
+    )
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        return Checkpoint(path, 0).manifest()
+    except (OSError, ValueError):
+        return NO_MANIFEST
+
+
+def _reasons(run: RunDir) -> tuple[dict[int, str], dict[str, str]]:
+    """Why each step was saved, and why each folder that was set aside was rejected."""
+    saved: dict[int, str] = {}
+    rejected: dict[str, str] = {}
+    for event in read_jsonl(run.events_file):
+        if event.get("event") == "checkpoint_commit":
+            saved[event["step"]] = event.get("reason", "")
+        elif event.get("event") == "checkpoint_rejected":
+            rejected[event.get("set_aside", "")] = event.get("reason", "")
+    return saved, rejected
