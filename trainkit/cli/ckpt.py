@@ -128,7 +128,7 @@ def _wanted(run: RunDir, step: int | None) -> list[Checkpoint]:
     if not there:
         raise UsageError(
             f"{run.path} has no published checkpoint",
-            hint=f"`trainkit ckpt ls {run.path}` shows what there is instead",
+            hint=f"`trainkit ckpt ls {quote(str(run.path))}` shows what there is instead",
         )
     wanted = [checkpoint for checkpoint in there if step in (None, checkpoint.step)]
     if not wanted:
