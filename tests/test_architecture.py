@@ -1,0 +1,167 @@
+"""The shape of the code, read from its syntax trees: who may import whom, and what every module owes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from configparser import ConfigParser
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "trainkit"
+MAX_LINES = 350
+
+ALLOWED = {
+    # What everybody may know.
+    "__init__": set(),  # the version
+    "errors": set(),
+    "resources": {"errors"},
+    "rundir": {"errors"},
+    "manifest": {"errors", "rundir"},
+    # What is asked for, and what will run: pure.
+    "config": {"errors", "resources"},
+    "data": {"errors", "rundir", "config"},
+    "plan": {"errors", "resources", "config", "data.checks"},
+    # How it gets there and goes on. A local run is a process tree: submit starts it and names its signals.
+    "slurm": {"errors"},
+    "job": {"errors", "rundir", "manifest", "config", "plan"},
+    "submit": {
+        *("errors", "resources", "rundir", "manifest", "config", "plan", "slurm"),
+        *("job.record", "job.children", "job.signals"),
+    },
+    "observe": {"errors", "rundir", "manifest", "config", "plan", "slurm", "job.record"},
+    # The only one with torch. It is named in argv, never imported.
+    "trainer": {"errors", "rundir", "manifest", "config", "data", "plan", "job.signals", "job.rank_env"},
+    "cli": {
+        *("errors", "resources", "rundir", "manifest", "config", "data", "plan"),
+        *("slurm", "job", "submit", "observe"),
+    },
+    "__main__": {"cli"},
+}
+"""Package or module of trainkit -> what it may import of trainkit, beside itself and the version."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by its dotted name, and where."""
+
+    module: str
+    place: str
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def part_of(path: Path) -> str:
+    """The package, or the module beside the packages, that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """Everything that a file imports, inside functions and for type checkers too."""
+    for node in ast.walk(tree_of(path)):
+        place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, place)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{place}: relative import"
+            assert node.module is not None
+            for alias in node.names:
+                # `from trainkit.job import record` is a module, `from trainkit.rundir import RunDir` a name.
+                name = f"{node.module}.{alias.name}"
+                is_module = (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
+                is_package = (ROOT / name.replace(".", "/")).is_dir()
+                yield Import(name if is_module or is_package else node.module, place)
+
+
+@pytest.mark.parametrize("part", sorted({part_of(path) for path in files()}))
+def test_imports_follow_the_arrows(part: str) -> None:
+    allowed = {f"trainkit.{name}" for name in ALLOWED[part] | {part}}
+    crossing = [
+        f"{item.place} imports {item.module}"
+        for path in files()
+        if part_of(path) == part
+        for item in imports_of(path)
+        if item.module.startswith("trainkit.")
+        and not any(f"{item.module}.".startswith(f"{name}.") for name in allowed)
+    ]
+    assert crossing == []
+
+
+def test_arrows_lead_one_way() -> None:
+    """Nothing that a package builds on builds on it."""
+
+    def below(part: str, seen: tuple[str, ...]) -> None:
+        assert part not in seen, f"a circle: {' -> '.join([*seen, part])}"
+        for name in ALLOWED[part]:
+            below(name.partition(".")[0], (*seen, part))
+
+    for part in ALLOWED:
+        below(part, ())
+
+
+def test_only_the_trainer_imports_torch() -> None:
+    found = [
+        item.place
+        for path in files()
+        if part_of(path) != "trainer"
+        for item in imports_of(path)
+        if item.module.split(".")[0] in ("torch", "torchvision", "tensorboard")
+    ]
+    assert found == []
+
+
+def test_no_module_is_a_drawer_for_everything() -> None:
+    drawers = {"utils", "util", "helpers", "helper", "common", "misc"}
+    assert [str(path) for path in files() if drawers & {path.stem, *path.relative_to(ROOT).parts}] == []
+
+
+def test_files_stay_small() -> None:
+    sizes = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files()}
+    assert {name: size for name, size in sizes.items() if size > MAX_LINES} == {}
+
+
+def test_public_names_have_a_docstring() -> None:
+    missing = []
+    for path in files():
+        tree = tree_of(path)
+        if tree.body and not ast.get_docstring(tree):
+            missing.append(f"{path.relative_to(ROOT)}:1")
+        for node in tree.body:
+            is_definition = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            if is_definition and not node.name.startswith("_") and not ast.get_docstring(node):
+                missing.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert missing == []
+
+
+def test_every_package_is_shipped() -> None:
+    """setup.cfg lists the packages one by one, because one of them lies outside trainkit/."""
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    listed = set(setup["options"]["packages"].split())
+    found = {".".join(path.relative_to(ROOT).parent.parts) for path in files()}
+    assert listed == found | {"trainkit._shipped.configs"}
+
+
+def test_torch_is_pinned_to_a_version_that_the_package_allows() -> None:
+    from packaging.requirements import Requirement
+
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    wanted = map(Requirement, setup["options"]["install_requires"].split("\n")[1:])
+    specifier = next(item.specifier for item in wanted if item.name == "torch")
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert [(pin.name, str(pin.specifier)) for pin in pins] == [("torch", "==2.13.0")]
+    assert "2.13.0" in specifier
