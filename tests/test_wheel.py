@@ -1,0 +1,133 @@
+"""The wheel, built from the source distribution and installed where there is no checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = """
+extends: models/tiny.yaml
+name: outside
+train: {steps: 2, device_batch_size: 1, global_batch_size: 2}
+"""
+IMPORT_ALL = """
+import importlib, pkgutil, sys, trainkit
+names = [m.name for m in pkgutil.walk_packages(trainkit.__path__, "trainkit.") if "__main__" not in m.name]
+for name in names:
+    importlib.import_module(name)
+print(trainkit.__file__, len(names))
+"""
+
+pytestmark = pytest.mark.slow
+
+
+def command(*argv: object, cwd: Path, **env: str) -> str:
+    """What a command prints; it has to succeed."""
+    done = subprocess.run(
+        [str(arg) for arg in argv],
+        cwd=cwd,
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def sources() -> Iterator[Path]:
+    """The files of the checkout that a build can need."""
+    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
+        if (ROOT / name).exists():
+            yield ROOT / name
+    for folder in ("trainkit", "configs"):
+        yield from (item for item in (ROOT / folder).rglob("*") if item.suffix in (".py", ".yaml", ".typed"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the source distribution of this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for path in sources():
+        copy = folder / "checkout" / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    (folder / "checkout" / "constraints.txt").touch()
+    build = "from setuptools import build_meta; import sys; build_meta.build_sdist(sys.argv[1])"
+    command(sys.executable, "-c", build, folder, cwd=folder / "checkout")
+    [archive] = folder.glob("trainkit-*.tar.gz")
+    (folder / "sdist").mkdir()
+    command("tar", "-xzf", archive, cwd=folder / "sdist")
+    [unpacked] = (folder / "sdist").iterdir()
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
+    command(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", folder, unpacked, cwd=folder)
+    [built] = folder.glob("trainkit-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin/ of a new environment with the wheel, and with the packages of this one but for trainkit."""
+    folder = tmp_path_factory.mktemp("installed")
+    command(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    site = command(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    options = ("--no-deps", "--no-index", "--disable-pip-version-check")
+    command(python, "-m", "pip", "install", *options, wheel, cwd=folder)
+    # After what the wheel brought, and without the .pth files there, of which one may lead to the checkout.
+    (Path(site) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python.parent
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder far from the checkout, with a config."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "outside.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def test_wheel_holds_all_modules_and_configs(wheel: Path) -> None:
+    with ZipFile(wheel) as packed:
+        held = {name for name in packed.namelist() if ".dist-info/" not in name}
+        licences = [name for name in packed.namelist() if name.endswith("/LICENSE")]
+    modules = {path.relative_to(ROOT) for path in (ROOT / "trainkit").rglob("*.py")}
+    configs = {path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
+    expected = {str(path) for path in modules} | {f"trainkit/_shipped/{path}" for path in configs}
+    assert held == expected | {"trainkit/py.typed"}
+    assert len(licences) == 1
+
+
+def test_every_module_can_be_imported(installed: Path, outside: Path) -> None:
+    origin, count = command(installed / "python", "-c", IMPORT_ALL, cwd=outside).split()
+    assert Path(origin).is_relative_to(installed.parent)
+    assert int(count) > 100
+
+
+def test_help(installed: Path, outside: Path) -> None:
+    assert command(installed / "trainkit", "--help", cwd=outside).startswith("Usage: trainkit")
+
+
+def test_check_finds_what_ships(installed: Path, outside: Path) -> None:
+    text = command(installed / "trainkit", "check", "outside.yaml", "--show-origin", cwd=outside)
+    assert "_shipped/configs/models/tiny.yaml" in text
+    command(installed / "trainkit", "check", "outside.yaml", "--profile", "smoke", cwd=outside)
+
+
+def test_dry_run(installed: Path, outside: Path) -> None:
+    plan = command(installed / "trainkit", "submit", "outside.yaml", "--nodes", "2", "--dry-run", cwd=outside)
+    assert json.loads(plan)["num_nodes"] == 2
+    assert not (outside / "runs").exists()
