@@ -1,0 +1,42 @@
+"""Disks that are full: a small file system where one can be mounted, a limit on file sizes elsewhere."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of its own at `folder`, for example of ``4m``; skips the test for all but root."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path, leave_bytes: int = 0) -> Path:
+    """Fill a disk up to a few bytes; returns the file to delete for it to have space again."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as stream:
+        try:
+            while True:
+                stream.write(b"x" * 4096)
+        except OSError:
+            pass
+        stream.truncate(max(0, stream.tell() - leave_bytes))
+    return filler
+
+
+def limit_file_size(num_bytes: int) -> None:
+    """From now on, writing a file beyond this size fails in this process, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -1,0 +1,168 @@
+"""The training curve as it is written down."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.disks import fill, small_disk
+from tests.support.models import ALONE
+from trainkit.rundir import RunDir, read_jsonl
+from trainkit.trainer.checkpoint.progress import Progress
+from trainkit.trainer.control import StepReport
+from trainkit.trainer.metrics import Metrics
+
+PROMISED = set(
+    [
+        "step",
+        "time",
+        "attempt",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+        "tokens_per_s_per_gpu",
+        "mfu",
+        "step_s",
+        "data_wait_s",
+        "mem_gib_peak",
+        "samples_seen",
+    ]
+)
+LINE = "step loss grad_norm lr tokens_per_s mfu mem_gib data_wait_s step_s eta"
+LINE_VALIDATED = "step loss val_loss grad_norm lr tokens_per_s mfu mem_gib data_wait_s step_s eta"
+
+
+def report(**changes: Any) -> StepReport:
+    values: dict[str, Any] = {
+        "num_tokens": 1000,
+        "loss": 2.5,
+        "grad_norm": 0.5,
+        "finite": True,
+        "stop": False,
+        "save": False,
+        "data_wait_s": 0.25,
+    }
+    return StepReport(**(values | changes))
+
+
+def metrics_of(folder: Path) -> Metrics:
+    return Metrics(RunDir(folder), 3, ALONE, 1e6, "fp32", total_steps=100, tensorboard=None)
+
+
+def write(metrics: Metrics, step: int = 7, val_loss: float | None = None, **changes: Any) -> None:
+    progress = Progress(step=step, samples_seen=16 * step, tokens_seen=1000 * step)
+    metrics.count(report(**changes))
+    metrics.write(progress, report(**changes), 3e-4, val_loss)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return list(read_jsonl(RunDir(folder).metrics_file))
+
+
+def test_a_record_has_every_promised_key(tmp_path: Path) -> None:
+    write(metrics_of(tmp_path))
+    (record,) = records(tmp_path)
+    assert set(record) == PROMISED
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record["time"])
+    expected = {
+        "step": 7,
+        "attempt": 3,
+        "loss": 2.5,
+        "grad_norm": 0.5,
+        "lr": 3e-4,
+        "tokens": 7000,
+        "samples_seen": 112,
+        "data_wait_s": 0.25,
+        "mfu": None,
+    }
+    assert expected.items() <= record.items()
+    assert record["tokens_per_s"] == record["tokens_per_s_per_gpu"] > 0
+    assert 0 < record["mem_gib_peak"] < 100
+
+
+def test_a_loss_is_written_to_its_last_bit(tmp_path: Path) -> None:
+    write(metrics_of(tmp_path), loss=1 / 3)
+    assert f'"loss": {1 / 3!r},' in RunDir(tmp_path).metrics_file.read_text()
+
+
+def test_validation_loss_only_where_there_is_one(tmp_path: Path) -> None:
+    metrics = metrics_of(tmp_path)
+    write(metrics, val_loss=3.25)
+    write(metrics, step=8)
+    assert [record.get("val_loss") for record in records(tmp_path)] == [3.25, None]
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    write(metrics_of(tmp_path), loss=float("nan"), grad_norm=float("inf"), finite=False)
+    line = RunDir(tmp_path).metrics_file.read_text()
+    assert json.loads(line)["loss"] is None
+    assert json.loads(line)["grad_norm"] is None
+    assert "NaN" not in line
+
+
+def test_speed_is_of_the_interval_without_its_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("trainkit.trainer.metrics.time.monotonic", lambda: now)
+    metrics = metrics_of(tmp_path)
+    metrics.start()
+    for _ in range(3):
+        metrics.count(report())
+    now = 110.0
+    metrics.exclude(4.0)
+    write(metrics)
+    now = 112.0
+    write(metrics, step=8)
+    first, second = records(tmp_path)
+    assert (first["tokens_per_s"], first["step_s"]) == (round(4000 / 6, 2), 1.5)
+    assert (second["tokens_per_s"], second["step_s"]) == (500, 2.0)
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    metrics = metrics_of(tmp_path)
+    metrics._world = type(ALONE)(1, 2, ALONE.device, None, None)
+    write(metrics)
+    assert not RunDir(tmp_path).metrics_file.exists()
+
+
+@pytest.mark.parametrize(("val_loss", "keys"), [(None, LINE), (3.25, LINE_VALIDATED)])
+def test_the_line_is_greppable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, val_loss: float | None, keys: str
+) -> None:
+    with caplog.at_level(logging.INFO):
+        write(metrics_of(tmp_path), val_loss=val_loss)
+    pairs = dict(word.split("=", 1) for word in caplog.messages[0].split())
+    assert " ".join(pairs) == keys
+    shown = {"step": "7/100", "loss": "2.5000", "grad_norm": "0.500", "lr": "0.0003", "mfu": "n/a"}
+    assert shown.items() <= pairs.items()
+    assert re.fullmatch(r"\d+:\d\d:\d\d", pairs["eta"])
+
+
+def test_the_line_says_when_a_loss_is_not_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        write(metrics_of(tmp_path), loss=float("nan"), finite=False)
+    assert "loss=not-finite grad_norm=not-finite" in caplog.messages[0]
+
+
+def test_a_full_disk_keeps_the_records_and_writes_them_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        metrics = metrics_of(disk)
+        write(metrics, step=1)
+        filler = fill(disk)
+        step = 1
+        while "2 records wait in memory" not in caplog.text:
+            step += 1
+            assert step < 200, "the rest of the last page is full by now"
+            write(metrics, step=step)
+        assert "metrics.jsonl could not be written" in caplog.text
+        filler.unlink()
+        write(metrics, step=step + 1)
+        assert [record["step"] for record in records(disk)] == list(range(1, step + 2)), "in order, each once"
