@@ -1,0 +1,28 @@
+"""What holds for all tests: whose machine it is, and what is set there, does not matter to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+FOREIGN = ("TRAINKIT_", "SLURM_", "SBATCH_")
+"""Beginnings of variables that would change what trainkit does."""
+RANK_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("NO_COLOR", "FORCE_COLOR"),
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty home for the list of runs and the user's config, and no variables that mean something."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(FOREIGN) or name in RANK_VARIABLES:
+                patch.delenv(name)
+        patch.setenv("XDG_STATE_HOME", str(home / "state"))
+        patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
+        yield
