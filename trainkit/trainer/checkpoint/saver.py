@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -21,11 +22,13 @@ from trainkit.errors import CheckpointError
 from trainkit.manifest import (
     MANIFEST_NAME,
     MANIFEST_VERSION,
+    SEAL,
     Checkpoint,
     best_step,
     point_best_at,
     published,
     remove,
+    seal,
     superseded,
 )
 from trainkit.rundir import PARTIAL_SUFFIX, RunDir, log_event, write_json
@@ -62,6 +65,7 @@ class _PublishingWriter(HashingWriter):
             **self._request.record,
             "files": dict(sorted(self.files.items())),
         }
+        manifest[SEAL] = seal(manifest)
         write_json(self._partial / MANIFEST_NAME, manifest)
         _sync_folder(self._partial)
         self._partial.rename(self._target)
@@ -110,7 +114,8 @@ class CheckpointSaver:
         if blocking:
             try:
                 future.set_result(state_dict_saver.save(self._tensors, **how))
-            except Exception as error:
+            # torch's own is no Exception.
+            except (Exception, CheckpointException) as error:
                 future.set_exception(error)
         else:
             response = state_dict_saver.async_save(self._tensors, async_stager=self._get_stager(), **how)
