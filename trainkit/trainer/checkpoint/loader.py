@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
-from trainkit.manifest import Checkpoint, find_damage, partials, published, remove, set_aside
-from trainkit.rundir import RunDir, log_event
+from trainkit.errors import EXIT_NO_RESTART, CheckpointError, TrainkitError
+from trainkit.manifest import Checkpoint, find_damage, partials, published, rejects, remove, set_aside
+from trainkit.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World
+from trainkit.trainer.events import note_event
 
 log = getLogger(__name__)
 T = TypeVar("T")
@@ -30,10 +31,11 @@ def from_main(value: T, world: World) -> T:
 
 
 def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoint, dict[str, Any]] | None:
-    """The newest published checkpoint that is intact, with its manifest; None when there is none.
+    """The newest published checkpoint that is intact, with its manifest; None in a run that never had one.
 
     Rank 0 names the candidate, all ranks share the reading, and what one finds holds for all. A damaged
-    checkpoint is set aside, said, and the one before it is tried.
+    checkpoint is set aside, said, and the one before it is tried. Raises CheckpointError (exit code 78) when
+    none is left: to begin again at step 0 is a decision for a person.
     """
     if world.is_main:
         for leftover in partials(run.checkpoints_dir):
@@ -48,7 +50,14 @@ def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoi
         if world.is_main:
             aside = set_aside(candidate)
             log.warning(f"checkpoint {candidate.path.name} rejected: {damage}; set aside as {aside.name}")
-            log_event(run, attempt, "checkpoint_rejected", step=step, reason=damage, set_aside=aside.name)
+            note_event(run, attempt, "checkpoint_rejected", step=step, reason=damage, set_aside=aside.name)
+    num_damaged = from_main(len(rejects(run.checkpoints_dir)), world)
+    if num_damaged:
+        raise CheckpointError(
+            f"no intact checkpoint is left in {run.checkpoints_dir}: {num_damaged} set aside as damaged",
+            hint="bring one back from a copy, or move the .rejected folders away to begin again at step 0",
+            exit_code=EXIT_NO_RESTART,
+        )
     return None
 
 

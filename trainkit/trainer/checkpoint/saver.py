@@ -31,9 +31,10 @@ from trainkit.manifest import (
     seal,
     superseded,
 )
-from trainkit.rundir import PARTIAL_SUFFIX, RunDir, log_event, write_json
+from trainkit.rundir import PARTIAL_SUFFIX, RunDir, write_json
 from trainkit.trainer.checkpoint.storage import HashingWriter
 from trainkit.trainer.distributed import World
+from trainkit.trainer.events import note_event
 
 log = getLogger(__name__)
 
@@ -100,7 +101,7 @@ class CheckpointSaver:
         if request.step == self.last_step:
             return
         if self._world.is_main:
-            log_event(self._run, self._attempt, "checkpoint_begin", step=request.step, reason=request.reason)
+            note_event(self._run, self._attempt, "checkpoint_begin", step=request.step, reason=request.reason)
         target = self._run.checkpoint_dir(request.step)
         partial = target.with_name(f"{target.name}.attempt-{self._attempt:03d}{PARTIAL_SUFFIX}")
         started = time.monotonic()
@@ -185,7 +186,7 @@ class CheckpointSaver:
         log.info(
             f"checkpoint step={request.step} reason={request.reason}{best} save_s={duration_s:.2f} {name}"
         )
-        log_event(
+        note_event(
             self._run,
             self._attempt,
             "checkpoint_commit",
@@ -207,7 +208,7 @@ class CheckpointSaver:
         log.error(
             f"checkpoint step={request.step} could not be saved: {cause}; the ones before it are untouched"
         )
-        log_event(self._run, self._attempt, "checkpoint_failed", step=request.step, error=cause)
+        note_event(self._run, self._attempt, "checkpoint_failed", step=request.step, error=cause)
 
 
 def _root_cause(error: BaseException) -> str:
