@@ -17,24 +17,10 @@ from trainkit.trainer.checkpoint.progress import Progress
 from trainkit.trainer.control import StepReport
 from trainkit.trainer.metrics import Metrics
 
-PROMISED = set(
-    [
-        "step",
-        "time",
-        "attempt",
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "tokens_per_s",
-        "tokens_per_s_per_gpu",
-        "mfu",
-        "step_s",
-        "data_wait_s",
-        "mem_gib_peak",
-        "samples_seen",
-    ]
-)
+PROMISED = {
+    *("step", "time", "attempt", "loss", "grad_norm", "lr", "tokens", "tokens_per_s"),
+    *("tokens_per_s_per_gpu", "mfu", "step_s", "data_wait_s", "mem_gib_peak", "samples_seen"),
+}
 LINE = "step loss grad_norm lr tokens_per_s mfu mem_gib data_wait_s step_s eta"
 LINE_VALIDATED = "step loss val_loss grad_norm lr tokens_per_s mfu mem_gib data_wait_s step_s eta"
 

@@ -1,0 +1,329 @@
+"""Saving: what is written is the state at the call, and what was published stays."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.disks import fill, limit_file_size, small_disk
+from tests.support.models import ALONE
+from trainkit.errors import CheckpointError
+from trainkit.manifest import Checkpoint, best_step, find_damage, partials, published
+from trainkit.rundir import RunDir, read_jsonl
+from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
+from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
+
+
+@pytest.fixture
+def tensors() -> dict[str, Tensor]:
+    return {
+        "model.w": torch.randn(512, 257),
+        "model.b": torch.randn(33),
+        "optimizer.w.exp_avg": torch.randn(512, 257),
+        "optimizer.w.step": torch.tensor(3.0),
+    }
+
+
+@pytest.fixture
+def make_saver(tensors: dict[str, Tensor]) -> Iterator[Callable[..., CheckpointSaver]]:
+    made = []
+
+    def make(folder: Path, keep_last: int = 10) -> CheckpointSaver:
+        made.append(CheckpointSaver(RunDir(folder), 1, ALONE, tensors, keep_last))
+        return made[-1]
+
+    yield make
+    for saver in made:
+        saver.finish()
+        saver.close()
+
+
+def request(step: int, is_best: bool = False) -> SaveRequest:
+    return SaveRequest(step, {"progress": {"step": step}}, is_best, "test")
+
+
+def steps(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in published(RunDir(folder).checkpoints_dir)]
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_jsonl(RunDir(folder).events_file) if event["event"] == name]
+
+
+def loaded(folder: Path, step: int, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {name: torch.full_like(tensor, -1.0) for name, tensor in like.items()}
+    checkpoint = Checkpoint(RunDir(folder).checkpoint_dir(step), step)
+    assert find_damage(checkpoint) == ""
+    load_tensors(checkpoint, found, ALONE)
+    return found
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def clone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def ruin(tensors: dict[str, Tensor]) -> None:
+    """Change every tensor in place, as an optimizer does."""
+    for tensor in tensors.values():
+        tensor.add_(1000.0)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_goes_round(tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any, blocking: bool) -> None:
+    saver = make_saver(tmp_path)
+    saver.save(request(5), blocking)
+    saver.finish()
+    assert saver.last_step == 5
+    assert_equal(loaded(tmp_path, 5, tensors), tensors)
+    chosen = choose_checkpoint(RunDir(tmp_path), 1, ALONE)
+    assert chosen is not None
+    assert chosen[1]["progress"] == {"step": 5}
+    assert events(tmp_path, "checkpoint_begin")[0]["step"] == 5
+    assert events(tmp_path, "checkpoint_commit")[0]["step"] == 5
+
+
+def test_state_may_change_as_soon_as_it_is_staged(
+    tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three times over: the buffers of the save before are used again."""
+    saver = make_saver(tmp_path)
+    expected = {}
+    for step in (1, 2, 3):
+        expected[step] = clone(tensors)
+        gate = hold_back_writing(monkeypatch)
+        saver.save(request(step), blocking=False)
+        saver.wait_until_staged()
+        ruin(tensors)
+        assert steps(tmp_path) == list(range(1, step)), "nothing is published yet"
+        gate.set()
+        saver.finish()
+    for step, state in expected.items():
+        assert_equal(loaded(tmp_path, step, tensors), state)
+
+
+def hold_back_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let no file be opened before the event is set, so that the writing comes after the changes."""
+    from trainkit.trainer.checkpoint import storage
+
+    gate = threading.Event()
+    original = storage._HashingStream.__init__
+
+    def wait_first(self: Any, path: Path) -> None:
+        assert gate.wait(timeout=10)
+        original(self, path)
+
+    monkeypatch.setattr(storage._HashingStream, "__init__", wait_first)
+    return gate
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any) -> None:
+    saver = make_saver(tmp_path)
+    expected = {}
+    for step in range(1, 6):
+        expected[step] = clone(tensors)
+        saver.save(request(step), blocking=False)
+        saver.wait_until_staged()
+        ruin(tensors)
+    saver.finish()
+    for step, state in expected.items():
+        assert_equal(loaded(tmp_path, step, tensors), state)
+
+
+def test_blocking_after_asynchronous_and_back(
+    tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any
+) -> None:
+    saver = make_saver(tmp_path)
+    for step, blocking in ((1, False), (2, True), (3, False), (4, True)):
+        saver.save(request(step), blocking)
+        saver.wait_until_staged()
+        ruin(tensors)
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    tensors_of_4 = clone(tensors)
+    ruin(tensors_of_4)
+    assert torch.equal(loaded(tmp_path, 4, tensors)["model.b"] + 1000.0, tensors["model.b"])
+
+
+def test_the_same_step_is_saved_once(tmp_path: Path, make_saver: Any) -> None:
+    saver = make_saver(tmp_path)
+    for blocking in (False, True, False):
+        saver.save(request(5), blocking)
+    saver.finish()
+    assert steps(tmp_path) == [5]
+    assert len(events(tmp_path, "checkpoint_begin")) == 1
+
+
+def test_poll_reports_without_waiting(
+    tmp_path: Path, make_saver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = make_saver(tmp_path)
+    gate = hold_back_writing(monkeypatch)
+    saver.save(request(1), blocking=False)
+    saver.wait_until_staged()
+    saver.poll()
+    assert saver.last_step is None
+    gate.set()
+    saver._pending[2].exception(timeout=10)
+    saver.poll()
+    assert saver.last_step == 1
+
+
+class TestManifest:
+    def test_names_every_file_and_is_sealed(self, tmp_path: Path, make_saver: Any) -> None:
+        make_saver(tmp_path).save(request(5), blocking=True)
+        folder = RunDir(tmp_path).checkpoint_dir(5)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert set(manifest["files"]) == {p.name for p in folder.iterdir()} - {"manifest.json"}
+        assert manifest["step"] == 5
+
+    @pytest.mark.parametrize(("old", "new"), [('"step": 5', '"step": 6'), ('"bytes": ', '"bytes": 1')])
+    def test_a_changed_digit_is_noticed(self, tmp_path: Path, make_saver: Any, old: str, new: str) -> None:
+        """In the progress, of which nothing but the seal could tell."""
+        make_saver(tmp_path).save(request(5), blocking=True)
+        checkpoint = Checkpoint(RunDir(tmp_path).checkpoint_dir(5), 5)
+        head, progress = checkpoint.manifest_file.read_text().split('"progress"')
+        assert old in progress
+        checkpoint.manifest_file.write_text(f'{head}"progress"{progress.replace(old, new, 1)}')
+        assert "manifest.json is not what was written" in find_damage(checkpoint)
+
+    def test_any_flipped_byte_anywhere_is_noticed(self, tmp_path: Path, make_saver: Any) -> None:
+        """But for a byte in the name of the seal, which holds nothing."""
+        make_saver(tmp_path).save(request(5), blocking=True)
+        checkpoint = Checkpoint(RunDir(tmp_path).checkpoint_dir(5), 5)
+        whole = checkpoint.manifest_file.read_bytes()
+        seal_name = whole.rindex(b'"sha256"')
+        for place in range(0, len(whole)):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1
+            checkpoint.manifest_file.write_bytes(damaged)
+            harmless = bytes(damaged).isspace() or seal_name <= place < seal_name + 8
+            if not find_damage(checkpoint):
+                same = json.loads(damaged) == json.loads(whole)
+                assert harmless or same, f"byte {place}: {bytes(damaged[place - 20 : place + 20])!r}"
+
+
+class TestKeeping:
+    def test_the_newest_and_the_best_stay(self, tmp_path: Path, make_saver: Any) -> None:
+        saver = make_saver(tmp_path, keep_last=2)
+        for step in range(1, 7):
+            saver.save(request(step, is_best=step == 2), blocking=True)
+        assert steps(tmp_path) == [2, 5, 6]
+        assert best_step(RunDir(tmp_path).checkpoints_dir) == 2
+        saver.save(request(7, is_best=True), blocking=True)
+        assert steps(tmp_path) == [6, 7]
+        assert best_step(RunDir(tmp_path).checkpoints_dir) == 7
+        assert partials(RunDir(tmp_path).checkpoints_dir) == []
+        names = sorted(path.name for path in RunDir(tmp_path).checkpoints_dir.iterdir())
+        assert names == ["best", "step-00000006", "step-00000007"]
+
+    def test_only_the_newest(self, tmp_path: Path, make_saver: Any) -> None:
+        saver = make_saver(tmp_path, keep_last=1)
+        for step in (1, 2, 3):
+            saver.save(request(step), blocking=False)
+        saver.finish()
+        assert steps(tmp_path) == [3]
+
+
+class TestFailure:
+    @pytest.mark.parametrize("blocking", [True, False])
+    def test_a_file_that_cannot_grow(
+        self, tmp_path: Path, make_saver: Any, blocking: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        saver = make_saver(tmp_path)
+        saver.save(request(1), blocking=True)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit_file_size(300_000)
+        try:
+            saver.save(request(2), blocking)
+            saver.finish()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        self.check_failed_and_recover(tmp_path, saver, blocking, caplog, "File too large")
+
+    @pytest.mark.parametrize("blocking", [True, False])
+    @pytest.mark.parametrize("leave_bytes", [0, 600_000])
+    def test_a_full_disk(
+        self,
+        tmp_path: Path,
+        make_saver: Any,
+        blocking: bool,
+        leave_bytes: int,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """From the first byte on, events included, and in the middle of a file."""
+        with small_disk(tmp_path / "disk", "8m") as disk:
+            saver = make_saver(disk)
+            saver.save(request(1), blocking=True)
+            with RunDir(disk).events_file.open("a") as stream:
+                # Up to the end of a page, which would otherwise have room for more events.
+                stream.write(" " * (-RunDir(disk).events_file.stat().st_size % 4096 - 1) + "\n")
+            filler = fill(disk, leave_bytes)
+            saver.save(request(2), blocking)
+            saver.finish()
+            filler.unlink()
+            self.check_failed_and_recover(disk, saver, blocking, caplog, "No space left", leave_bytes > 0)
+
+    @staticmethod
+    def check_failed_and_recover(
+        folder: Path,
+        saver: CheckpointSaver,
+        blocking: bool,
+        caplog: pytest.LogCaptureFixture,
+        cause: str,
+        events_are_written: bool = True,
+    ) -> None:
+        assert "checkpoint step=2 could not be saved" in caplog.text
+        assert cause in caplog.text
+        if events_are_written:
+            (event,) = events(folder, "checkpoint_failed")
+            assert event["step"] == 2
+            assert cause in event["error"]
+        assert saver.last_step == 1
+        with pytest.raises(CheckpointError, match="state after step 2 could not be saved"):
+            saver.require(2)
+        checkpoints_dir = RunDir(folder).checkpoints_dir
+        assert [path.name for path in checkpoints_dir.iterdir()] == ["step-00000001"], "no half folder"
+        assert find_damage(published(checkpoints_dir)[0]) == ""
+        saver.save(request(3), blocking)
+        saver.finish()
+        assert steps(folder) == [1, 3]
+        assert all(find_damage(checkpoint) == "" for checkpoint in published(checkpoints_dir))
+        saver.require(3)
+
+    @pytest.mark.parametrize("blocking", [True, False])
+    def test_a_folder_that_is_there_already_is_not_touched(
+        self, tmp_path: Path, make_saver: Any, blocking: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        make_saver(tmp_path).save(request(1), blocking=True)
+        written = (RunDir(tmp_path).checkpoint_dir(1) / "manifest.json").read_text()
+        other = make_saver(tmp_path)
+        other.save(request(1), blocking)
+        other.finish()
+        assert "could not be saved" in caplog.text
+        assert (RunDir(tmp_path).checkpoint_dir(1) / "manifest.json").read_text() == written
+        assert find_damage(published(RunDir(tmp_path).checkpoints_dir)[0]) == ""
+
+    @pytest.mark.parametrize("blocking", [True, False])
+    def test_a_folder_that_cannot_be_written(
+        self, tmp_path: Path, make_saver: Any, blocking: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        RunDir(tmp_path).checkpoints_dir.write_text("a file where the folder should be")
+        saver = make_saver(tmp_path)
+        with caplog.at_level(logging.INFO):
+            saver.save(request(1), blocking)
+            saver.finish()
+        assert "checkpoint step=1 could not be saved" in caplog.text
+        assert saver.last_step is None
