@@ -98,7 +98,7 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
     attempt = RunDir(folder).attempt(1)
     config = read_effective(attempt.config_file)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    world = join_world(find_rank_env(), select_device("cpu", 0), plan.layout)
+    world = join_world(find_rank_env(), select_device("cpu", 0), plan.layout, StopRequest())
     trainer, _ = build_trainer(attempt, config, plan, world, build_task(config), StopRequest())
     loops = {"trainkit": trainer.advance, "hand-written": hand_written_step(trainer, num_procs, dtype_name)}
     times_s: dict[str, list[float]] = {name: [] for name in loops}

@@ -11,6 +11,7 @@ import traceback
 from trainkit.errors import EXIT_FAILED, TrainkitError
 from trainkit.job.signals import StopRequest
 from trainkit.rundir import AttemptDir, RunDir, read_json, utc_now, write_json
+from trainkit.trainer.watchdog import watch_deadline
 
 
 def main() -> None:
@@ -23,15 +24,14 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     set_up_logging(rank)
     try:
-        from trainkit.trainer.watchdog import watch_deadline
-        from trainkit.trainer.worker import run_worker
-
         grace_s = float(read_json(attempt.plan_file)["grace_s"])
         watch_deadline(stop, grace_s, attempt.stacks_dir / f"rank-{rank:04d}.txt")
+        from trainkit.trainer.worker import run_worker
+
         code = run_worker(attempt, stop)
     except BaseException as error:
-        code = error.exit_code if isinstance(error, TrainkitError) else EXIT_FAILED
         record_failure(attempt, rank, error)
+        code = error.exit_code if isinstance(error, TrainkitError) else EXIT_FAILED
     from trainkit.trainer.distributed import leave
 
     leave(code)

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainkit.job.rank_env import RankEnv
+from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Layout
+from trainkit.trainer.meeting import meet
 
 START_TIMEOUT = timedelta(minutes=30)
 """Long, because the first step of some rank may compile while the others wait."""
@@ -40,14 +42,17 @@ class World:
         return self.size > 1
 
 
-def join_world(env: RankEnv, device: torch.device, layout: Layout) -> World:
-    """Meet the other ranks and build the mesh."""
+def join_world(env: RankEnv, device: torch.device, layout: Layout, stop: StopRequest) -> World | None:
+    """Meet the other ranks and build the mesh; None when the ranks have agreed to stop instead."""
     if env.world_size == 1:
-        return World(0, 1, device, None, None)
+        return None if stop else World(0, 1, device, None, None)
+    store = meet(env, stop, START_TIMEOUT)
+    if store is None:
+        return None
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        init_method=f"tcp://{env.master_addr}:{env.master_port}",
+        store=store,
         rank=env.rank,
         world_size=env.world_size,
         timeout=START_TIMEOUT,

@@ -125,7 +125,8 @@ class Trainer:
         total = torch.zeros((), device=self.world.device)
         last = len(batch.microbatches) - 1
         for index, micro in enumerate(batch.microbatches):
-            sync_gradients(self.model, enabled=index == last)
+            if last > 0:
+                sync_gradients(self.model, enabled=index == last)
             with autocast(self.world, DTYPES[self.config.precision.dtype]):
                 nll_sum = self.task.nll_sum(self.model, micro.to(self.world.device))
             (nll_sum * scale).backward()  # type: ignore[no-untyped-call]

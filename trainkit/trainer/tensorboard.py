@@ -23,27 +23,27 @@ class TensorBoardLog:
     """Writes scalars from a thread of its own: neither the import nor the disk holds up a step."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
+        self._folder = folder
+        self._first_step = first_step
+        self._writer: Any = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")
-        self._writer = self._pool.submit(self._open, folder, first_step)
-
-    @staticmethod
-    def _open(folder: Path, first_step: int) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # Steps that an earlier attempt computed beyond its last checkpoint are hidden.
-        return SummaryWriter(str(folder), purge_step=first_step)
 
     def write(self, record: dict[str, Any]) -> None:
         """Add the scalars of one metrics record."""
         self._pool.submit(self._add, record)
 
     def _add(self, record: dict[str, Any]) -> None:
-        writer = self._writer.result()
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # Steps that an earlier attempt computed beyond its last checkpoint are hidden.
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
         for name in SCALARS:
             if record.get(name) is not None:
-                writer.add_scalar(name, record[name], record["step"])
+                self._writer.add_scalar(name, record[name], record["step"])
 
     def close(self) -> None:
-        """Write what is left; raises what went wrong in the thread, if anything did."""
-        self._pool.submit(lambda: self._writer.result().close()).result()
+        """Write what is left."""
         self._pool.shutdown()
+        if self._writer is not None:
+            self._writer.close()

@@ -6,14 +6,19 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from logging import getLogger
+from threading import Thread
+from typing import TypeVar
 
 import torch
 
 from trainkit import __version__
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
@@ -36,6 +41,8 @@ from trainkit.trainer.tasks import Task, build_task
 from trainkit.trainer.tensorboard import TensorBoardLog
 
 log = getLogger(__name__)
+T = TypeVar("T")
+POLL_S = 0.02
 
 
 def run_worker(attempt: AttemptDir, stop: StopRequest) -> int:
@@ -52,10 +59,14 @@ def run_worker(attempt: AttemptDir, stop: StopRequest) -> int:
         torch.set_num_threads(plan.threads_per_worker)
     set_determinism(config.train.deterministic)
     device = select_device(plan.device, env.local_rank)
-    world = join_world(env, device, plan.layout)
+    # Before the ranks meet: text may have to be tokenised first, and that may take long.
+    task = unless_stopped(stop, partial(build_task, config))
+    world = join_world(env, device, plan.layout, stop)
+    if task is None or world is None:
+        log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
+        return EXIT_STOPPED
     if world.is_main:
         log_event(attempt.run, attempt.number, "rendezvous", world_size=world.size, device=str(device))
-    task = build_task(config)
     check_same_data(task, world)
     trainer, tensorboard = build_trainer(attempt, config, plan, world, task, stop)
     try:
@@ -65,6 +76,26 @@ def run_worker(attempt: AttemptDir, stop: StopRequest) -> int:
         trainer.profiler.close()
         if tensorboard is not None:
             tensorboard.close()
+
+
+def unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T | None:
+    """What `work` returns or raises, or None as soon as this process is asked to stop.
+
+    Work that is given up goes on in its thread until the process ends, which it then soon does.
+    """
+    future: Future[T] = Future()
+
+    def carry_out() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=carry_out, daemon=True).start()
+    while not future.done():
+        if stop.received.wait(POLL_S):
+            return None
+    return future.result()
 
 
 def check_same_data(task: Task, world: World) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
-from trainkit.data.open import open_dataset
+from trainkit.data.open import has_validation, open_dataset
 from trainkit.plan.model_shape import flops_per_token, resolve_model_shape
 from trainkit.trainer.data.batches import IGNORE_LABEL, Microbatch
 from trainkit.trainer.models.decoder import Decoder
@@ -22,7 +22,7 @@ class CausalLM:
     def __init__(self, config: RunConfig) -> None:
         seq_len = config.data.seq_len
         self.train_data = open_dataset(config.data, seq_len, "train")
-        evaluates = config.train.eval_every is not None
+        evaluates = config.train.eval_every is not None and has_validation(config.data)
         self.val_data = open_dataset(config.data, seq_len, "val") if evaluates else None
         self.shape = resolve_model_shape(config.model, self.train_data.vocab_size)
         self.flops_per_token = flops_per_token(self.shape, seq_len)

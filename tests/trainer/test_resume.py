@@ -1,0 +1,105 @@
+"""What a resumed training computes is what an uninterrupted one would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import losses, samples_seen, train
+from trainkit.manifest import published
+from trainkit.rundir import RunDir
+
+pytestmark = pytest.mark.slow
+
+DROPOUT = "model.dropout=0.1"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A text of 50 samples, so that an epoch ends within a few steps of 16."""
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    words = "".join(f"line {number} says {number * number}\n" for number in range(1000))
+    path.write_text(words[: 64 * 50 + 1])
+    return f"data.source={path}"
+
+
+def assert_same_curve(expected: Path, found: Path) -> None:
+    assert losses(found) == losses(expected)
+    assert samples_seen(found) == samples_seen(expected)
+
+
+@pytest.mark.parametrize("num_procs", [1, 2])
+def test_in_the_middle_of_an_epoch(tmp_path: Path, num_procs: int) -> None:
+    train(tmp_path / "whole", [DROPOUT, "train.steps=8"], num_procs)
+    train(tmp_path / "cut", [DROPOUT, "train.steps=8", "train.stop_at_step=4"], num_procs, expect=75)
+    train(tmp_path / "cut", [DROPOUT, "train.steps=8"], num_procs)
+    assert len(losses(tmp_path / "whole")) == 8
+    assert_same_curve(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_at_the_end_of_an_epoch(tmp_path: Path, corpus: str, stop: int) -> None:
+    """49 samples an epoch, 16 a step: the fourth step crosses the border."""
+    options = [DROPOUT, corpus, "data.val_fraction=0", "train.steps=null", "train.epochs=2"]
+    train(tmp_path / "whole", options)
+    train(tmp_path / "cut", [*options, f"train.stop_at_step={stop}"], expect=75)
+    train(tmp_path / "cut", options)
+    seen = samples_seen(tmp_path / "whole")
+    assert seen[-1] % 2 == 0
+    assert len(seen) == -(-seen[-1] // 16), "the last step takes what is left"
+    assert_same_curve(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_alternating_numbers_of_processes(tmp_path: Path, corpus: str) -> None:
+    """Dropout included: its masks belong to the samples, not to the ranks."""
+    options = [DROPOUT, corpus, "data.val_fraction=0", "train.steps=null", "train.epochs=3"]
+    train(tmp_path / "whole", options)
+    for stop, num_procs in ((2, 2), (4, 1), (6, 4), (8, 2)):
+        train(tmp_path / "moved", [*options, f"train.stop_at_step={stop}"], num_procs, expect=75)
+    train(tmp_path / "moved", options)
+    expected = losses(tmp_path / "whole")
+    assert losses(tmp_path / "moved") == pytest.approx(expected, abs=1e-5)
+    assert samples_seen(tmp_path / "moved") == samples_seen(tmp_path / "whole")
+
+
+def test_fp16_comes_back_with_its_loss_scale(tmp_path: Path) -> None:
+    options = ["precision.dtype=fp16", "precision.loss_scale_growth_interval=3", "train.steps=8"]
+    train(tmp_path / "whole", options)
+    train(tmp_path / "cut", [*options, "train.stop_at_step=5"], expect=75)
+    train(tmp_path / "cut", options)
+    assert_same_curve(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    train(tmp_path / "run", ["train.steps=2"])
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    train(tmp_path / "run", ["train.steps=2"])
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_validation_and_best_checkpoint_survive_a_cut(tmp_path: Path) -> None:
+    options = ["train.eval_every=2", "train.eval_batches=2", "checkpoint.keep_last=1", "train.steps=6"]
+    train(tmp_path / "whole", options)
+    train(tmp_path / "cut", [*options, "train.stop_at_step=3"], expect=75)
+    train(tmp_path / "cut", options)
+    manifests = [
+        published(RunDir(tmp_path / name).checkpoints_dir)[-1].manifest() for name in ("whole", "cut")
+    ]
+    assert manifests[0]["progress"] == manifests[1]["progress"]
+    assert manifests[0]["progress"]["best_step"] == 6
+
+
+def test_other_data_is_refused(tmp_path: Path, corpus: str) -> None:
+    train(tmp_path / "run", ["train.steps=4", "train.stop_at_step=2"], expect=75)
+    attempt = train(tmp_path / "run", ["train.steps=4", corpus, "data.val_fraction=0"], expect=78)
+    assert "the training data is not what checkpoint step-00000002 was trained on" in (
+        attempt.rank_log(0).read_text()
+    )
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    train(tmp_path / "run", ["train.steps=4", "train.stop_at_step=2"], expect=75)
+    attempt = train(tmp_path / "run", ["train.steps=4", "model.dim=32"], expect=78)
+    assert "is of another model" in attempt.rank_log(0).read_text()
+    assert [c.step for c in published(attempt.run.checkpoints_dir)] == [2]

@@ -1,0 +1,184 @@
+"""A stop signal, wherever it lands: agreed by all ranks, saved, exit code 75."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import log_text, losses, make_attempt, start_workers, train, wait_for
+from trainkit.manifest import find_damage, published
+from trainkit.rundir import AttemptDir, read_jsonl
+
+pytestmark = pytest.mark.slow
+
+LONG = ["train.steps=2000", "model.dropout=0.1"]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.005)
+
+
+def has_event(attempt: AttemptDir, name: str) -> bool:
+    return any(event["event"] == name for event in read_jsonl(attempt.run.events_file))
+
+
+def newest_step(attempt: AttemptDir) -> int:
+    """The step of the newest checkpoint, which is also the last step that was computed."""
+    newest = published(attempt.run.checkpoints_dir)[-1]
+    assert find_damage(newest) == ""
+    assert newest.step == max(losses(attempt.run.path))
+    return newest.step
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
+def test_in_a_step_even_when_one_rank_only_is_told(tmp_path: Path, number: signal.Signals) -> None:
+    attempt = make_attempt(tmp_path / "run", LONG, 2)
+    procs = start_workers(attempt, 2)
+    wait_until(lambda: len(losses(attempt.run.path)) >= 3)
+    procs[1].send_signal(number)
+    assert wait_for(procs, 30) == [75, 75], log_text(attempt)
+    assert newest_step(attempt) >= 3
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.8, 1.5, 2.2])
+def test_during_start_up(tmp_path: Path, delay_s: float) -> None:
+    """Python itself needs a moment before it can be told anything: the log shows that it is there."""
+    attempt = make_attempt(tmp_path / "run", LONG, 2)
+    procs = start_workers(attempt, 2)
+    wait_until(lambda: all(handles_sigterm(proc.pid) for proc in procs))
+    time.sleep(delay_s)
+    for proc in procs:
+        proc.send_signal(signal.SIGTERM)
+    assert wait_for(procs, 30) == [75, 75], log_text(attempt)
+
+
+def test_during_start_up_when_one_rank_only_is_told(tmp_path: Path) -> None:
+    attempt = make_attempt(tmp_path / "run", LONG, 2)
+    procs = start_workers(attempt, 2)
+    wait_until(lambda: handles_sigterm(procs[1].pid))
+    procs[1].send_signal(signal.SIGTERM)
+    assert wait_for(procs, 30) == [75, 75], log_text(attempt)
+
+
+def handles_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)))
+
+
+def test_during_validation_which_is_made_up_for_later(tmp_path: Path) -> None:
+    options = ["train.steps=3", "train.eval_every=2", "train.eval_at_start=false"]
+    train(tmp_path / "whole", [*options, "train.eval_batches=100"])
+    long = [*options, "train.eval_batches=100"]
+    attempt = make_attempt(tmp_path / "cut", long)
+    procs = start_workers(attempt)
+    wait_until(lambda: 1 in losses(attempt.run.path))
+    time.sleep(0.15)
+    procs[0].send_signal(signal.SIGUSR2)
+    assert wait_for(procs, 30) == [75]
+    train(tmp_path / "cut", long)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    whole, cut = (
+        {
+            event["step"]: event["val_loss"]
+            for event in read_jsonl(folder / "events.jsonl")
+            if event["event"] == "evaluated"
+        }
+        for folder in (tmp_path / "whole", tmp_path / "cut")
+    )
+    assert cut == whole
+
+
+def test_during_an_asynchronous_save(tmp_path: Path) -> None:
+    attempt = make_attempt(tmp_path / "run", [*LONG, "checkpoint.every_steps=2", "model.preset=mini"], 2)
+    procs = start_workers(attempt, 2)
+    wait_until(lambda: has_event(attempt, "checkpoint_begin"))
+    for proc in procs:
+        proc.send_signal(signal.SIGTERM)
+    assert wait_for(procs, 60) == [75, 75], log_text(attempt)
+    newest_step(attempt)
+
+
+def test_during_the_first_compile(tmp_path: Path) -> None:
+    attempt = make_attempt(tmp_path / "run", [*LONG, "parallel.compile=true"])
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
+    procs = start_workers(attempt, env=env)
+    wait_until(lambda: has_event(attempt, "training"))
+    time.sleep(0.5)
+    procs[0].send_signal(signal.SIGTERM)
+    assert wait_for(procs, 120) == [75], log_text(attempt)
+    assert newest_step(attempt) == 1
+
+
+def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    """Rank 1 stands still, so rank 0 waits for it in a collective and cannot save."""
+    attempt = make_attempt(tmp_path / "run", LONG, 2)
+    procs = start_workers(attempt, 2)
+    wait_until(lambda: len(losses(attempt.run.path)) >= 3)
+    os.kill(procs[1].pid, signal.SIGSTOP)
+    time.sleep(0.3)
+    procs[0].send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert procs[0].poll() is None
+    procs[0].send_signal(signal.SIGINT)
+    assert procs[0].wait(timeout=5) == 130
+    procs[1].kill()
+    wait_for(procs[1:])
+
+
+def test_stuck_rank_leaves_before_the_deadline(tmp_path: Path) -> None:
+    attempt = make_attempt(tmp_path / "run", [*LONG, "requeue.grace_s=5", "checkpoint.every_steps=1"], 2)
+    procs = start_workers(attempt, 2)
+    wait_until(lambda: len(published(attempt.run.checkpoints_dir)) >= 1)
+    os.kill(procs[1].pid, signal.SIGSTOP)
+    time.sleep(0.3)
+    started = time.monotonic()
+    procs[0].send_signal(signal.SIGTERM)
+    try:
+        assert procs[0].wait(timeout=10) == 70
+        assert 3.0 < time.monotonic() - started < 5.0
+    finally:
+        procs[1].kill()
+        wait_for(procs[1:])
+    assert "leaving before the job is killed" in attempt.rank_log(0).read_text()
+    assert "Thread" in (attempt.stacks_dir / "rank-0000.txt").read_text()
+    assert all(find_damage(checkpoint) == "" for checkpoint in published(attempt.run.checkpoints_dir))
+
+
+def test_first_preparation_of_the_data_can_be_left(tmp_path: Path) -> None:
+    text = tmp_path / "big.txt"
+    with text.open("w") as stream:
+        for number in range(400):
+            stream.write(f"{number} some line of text that says nothing much\n" * 5000)
+    attempt = make_attempt(
+        tmp_path / "run", [*LONG, f"data.source={text}", f"data.cache_dir={tmp_path / 'cache'}"]
+    )
+    procs = start_workers(attempt)
+    wait_until(lambda: (tmp_path / "cache").exists())
+    started = time.monotonic()
+    procs[0].send_signal(signal.SIGTERM)
+    assert wait_for(procs, 30) == [75]
+    assert time.monotonic() - started < 5.0
+    assert "no step was done" in attempt.rank_log(0).read_text()
+
+
+def test_missing_peer_is_named(tmp_path: Path) -> None:
+    """A rank that dies before the meeting leaves the other one waiting, which then can still be told."""
+    attempt = make_attempt(tmp_path / "run", LONG, 2)
+    procs = start_workers(attempt, 2)
+    procs[1].kill()
+    subprocess.Popen.wait(procs[1])
+    wait_until(lambda: handles_sigterm(procs[0].pid))
+    time.sleep(3.0)
+    assert procs[0].poll() is None
+    procs[0].send_signal(signal.SIGTERM)
+    assert wait_for(procs[:1], 30) == [75], log_text(attempt)
