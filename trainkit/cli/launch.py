@@ -104,13 +104,31 @@ def _first_rank(attempt: AttemptDir) -> list[Path]:
     return [attempt.rank_log(0)]
 
 
+LOGGED_EVENTS = frozenset(
+    [
+        "rendezvous",
+        "training",
+        "resumed",
+        "first_step",
+        "evaluated",
+        "checkpoint_begin",
+        "checkpoint_commit",
+        "checkpoint_rejected",
+        "checkpoint_failed",
+    ]
+)
+"""Events of the trainer, which rank 0's log tells of as well."""
+
+
 def _tell_events(events: LogTail, attempt: int) -> None:
     for text in events.read():
         try:
             event = json.loads(text)
         except ValueError:
             continue
-        if isinstance(event, dict) and event.get("attempt", 0) >= attempt:
+        if not isinstance(event, dict) or event.get("event") in LOGGED_EVENTS:
+            continue
+        if event.get("attempt", 0) >= attempt:
             click.echo(event_line(event), err=True)
 
 

@@ -75,6 +75,7 @@ def _details(status: RunStatus) -> str:
         "workers": f"{_workers(status)} on {_text(status.device)}",
         "step": f"{_steps(status)}, last metrics {duration(status.metrics_age_s)} ago",
         "loss": _number(status.loss, ".4f"),
+        "val loss": _val_loss(status),
         "tokens/s": _number(status.tokens_per_s, ",.0f"),
         "checkpoint": _text(status.checkpoint),
         "last event": event_line(status.last_event) if status.last_event else "-",
@@ -83,6 +84,11 @@ def _details(status: RunStatus) -> str:
         lines["verdict"] = verdict_line(status.verdict)
     text = [f"{key:<10}  {value}" for key, value in lines.items()]
     return "\n".join(text + [f"warning: {warning}" for warning in status.warnings])
+
+
+def _val_loss(status: RunStatus) -> str:
+    first = f" (the first was {status.first_val_loss:.4f})" if status.first_val_loss is not None else ""
+    return _number(status.val_loss, ".4f") + first
 
 
 def _workers(status: RunStatus) -> str:

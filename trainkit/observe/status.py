@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -11,7 +11,7 @@ from typing import Any
 from trainkit.config import read_effective
 from trainkit.errors import TrainkitError
 from trainkit.observe.tail import last_records
-from trainkit.rundir import CHECKPOINT_PREFIX, RunDir, read_json
+from trainkit.rundir import CHECKPOINT_PREFIX, RunDir, read_json, read_jsonl
 
 STALE_S = 60.0
 """No new metrics for this long, and for `STALE_INTERVALS` of their usual distance, is worth a warning."""
@@ -39,6 +39,9 @@ class RunStatus:
     step: int | None
     total_steps: int | None
     loss: float | None
+    val_loss: float | None
+    """The newest validation loss, and the first one of the run."""
+    first_val_loss: float | None
     tokens_per_s: float | None
     metrics_age_s: float | None
     """Seconds since the last metrics line."""
@@ -82,6 +85,8 @@ def read_status(run: RunDir, alive: bool | None, now: datetime) -> RunStatus:
         step=last.get("step"),
         total_steps=_total_steps(run, events),
         loss=last.get("loss"),
+        val_loss=_val_loss(reversed(events)),
+        first_val_loss=_val_loss(read_jsonl(run.events_file)),
         tokens_per_s=last.get("tokens_per_s"),
         metrics_age_s=metrics_age_s,
         age_s=seconds_between(entry.get("submitted_at"), now),
@@ -113,6 +118,11 @@ def _state(
     if "signal" in names:
         return "stopping"
     return "running" if has_metrics or "first_step" in names else "starting"
+
+
+def _val_loss(events: Iterable[Mapping[str, Any]]) -> float | None:
+    """The validation loss of the first of these events that tells one."""
+    return next((event.get("val_loss") for event in events if event.get("event") == "evaluated"), None)
 
 
 def _total_steps(run: RunDir, events: list[dict[str, Any]]) -> int | None:

@@ -1,0 +1,120 @@
+"""How long a save holds up the training, against `torch.save` with fsync of the same state.
+
+    python benchmarks/checkpoint_stall.py
+
+The state is 500 MB of float32 in one process. For each save the script measures how long the training thread
+is blocked: the call itself, plus the wait before the optimizer may change the state again, with a stretch of
+matrix products between them that stands for the next step's forward and backward pass. The same stretch is
+timed without a save, so that what the copy costs in the background shows as well. Right after the wait every
+tensor is changed in place; the published checkpoint must hold the values of the call. The two kinds of save
+take turns; the first round, which allocates the staging buffers, is reported apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from trainkit.manifest import Checkpoint, find_damage
+from trainkit.rundir import RunDir
+from trainkit.trainer.checkpoint.loader import load_tensors
+from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
+from trainkit.trainer.distributed import World
+
+WORLD = World(rank=0, size=1, device=torch.device("cpu"), mesh=None, checkpoint_group=None)
+
+
+def make_state(num_megabytes: int) -> dict[str, torch.Tensor]:
+    """Tensors of 4 MB, as many as it takes."""
+    return {f"model.layer{index}": torch.randn(1000, 1000) for index in range(num_megabytes // 4)}
+
+
+def compute(weights: torch.Tensor, seconds: float) -> float:
+    """Matrix products for about this long; returns products a second."""
+    started = time.perf_counter()
+    count = 0
+    while time.perf_counter() - started < seconds:
+        weights @ weights
+        count += 1
+    return count / (time.perf_counter() - started)
+
+
+def save_with_torch(state: dict[str, torch.Tensor], path: Path) -> float:
+    """Seconds of stall of the plain way."""
+    started = time.perf_counter()
+    with path.open("wb") as stream:
+        torch.save(state, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return time.perf_counter() - started
+
+
+def save_with_trainkit(saver: CheckpointSaver, step: int, weights: torch.Tensor) -> tuple[float, float]:
+    """Seconds of stall of an asynchronous save, and products a second meanwhile."""
+    started = time.perf_counter()
+    saver.save(SaveRequest(step, {}, is_best=False, reason="bench"), blocking=False)
+    stall_s = time.perf_counter() - started
+    speed = compute(weights, 0.5)
+    started = time.perf_counter()
+    saver.wait_until_staged()
+    return stall_s + time.perf_counter() - started, speed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--folder", type=Path, help="where to write (default: the temporary folder)")
+    args = parser.parse_args()
+    state = make_state(args.megabytes)
+    weights = torch.randn(512, 512)
+    stalls: dict[str, list[float]] = {"torch.save": [], "trainkit": []}
+    speeds: dict[str, list[float]] = {"alone": [], "during": []}
+    unchanged = 0
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        run = RunDir(folder)
+        saver = CheckpointSaver(run, 1, WORLD, state, keep_last=1)
+        for step in range(1, args.rounds + 1):
+            stalls["torch.save"].append(save_with_torch(state, Path(folder) / "plain.pt"))
+            speeds["alone"].append(compute(weights, 0.5))
+            expected = {name: tensor.clone() for name, tensor in state.items()}
+            stall_s, speed = save_with_trainkit(saver, step, weights)
+            for tensor in state.values():
+                tensor.add_(1.0)
+            stalls["trainkit"].append(stall_s)
+            speeds["during"].append(speed)
+            saver.finish()
+            unchanged += holds(Checkpoint(run.checkpoint_dir(step), step), expected)
+        saver.close()
+    plain, ours = (statistics.median(stalls[name][1:]) for name in stalls)
+    alone, during = (statistics.median(speeds[name][1:]) for name in speeds)
+    print(
+        "| state MB | torch.save + fsync s | trainkit stall s | ratio | first save s | compute speed during |"
+    )
+    print("|---|---|---|---|---|---|")
+    print(
+        f"| {args.megabytes} | {plain:.3f} | {ours:.4f} | {ours / plain:.3f} | {stalls['trainkit'][0]:.3f} "
+        f"| {during / alone:.2f} |"
+    )
+    print(f"{unchanged} of {args.rounds} checkpoints hold the values of the call")
+    return 0 if unchanged == args.rounds else 1
+
+
+def holds(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> bool:
+    """Whether a checkpoint is intact and has exactly these values."""
+    found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    load_tensors(checkpoint, found, WORLD)
+    return not find_damage(checkpoint) and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

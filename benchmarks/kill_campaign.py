@@ -1,0 +1,176 @@
+"""Kill a training at random moments and prove that the curve is the one of an uninterrupted run.
+
+    python benchmarks/kill_campaign.py --rounds 20 --seed 0
+
+Each round submits a run of two nodes, waits for a random time, sends SIGKILL to a random victim (a worker, an
+agent, the supervisor, or all of them at once), and resumes until the run finishes; a round may kill several
+times. The losses in metrics.jsonl must then be equal as strings to those of a run that nobody touched, the
+samples counted without a gap, every published checkpoint intact, and no process left behind. Dropout is on,
+and the text is short, so that kills land in every part of an epoch. The same seed repeats the same campaign.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from trainkit.manifest import find_damage, published
+from trainkit.rundir import RunDir, read_metrics
+
+TRAINKIT = [sys.executable, "-m", "trainkit"]
+OPTIONS = {
+    "model.preset": "nano",
+    "model.dropout": "0.1",
+    "data.seq_len": "64",
+    "data.val_fraction": "0.1",
+    "train.steps": "null",
+    "train.epochs": "6",
+    "train.device_batch_size": "4",
+    "train.global_batch_size": "16",
+    "train.log_every": "1",
+    "train.eval_every": "20",
+    "checkpoint.every_steps": "5",
+    "precision.dtype": "fp32",
+    "logging.tensorboard": "false",
+    "device": "cpu",
+}
+
+
+def trainkit(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TRAINKIT, *arguments], capture_output=True, text=True, timeout=300)
+
+
+def submit(folder: Path, text: Path) -> RunDir:
+    config = folder.parent / "campaign.yaml"
+    config.write_text("name: campaign\n")
+    options = [f"--set={key}={value}" for key, value in {**OPTIONS, "data.source": str(text)}.items()]
+    done = trainkit("submit", str(config), "--nodes", "2", "--run-dir", str(folder), *options)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return RunDir(folder)
+
+
+def curve(run: RunDir) -> list[tuple[int, str, int]]:
+    """(step, loss as it is written, samples seen) of every step."""
+    return [(r["step"], json.dumps(r["loss"]), r["samples_seen"]) for r in read_metrics(run)]
+
+
+def state(run: RunDir) -> str:
+    return str(json.loads(trainkit("status", str(run.path), "--json").stdout)["state"])
+
+
+def processes(run: RunDir) -> dict[str, list[int]]:
+    """Process ids of a run by kind, found by the run folder in their arguments."""
+    found: dict[str, list[int]] = {"supervisor": [], "agent": [], "trainer": []}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if str(run.path) in arguments:
+            for kind in found:
+                if any(argument.endswith(f".{kind}") for argument in arguments):
+                    found[kind].append(int(entry.name))
+    return found
+
+
+def strike(run: RunDir, chance: random.Random) -> str:
+    """SIGKILL a random victim; says whom."""
+    alive = {kind: pids for kind, pids in processes(run).items() if pids}
+    if not alive:
+        return "nobody (it had ended)"
+    kind = chance.choice([*alive, "everything"])
+    victims = sum(alive.values(), []) if kind == "everything" else [chance.choice(alive[kind])]
+    for pid in victims:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return kind
+
+
+def wait_until_ended(run: RunDir, timeout_s: float = 180.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(processes(run).values()):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{run.path}: processes did not end: {processes(run)}")
+        time.sleep(0.05)
+
+
+def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir, list[str]]:
+    run = submit(folder, text)
+    told = []
+    for _ in range(chance.randint(1, 3)):
+        delay_s = chance.uniform(0.2, 9.0)
+        time.sleep(delay_s)
+        told.append(f"{strike(run, chance)} after {delay_s:.1f} s")
+        wait_until_ended(run)
+        if state(run) == "finished":
+            break
+        resumed = trainkit("resume", str(run.path))
+        if resumed.returncode:
+            raise SystemExit(f"resume failed: {resumed.stderr}")
+    wait_until_ended(run)
+    return run, told
+
+
+def check(run: RunDir, expected: list[tuple[int, str, int]]) -> list[str]:
+    """What is wrong after a round; nothing when all is well."""
+    wrong = []
+    if state(run) != "finished":
+        wrong.append(f"state {state(run)}")
+    if curve(run) != expected:
+        wrong.append("another curve")
+    wrong += [
+        f"{c.path.name}: {damage}" for c in published(run.checkpoints_dir) if (damage := find_damage(c))
+    ]
+    return wrong
+
+
+def campaign(rounds: int, seed: int, folder: Path) -> int:
+    """Number of rounds that did not hold."""
+    chance = random.Random(seed)
+    text = folder / "text.txt"
+    text.write_text("".join(f"line {number} says {number * number}\n" for number in range(1000)))
+    reference = submit(folder / "reference", text)
+    wait_until_ended(reference)
+    expected = curve(reference)
+    print(f"uninterrupted: {len(expected)} steps, state {state(reference)}", flush=True)
+    failed = 0
+    for number in range(1, rounds + 1):
+        run, told = play_round(folder / f"round-{number:02d}", text, chance)
+        wrong = check(run, expected)
+        failed += bool(wrong)
+        verdict = "; ".join(wrong) or f"equal ({len(run.attempt_numbers())} attempts)"
+        print(f"round {number}: killed {', '.join(told)}: {verdict}", flush=True)
+    print(f"{rounds - failed} of {rounds} equal")
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="keep the run folders here")
+    args = parser.parse_args()
+    if args.keep:
+        args.keep.mkdir(parents=True)
+        return min(1, campaign(args.rounds, args.seed, args.keep))
+    with tempfile.TemporaryDirectory() as folder:
+        return min(1, campaign(args.rounds, args.seed, Path(folder)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

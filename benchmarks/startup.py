@@ -1,0 +1,54 @@
+"""Time of the commands that people type all day, as whole processes.
+
+    python benchmarks/startup.py
+
+Medians of 20 runs, taken in turns. `torchrun --help` of the same environment runs beside them as the measure of
+how fast this machine is just now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+
+
+def command(name: str) -> str:
+    """A console script of this environment."""
+    return shutil.which(name, path=str(Path(sys.executable).parent)) or name
+
+
+COMMANDS = {
+    "trainkit --help": [command("trainkit"), "--help"],
+    "trainkit submit --dry-run": [command("trainkit"), "submit", str(CONFIG), "--nodes", "2", "--dry-run"],
+    "torchrun --help": [command("torchrun"), "--help"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=20)
+    args = parser.parse_args()
+    times_ms: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    for _ in range(args.runs + 1):
+        for name, argv in COMMANDS.items():
+            started = time.perf_counter()
+            subprocess.run(argv, check=True, capture_output=True)
+            times_ms[name].append(1000 * (time.perf_counter() - started))
+    print("| command | median ms | min | max |")
+    print("|---|---|---|---|")
+    for name, values in times_ms.items():
+        counted = values[1:]
+        print(f"| `{name}` | {statistics.median(counted):.0f} | {min(counted):.0f} | {max(counted):.0f} |")
+
+
+if __name__ == "__main__":
+    main()
