@@ -104,19 +104,17 @@ def _first_rank(attempt: AttemptDir) -> list[Path]:
     return [attempt.rank_log(0)]
 
 
-LOGGED_EVENTS = frozenset(
-    [
-        "rendezvous",
-        "training",
-        "resumed",
-        "first_step",
-        "evaluated",
-        "checkpoint_begin",
-        "checkpoint_commit",
-        "checkpoint_rejected",
-        "checkpoint_failed",
-    ]
-)
+LOGGED_EVENTS = {
+    "rendezvous",
+    "training",
+    "resumed",
+    "first_step",
+    "evaluated",
+    "checkpoint_begin",
+    "checkpoint_commit",
+    "checkpoint_rejected",
+    "checkpoint_failed",
+}
 """Events of the trainer, which rank 0's log tells of as well."""
 
 
