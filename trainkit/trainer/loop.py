@@ -15,13 +15,14 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, log_event
+from trainkit.rundir import RunDir
 from trainkit.trainer.checkpoint.progress import Progress
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.control import Readout, StepReport, any_rank, pack, sum_over_ranks
 from trainkit.trainer.data.batches import PrefetchedBatches, StepBatch
 from trainkit.trainer.distributed import World
 from trainkit.trainer.evaluate import Evaluator
+from trainkit.trainer.events import note_event
 from trainkit.trainer.metrics import Metrics
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.parallel.data_parallel import sync_gradients
@@ -176,7 +177,7 @@ class Trainer:
         step = self.progress.step
         self._steps_done += 1
         if self._steps_done == 1 and self.world.is_main:
-            log_event(self.run, self.attempt, "first_step", step=step)
+            note_event(self.run, self.attempt, "first_step", step=step)
         due = step % self.config.train.log_every == 0 or step in (1, self.total_steps)
         if due or val_loss is not None:
             self.metrics.write(self.progress, report, lr, val_loss)
@@ -202,7 +203,7 @@ class Trainer:
         progress.last_eval_step = progress.step
         if self.world.is_main:
             log.info(f"step={progress.step}/{self.total_steps} val_loss={val_loss:.4f}")
-            log_event(self.run, self.attempt, "evaluated", step=progress.step, val_loss=val_loss)
+            note_event(self.run, self.attempt, "evaluated", step=progress.step, val_loss=val_loss)
         self._is_best = (
             self.config.checkpoint.best_metric == "val_loss"
             and progress.step > 0

@@ -23,7 +23,7 @@ from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.model_shape import num_params
-from trainkit.rundir import AttemptDir, log_event, read_json
+from trainkit.rundir import AttemptDir, read_json
 from trainkit.trainer.build import build_model, set_determinism
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, from_main, load_tensors
 from trainkit.trainer.checkpoint.progress import Progress
@@ -32,6 +32,7 @@ from trainkit.trainer.data.batches import BatchSource, PrefetchedBatches
 from trainkit.trainer.device import select_device
 from trainkit.trainer.distributed import World, join_world
 from trainkit.trainer.evaluate import Evaluator
+from trainkit.trainer.events import note_event
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.metrics import Metrics
 from trainkit.trainer.optimizer import ShardedAdamW
@@ -66,7 +67,7 @@ def run_worker(attempt: AttemptDir, stop: StopRequest) -> int:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
         return EXIT_STOPPED
     if world.is_main:
-        log_event(attempt.run, attempt.number, "rendezvous", world_size=world.size, device=str(device))
+        note_event(attempt.run, attempt.number, "rendezvous", world_size=world.size, device=str(device))
     check_same_data(task, world)
     trainer, tensorboard = build_trainer(attempt, config, plan, world, task, stop)
     try:
@@ -133,7 +134,7 @@ def build_trainer(
     total_steps = count_steps(config, plan, progress, end)
     if world.is_main:
         describe(config, plan, world, task, total_steps)
-        log_event(
+        note_event(
             attempt.run,
             attempt.number,
             "training",
@@ -216,7 +217,7 @@ def resume(
         log.info(
             f"resumed from {checkpoint.path.name}: step={progress.step} samples_seen={progress.samples_seen}"
         )
-        log_event(
+        note_event(
             attempt.run, attempt.number, "resumed", step=progress.step, samples_seen=progress.samples_seen
         )
     return progress
