@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from dataclasses import dataclass
 from logging import getLogger
@@ -74,6 +75,10 @@ class Trainer:
             return self._end_stopped("asked to stop during start-up")
         if self._eval_due() and not self._evaluate()[0]:
             return self._end_stopped("asked to stop during validation")
+        if self._is_best:
+            # The state is that of the checkpoint which this attempt began from.
+            self.saver.mark_best()
+            self._is_best = False
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -176,6 +181,8 @@ class Trainer:
     def _record(self, report: StepReport, lr: float, val_loss: float | None) -> None:
         step = self.progress.step
         self._steps_done += 1
+        if self._steps_done == 1 and self.config.checkpoint.async_save:
+            self.saver.warm_up()
         if self._steps_done == 1 and self.world.is_main:
             note_event(self.run, self.attempt, "first_step", step=step)
         due = step % self.config.train.log_every == 0 or step in (1, self.total_steps)
@@ -201,9 +208,15 @@ class Trainer:
             return False, None
         progress = self.progress
         progress.last_eval_step = progress.step
+        finite = math.isfinite(val_loss)
         if self.world.is_main:
-            log.info(f"step={progress.step}/{self.total_steps} val_loss={val_loss:.4f}")
-            note_event(self.run, self.attempt, "evaluated", step=progress.step, val_loss=val_loss)
+            shown = f"{val_loss:.4f}" if finite else "not-finite"
+            log.info(f"step={progress.step}/{self.total_steps} val_loss={shown}")
+            note_event(
+                self.run, self.attempt, "evaluated", step=progress.step, val_loss=val_loss if finite else None
+            )
+        if not finite:
+            return True, None
         self._is_best = (
             self.config.checkpoint.best_metric == "val_loss"
             and progress.step > 0

@@ -92,6 +92,10 @@ class CheckpointSaver:
         self.last_step: int | None = None
         """Step of the newest checkpoint that this attempt knows to be published."""
 
+    def warm_up(self) -> None:
+        """Get the staging buffers from the system now, in the background, so that the first save need not."""
+        self._get_stager().stage(self._tensors)
+
     def save(self, request: SaveRequest, blocking: bool) -> None:
         """Write a checkpoint; with `blocking` it is published on return.
 
@@ -159,6 +163,12 @@ class CheckpointSaver:
                 f"the state after step {step} could not be saved to {self._run.checkpoints_dir}",
                 hint="free some space there, then `trainkit resume` goes on from the checkpoint before it",
             )
+
+    def mark_best(self) -> None:
+        """Let `best` name the newest published checkpoint."""
+        assert self.last_step is not None
+        if self._world.is_main:
+            point_best_at(Checkpoint(self._run.checkpoint_dir(self.last_step), self.last_step))
 
     def close(self) -> None:
         if self._stager is not None:
