@@ -20,6 +20,7 @@ from trainkit.job import children
 from trainkit.job.crew import Crew
 from trainkit.job.decision import combine, describe_exit
 from trainkit.job.failures import record_silent_death
+from trainkit.job.interpreter import module_argv
 from trainkit.job.worker_env import worker_environ, worker_rank
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, read_json
@@ -43,7 +44,7 @@ class Agent(Crew):
     def start(self) -> None:
         run = self.attempt.run
         configured = read_effective(self.attempt.config_file).launch.env
-        builtin = (sys.executable, "-u", "-m", "trainkit.trainer", str(run.path))
+        builtin = module_argv("trainkit.trainer", str(run.path))
         for local_rank in range(self.plan.workers_per_node):
             place = worker_rank(self.plan, self.node_rank, local_rank, self.master_port)
             environ = worker_environ(

@@ -13,6 +13,7 @@ from trainkit.job import children
 from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import Crew
 from trainkit.job.decision import COMEBACK_SIGNAL
+from trainkit.job.interpreter import module_argv
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, log_event
 
@@ -51,9 +52,9 @@ class AttemptWatch(Crew):
 
     def start(self) -> None:
         for node_rank in range(self.plan.num_nodes):
-            argv = [sys.executable, "-m", "trainkit.job.agent", str(self.attempt.run.path)]
-            argv += ["--attempt", str(self.attempt.number), "--node-rank", str(node_rank)]
-            argv += ["--master-port", str(self.master_port)]
+            place = ["--attempt", str(self.attempt.number), "--node-rank", str(node_rank)]
+            port = ["--master-port", str(self.master_port)]
+            argv = module_argv("trainkit.job.agent", str(self.attempt.run.path), *place, *port)
             with self.attempt.node_log(node_rank).open("ab") as log:
                 self.running[node_rank] = children.start_child(
                     argv, environ=os.environ, output=log, keeps_mask=True

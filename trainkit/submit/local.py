@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from shlex import quote
@@ -14,6 +13,7 @@ from typing import Any
 
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.children import descendants, dies_with
+from trainkit.job.interpreter import module_argv
 from trainkit.job.record import (
     Liveness,
     add_entry,
@@ -40,7 +40,7 @@ def start_attempt(
     `reason` is one of ``submit run requeue resume``.
     """
     attempt = open_attempt(run, config_text, plan_text)
-    argv = [sys.executable, "-m", "trainkit.job.supervisor", str(run.path), "--attempt", str(attempt.number)]
+    argv = module_argv("trainkit.job.supervisor", str(run.path), "--attempt", str(attempt.number))
     job = read_job(run)
     # A stop signal that comes while the supervisor's interpreter starts waits for it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE_SIGNALS)
