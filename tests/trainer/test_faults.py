@@ -1,0 +1,235 @@
+"""Damage between two attempts and full disks during one: noticed, said, survived."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.disks import fill, limit_file_size, small_disk
+from tests.support.runs import log_text, losses, make_attempt, samples_seen, start_workers, train, wait_for
+from trainkit.manifest import best_step, find_damage, published
+from trainkit.rundir import AttemptDir, RunDir, read_jsonl
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ["model.dropout=0.1", "train.steps=6", "checkpoint.every_steps=2"]
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_jsonl(RunDir(run_dir).events_file) if event["event"] == name]
+
+
+def checkpoints(run_dir: Path) -> Path:
+    return RunDir(run_dir).checkpoints_dir
+
+
+def shard(folder: Path) -> Path:
+    """The largest file of a checkpoint."""
+    return max(folder.iterdir(), key=lambda path: path.stat().st_size)
+
+
+def flip(path: Path, place: int | None = None, num_bytes: int = 8) -> None:
+    data = bytearray(path.read_bytes())
+    start = len(data) // 2 if place is None else place
+    for index in range(start, start + num_bytes):
+        data[index] ^= 0xFF
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    with path.open("r+b") as stream:
+        stream.truncate(path.stat().st_size - 2)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "flipped": (lambda folder: flip(shard(folder)), "its SHA-256 differs"),
+    "truncated": (lambda folder: truncate(shard(folder)), "bytes instead of"),
+    "shard deleted": (lambda folder: shard(folder).unlink(), "distcp is missing"),
+    "metadata deleted": (lambda folder: (folder / ".metadata").unlink(), ".metadata is missing"),
+    "manifest garbled": (lambda folder: flip(folder / "manifest.json"), "manifest.json"),
+}
+"""What the loader does about other damages is tested in `test_loader.py`, without processes."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    train(path, OPTIONS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, stopped after step 4 with checkpoints of steps 2 and 4."""
+    path = tmp_path_factory.mktemp("stopped") / "run"
+    train(path, [*OPTIONS, "train.stop_at_step=4"], expect=75)
+    assert [c.step for c in published(checkpoints(path))] == [2, 4]
+    return path
+
+
+@pytest.fixture
+def run(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "run", symlinks=True))
+
+
+def assert_same_curve(run: Path, whole: Path) -> None:
+    assert losses(run) == losses(whole)
+    assert len(losses(run)) == 6
+    assert samples_seen(run) == samples_seen(whole)
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
+    run: Path, whole: Path, damage: str
+) -> None:
+    do_damage, reason = DAMAGES[damage]
+    do_damage(checkpoints(run) / "step-00000004")
+    attempt = train(run, OPTIONS)
+    assert "checkpoint step-00000004 rejected: " in log_text(attempt)
+    assert "resumed from step-00000002: step=2" in log_text(attempt)
+    (event,) = events(run, "checkpoint_rejected")
+    assert (event["step"], event["set_aside"]) == (4, "step-00000004.rejected")
+    assert reason in event["reason"]
+    assert reason in log_text(attempt)
+    assert events(run, "resumed")[-1]["step"] == 2
+    assert (checkpoints(run) / "step-00000004.rejected").is_dir(), "nothing is deleted"
+    assert [c.step for c in published(checkpoints(run))] == [2, 4, 6]
+    assert all(find_damage(c) == "" for c in published(checkpoints(run)))
+    assert_same_curve(run, whole)
+
+
+def test_four_processes_share_the_reading_and_agree(run: Path, whole: Path) -> None:
+    """Damage in any one file is found by whichever rank reads it, and all go back together."""
+    train(run, [*OPTIONS, "train.stop_at_step=5"], 2, expect=75)
+    files = sorted((checkpoints(run) / "step-00000005").glob("*.distcp"))
+    assert len(files) == 2
+    flip(files[1])
+    attempt = train(run, OPTIONS, 2)
+    assert "checkpoint step-00000005 rejected: __1_0.distcp is not what was written" in log_text(attempt)
+    assert events(run, "resumed")[-1]["step"] == 4
+    assert losses(run) == pytest.approx(losses(whole), abs=1e-5)
+    assert samples_seen(run) == samples_seen(whole)
+
+
+def test_what_a_killed_save_left_behind_is_removed(run: Path, whole: Path) -> None:
+    leftover = checkpoints(run) / "step-00000005.attempt-001.partial"
+    shutil.copytree(checkpoints(run) / "step-00000004", leftover)
+    attempt = train(run, OPTIONS)
+    assert "is a save that never finished: removed" in log_text(attempt)
+    assert not leftover.exists()
+    assert events(run, "resumed")[-1]["step"] == 4
+    assert_same_curve(run, whole)
+
+
+@pytest.mark.parametrize("num_procs", [1, 2])
+def test_when_all_are_damaged_a_person_decides(run: Path, num_procs: int) -> None:
+    """To begin again at step 0 in silence would be to lose the run; and it stays refused."""
+    for checkpoint in published(checkpoints(run)):
+        flip(shard(checkpoint.path))
+    before = losses(run)
+    for _ in range(2 if num_procs == 1 else 1):
+        attempt = train(run, OPTIONS, num_procs, expect=78)
+        for rank in range(num_procs):
+            error = json.loads(attempt.rank_error(rank).read_text())
+            assert error["type"] == "CheckpointError"
+            assert "no intact checkpoint is left" in error["message"]
+            assert "move the .rejected folders away to begin again at step 0" in error["hint"]
+    assert [event["step"] for event in events(run, "checkpoint_rejected")] == [4, 2]
+    assert losses(run) == before, "no step was done"
+
+
+class TestFullDisk:
+    @staticmethod
+    def start(
+        run_dir: Path, options: list[str], num_procs: int = 1, **popen: Any
+    ) -> tuple[AttemptDir, list[int]]:
+        attempt = make_attempt(run_dir, options, num_procs)
+        return attempt, wait_for(start_workers(attempt, num_procs, **popen))
+
+    @pytest.mark.parametrize("async_save", ["true", "false"])
+    def test_saves_that_fail_do_not_end_the_training(self, run: Path, whole: Path, async_save: str) -> None:
+        """No file may be as large as a shard: every save fails, the last one too, which is an error."""
+        attempt, codes = self.start(
+            run,
+            [*OPTIONS, "checkpoint.every_steps=1", f"checkpoint.async={async_save}"],
+            preexec_fn=lambda: limit_file_size(200_000),
+        )
+        assert codes == [1]
+        assert "checkpoint step=5 could not be saved" in log_text(attempt)
+        assert "the state after step 6 could not be saved" in log_text(attempt)
+        assert [event["step"] for event in events(run, "checkpoint_failed")] == [5, 6]
+        assert [c.step for c in published(checkpoints(run))] == [2, 4]
+        assert sorted(path.name for path in checkpoints(run).iterdir()) == ["step-00000002", "step-00000004"]
+        assert losses(run) == losses(whole)
+        train(run, OPTIONS)
+        assert_same_curve(run, whole)
+        assert [c.step for c in published(checkpoints(run))] == [2, 4, 6]
+
+    @pytest.mark.parametrize("num_procs", [1, 2])
+    def test_a_disk_without_a_free_byte(self, whole: Path, tmp_path: Path, num_procs: int) -> None:
+        """Metrics, events, TensorBoard and checkpoints are on it: the training goes on to its end."""
+        options = [*OPTIONS, "checkpoint.every_steps=1", "logging.tensorboard=true"]
+        options += ["train.eval_every=2", "train.eval_batches=1"]
+        with small_disk(tmp_path / "disk", "64m") as disk:
+            train(disk / "run", [*options, "train.stop_at_step=2"], num_procs, expect=75)
+            attempt = make_attempt(disk / "run", options, num_procs)
+            for rank in range(num_procs):
+                attempt.rank_log(rank).symlink_to(tmp_path / f"rank-{rank}.log")
+            pad(disk / "run")
+            filler = fill(disk)
+            codes = wait_for(start_workers(attempt, num_procs))
+            filler.unlink()
+            words = log_text(attempt)
+            for step in (3, 4, 5, 6):
+                assert f"step={step}/6 loss=" in words, words
+                assert f"checkpoint step={step} could not be saved" in words
+            assert "metrics.jsonl could not be written" in words
+            assert "the state after step 6 could not be saved" in words
+            assert codes == [1] * num_procs
+            assert [c.step for c in published(checkpoints(disk / "run"))] == [1, 2]
+            assert all(find_damage(c) == "" for c in published(checkpoints(disk / "run")))
+            train(disk / "run", options, num_procs)
+            assert losses(disk / "run") == pytest.approx(losses(whole), abs=1e-5)
+
+    def test_space_that_comes_back_is_used(self, whole: Path, tmp_path: Path) -> None:
+        """Room for one more checkpoint beside those kept, but not for three."""
+        size = sum(p.stat().st_size for p in (checkpoints(whole) / "step-00000006").iterdir())
+        with small_disk(tmp_path / "disk", f"{(3 * size + 700_000) // 1024}k") as disk:
+            attempt = train(disk / "run", [*OPTIONS, "checkpoint.every_steps=1", "checkpoint.keep_last=1"])
+            steps = [c.step for c in published(checkpoints(disk / "run"))]
+            assert steps[-1] == 6
+            assert find_damage(published(checkpoints(disk / "run"))[-1]) == ""
+            assert losses(disk / "run") == losses(whole)
+            assert "finished after step 6" in log_text(attempt)
+
+    def test_a_log_that_cannot_be_written(self, whole: Path, tmp_path: Path) -> None:
+        run_dir = tmp_path / "run"
+        attempt = make_attempt(run_dir, OPTIONS)
+        for path in (attempt.rank_log(0),):
+            path.symlink_to("/dev/full")
+        assert wait_for(start_workers(attempt)) == [0]
+        assert_same_curve(run_dir, whole)
+
+
+def pad(run_dir: Path) -> None:
+    """Fill up the last page of each file that is appended to."""
+    for path in (RunDir(run_dir).events_file, RunDir(run_dir).metrics_file):
+        with path.open("a") as stream:
+            stream.write(" " * (-path.stat().st_size % 4096 - 1) + "\n")
+
+
+def test_the_best_link_names_the_state_that_was_best(tmp_path: Path) -> None:
+    """A validation that is made up for at the start of an attempt belongs to the checkpoint it began from."""
+    options = ["train.steps=8", "train.eval_batches=2", "checkpoint.keep_last=9"]
+    train(tmp_path / "run", [*options, "train.stop_at_step=4"], expect=75)
+    train(tmp_path / "run", [*options, "train.eval_every=4", "train.stop_at_step=6"], expect=75)
+    assert best_step(checkpoints(tmp_path / "run")) == 4
+    newest = published(checkpoints(tmp_path / "run"))[-1]
+    assert newest.manifest()["progress"]["best_step"] == 4
+    assert [c.step for c in published(checkpoints(tmp_path / "run"))] == [4, 6]

@@ -1,0 +1,171 @@
+"""Choosing a checkpoint: the newest that is intact, and never the beginning by mistake."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import ALONE
+from trainkit.errors import EXIT_NO_RESTART, CheckpointError, TrainkitError
+from trainkit.manifest import Checkpoint, published
+from trainkit.rundir import RunDir, read_jsonl
+from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
+from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
+
+TENSORS = {"a": torch.randn(200, 30), "b": torch.tensor(1.0)}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run with checkpoints of the steps 1, 2 and 3."""
+    run = RunDir(tmp_path)
+    saver = CheckpointSaver(run, 1, ALONE, TENSORS, keep_last=9)
+    for step in (1, 2, 3):
+        saver.save(SaveRequest(step, {"progress": {"samples_seen": 16 * step}}, False, "test"), blocking=True)
+    return run
+
+
+def chosen_step(run: RunDir) -> int | None:
+    chosen = choose_checkpoint(run, 2, ALONE)
+    if chosen is None:
+        return None
+    assert chosen[1]["progress"] == {"samples_seen": 16 * chosen[0].step}
+    return chosen[0].step
+
+
+def rejections(run: RunDir) -> list[tuple[int, str]]:
+    return [
+        (event["step"], event["reason"])
+        for event in read_jsonl(run.events_file)
+        if event["event"] == "checkpoint_rejected"
+    ]
+
+
+def flip(path: Path, place: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    start = int((len(data) - 8) * place)
+    for index in range(start, start + 8):
+        data[index] ^= 0xFF
+    path.write_bytes(data)
+
+
+def rewrite(manifest: Path, **changes: Any) -> None:
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+SHARD, METADATA, MANIFEST = FILES = "__0_0.distcp", ".metadata", "manifest.json"
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    **{f"{name} flipped": lambda f, n=name: flip(f / n) for name in FILES},
+    **{
+        f"{name} flipped at its start": lambda f, n=name: flip(f / n, 0)
+        for name in (SHARD, METADATA, MANIFEST)
+    },
+    **{
+        f"{name} flipped at its end": lambda f, n=name: flip(f / n, 1) for name in (SHARD, METADATA, MANIFEST)
+    },
+    **{f"{name} deleted": lambda f, n=name: (f / n).unlink() for name in FILES},
+    **{f"{name} empty": lambda f, n=name: empty(f / n) for name in FILES},
+    f"{SHARD} longer": lambda f: (f / SHARD).open("ab").write(b"x"),
+    f"{SHARD} a folder": lambda f: ((f / SHARD).unlink(), (f / SHARD).mkdir()),
+    "manifest of another step": lambda f: shutil.copy(f.with_name("step-00000002") / MANIFEST, f / MANIFEST),
+    "manifest a list": lambda f: (f / MANIFEST).write_text("[1, 2]"),
+    "manifest without files": lambda f: rewrite(f / MANIFEST, files={}),
+    "manifest with nonsense for files": lambda f: rewrite(f / MANIFEST, files={SHARD: "yes"}),
+    "manifest with a word for a size": lambda f: rewrite(f / MANIFEST, files={SHARD: {"bytes": "many"}}),
+    "manifest with a word for a version": lambda f: rewrite(f / MANIFEST, version="one"),
+    "manifest with other progress": lambda f: rewrite(f / MANIFEST, progress={"samples_seen": 64}),
+}
+
+
+def test_the_newest_is_chosen(run: RunDir) -> None:
+    assert chosen_step(run) == 3
+    assert rejections(run) == []
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES])
+def test_a_damaged_one_is_set_aside_with_a_reason(
+    run: RunDir, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    DAMAGES[damage](run.checkpoint_dir(3))
+    assert chosen_step(run) == 2
+    ((step, reason),) = rejections(run)
+    assert step == 3
+    assert reason
+    assert f"checkpoint step-00000003 rejected: {reason}; set aside as step-00000003.rejected" in caplog.text
+    assert [c.step for c in published(run.checkpoints_dir)] == [1, 2]
+    assert chosen_step(run) == 2, "and it stays aside"
+
+
+def test_two_damaged_ones_in_a_row(run: RunDir) -> None:
+    flip(run.checkpoint_dir(3) / SHARD)
+    (run.checkpoint_dir(2) / MANIFEST).unlink()
+    assert chosen_step(run) == 1
+    assert [step for step, _ in rejections(run)] == [3, 2]
+
+
+def test_set_aside_twice_keeps_both(run: RunDir) -> None:
+    copy = shutil.copytree(run.checkpoint_dir(3), run.path / "copy")
+    for _ in range(2):
+        flip(run.checkpoint_dir(3) / SHARD)
+        assert chosen_step(run) == 2
+        shutil.copytree(copy, run.checkpoint_dir(3))
+    names = {path.name for path in run.checkpoints_dir.iterdir()}
+    assert {"step-00000003.rejected", "step-00000003.rejected-2"} < names
+    assert chosen_step(run) == 3, "an intact copy brought back is used"
+
+
+def test_without_any_a_run_begins(tmp_path: Path) -> None:
+    assert chosen_step(RunDir(tmp_path)) is None
+
+
+def test_when_none_is_intact_a_person_decides(run: RunDir) -> None:
+    for step in (1, 2, 3):
+        flip(run.checkpoint_dir(step) / SHARD)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"no intact checkpoint is left .*: 3 set aside") as caught:
+            choose_checkpoint(run, 2, ALONE)
+        assert caught.value.exit_code == EXIT_NO_RESTART
+        assert "move the .rejected folders away" in caught.value.hint
+    assert len(rejections(run)) == 3
+    for folder in run.checkpoints_dir.glob("*.rejected"):
+        shutil.rmtree(folder)
+    assert chosen_step(run) is None
+
+
+def test_leftovers_and_strangers_are_no_checkpoints(run: RunDir) -> None:
+    partial = run.checkpoints_dir / "step-00000009.attempt-001.partial"
+    partial.mkdir()
+    (run.checkpoints_dir / "step-9").mkdir()
+    (run.checkpoints_dir / "step-00000010").write_text("a file")
+    (run.checkpoints_dir / "notes").mkdir()
+    assert chosen_step(run) == 3
+    assert not partial.exists()
+    assert (run.checkpoints_dir / "notes").is_dir()
+    assert rejections(run) == []
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"a": torch.zeros(200, 31), "b": torch.zeros(())}, r"other shape: a \(200, 30\) -> \(200, 31\)"),
+        ({"a": torch.zeros(200, 30)}, "only in it: b"),
+        ({**TENSORS, "c": torch.zeros(1)}, "not in it: c"),
+    ],
+)
+def test_another_model_is_refused(run: RunDir, tensors: dict[str, torch.Tensor], reason: str) -> None:
+    checkpoint = Checkpoint(run.checkpoint_dir(3), 3)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    with pytest.raises(TrainkitError, match=reason) as caught:
+        load_tensors(checkpoint, tensors, ALONE)
+    assert caught.value.exit_code == EXIT_NO_RESTART
+    assert all(torch.equal(tensors[name], before[name]) for name in tensors)
