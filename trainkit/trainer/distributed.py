@@ -56,7 +56,6 @@ def join_world(env: RankEnv, device: torch.device, layout: Layout, stop: StopReq
         rank=env.rank,
         world_size=env.world_size,
         timeout=START_TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
     )
     mesh = init_device_mesh(
         device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")

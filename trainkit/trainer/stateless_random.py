@@ -21,6 +21,8 @@ _STRIDE = -1640531527  # 0x9E3779B9 as int32, odd: neighbouring counters land fa
 _MULTIPLY_1 = -2048144789  # 0x85EBCA6B
 _MULTIPLY_2 = -1028477387  # 0xC2B2AE35
 _UNIT = 1.0 / (1 << 24)
+_CHUNK_ELEMENTS = 1 << 24
+"""Filled at once: the counters take several times the memory of what they fill."""
 
 
 def stable_key(*parts: object) -> int:
@@ -67,6 +69,12 @@ def fill_normal_(local: Tensor, std: float, name: str, shape: Sequence[int], off
     """
     if local.numel() == 0:
         return
+    rows = max(1, _CHUNK_ELEMENTS // local[0].numel())
+    for start in range(0, len(local), rows):
+        _fill_chunk(local[start : start + rows], std, name, shape, (offset[0] + start, *offset[1:]))
+
+
+def _fill_chunk(local: Tensor, std: float, name: str, shape: Sequence[int], offset: Sequence[int]) -> None:
     index = torch.zeros((), dtype=torch.int64, device=local.device)
     for dim, (size, start) in enumerate(zip(local.shape, offset, strict=True)):
         stride = math.prod(shape[dim + 1 :])

@@ -22,7 +22,6 @@ from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.model_shape import num_params
 from trainkit.rundir import AttemptDir, read_json
 from trainkit.trainer.build import build_model, set_determinism
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, from_main, load_tensors
@@ -247,11 +246,9 @@ def manifest_record(config: RunConfig, plan: LaunchPlan, task: Task) -> dict[str
 
 def describe(config: RunConfig, plan: LaunchPlan, world: World, task: Task, total_steps: int) -> None:
     """Say what is about to be trained."""
-    shape = getattr(task, "shape", None)
-    parameters = f"{num_params(shape):,} parameters, " if shape is not None else ""
     layout = plan.layout
     log.info(
-        f"model {config.model.preset}: {parameters}{config.precision.dtype}"
+        f"model {config.model.preset}: {task.num_params:,} parameters, {config.precision.dtype}"
         f" on {world.size} x {world.device.type} (dp_replicate {layout.dp_replicate},"
         f" dp_shard {layout.dp_shard})"
     )

@@ -34,10 +34,13 @@ def communication_units(blocks: list[nn.Module], min_bytes: int = MIN_UNIT_BYTES
 
 
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Compute in `dtype`, reduce gradients in float32."""
+    """Compute in `dtype`, reduce gradients in float32.
+
+    Inputs are left as they are: activations have the type already, and rotation tables must stay float32.
+    """
     if dtype == torch.float32:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def apply_data_parallel(

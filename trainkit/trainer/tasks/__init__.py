@@ -16,6 +16,7 @@ class Task(Protocol):
 
     train_data: TokenShards
     val_data: TokenShards | None
+    num_params: int
     flops_per_token: float
 
     def build_model(self) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.open import has_validation, open_dataset
-from trainkit.plan.model_shape import flops_per_token, resolve_model_shape
+from trainkit.plan.model_shape import flops_per_token, num_params, resolve_model_shape
 from trainkit.trainer.data.batches import IGNORE_LABEL, Microbatch
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.init import init_parameters
@@ -25,6 +25,7 @@ class CausalLM:
         evaluates = config.train.eval_every is not None and has_validation(config.data)
         self.val_data = open_dataset(config.data, seq_len, "val") if evaluates else None
         self.shape = resolve_model_shape(config.model, self.train_data.vocab_size)
+        self.num_params = num_params(self.shape)
         self.flops_per_token = flops_per_token(self.shape, seq_len)
         self._seq_len = seq_len
 
