@@ -1,0 +1,19 @@
+"""The short, seeded part of the kill campaign that CI runs; the long one is a command of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "kill_campaign.py"
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_the_curve_stays_the_same(tmp_path: Path) -> None:
+    argv = [sys.executable, str(CAMPAIGN), "--rounds", "2", "--seed", "7", "--keep", str(tmp_path / "runs")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "2 of 2 equal"
