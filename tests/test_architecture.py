@@ -31,7 +31,7 @@ ALLOWED = {
     "job": {"errors", "rundir", "manifest", "config", "plan"},
     "submit": {
         *("errors", "resources", "rundir", "manifest", "config", "plan", "slurm"),
-        *("job.record", "job.children", "job.signals"),
+        *("job.record", "job.children", "job.signals", "job.interpreter"),
     },
     "observe": {"errors", "rundir", "manifest", "config", "plan", "slurm", "job.record"},
     # The only one with torch. It is named in argv, never imported.

@@ -119,7 +119,9 @@ def find_plain_damage(checkpoint: Checkpoint) -> str:
         return f"{MANIFEST_NAME} is of step {manifest.get('step')}"
     if not manifest["files"]:
         return f"{MANIFEST_NAME} names no files"
-    if manifest.get(SEAL, seal(manifest)) != seal(manifest):
+    if SEAL not in manifest:
+        return f"{MANIFEST_NAME} has no SHA-256 of its own"
+    if manifest[SEAL] != seal(manifest):
         return f"{MANIFEST_NAME} is not what was written (its own SHA-256 differs)"
     try:
         for name, expected in manifest["files"].items():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_manifest import flip, make, shard
+from tests.test_manifest import change, flip, make, shard
 from trainkit.cli.main import main
 from trainkit.job.record import add_entry
 from trainkit.manifest import point_best_at, published, set_aside
@@ -26,8 +26,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     write_json(run.job_file, {"backend": "local", "name": "run", "cwd": str(tmp_path), "attempts": []})
     for step in (10, 20, 30, 40):
         checkpoint = make(run.checkpoints_dir, step)
-        value = {**checkpoint.manifest(), "layout": {"dp_shard": 2, "tp": 1}, "world_size": 2}
-        write_json(checkpoint.manifest_file, value)
+        change(checkpoint, layout={"dp_shard": 2, "tp": 1}, world_size=2)
         log_event(run, 1, "checkpoint_commit", step=step, reason="every_steps")
         if step == 20:
             point_best_at(checkpoint)
