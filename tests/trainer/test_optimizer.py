@@ -47,7 +47,7 @@ def test_equals_torch(limit: float) -> None:
         expected.zero_grad()
         optimizer.collect_gradients()
         norm = optimizer.gradient_norm()
-        assert norm.item() == pytest.approx(expected_norm.item(), rel=1e-5)
+        assert norm.item() == pytest.approx(expected_norm.item(), rel=3e-6)
         assert (norm > limit) == (limit < 1)
         optimizer.step(1e-2, clip_divisor(norm, limit), ZERO)
         optimizer.zero_grad()
@@ -118,10 +118,21 @@ def test_parameters_without_gradient_are_left_alone() -> None:
     optimizer.collect_gradients()
     others = [p.grad for p in model.parameters() if p.grad is not None]
     expected = torch.cat([grad.flatten().double() for grad in others]).norm()
-    assert optimizer.gradient_norm().item() == pytest.approx(expected.item(), rel=5e-6)
+    assert optimizer.gradient_norm().item() == pytest.approx(expected.item(), rel=1e-6)
     optimizer.step(1e-2, ONE, ZERO)
     assert torch.equal(frozen, before)
     assert optimizer.state_tensors()["embedding.weight.step"].item() == 0
+
+
+def test_the_norm_of_large_tensors_is_exact() -> None:
+    """Added up in float32 one after the other, the norm of these is 1e-4 too small."""
+    model = nn.Linear(2048, 4096)
+    optimizer = ShardedAdamW(model, CONFIG)
+    model.weight.grad = torch.randn(4096, 2048).t().contiguous().t()
+    model.bias.grad = torch.randn(4096)
+    optimizer.collect_gradients()
+    expected = torch.cat([model.weight.grad.double().flatten(), model.bias.grad.double()]).norm()
+    assert optimizer.gradient_norm().item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_zero_grad_forgets_the_gradients() -> None:
