@@ -90,7 +90,8 @@ def strike(run: RunDir, chance: random.Random) -> str:
     if not alive:
         return "nobody (it had ended)"
     kind = chance.choice([*alive, "everything"])
-    victims = sum(alive.values(), []) if kind == "everything" else [chance.choice(alive[kind])]
+    everybody = [pid for pids in alive.values() for pid in pids]
+    victims = everybody if kind == "everything" else [chance.choice(alive[kind])]
     for pid in victims:
         try:
             os.kill(pid, signal.SIGKILL)

@@ -2,8 +2,8 @@
 
     python benchmarks/startup.py
 
-Medians of 20 runs, taken in turns. `torchrun --help` of the same environment runs beside them as the measure of
-how fast this machine is just now.
+Medians of 20 runs, taken in turns. `torchrun --help` of the same environment runs beside them as the measure
+of how fast this machine is just now.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ COMMANDS = {
     "cancel": "End a run.",
     "requeue": "Same job again: save, stop and come back.",
     "resume": "Go on from the newest good checkpoint.",
-    "ckpt": "List, verify, prune and export checkpoints.",
+    "ckpt": "List, verify and prune checkpoints.",
     "data": "Prepare and validate training data.",
     "schema": "JSON schema of the config, for editors.",
     "completion": "Print the completion script of a shell.",

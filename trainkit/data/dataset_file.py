@@ -86,6 +86,7 @@ def write_shared_json(path: Path, value: Any, staging: Path) -> None:
 
 
 def is_dataset(folder: Path) -> bool:
+    """Whether a folder was made by `data prepare`."""
     return (folder / DATASET_FILE).is_file()
 
 

@@ -53,6 +53,7 @@ class Recipe:
 
 
 def recipe_of(config: DataConfig) -> Recipe:
+    """The recipe that a config's data section asks for."""
     return Recipe(
         sources=_listed(config.source),
         val_sources=_listed(config.val_source),

@@ -75,6 +75,7 @@ def missing_hint(path: Path) -> str:
 
 
 def stdlib_folder() -> Path:
+    """Where this interpreter keeps its standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 

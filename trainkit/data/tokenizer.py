@@ -16,6 +16,7 @@ Tokens = npt.NDArray[Any]
 
 
 def token_dtype(vocab_size: int) -> str:
+    """The smallest unsigned type that holds every token."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 

@@ -67,6 +67,7 @@ def plan_units(inputs: list[Input], val_fraction: float, unit_bytes: int = UNIT_
 
 
 def open_input(source: Input) -> IO[bytes]:
+    """An input's bytes, decompressed."""
     return cast(IO[bytes], gzip.open(source.path, "rb")) if source.compressed else open(source.path, "rb")
 
 

@@ -76,6 +76,7 @@ class Agent(Crew):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Read the command line and run one node's agent; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainkit.job.agent")
     parser.add_argument("run_dir")
     parser.add_argument("--attempt", type=int, required=True)

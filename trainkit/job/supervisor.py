@@ -148,6 +148,7 @@ def _next_attempt(attempt: AttemptDir) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Read the command line and run a job's supervisor; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainkit.job.supervisor")
     parser.add_argument("run_dir")
     parser.add_argument("--attempt", type=int, required=True)
