@@ -37,6 +37,20 @@ def sum_over_ranks(values: Tensor, world: World) -> Tensor:
     return values
 
 
+class StartedSum:
+    """A sum over all ranks that is under way while this rank computes."""
+
+    def __init__(self, values: Tensor, world: World) -> None:
+        self._values = values
+        self._work = dist.all_reduce(values, async_op=True) if world.distributed else None
+
+    def finish(self) -> Tensor:
+        """The sum, which every rank now has."""
+        if self._work is not None:
+            self._work.wait()
+        return self._values
+
+
 def any_rank(flag: bool, world: World) -> bool:
     """Whether the flag is set on at least one rank; a collective, so every rank must call it."""
     if not world.distributed:
@@ -47,7 +61,7 @@ def any_rank(flag: bool, world: World) -> bool:
 def pack(
     world: World, nll_sum: Tensor, num_tokens: int, stop: bool, save: bool, data_wait_s: float
 ) -> Tensor:
-    """This rank's part of the step report, float64 [5] on the device; add it up with `sum_over_ranks`."""
+    """This rank's part of the step report, float64 [5] on the device."""
     rest = torch.tensor(
         (float(num_tokens), float(stop), float(save), data_wait_s), dtype=torch.float64, device=world.device
     )

@@ -19,7 +19,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
 from trainkit.trainer.checkpoint.progress import Progress
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
-from trainkit.trainer.control import Readout, StepReport, any_rank, pack, sum_over_ranks
+from trainkit.trainer.control import Readout, StartedSum, StepReport, any_rank, pack
 from trainkit.trainer.data.batches import PrefetchedBatches, StepBatch
 from trainkit.trainer.distributed import World
 from trainkit.trainer.evaluate import Evaluator
@@ -110,12 +110,7 @@ class Trainer:
         waiting = time.monotonic()
         batch = next(self.batches)
         data_wait_s = time.monotonic() - waiting
-        nll_sum = self._forward_backward(batch)
-        totals = pack(
-            self.world, nll_sum, batch.num_tokens, bool(self.stop), self._save_by_time(), data_wait_s
-        )
-        sum_over_ranks(totals, self.world)
-        report = self._update(totals, lr)
+        report = self._update(self._forward_backward(batch, data_wait_s), lr)
         self._count(batch, report)
         self.profiler.after(step)
         if step % GC_EVERY_STEPS == 0:
@@ -123,8 +118,8 @@ class Trainer:
             gc.collect(1)
         return report, lr
 
-    def _forward_backward(self, batch: StepBatch) -> Tensor:
-        """Add this step's gradient, scaled by the nominal number of tokens; returns the summed loss."""
+    def _forward_backward(self, batch: StepBatch, data_wait_s: float) -> Tensor:
+        """Add this step's gradient, scaled by the nominal number of tokens; returns what `pack` holds, summed."""
         # Gradients are averaged over the data-parallel ranks, hence their number; what the true number
         # of tokens differs by is settled in `_update`, where it is known.
         scale = self.loss_scale.value * (self.plan.layout.dp / self.plan.batch.tokens_per_step)
@@ -135,9 +130,16 @@ class Trainer:
                 sync_gradients(self.model, enabled=index == last)
             with autocast(self.world, DTYPES[self.config.precision.dtype]):
                 nll_sum = self.task.nll_sum(self.model, micro.to(self.world.device))
-            (nll_sum * scale).backward()  # type: ignore[no-untyped-call]
             total += nll_sum.detach()
-        return total
+            if index == last:
+                # The ranks agree while the last backward pass computes.
+                sums = self._start_agreement(total, batch.num_tokens, data_wait_s)
+            (nll_sum * scale).backward()  # type: ignore[no-untyped-call]
+        return sums.finish()
+
+    def _start_agreement(self, nll_sum: Tensor, num_tokens: int, data_wait_s: float) -> StartedSum:
+        part = pack(self.world, nll_sum, num_tokens, bool(self.stop), self._save_by_time(), data_wait_s)
+        return StartedSum(part, self.world)
 
     def _update(self, totals: Tensor, lr: float) -> StepReport:
         """Clip and apply the gradient, or skip it on all ranks when it is not finite."""

@@ -63,6 +63,7 @@ class ShardedAdamW:
             groups[tuple(sharded)].append(index)
         return dict(groups)
 
+    @torch.no_grad()
     def collect_gradients(self) -> None:
         """Hand the gradients of the backward pass to the shards; call once a step, after the last one."""
         for shard, param in zip(self._locals, self._params, strict=True):
