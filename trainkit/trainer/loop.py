@@ -119,7 +119,7 @@ class Trainer:
         return report, lr
 
     def _forward_backward(self, batch: StepBatch, data_wait_s: float) -> Tensor:
-        """Add this step's gradient, scaled by the nominal number of tokens; returns what `pack` holds, summed."""
+        """Add this step's gradient, scaled by the nominal number of tokens; returns the sums of `pack`."""
         # Gradients are averaged over the data-parallel ranks, hence their number; what the true number
         # of tokens differs by is settled in `_update`, where it is known.
         scale = self.loss_scale.value * (self.plan.layout.dp / self.plan.batch.tokens_per_step)
