@@ -67,7 +67,7 @@ class DataConfig(Section):
         default="text", min_length=1, description="Key of the text in a line of a .jsonl file."
     )
     seq_len: AtLeastOne = Field(default=256, description="Tokens the model reads in one sample.")
-    num_workers: NotNegative = Field(default=2, description="Loader processes a training process starts.")
+    num_workers: NotNegative = Field(default=2, description="Threads that read ahead in every training process.")
     val_fraction: BelowOne = Field(default=0.01, description="Share of the source kept for validation.")
     shuffle: bool = Field(default=True, description="Read the samples of an epoch in a random order.")
     cache_dir: str | None = Field(
