@@ -148,6 +148,15 @@ def seal(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
 
 
+def is_newer(checkpoint: Checkpoint) -> bool:
+    """Whether a newer trainkit wrote it: not damaged, but not for this one to judge either."""
+    try:
+        version = checkpoint.manifest().get("version")
+    except (OSError, ValueError):
+        return False
+    return isinstance(version, int) and version > MANIFEST_VERSION
+
+
 def newest_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
     """The newest checkpoint of which every file is as it was written; reads until it has found one."""
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
@@ -166,7 +175,7 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder of checkpoints' so that a kill half-way never leaves one that looks published.
+    """Delete a checkpoint's folder so that a kill half-way never leaves one that looks published.
 
     What it does leave then looks like a save that never finished, which the next attempt deletes.
     """

@@ -67,7 +67,9 @@ class DataConfig(Section):
         default="text", min_length=1, description="Key of the text in a line of a .jsonl file."
     )
     seq_len: AtLeastOne = Field(default=256, description="Tokens the model reads in one sample.")
-    num_workers: NotNegative = Field(default=2, description="Threads that read ahead in every training process.")
+    num_workers: NotNegative = Field(
+        default=2, description="Threads that read ahead in every training process."
+    )
     val_fraction: BelowOne = Field(default=0.01, description="Share of the source kept for validation.")
     shuffle: bool = Field(default=True, description="Read the samples of an epoch in a random order.")
     cache_dir: str | None = Field(
@@ -99,7 +101,7 @@ class TrainConfig(Section):
         default=50, description="Steps between validations; null never validates."
     )
     eval_batches: AtLeastOne | None = Field(
-        default=None, description="Most validation batches a process reads in one validation; null reads all."
+        default=None, description="Most batches of device_batch_size read in one validation; null reads all."
     )
     eval_at_start: bool = Field(default=True, description="Validate once before the first step.")
     log_every: AtLeastOne = Field(default=10, description="Steps between log lines.")

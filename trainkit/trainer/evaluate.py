@@ -28,7 +28,8 @@ class Evaluator:
         size = plan.batch.device_batch_size * layout.dp
         num_samples = task.val_data.num_samples
         if config.train.eval_batches is not None:
-            num_samples = min(num_samples, config.train.eval_batches * size)
+            # Of all ranks together, so that the loss does not depend on how many there are.
+            num_samples = min(num_samples, config.train.eval_batches * plan.batch.device_batch_size)
         self._num_batches = -(-num_samples // size)
         self._source = BatchSource(
             dataset=task.val_data,

@@ -244,7 +244,8 @@ class Trainer:
             reason = "best"
         elif report.save:
             reason = "every_minutes"
-        if reason and self.progress.step < self.total_steps:
+        # A skipped step changed nothing: a checkpoint of it would only push a good one out.
+        if reason and report.finite and self.progress.step < self.total_steps:
             self._save(reason, blocking=not self.config.checkpoint.async_save)
         else:
             self.saver.poll()

@@ -45,7 +45,11 @@ class ProfileWindow:
         if self._profile is None:
             return
         self._profile.stop()
-        self._file.parent.mkdir(exist_ok=True)
-        self._profile.export_chrome_trace(str(self._file))
+        try:
+            self._file.parent.mkdir(exist_ok=True)
+            self._profile.export_chrome_trace(str(self._file))
+        except (OSError, RuntimeError) as error:
+            log.error(f"the profile could not be written to {self._file} ({error})")
+        else:
+            log.info(f"profile written to {self._file}; open it at ui.perfetto.dev")
         self._profile = None
-        log.info(f"profile written to {self._file}; open it at ui.perfetto.dev")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from logging import getLogger
 from pathlib import Path
 from typing import Any
+
+log = getLogger(__name__)
 
 SCALARS = (
     "loss",
@@ -33,6 +36,12 @@ class TensorBoardLog:
         self._pool.submit(self._add, record)
 
     def _add(self, record: dict[str, Any]) -> None:
+        try:
+            self._add_scalars(record)
+        except Exception as error:  # nobody waits for this thread: what is not said here is never said
+            log.error(f"step {record['step']} is missing in TensorBoard ({error})")
+
+    def _add_scalars(self, record: dict[str, Any]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -11,7 +11,16 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
 from trainkit.errors import EXIT_NO_RESTART, CheckpointError, TrainkitError
-from trainkit.manifest import Checkpoint, find_damage, partials, published, rejects, remove, set_aside
+from trainkit.manifest import (
+    Checkpoint,
+    find_damage,
+    is_newer,
+    partials,
+    published,
+    rejects,
+    remove,
+    set_aside,
+)
 from trainkit.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World
@@ -35,7 +44,7 @@ def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoi
 
     Rank 0 names the candidate, all ranks share the reading, and what one finds holds for all. A damaged
     checkpoint is set aside, said, and the one before it is tried. Raises CheckpointError (exit code 78) when
-    none is left: to begin again at step 0 is a decision for a person.
+    none is left, since to begin again at step 0 is for a person to decide, or a newer trainkit wrote it.
     """
     if world.is_main:
         for leftover in partials(run.checkpoints_dir):
@@ -44,6 +53,12 @@ def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoi
     candidates = from_main([(str(c.path), c.step) for c in reversed(published(run.checkpoints_dir))], world)
     for path, step in candidates:
         candidate = Checkpoint(Path(path), step)
+        if from_main(is_newer(candidate), world):
+            raise CheckpointError(
+                f"{candidate.path} was written by a newer trainkit",
+                hint="resume with that one; nothing was changed",
+                exit_code=EXIT_NO_RESTART,
+            )
         damage = _agree(find_damage(candidate, world.rank, world.size), world)
         if not damage:
             return candidate, from_main(candidate.manifest() if world.is_main else {}, world)

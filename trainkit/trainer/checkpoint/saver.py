@@ -52,11 +52,12 @@ class SaveRequest:
 class _PublishingWriter(HashingWriter):
     """Adds the manifest and the rename to what the coordinator does when all ranks have written."""
 
-    def __init__(self, partial: Path, target: Path, request: SaveRequest) -> None:
+    def __init__(self, partial: Path, target: Path, request: SaveRequest, keep_last: int) -> None:
         super().__init__(partial)
         self._partial = partial
         self._target = target
         self._request = request
+        self._keep_last = keep_last
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, results)
@@ -71,8 +72,19 @@ class _PublishingWriter(HashingWriter):
         _sync_folder(self._partial)
         self._partial.rename(self._target)
         _sync_folder(self._target.parent)
+        try:
+            self._tidy()
+        except OSError as error:
+            # It is published all the same.
+            log.error(f"after checkpoint {self._target.name}: {error}")
+
+    def _tidy(self) -> None:
+        """Move `best`, and delete what is superseded; here, so that a large deletion holds up no step."""
         if self._request.is_best:
             point_best_at(Checkpoint(self._target, self._request.step))
+        folder = self._target.parent
+        for old in superseded(published(folder), self._keep_last, best_step(folder)):
+            remove(old.path)
 
 
 class CheckpointSaver:
@@ -109,7 +121,7 @@ class CheckpointSaver:
         target = self._run.checkpoint_dir(request.step)
         partial = target.with_name(f"{target.name}.attempt-{self._attempt:03d}{PARTIAL_SUFFIX}")
         started = time.monotonic()
-        writer = _PublishingWriter(partial, target, request)
+        writer = _PublishingWriter(partial, target, request, self._keep_last)
         how: dict[str, Any] = {
             "storage_writer": writer,
             "process_group": self._world.checkpoint_group,
@@ -192,7 +204,7 @@ class CheckpointSaver:
         if not self._world.is_main:
             return
         name = self._run.checkpoint_dir(request.step).name
-        best = " best" if request.is_best else ""
+        best = " best" if request.is_best and request.reason != "best" else ""
         log.info(
             f"checkpoint step={request.step} reason={request.reason}{best} save_s={duration_s:.2f} {name}"
         )
@@ -205,9 +217,6 @@ class CheckpointSaver:
             best=request.is_best,
             save_s=round(duration_s, 3),
         )
-        kept = published(self._run.checkpoints_dir)
-        for old in superseded(kept, self._keep_last, best_step(self._run.checkpoints_dir)):
-            remove(old.path)
 
     def _report_failure(self, request: SaveRequest, partial: Path, error: BaseException) -> None:
         if not self._world.is_main:
