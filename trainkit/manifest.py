@@ -25,8 +25,6 @@ BEST_LINK = "best"
 _PUBLISHED = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d{8,})")
 _REJECTED = re.compile(_PUBLISHED.pattern + re.escape(REJECTED_SUFFIX) + r"(-\d+)?")
 _CHUNK_BYTES = 8 * 2**20
-_UNREADABLE = (OSError, KeyError, TypeError, ValueError)
-"""What reading the files that a manifest names can raise, a manifest of nonsense included."""
 
 
 @dataclass(frozen=True)
@@ -83,33 +81,54 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def find_damage(checkpoint: Checkpoint, part: int = 0, num_parts: int = 1) -> str:
-    """What is wrong with a checkpoint, in words; empty when every file is as it was written.
-
-    Sizes of all files are compared, hashes only of every `num_parts`-th file from `part` on, so that
-    many ranks can share the reading.
-    """
-    damage = find_plain_damage(checkpoint)
-    if damage:
-        return damage
+def find_damage(checkpoint: Checkpoint) -> str:
+    """What is wrong with a checkpoint, in words; empty when every file is as it was written."""
     try:
-        files = checkpoint.manifest()["files"]
-        for name in sorted(files)[part::num_parts]:
-            if file_hash(checkpoint.path / name) != files[name]["sha256"]:
-                return f"{name} is not what was written (its SHA-256 differs)"
-    except _UNREADABLE as error:
-        return _in_words(error)
-    return ""
+        return plain_damage(checkpoint) or hash_damage(checkpoint)
+    except OSError as error:
+        return unreadable(error)
 
 
 def find_plain_damage(checkpoint: Checkpoint) -> str:
     """As `find_damage`, but only what shows without reading the tensors: the manifest and the sizes."""
     try:
+        return plain_damage(checkpoint)
+    except OSError as error:
+        return unreadable(error)
+
+
+def unreadable(error: OSError) -> str:
+    """A file that cannot be read just now, in words."""
+    return f"{Path(error.filename or '').name} cannot be read ({error.strerror or error})"
+
+
+def plain_damage(checkpoint: Checkpoint) -> str:
+    """What the manifest and the files' sizes tell.
+
+    Raises OSError for what cannot be read: that may be the fault of this host and not of the checkpoint.
+    """
+    try:
         manifest = checkpoint.manifest()
-    except FileNotFoundError:
-        return f"{MANIFEST_NAME} is missing"
-    except (OSError, ValueError) as error:
+        return _manifest_damage(checkpoint, manifest) or _size_damage(checkpoint, manifest["files"])
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (AttributeError, TypeError, ValueError) as error:
         return f"{MANIFEST_NAME} cannot be read ({error})"
+
+
+def hash_damage(checkpoint: Checkpoint, part: int = 0, num_parts: int = 1) -> str:
+    """What the hashes of every `num_parts`-th file from `part` on tell: many ranks can share the reading.
+
+    Raises OSError for what cannot be read.
+    """
+    files = checkpoint.manifest()["files"]
+    for name in sorted(files)[part::num_parts]:
+        if file_hash(checkpoint.path / name) != files[name].get("sha256"):
+            return f"{name} is not what was written (its SHA-256 differs)"
+    return ""
+
+
+def _manifest_damage(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> str:
     version = manifest.get("version")
     if not isinstance(version, int):
         return f"{MANIFEST_NAME} has no version"
@@ -123,20 +142,16 @@ def find_plain_damage(checkpoint: Checkpoint) -> str:
         return f"{MANIFEST_NAME} has no SHA-256 of its own"
     if manifest[SEAL] != seal(manifest):
         return f"{MANIFEST_NAME} is not what was written (its own SHA-256 differs)"
-    try:
-        for name, expected in manifest["files"].items():
-            size = (checkpoint.path / name).stat().st_size
-            if size != expected["bytes"]:
-                return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
-    except _UNREADABLE as error:
-        return _in_words(error)
     return ""
 
 
-def _in_words(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"{Path(error.filename).name} is missing"
-    return f"it cannot be read ({type(error).__name__}: {error})"
+def _size_damage(checkpoint: Checkpoint, files: Mapping[str, Mapping[str, Any]]) -> str:
+    for name, expected in files.items():
+        size, wanted = (checkpoint.path / name).stat().st_size, expected.get("bytes")
+        if size != wanted:
+            shown = f"{wanted:,}" if isinstance(wanted, int) else wanted
+            return f"{name} has {size:,} bytes instead of {shown}"
+    return ""
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
@@ -179,9 +194,11 @@ def remove(path: Path) -> None:
 
     What it does leave then looks like a save that never finished, which the next attempt deletes.
     """
-    doomed = path.with_name(f"{path.name}.deleted-{os.getpid()}{PARTIAL_SUFFIX}")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    if not path.name.endswith(PARTIAL_SUFFIX):
+        doomed = path.with_name(f"{path.name}.deleted-{os.getpid()}{PARTIAL_SUFFIX}")
+        path.rename(doomed)
+        path = doomed
+    shutil.rmtree(path)
 
 
 def superseded(checkpoints: Iterable[Checkpoint], keep_last: int, best_step: int | None) -> list[Checkpoint]:

@@ -1,5 +1,6 @@
 import json
 
+from trainkit.manifest import MANIFEST_VERSION, SEAL, file_hash, seal
 from trainkit.rundir import RunDir, read_json, write_json
 
 
@@ -58,7 +59,9 @@ def test_fork_starts_from_a_copy_of_the_newest_published_checkpoint(desk):
         folder = run.checkpoint_dir(step)
         folder.mkdir()
         (folder / "data").write_text(str(step))
-        write_json(folder / "manifest.json", {})
+        files = {"data": {"bytes": 3, "sha256": file_hash(folder / "data")}}
+        manifest = {"version": MANIFEST_VERSION, "step": step, "files": files}
+        write_json(folder / "manifest.json", {**manifest, SEAL: seal(manifest)})
     (run.checkpoints_dir / "step-00000300.partial").mkdir()
     run.checkpoint_dir(400).mkdir()
     done = desk.trainkit("resume", "small", "--as", "forks/longer", "--json")
@@ -74,5 +77,5 @@ def test_fork_without_a_checkpoint_is_refused(desk):
     ended_run(desk)
     done = desk.trainkit("resume", "small", "--as", "fork")
     assert done.returncode == 2
-    assert "has no checkpoint to go on from" in done.stderr
+    assert "has no intact checkpoint to go on from" in done.stderr
     assert not (desk.folder / "fork").exists()

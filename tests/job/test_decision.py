@@ -15,6 +15,8 @@ from trainkit.job.decision import combine, decide, describe_exit
         ([143, 75], "SIGTERM", "stopped", 75),
         ([140, 75], "SIGUSR2", "requeue", 75),
         ([130, 143], "SIGTERM", "stopped", 75),
+        ([70, 70], "SIGUSR2", "requeue", 75),
+        ([70, 75], None, "failed", 70),
         ([1, 75], "SIGTERM", "failed", 1),
         ([143, 0], None, "failed", 143),
         ([75, 137, 1], None, "failed", 137),

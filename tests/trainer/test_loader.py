@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from tests.support.models import ALONE
-from trainkit.errors import EXIT_NO_RESTART, CheckpointError, TrainkitError
-from trainkit.manifest import Checkpoint, published
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, CheckpointError, TrainkitError
+from trainkit.manifest import SEAL, Checkpoint, best_step, point_best_at, published, seal
+from trainkit.rundir import RunDir, read_jsonl, write_json
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 
@@ -135,11 +136,37 @@ def test_when_none_is_intact_a_person_decides(run: RunDir) -> None:
         with pytest.raises(CheckpointError, match=r"no intact checkpoint is left .*: 3 set aside") as caught:
             choose_checkpoint(run, 2, ALONE)
         assert caught.value.exit_code == EXIT_NO_RESTART
-        assert "move the .rejected folders away" in caught.value.hint
+        assert "bring one back from a copy" in caught.value.hint
     assert len(rejections(run)) == 3
     for folder in run.checkpoints_dir.glob("*.rejected"):
         shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match=r"those that events.jsonl tells of are gone"):
+        choose_checkpoint(run, 2, ALONE)
+    run.events_file.unlink()
     assert chosen_step(run) is None
+
+
+def test_what_cannot_be_read_is_not_thrown_out(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(path: Path) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr("trainkit.manifest.file_hash", stale)
+    with pytest.raises(CheckpointError, match="rank 0 cannot read .*step-00000003: .* cannot be read") as caught:
+        choose_checkpoint(run, 2, ALONE)
+    assert caught.value.exit_code == EXIT_FAILED
+    monkeypatch.undo()
+    assert chosen_step(run) == 3
+
+
+def test_best_link_that_a_crash_left_behind_is_put_right(run: RunDir) -> None:
+    newest = Checkpoint(run.checkpoint_dir(3), 3)
+    manifest = {**newest.manifest(), "progress": {"best_step": 2}}
+    write_json(newest.manifest_file, {**manifest, SEAL: seal(manifest)})
+    point_best_at(Checkpoint(run.checkpoint_dir(1), 1))
+    chosen = choose_checkpoint(run, 2, ALONE)
+    assert chosen is not None
+    assert chosen[0].step == 3
+    assert best_step(run.checkpoints_dir) == 2
 
 
 def test_leftovers_and_strangers_are_no_checkpoints(run: RunDir) -> None:

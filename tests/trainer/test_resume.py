@@ -98,6 +98,14 @@ def test_other_data_is_refused(tmp_path: Path, corpus: str) -> None:
     )
 
 
+@pytest.mark.parametrize("change", ["data.seq_len=32", "seed=7", "data.shuffle=false"])
+def test_another_order_of_the_data_is_refused(tmp_path: Path, change: str) -> None:
+    train(tmp_path / "run", ["train.steps=4", "train.stop_at_step=2"], expect=75)
+    attempt = train(tmp_path / "run", ["train.steps=4", change], expect=78)
+    key = change.partition("=")[0]
+    assert f"{key} is" in attempt.rank_log(0).read_text()
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     train(tmp_path / "run", ["train.steps=4", "train.stop_at_step=2"], expect=75)
     attempt = train(tmp_path / "run", ["train.steps=4", "model.dim=32"], expect=78)

@@ -82,20 +82,20 @@ def _fork(
 ) -> tuple[RunDir, dict[str, Any]]:
     from trainkit.cli.launch import started
     from trainkit.job.record import run_lock
-    from trainkit.observe.status import newest_checkpoint
+    from trainkit.manifest import newest_intact, published
     from trainkit.submit.create import config_text, create_run, plan_text
     from trainkit.submit.fork import copy_checkpoint
     from trainkit.submit.local import start_attempt
 
-    checkpoint = newest_checkpoint(source)
+    checkpoint = newest_intact(published(source.checkpoints_dir))
     if checkpoint is None:
         raise UsageError(
-            f"{source.path} has no checkpoint to go on from",
+            f"{source.path} has no intact checkpoint to go on from",
             hint="`trainkit submit` starts a run from the beginning",
         )
     run, name = create_run(loaded, folder, ["trainkit", *sys.argv[1:]], plan.backend)
-    copy_checkpoint(Path(checkpoint), run)
+    copy_checkpoint(checkpoint.path, run)
     with run_lock(run):
         entry = start_attempt(run, config_text(loaded), plan_text(plan), "submit")
-    click.echo(f"from {checkpoint}", err=True)
+    click.echo(f"from {checkpoint.path}", err=True)
     return run, {"run_dir": str(run.path), "name": name, **started(entry, plan.backend)}

@@ -54,7 +54,8 @@ class CheckpointConfig(Section):
     keep_last: AtLeastOne = Field(default=3, description="Newest checkpoints kept, besides the best one.")
     best_metric: Literal["val_loss", "loss"] | None = Field(
         default="val_loss",
-        description="Metric whose lowest value marks the best checkpoint; null keeps no best.",
+        description="Metric whose lowest value marks the best checkpoint; null keeps no best. `loss` is that"
+        " of the step at which a checkpoint is due.",
     )
     async_save: bool = Field(
         default=True, alias="async", description="Write checkpoints while training goes on."

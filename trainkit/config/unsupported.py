@@ -16,6 +16,7 @@ _ROWS: tuple[tuple[str, object, str], ...] = (
     ("parallel.pp", 1, "pipeline parallelism"),
     ("parallel.cp", 1, "context parallelism"),
     ("parallel.offload", False, "offloading to host memory"),
+    ("requeue.signal", "USR2", "another signal for the early notice"),
     ("resources.spare_nodes", 0, "spare nodes"),
     ("launch.per", "gpu", "one task a node"),
     ("launch.modules", (), "loading environment modules"),
@@ -27,7 +28,6 @@ _ROWS: tuple[tuple[str, object, str], ...] = (
     ("logging.mlflow", None, "logging to MLflow"),
     ("logging.wandb", None, "logging to Weights & Biases"),
 )
-_SHOWN: dict[object, str] = {None: "null", False: "false", (): "[]"}
 
 
 def unsupported(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -37,7 +37,14 @@ def unsupported(config: RunConfig) -> Iterator[tuple[str, str]]:
         for part in key.split("."):
             value = getattr(value, part)
         if value != only:
-            yield key, f"{feature} is not in this release; {key} must be {_SHOWN.get(only, only)}"
+            yield key, f"{feature} is not in this release; {key} must be {_shown(only)}"
     if config.launch.backend in ("sbatch", "submitit"):
         message = "submitting to Slurm is not in this release; launch.backend must be auto or local"
         yield "launch.backend", message
+
+
+def _shown(value: object) -> str:
+    """A value as YAML has it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else "[]" if value == () else str(value)

@@ -70,8 +70,8 @@ class Agent(Crew):
         self.codes.append(code)
         if killed or code in (EXIT_OK, EXIT_STOPPED):
             return  # a worker that was killed from here is no failure of its own
-        print(f"rank {rank} ended with {describe_exit(code)}", flush=True)
         with contextlib.suppress(OSError):  # a full disk must not keep us from ending the others
+            print(f"rank {rank} ended with {describe_exit(code)}", flush=True)
             record_silent_death(self.attempt, rank, self.node_rank, code)
 
 

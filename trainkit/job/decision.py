@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED
+from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
 from trainkit.job.signals import NOTICE_SIGNALS
 
 COMEBACK_SIGNAL = "SIGUSR2"
@@ -45,6 +45,8 @@ def decide(
             how = f"saved after {request}"
         elif killed:
             how = f"killed: not all workers ended within the grace time after {request}"
+        elif EXIT_STUCK in exit_codes:
+            how = f"stuck: the workers left shortly before the grace time after {request} was over"
         else:
             how = f"ended by {request} without saving"
         return _after_request(how, request, num_requeues, max_requeues)
@@ -64,9 +66,9 @@ def _after_request(how: str, request: str, num_requeues: int, max_requeues: int)
 
 
 def _ended_as_asked(exit_codes: Sequence[int]) -> bool:
-    """True when every worker that did not save died of a signal that asks to stop."""
+    """True when every worker that did not save died of the signal, or left because it was stuck."""
     asked = [signal_exit_code(number) for number in NOTICE_SIGNALS]
-    return all(code in (EXIT_OK, EXIT_STOPPED, *asked) for code in exit_codes)
+    return all(code in (EXIT_OK, EXIT_STOPPED, EXIT_STUCK, *asked) for code in exit_codes)
 
 
 def signal_exit_code(number: int) -> int:

@@ -9,6 +9,7 @@ happens to the run folder or the disk, the agents are ended and the exit code sa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -56,16 +57,29 @@ def supervise(run: RunDir, number: int) -> int:
             # No folder, no disk, no port: nothing of the job is left running, and that much is said.
             outcome = Outcome()
             decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
-        print(f"attempt {number}: {decision.action}: {decision.reason}", flush=True)
-        _write_end(attempt, outcome, decision)
-        if decision.action != "requeue":
-            return decision.exit_code
-        following = _next_attempt(attempt)
+        try:
+            following = _conclude(attempt, outcome, decision)
+        except OSError as error:
+            # Nothing can be written: the exit code is all that is left to tell with.
+            with contextlib.suppress(OSError):
+                print(f"attempt {number}: its end could not be written ({error})", flush=True)
+            return decision.exit_code or EXIT_FAILED
         if following is None:
-            cancelled = Decision("stopped", "cancelled before it came back", decision.exit_code)
-            _write_end(attempt, outcome, cancelled)
-            return cancelled.exit_code
+            return decision.exit_code
         number = following
+
+
+def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int | None:
+    """Write down how an attempt ended; the number of the next one when the job comes back."""
+    print(f"attempt {attempt.number}: {decision.action}: {decision.reason}", flush=True)
+    _write_end(attempt, outcome, decision)
+    if decision.action != "requeue":
+        return None
+    following = _next_attempt(attempt)
+    if following is None:
+        cancelled = Decision("stopped", "cancelled before it came back", decision.exit_code)
+        _write_end(attempt, outcome, cancelled)
+    return following
 
 
 def _is_registered(run: RunDir, number: int) -> bool:

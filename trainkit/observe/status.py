@@ -10,8 +10,9 @@ from typing import Any
 
 from trainkit.config import read_effective
 from trainkit.errors import TrainkitError
+from trainkit.manifest import published
 from trainkit.observe.tail import last_records
-from trainkit.rundir import CHECKPOINT_PREFIX, RunDir, read_json, read_jsonl
+from trainkit.rundir import RunDir, read_json, read_jsonl
 
 STALE_S = 60.0
 """No new metrics for this long, and for `STALE_INTERVALS` of their usual distance, is worth a warning."""
@@ -159,17 +160,9 @@ def _usual_distance_s(metrics: list[dict[str, Any]]) -> float:
 
 
 def newest_checkpoint(run: RunDir) -> str | None:
-    """The folder of the newest published checkpoint: one with a manifest."""
-    if not run.checkpoints_dir.is_dir():
-        return None
-    published = [
-        folder
-        for folder in run.checkpoints_dir.glob(f"{CHECKPOINT_PREFIX}*")
-        if folder.name.removeprefix(CHECKPOINT_PREFIX).isdigit() and (folder / "manifest.json").is_file()
-    ]
-    if not published:
-        return None
-    return str(max(published, key=lambda folder: int(folder.name.removeprefix(CHECKPOINT_PREFIX))))
+    """The folder of the newest published checkpoint, as far as that shows without reading it."""
+    found = [item for item in published(run.checkpoints_dir) if item.manifest_file.is_file()]
+    return str(found[-1].path) if found else None
 
 
 def parse_time(text: object) -> datetime | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -30,8 +31,8 @@ def main() -> None:
 
         code = run_worker(attempt, stop)
     except BaseException as error:
-        record_failure(attempt, rank, error)
         code = error.exit_code if isinstance(error, TrainkitError) else EXIT_FAILED
+        record_failure(attempt, rank, error)
     from trainkit.trainer.distributed import leave
 
     leave(code)
@@ -51,8 +52,6 @@ def set_up_logging(rank: int) -> None:
 
 def record_failure(attempt: AttemptDir, rank: int, error: BaseException) -> None:
     """Leave the error where the verdict is made from, and in this rank's log."""
-    shown = error.render() if isinstance(error, TrainkitError) else traceback.format_exc()
-    print(shown, file=sys.stderr, flush=True)
     record = {
         "rank": rank,
         "node_rank": int(os.environ.get("NODE_RANK", "0")),
@@ -63,10 +62,14 @@ def record_failure(attempt: AttemptDir, rank: int, error: BaseException) -> None
         "hint": getattr(error, "hint", ""),
         "traceback": traceback.format_exc(),
     }
+    shown = error.render() if isinstance(error, TrainkitError) else traceback.format_exc()
     try:
         write_json(attempt.rank_error(rank), record)
     except OSError as unwritable:
-        print(f"the error record could not be written: {unwritable}", file=sys.stderr, flush=True)
+        shown += f"\nthe error record could not be written: {unwritable}"
+    # On a full disk the log cannot take it either; the exit code still tells.
+    with contextlib.suppress(OSError):
+        print(shown, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

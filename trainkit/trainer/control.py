@@ -62,10 +62,11 @@ def pack(
     world: World, nll_sum: Tensor, num_tokens: int, stop: bool, save: bool, data_wait_s: float
 ) -> Tensor:
     """This rank's part of the step report, float64 [5] on the device."""
-    rest = torch.tensor(
-        (float(num_tokens), float(stop), float(save), data_wait_s), dtype=torch.float64, device=world.device
-    )
-    return torch.cat((nll_sum.detach().double().view(1), rest))
+    cuda = world.device.type == "cuda"
+    numbers = (float(num_tokens), float(stop), float(save), data_wait_s)
+    # Pinned, because a copy from ordinary memory would wait for all that the device has still to do.
+    rest = torch.tensor(numbers, dtype=torch.float64, pin_memory=cuda)
+    return torch.cat((nll_sum.detach().double().view(1), rest.to(world.device, non_blocking=True)))
 
 
 class Readout:

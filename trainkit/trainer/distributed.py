@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -73,6 +74,7 @@ def leave(exit_code: int) -> None:
     if dist.is_initialized() and exit_code == 0:
         dist.destroy_process_group()
         gc.collect()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk must not change the exit code
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(exit_code)

@@ -62,7 +62,7 @@ class Trainer:
     _steps_done: int = 0
     """By this attempt."""
     _is_best: bool = False
-    """Whether the state as it is now has the best validation loss so far."""
+    """Whether the state as it is now has the best value so far of `checkpoint.best_metric`."""
     _last_save_s: float = 0.0
 
     def train(self) -> int:
@@ -95,9 +95,10 @@ class Trainer:
         report, lr = self._step()
         completed, val_loss = self._evaluate() if self._eval_due() else (True, None)
         self._record(report, lr, val_loss)
-        if report.stop or not completed:
+        ended = self.progress.step == self.total_steps
+        if not completed or (report.stop and not ended):
             return self._end_stopped(f"asked to stop ({self.stop.signal_name or 'by another rank'})")
-        if self.progress.step == self.config.train.stop_at_step and self.progress.step < self.total_steps:
+        if self.progress.step == self.config.train.stop_at_step and not ended:
             return self._end_stopped("train.stop_at_step reached")
         self._save_if_due(report)
         return None
@@ -219,14 +220,17 @@ class Trainer:
             )
         if not finite:
             return True, None
-        self._is_best = (
-            self.config.checkpoint.best_metric == "val_loss"
-            and progress.step > 0
-            and (progress.best_value is None or val_loss < progress.best_value)
-        )
-        if self._is_best:
-            progress.best_value, progress.best_step = val_loss, progress.step
+        self._consider_best("val_loss", val_loss)
         return True, val_loss
+
+    def _consider_best(self, metric: str, value: float) -> None:
+        """Note whether this is the best value so far of the metric that the config names."""
+        progress = self.progress
+        if metric != self.config.checkpoint.best_metric or progress.step == 0 or not math.isfinite(value):
+            return
+        self._is_best = progress.best_value is None or value < progress.best_value
+        if self._is_best:
+            progress.best_value, progress.best_step = value, progress.step
 
     def _save_by_time(self) -> bool:
         """Rank 0's clock decides; the others learn it from the step's report."""
@@ -240,12 +244,12 @@ class Trainer:
         reason = ""
         if every is not None and self.progress.step % every == 0:
             reason = "every_steps"
+            self._consider_best("loss", report.loss)
         elif self._is_best:
             reason = "best"
         elif report.save:
             reason = "every_minutes"
-        # A skipped step changed nothing: a checkpoint of it would only push a good one out.
-        if reason and report.finite and self.progress.step < self.total_steps:
+        if reason and self.progress.step < self.total_steps:
             self._save(reason, blocking=not self.config.checkpoint.async_save)
         else:
             self.saver.poll()
@@ -279,7 +283,9 @@ class Trainer:
         if self.world.is_main:
             best = self.progress
             words = (
-                f"; best val_loss={best.best_value:.4f} at step {best.best_step}" if best.best_value else ""
+                f"; best {self.config.checkpoint.best_metric}={best.best_value:.4f} at step {best.best_step}"
+                if best.best_value
+                else ""
             )
             log.info(f"finished after step {best.step} of {self.total_steps}{words}")
         return EXIT_OK

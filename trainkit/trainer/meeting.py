@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 import time
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 
@@ -18,6 +19,7 @@ from trainkit.errors import TrainkitError
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
 
+LOOPBACK = "127.0.0.1"
 POLL_S = 0.02
 LAST_WORDS_S = 20.0
 """How long a rank that was asked to stop waits for the others, to tell them so."""
@@ -31,14 +33,7 @@ def meet(env: RankEnv, stop: StopRequest, timeout: timedelta) -> Store | None:
     deadline = time.monotonic() + timeout.total_seconds()
     if env.rank != 0 and not _reach_main(env, stop, deadline):
         return None
-    store = TCPStore(
-        env.master_addr,
-        env.master_port,
-        env.world_size,
-        is_master=env.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-    )
+    store = _open_store(env, timeout)
     if stop:
         # Said before arriving: a rank that comes with this wish must not be outvoted by being the last one.
         store.compare_set("verdict", "", "stop")
@@ -57,6 +52,16 @@ def meet(env: RankEnv, stop: StopRequest, timeout: timedelta) -> Store | None:
         return store
     _see_off(env, store)
     return None
+
+
+def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
+    """Rank 0 listens, the others connect; on one machine it listens on the loopback interface only."""
+    options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
+    if env.rank == 0 and env.master_addr == LOOPBACK:
+        listener = socket.create_server((LOOPBACK, env.master_port), backlog=env.world_size + 16)
+        # libuv's server cannot take over a socket that listens already.
+        options |= {"master_listen_fd": listener.detach(), "use_libuv": False}
+    return TCPStore(env.master_addr, env.master_port, env.world_size, is_master=env.rank == 0, **options)
 
 
 def _reach_main(env: RankEnv, stop: StopRequest, deadline: float) -> bool:

@@ -54,5 +54,8 @@ class TensorBoardLog:
     def close(self) -> None:
         """Write what is left."""
         self._pool.shutdown()
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except Exception as error:
+            log.error(f"the end of the curve is missing in TensorBoard ({error})")

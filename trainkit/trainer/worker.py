@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from logging import getLogger
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
+from trainkit.manifest import Checkpoint
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_json
 from trainkit.trainer.build import build_model, set_determinism
@@ -73,6 +74,7 @@ def run_worker(attempt: AttemptDir, stop: StopRequest) -> int:
         return trainer.train()
     finally:
         trainer.batches.close()
+        trainer.saver.close()
         trainer.profiler.close()
         if tensorboard is not None:
             tensorboard.close()
@@ -103,7 +105,7 @@ def check_same_data(task: Task, world: World) -> None:
 
     Raises TrainkitError (exit code 78) on the ranks that differ from rank 0.
     """
-    mine = (task.train_data.fingerprint, task.val_data.fingerprint if task.val_data else "")
+    mine = (task.train_data.fingerprint, val_fingerprint(task))
     if from_main(mine, world) != mine:
         raise TrainkitError(
             f"the data of rank {world.rank} is not the data of rank 0",
@@ -127,7 +129,7 @@ def build_trainer(
     tensors |= {f"optimizer.{name}": value for name, value in optimizer.state_tensors().items()}
     saver = CheckpointSaver(attempt.run, attempt.number, world, tensors, config.checkpoint.keep_last)
     loss_scale = LossScale(config.precision, world.device)
-    progress = resume(attempt, world, task, saver, tensors, loss_scale)
+    progress = resume(config, attempt, world, task, saver, tensors, loss_scale)
     num_samples = task.train_data.num_samples
     end = None if config.train.epochs is None else round(config.train.epochs * num_samples)
     total_steps = count_steps(config, plan, progress, end)
@@ -142,16 +144,7 @@ def build_trainer(
             samples_seen=progress.samples_seen,
             num_samples=num_samples,
         )
-    source = BatchSource(
-        dataset=task.train_data,
-        batch=plan.batch,
-        dp_rank=world.rank,
-        dp_size=plan.layout.dp,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        end_position=end,
-        pin_memory=world.device.type == "cuda",
-    )
+    source = training_batches(config, plan, world, task, end)
     tensorboard = None
     if config.logging.tensorboard and world.is_main:
         tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, progress.step + 1)
@@ -186,7 +179,54 @@ def build_trainer(
     return trainer, tensorboard
 
 
+def training_batches(
+    config: RunConfig, plan: LaunchPlan, world: World, task: Task, end_position: int | None
+) -> BatchSource:
+    """This rank's batches, by position."""
+    return BatchSource(
+        dataset=task.train_data,
+        batch=plan.batch,
+        dp_rank=world.rank,
+        dp_size=plan.layout.dp,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        end_position=end_position,
+        pin_memory=world.device.type == "cuda",
+    )
+
+
+def data_identity(config: RunConfig, task: Task) -> dict[str, object]:
+    """What decides which sample stands at a position: a resume must find it unchanged."""
+    return {
+        "fingerprint": task.train_data.fingerprint,
+        "data.seq_len": config.data.seq_len,
+        "data.shuffle": config.data.shuffle,
+        "seed": config.seed,
+    }
+
+
+def val_fingerprint(task: Task) -> str:
+    """What the validation data is; empty without any."""
+    return "" if task.val_data is None else task.val_data.fingerprint
+
+
+def refuse_other_data(checkpoint: Checkpoint, manifest: dict[str, Any], identity: dict[str, object]) -> None:
+    """Raise TrainkitError (exit code 78) when the position in a checkpoint means other samples by now."""
+    for key, value in identity.items():
+        before = manifest["data"][key]
+        if before == value:
+            continue
+        what = "the training data is" if key == "fingerprint" else f"{key} is {value}, which is"
+        was = "" if key == "fingerprint" else f": that had {before}"
+        raise TrainkitError(
+            f"{what} not what checkpoint {checkpoint.path.name} was trained on{was}",
+            hint="bring it back (for `stdlib`, the Python version too), or start a new run",
+            exit_code=EXIT_NO_RESTART,
+        )
+
+
 def resume(
+    config: RunConfig,
     attempt: AttemptDir,
     world: World,
     task: Task,
@@ -202,14 +242,14 @@ def resume(
     if chosen is None:
         return Progress()
     checkpoint, manifest = chosen
-    if manifest["data_fingerprint"] != task.train_data.fingerprint:
-        raise TrainkitError(
-            f"the training data is not what checkpoint {checkpoint.path.name} was trained on",
-            hint="bring the data (and for `stdlib`, the Python version) back, or start a new run",
-            exit_code=EXIT_NO_RESTART,
-        )
+    refuse_other_data(checkpoint, manifest, data_identity(config, task))
     load_tensors(checkpoint, tensors, world)
     progress = Progress.from_dict(manifest["progress"])
+    if manifest["val_fingerprint"] != val_fingerprint(task):
+        log.warning(
+            "the validation data is another one than before: its losses cannot be compared with older ones"
+        )
+        progress.best_value = progress.best_step = None
     loss_scale.load(progress.loss_scale)
     saver.last_step = progress.step
     if world.is_main:
@@ -237,7 +277,8 @@ def manifest_record(config: RunConfig, plan: LaunchPlan, task: Task) -> dict[str
         "trainkit": __version__,
         "torch": torch.__version__,
         "config_fingerprint": hashlib.sha256(text.encode()).hexdigest(),
-        "data_fingerprint": task.train_data.fingerprint,
+        "data": data_identity(config, task),
+        "val_fingerprint": val_fingerprint(task),
         "layout": plan.to_dict()["layout"],
         "world_size": plan.world_size,
         "model": config.model.model_dump(mode="json"),

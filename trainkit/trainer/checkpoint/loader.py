@@ -13,15 +13,19 @@ from torch.distributed.checkpoint import state_dict_loader
 from trainkit.errors import EXIT_NO_RESTART, CheckpointError, TrainkitError
 from trainkit.manifest import (
     Checkpoint,
-    find_damage,
+    best_step,
+    hash_damage,
     is_newer,
     partials,
+    plain_damage,
+    point_best_at,
     published,
     rejects,
     remove,
     set_aside,
+    unreadable,
 )
-from trainkit.rundir import RunDir
+from trainkit.rundir import RunDir, read_jsonl
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World
 from trainkit.trainer.events import note_event
@@ -43,13 +47,12 @@ def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoi
     """The newest published checkpoint that is intact, with its manifest; None in a run that never had one.
 
     Rank 0 names the candidate, all ranks share the reading, and what one finds holds for all. A damaged
-    checkpoint is set aside, said, and the one before it is tried. Raises CheckpointError (exit code 78) when
-    none is left, since to begin again at step 0 is for a person to decide, or a newer trainkit wrote it.
+    checkpoint is set aside, said, and the one before it is tried. Raises CheckpointError: when one cannot be
+    read just now; with exit code 78 when a newer trainkit wrote it, or when checkpoints that the run had are
+    gone or damaged, since to begin again at step 0 is for a person to decide.
     """
     if world.is_main:
-        for leftover in partials(run.checkpoints_dir):
-            log.warning(f"{leftover.name} is a save that never finished: removed")
-            remove(leftover)
+        _remove_leftovers(run)
     candidates = from_main([(str(c.path), c.step) for c in reversed(published(run.checkpoints_dir))], world)
     for path, step in candidates:
         candidate = Checkpoint(Path(path), step)
@@ -59,30 +62,84 @@ def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoi
                 hint="resume with that one; nothing was changed",
                 exit_code=EXIT_NO_RESTART,
             )
-        damage = _agree(find_damage(candidate, world.rank, world.size), world)
+        damage = _agree_on_damage(candidate, world)
         if not damage:
+            if world.is_main:
+                _restore_best_link(candidate)
             return candidate, from_main(candidate.manifest() if world.is_main else {}, world)
         if world.is_main:
             aside = set_aside(candidate)
             log.warning(f"checkpoint {candidate.path.name} rejected: {damage}; set aside as {aside.name}")
             note_event(run, attempt, "checkpoint_rejected", step=step, reason=damage, set_aside=aside.name)
-    num_damaged = from_main(len(rejects(run.checkpoints_dir)), world)
-    if num_damaged:
+    lost = from_main(_what_was_lost(run) if world.is_main else "", world)
+    if lost:
         raise CheckpointError(
-            f"no intact checkpoint is left in {run.checkpoints_dir}: {num_damaged} set aside as damaged",
-            hint="bring one back from a copy, or move the .rejected folders away to begin again at step 0",
+            f"no intact checkpoint is left in {run.checkpoints_dir}: {lost}",
+            hint="bring one back from a copy, or start a new run to begin again at step 0",
             exit_code=EXIT_NO_RESTART,
         )
     return None
 
 
-def _agree(damage: str, world: World) -> str:
-    """The first complaint of any rank."""
-    if not world.distributed:
-        return damage
-    found: list[str] = [""] * world.size
-    dist.all_gather_object(found, damage, group=world.checkpoint_group)
-    return next(filter(None, found), "")
+def _remove_leftovers(run: RunDir) -> None:
+    for leftover in partials(run.checkpoints_dir):
+        try:
+            remove(leftover)
+        except OSError as error:
+            log.warning(f"{leftover.name} is a save that never finished, and cannot be removed ({error})")
+        else:
+            log.warning(f"{leftover.name} is a save that never finished: removed")
+
+
+def _what_was_lost(run: RunDir) -> str:
+    """Why a run without a published checkpoint must not begin anew; empty when it never had one."""
+    num_damaged = len(rejects(run.checkpoints_dir))
+    if num_damaged:
+        return f"{num_damaged} set aside as damaged"
+    if any(event.get("event") == "checkpoint_commit" for event in read_jsonl(run.events_file)):
+        return "those that events.jsonl tells of are gone"
+    return ""
+
+
+def _restore_best_link(checkpoint: Checkpoint) -> None:
+    """Let `best` name what the progress says: a crash right after a save can have left it behind."""
+    step = checkpoint.manifest().get("progress", {}).get("best_step")
+    best = next((c for c in published(checkpoint.path.parent) if c.step == step), None)
+    if best is not None and best_step(checkpoint.path.parent) != step:
+        try:
+            point_best_at(best)
+        except OSError as error:
+            log.error(f"`best` could not be pointed at {best.path.name} ({error})")
+
+
+def _agree_on_damage(candidate: Checkpoint, world: World) -> str:
+    """What is wrong with a checkpoint, found by all ranks together.
+
+    Raises CheckpointError when a rank cannot read it or does not see what rank 0 sees: one sick node must
+    not have a good checkpoint thrown out.
+    """
+    mine = _look(candidate, world)
+    found = [mine]
+    if world.distributed:
+        found = [mine] * world.size
+        dist.all_gather_object(found, mine, group=world.checkpoint_group)
+    for rank, (plain, _, error) in enumerate(found):
+        if error or plain != found[0][0]:
+            why = error or plain or "it sees what rank 0 does not"
+            raise CheckpointError(
+                f"rank {rank} cannot read {candidate.path}: {why}",
+                hint="look at the file system of that node; nothing was changed, so just try again",
+            )
+    return found[0][0] or next((hashed for _, hashed, _ in found if hashed), "")
+
+
+def _look(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
+    """What this rank sees: damage that shows at once, damage in its share of the hashes, a read error."""
+    try:
+        plain = plain_damage(candidate)
+        return plain, "" if plain else hash_damage(candidate, world.rank, world.size), ""
+    except OSError as error:
+        return "", "", unreadable(error)
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: World) -> None:

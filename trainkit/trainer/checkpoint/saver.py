@@ -11,6 +11,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -71,8 +72,8 @@ class _PublishingWriter(HashingWriter):
         write_json(self._partial / MANIFEST_NAME, manifest)
         _sync_folder(self._partial)
         self._partial.rename(self._target)
-        _sync_folder(self._target.parent)
         try:
+            _sync_folder(self._target.parent)
             self._tidy()
         except OSError as error:
             # It is published all the same.
@@ -135,6 +136,9 @@ class CheckpointSaver:
             except (Exception, CheckpointException) as error:
                 future.set_exception(error)
         else:
+            if self._world.device.type == "cuda":
+                # The optimizer's kernels may still run, and the stager copies on a stream of its own.
+                torch.cuda.current_stream().synchronize()
             response = state_dict_saver.async_save(self._tensors, async_stager=self._get_stager(), **how)
             assert isinstance(response, AsyncSaveResponse)
             self._staging = response.staging_completion
@@ -179,10 +183,15 @@ class CheckpointSaver:
     def mark_best(self) -> None:
         """Let `best` name the newest published checkpoint."""
         assert self.last_step is not None
-        if self._world.is_main:
+        if not self._world.is_main:
+            return
+        try:
             point_best_at(Checkpoint(self._run.checkpoint_dir(self.last_step), self.last_step))
+        except OSError as error:
+            log.error(f"`best` could not be pointed at step {self.last_step} ({error})")
 
     def close(self) -> None:
+        """Give the staging buffers and their thread back; call after the last save."""
         if self._stager is not None:
             self._stager.close()
 

@@ -101,6 +101,9 @@ class HashingWriter(FileSystemWriter):
         for part in results:
             self.files.update(cast(HashedResults, part).files)
         path = Path(self.path) / METADATA_NAME
+        with path.open("rb") as stream:
+            # torch syncs it before the buffer is flushed, so what it synced was empty.
+            os.fsync(stream.fileno())
         self.files[METADATA_NAME] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
 
 

@@ -110,7 +110,7 @@ class BatchSource:
 
 
 class PrefetchedBatches:
-    """Iterates over a source's steps from a position on, `num_workers` steps ahead of the caller.
+    """Iterates over a source's steps from a position on, read by `num_workers` threads a few steps ahead.
 
     Tokens are copied out of memory maps, which leaves Python's lock free, so threads are enough: there is
     no process to fork and nothing to clean up after a crash.
