@@ -6,6 +6,7 @@ sees half of anything but a last line cut off by a crash, and `read_jsonl` copes
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -199,7 +200,8 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
             line = b"\n" + line
         written = os.write(descriptor, line)
         if written != len(line):
-            raise OSError(f"wrote {written} of {len(line)} bytes to {path}: is the disk full?")
+            os.ftruncate(descriptor, size)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
     finally:
         os.close(descriptor)
 

@@ -151,7 +151,9 @@ def test_what_cannot_be_read_is_not_thrown_out(run: RunDir, monkeypatch: pytest.
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
     monkeypatch.setattr("trainkit.manifest.file_hash", stale)
-    with pytest.raises(CheckpointError, match="rank 0 cannot read .*step-00000003: .* cannot be read") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 cannot read .*step-00000003: .* cannot be read"
+    ) as caught:
         choose_checkpoint(run, 2, ALONE)
     assert caught.value.exit_code == EXIT_FAILED
     monkeypatch.undo()

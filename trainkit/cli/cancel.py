@@ -36,7 +36,11 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     with run_lock(run):
         entry = live_entry(run, "cancel")
         if entry is not None:
-            mark_cancelled(run)
+            try:
+                mark_cancelled(run)
+            except OSError as error:
+                # A full disk must not keep a run alive.
+                click.echo(f"the wish to cancel could not be written down ({error})", err=True)
             if now:
                 kill_job(run, entry)
             else:

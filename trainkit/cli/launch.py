@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
+from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.job.record import Liveness, newest_entry, run_liveness, run_lock
 from trainkit.observe.follow import end_of, follow
 from trainkit.observe.tail import LogTail, last_lines
@@ -23,6 +24,9 @@ from trainkit.submit.local import LEAVING_S, start_attempt, wait_until_gone
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
     from trainkit.plan.launch import LaunchPlan
+
+
+END_S = 3.0
 
 
 def plan_for(loaded: LoadedConfig) -> LaunchPlan:
@@ -39,11 +43,17 @@ def start_new_run(
 ) -> tuple[RunDir, dict[str, Any]]:
     """Make the run folder and start its first attempt; `reason` is ``submit`` or ``run``."""
     run, name = create_run(
-        loaded, Path(run_dir) if run_dir else None, ["trainkit", *sys.argv[1:]], plan.backend
+        loaded, None if run_dir is None else _folder(run_dir), ["trainkit", *sys.argv[1:]], plan.backend
     )
     with run_lock(run):
         entry = start_attempt(run, config_text(loaded), plan_text(plan), reason, foreground=reason == "run")
     return run, {"run_dir": str(run.path), "name": name, **started(entry, plan.backend)}
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise UsageError("--run-dir is empty", hint="name a folder, or leave --run-dir out for runs/NAME")
+    return Path(text)
 
 
 def started(entry: dict[str, Any], backend: str) -> dict[str, Any]:
@@ -130,9 +140,20 @@ def _tell_events(events: LogTail, attempt: int) -> None:
             click.echo(event_line(event), err=True)
 
 
+def _end_soon(run: RunDir) -> dict[str, Any] | None:
+    """How the newest attempt ended; `cancel --now` writes that a moment after the supervisor is gone."""
+    deadline_s = time.monotonic() + END_S
+    while True:
+        end = end_of(run.attempt(run.attempt_numbers()[-1]))
+        cancelled = "cancelled_at" in (newest_entry(run) or {})
+        if end is not None or not cancelled or time.monotonic() > deadline_s:
+            return end
+        time.sleep(0.05)
+
+
 def tell_end(run: RunDir) -> int:
     """Say on stderr how a run's newest attempt ended: 0 finished or stopped as asked, 1 anything else."""
-    end = end_of(run.attempt(run.attempt_numbers()[-1]))
+    end = _end_soon(run)
     if end is None:
         log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
         last_words = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")

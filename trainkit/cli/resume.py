@@ -44,7 +44,8 @@ def command(
     It goes on in the same run folder as its next attempt, or with --as in a new one.
     """
     from trainkit.cli import launch
-    from trainkit.config import load_config
+    from trainkit.config import load_config, read_effective
+    from trainkit.submit.compatible import changes, refuse_incompatible
     from trainkit.submit.describe import describe_plan
     from trainkit.submit.index import find_run
     from trainkit.submit.local import refuse_live
@@ -56,7 +57,10 @@ def command(
         source.config_file, overrides=overrides, flags=shape_flags(nodes, gpus_per_node), layers=False
     )
     plan = launch.plan_for(loaded)
+    refuse_incompatible(source, loaded)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
+    for change in changes(read_effective(source.config_file), loaded.config):
+        click.echo(f"  changed             {change}", err=True)
     if fork_dir is None:
         run, value = _go_on(source, loaded, plan)
     else:

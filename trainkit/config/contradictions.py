@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import Problem
+
+LOOKS_SECRET = re.compile(r"(key|token|secret|password|passwd|credential)s?$", re.IGNORECASE)
 
 
 def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     """Every contradiction between values of one config."""
     yield from _length(loaded)
     yield from _decay(loaded)
+    yield from _secrets(loaded)
+
+
+def _secrets(loaded: LoadedConfig) -> Iterator[Problem]:
+    launch = loaded.config.launch
+    for name in launch.env:
+        if name in launch.secrets or LOOKS_SECRET.search(name):
+            message = "looks like a secret, and a config is written into the run folder"
+            hint = f"export {name} in the shell instead: the job inherits it"
+            yield loaded.problem(f"launch.env.{name}", message, hint)
 
 
 def _length(loaded: LoadedConfig) -> Iterator[Problem]:

@@ -48,7 +48,7 @@ class RunConfig(Section):
         default="run",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
         description="Name of the run and of its folder.",
-        json_schema_extra={"allowed": "a name of letters, digits, dots, dashes and underscores"},
+        json_schema_extra={"allowed": "a name of at most 100 letters, digits, dots, dashes and underscores"},
     )
     seed: NotNegative = Field(
         default=0, lt=2**63, description="Seed of all randomness: weights, order, dropout."

@@ -27,6 +27,8 @@ def read_yaml_file(path: Path, shown: str) -> Entry:
         raise ConfigError([Problem("", f"this is not YAML: {_reason(error)}", origin)]) from None
     except yaml.YAMLError as error:
         raise ConfigError([Problem("", f"this is not YAML: {_reason(error)}", shown)]) from None
+    except RecursionError:
+        raise ConfigError([Problem("", "the values are nested too deeply", shown)]) from None
     if node is None:
         raise ConfigError([Problem("", "the file is empty", shown, "a config holds at least one key")])
     builder = _Builder(shown)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from pathlib import Path
 
 from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key
-from trainkit.data.dataset_file import VAL, is_dataset, read_dataset_file
+from trainkit.data.dataset_file import VAL, check_shard_sizes, is_dataset, read_dataset_file
 from trainkit.data.lock import exclusive
 from trainkit.data.prepare import prepare
 from trainkit.data.progress import show_progress
@@ -44,9 +47,24 @@ def ensure_prepared(config: DataConfig) -> Path:
     recipe = recipe_of(config)
     cache = cache_folder(config)
     target = cache / cache_key(recipe, find_inputs(recipe))
+    _set_aside_if_damaged(target)
     if not is_dataset(target):
         _prepare_into(cache, target, recipe, max(1, config.num_workers))
     return target
+
+
+def _set_aside_if_damaged(target: Path) -> None:
+    """Take tokens that are not as they were written out of the way of new ones: it is only a cache."""
+    if not is_dataset(target):
+        return
+    try:
+        for split in read_dataset_file(target).splits:
+            check_shard_sizes(target, read_dataset_file(target), split)
+    except UsageError as error:
+        aside = target.with_name(f"{target.name}.damaged-{os.getpid()}")
+        print(f"{error.message}: made again, the old ones are in {aside.name}", file=sys.stderr)
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            target.rename(aside)
 
 
 def _prepare_into(cache: Path, target: Path, recipe: Recipe, workers: int) -> None:

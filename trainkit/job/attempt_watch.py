@@ -17,6 +17,8 @@ from trainkit.job.interpreter import module_argv
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, log_event
 
+SECOND_INTERRUPT_S = 1.0
+
 
 @dataclass
 class Outcome:
@@ -60,8 +62,15 @@ class AttemptWatch(Crew):
                     argv, environ=os.environ, output=log, keeps_mask=True
                 )
 
+    def look_around(self) -> None:
+        if not self.attempt.path.is_dir():
+            # Its folder was deleted: whatever it still computes, nobody can ever find.
+            self.end_within(0.0)
+
     def told(self, received: signal.Signals) -> None:
         outcome = self.outcome
+        if received == signal.SIGINT and outcome.request == received.name:
+            self.end_within(SECOND_INTERRUPT_S)  # workers end by themselves at a second one, if they can
         if outcome.request is None:
             # The agents' own time limit comes first; this one is for an agent that does not answer.
             self.requested_s = time.monotonic()

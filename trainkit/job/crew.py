@@ -12,7 +12,8 @@ from trainkit.job import children
 
 PEER_S = 5.0
 """How long the others may take to report by themselves after one member failed."""
-IDLE_S = 60.0
+IDLE_S = 5.0
+"""How often to look around when nothing happens."""
 
 
 class Crew:
@@ -39,6 +40,9 @@ class Crew:
         """Something to do when a member has ended; `killed` when it was killed from here."""
         raise NotImplementedError
 
+    def look_around(self) -> None:
+        """Something to do every few seconds, and whenever something has happened."""
+
     def work(self) -> None:
         """Start all, pass notice signals on, wait for all; what hangs on beyond the deadline is killed."""
         try:
@@ -54,6 +58,7 @@ class Crew:
         self.deadline_s = deadline_s if self.deadline_s is None else min(self.deadline_s, deadline_s)
 
     def _wait(self) -> None:
+        self.look_around()
         left_s = IDLE_S if self.deadline_s is None else self.deadline_s - time.monotonic()
         if left_s <= 0:
             self._kill_rest()

@@ -116,8 +116,14 @@ def read_job(run: RunDir) -> dict[str, Any]:
     except (OSError, ValueError):
         job = None
     if not isinstance(job, dict) or not isinstance(job.get("attempts"), list):
-        return {"backend": None, "name": run.name, "attempts": []}
-    return job
+        job = {}
+    entries = [entry for entry in job.get("attempts", []) if _is_entry(entry)]
+    return {"backend": None, **job, "name": str(job.get("name") or run.name), "attempts": entries}
+
+
+def _is_entry(value: object) -> bool:
+    """Whether this is an attempt as `add_entry` writes it; by hand or by a bad disk it can be anything."""
+    return isinstance(value, dict) and isinstance(value.get("attempt"), int) and "job_id" in value
 
 
 def newest_entry(run: RunDir) -> dict[str, Any] | None:

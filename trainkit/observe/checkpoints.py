@@ -85,7 +85,7 @@ def _reasons(run: RunDir) -> tuple[dict[int, str], dict[str, str]]:
     rejected: dict[str, str] = {}
     for event in read_jsonl(run.events_file):
         if event.get("event") == "checkpoint_commit":
-            saved[event["step"]] = event.get("reason", "")
+            saved[event.get("step", -1)] = event.get("reason", "")
         elif event.get("event") == "checkpoint_rejected":
             rejected[event.get("set_aside", "")] = event.get("reason", "")
     return saved, rejected

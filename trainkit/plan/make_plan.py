@@ -12,6 +12,8 @@ from trainkit.plan.layout import make_layout
 from trainkit.plan.lr import scaled_lr
 from trainkit.plan.machine import Machine
 
+WORKERS_PER_CPU = 16
+
 
 def make_plan(loaded: LoadedConfig, machine: Machine) -> LaunchPlan:
     """What will run on this machine.
@@ -26,6 +28,7 @@ def make_plan(loaded: LoadedConfig, machine: Machine) -> LaunchPlan:
     layout = draft.layout(world_size)
     batch = draft.batch(layout)
     lr = draft.lr(layout)
+    draft.refuse_a_crowd(device, world_size)
     threads = draft.threads_per_worker(world_size)
     if batch is None or draft.problems:
         raise ConfigError(draft.problems)
@@ -51,6 +54,14 @@ class _Draft:
     machine: Machine
     problems: list[Problem] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
+
+    def refuse_a_crowd(self, device: str, world_size: int) -> None:
+        """A typing error in --nodes must not start a thousand processes on one machine."""
+        most = WORKERS_PER_CPU * self.machine.num_cpus
+        if device == "cpu" and world_size > most:
+            message = f"makes {world_size} workers on this machine's {self.machine.num_cpus} CPU cores"
+            key = "resources.nodes" if self.loaded.config.resources.nodes > 1 else "resources.gpus_per_node"
+            self.problem(key, message, f"at most {most} workers ({WORKERS_PER_CPU} a core) are started here")
 
     def device(self) -> str:
         asked = self.loaded.config.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
@@ -40,6 +41,7 @@ def create_run(
     Raises UsageError when `run_dir` is not empty or the place cannot be written.
     """
     name = loaded.config.name
+    run = None
     try:
         if run_dir is None:
             run = RunDir(_new_folder(Path(RUNS_FOLDER), name))
@@ -50,6 +52,9 @@ def create_run(
         write_json(run.provenance_file, collect_provenance(argv, Path.cwd(), loaded.config.launch.secrets))
         write_json(run.job_file, {"backend": backend, "name": name, "cwd": str(Path.cwd()), "attempts": []})
     except OSError as error:
+        if run is not None:
+            # What is in it was made here, a moment ago; left behind it would be in the way of the next try.
+            shutil.rmtree(run.path, ignore_errors=True)
         place = run_dir or Path(RUNS_FOLDER)
         raise UsageError(
             f"cannot make a run folder at {place}: {error.strerror or error}",

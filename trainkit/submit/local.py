@@ -135,5 +135,9 @@ def kill_job(run: RunDir, entry: dict[str, Any]) -> None:
         "verdict": None,
         "time": utc_now(),
     }
-    write_json(run.attempt(entry["attempt"]).end_file, end)
-    log_event(run, entry["attempt"], "stopped", state="cancelled", exit_code=137, reason=end["reason"])
+    try:
+        write_json(run.attempt(entry["attempt"]).end_file, end)
+        log_event(run, entry["attempt"], "stopped", state="cancelled", exit_code=137, reason=end["reason"])
+    except OSError as error:
+        message = f"{entry['job_id']} is killed, which could not be written down ({error})"
+        raise TrainkitError(message) from None

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import __version__
+from trainkit.config.contradictions import LOOKS_SECRET
 from trainkit.rundir import utc_now
 
 GIT_LIMIT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
-LOOKS_SECRET = re.compile(r"(key|token|secret|password|passwd|credential)s?$", re.IGNORECASE)
 ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 
 

@@ -265,10 +265,14 @@ class Trainer:
             self.metrics.exclude(self._last_save_s - started)
 
     def _end_stopped(self, why: str) -> int:
-        """Save what there is, if anything is new, and end with the code that asks to go on later."""
+        """Save what there is, if anything is new, and end with the code that asks to go on later.
+
+        Raises CheckpointError when it cannot be saved: that code would say that it was.
+        """
         self.saver.finish()
         if self.progress.step > 0 and self.progress.step != self.saver.last_step:
             self._save("stop", blocking=True)
+            self.saver.require(self.progress.step)
         if self.world.is_main:
             saved = self.saver.last_step
             kept = f"checkpoint of step {saved} is the newest" if saved is not None else "no step was done"

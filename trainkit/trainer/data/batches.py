@@ -16,13 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.data.order import sample_index
+from trainkit.data.order import IntArray, sample_index
 from trainkit.data.shards import TokenShards
 from trainkit.plan.launch import Batch
 from trainkit.trainer.stateless_random import hash_int32, stable_key
 
 IGNORE_LABEL = -100
 """A label that counts neither in the loss nor as a token: what fills up the last batch of the data."""
+TOKENS_AT_ONCE = 1 << 16
+MAX_STEPS_AT_ONCE = 64
+"""Steps are read this far at once, as long as they are small: see `BatchSource.steps_at`."""
 
 
 @dataclass(frozen=True)
@@ -70,39 +73,48 @@ class BatchSource:
 
     def step_at(self, position: int) -> StepBatch:
         """The batch of the step whose first sample stands at `position`."""
-        stop = position + self.batch.global_batch_size
-        if self.end_position is not None:
-            stop = min(stop, self.end_position)
-        microbatches = [
-            self._microbatch(
-                position + (index * self.dp_size + self.dp_rank) * self.batch.device_batch_size, stop
-            )
-            for index in range(self.batch.accumulation_steps)
-        ]
-        num_tokens = sum(int((micro.labels != IGNORE_LABEL).sum()) for micro in microbatches)
-        return StepBatch(microbatches, num_tokens, stop - position)
+        return self.steps_at(position, 1)[0]
 
-    def _microbatch(self, start: int, stop: int) -> Microbatch:
-        size = self.batch.device_batch_size
-        count = max(0, min(size, stop - start))
-        positions = np.arange(start, start + count, dtype=np.int64)
-        rows = np.zeros((size, self.dataset.seq_len + 1), dtype=np.int64)
-        if count:
-            index = sample_index(positions, self.dataset.num_samples, self.seed, self.shuffle)
-            rows[:count] = self.dataset.read(index)
-        data = torch.from_numpy(rows)
-        labels = data[:, 1:].clone()
-        labels[count:] = IGNORE_LABEL
-        micro = Microbatch(data[:, :-1].contiguous(), labels, self._sample_keys(start))
+    def steps_at(self, position: int, num_steps: int) -> list[StepBatch]:
+        """The batches of consecutive steps, made at once: what it costs to start each operation is shared."""
+        starts, stops = self._ranges(position, num_steps)
+        rows = self._positions(starts)
+        valid = rows < stops[:, None, None]
+        tokens = np.zeros((*rows.shape, self.dataset.seq_len + 1), dtype=np.int64)
+        if valid.any():
+            index = sample_index(rows[valid], self.dataset.num_samples, self.seed, self.shuffle)
+            tokens[valid] = self.dataset.read(index)
+        data = torch.from_numpy(tokens)
+        inputs, labels = data[..., :-1].contiguous(), data[..., 1:].contiguous()
+        labels[~torch.from_numpy(valid)] = IGNORE_LABEL
+        keys = self._sample_keys(torch.from_numpy(rows))
         if self.pin_memory:
-            return Microbatch(
-                micro.tokens.pin_memory(), micro.labels.pin_memory(), micro.sample_keys.pin_memory()
+            inputs, labels, keys = inputs.pin_memory(), labels.pin_memory(), keys.pin_memory()
+        num_tokens = (valid.sum(axis=(1, 2)) * self.dataset.seq_len).tolist()
+        num_samples = np.maximum(stops - starts, 0).tolist()
+        steps = zip(inputs.unbind(), labels.unbind(), keys.unbind(), num_tokens, num_samples, strict=True)
+        return [
+            StepBatch(
+                [Microbatch(*micro) for micro in zip(i.unbind(), t.unbind(), k.unbind(), strict=True)], n, m
             )
-        return micro
+            for i, t, k, n, m in steps
+        ]
 
-    def _sample_keys(self, start: int) -> Tensor:
+    def _ranges(self, position: int, num_steps: int) -> tuple[IntArray, IntArray]:
+        """First position, and position behind the last, of each step; the data may end within one."""
+        size = self.batch.global_batch_size
+        starts = position + size * np.arange(num_steps, dtype=np.int64)
+        stops = starts + size
+        return starts, stops if self.end_position is None else np.minimum(stops, self.end_position)
+
+    def _positions(self, starts: IntArray) -> IntArray:
+        """The positions that this rank reads, [steps, microbatches, B]."""
+        micro = np.arange(self.batch.accumulation_steps, dtype=np.int64) * self.dp_size + self.dp_rank
+        offsets = micro[:, None] * self.batch.device_batch_size
+        return starts[:, None, None] + offsets + np.arange(self.batch.device_batch_size, dtype=np.int64)
+
+    def _sample_keys(self, positions: Tensor) -> Tensor:
         """One key a sample for its dropout, from its position in the whole training."""
-        positions = torch.arange(start, start + self.batch.device_batch_size, dtype=torch.int64)
         low = (positions & 0x7FFFFFFF).to(torch.int32)
         return hash_int32(
             low, stable_key(self.seed, "sample"), (positions >> 31).to(torch.int32) * 0x2545F491
@@ -110,10 +122,10 @@ class BatchSource:
 
 
 class PrefetchedBatches:
-    """Iterates over a source's steps from a position on, read by `num_workers` threads a few steps ahead.
+    """Iterates over a source's steps from a position on, read ahead by `num_workers` threads.
 
     Tokens are copied out of memory maps, which leaves Python's lock free, so threads are enough: there is
-    no process to fork and nothing to clean up after a crash.
+    no process to fork and nothing to clean up after a crash. Small steps are read many at a time.
     """
 
     def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
@@ -121,27 +133,33 @@ class PrefetchedBatches:
         self._position = position
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
         self._ahead = max(2, num_workers)
-        self._queue: deque[Future[StepBatch]] = deque()
+        self._queue: deque[Future[list[StepBatch]]] = deque()
+        self._ready: deque[StepBatch] = deque()
+        batch = source.batch
+        samples = batch.device_batch_size * batch.accumulation_steps
+        self._num_steps = max(1, min(MAX_STEPS_AT_ONCE, TOKENS_AT_ONCE // (samples * source.dataset.seq_len)))
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
 
     def __next__(self) -> StepBatch:
-        if self._pool is None:
-            batch = self._source.step_at(self._next_position())
-            return batch
-        while len(self._queue) < self._ahead:
-            self._queue.append(self._pool.submit(self._source.step_at, self._next_position()))
-        batch = self._queue.popleft().result()
-        self._queue.append(self._pool.submit(self._source.step_at, self._next_position()))
-        return batch
+        if not self._ready:
+            self._ready.extend(self._next_steps())
+        return self._ready.popleft()
 
-    def _next_position(self) -> int:
+    def _next_steps(self) -> list[StepBatch]:
+        if self._pool is None:
+            return self._source.steps_at(self._advance(), self._num_steps)
+        while len(self._queue) <= self._ahead:
+            self._queue.append(self._pool.submit(self._source.steps_at, self._advance(), self._num_steps))
+        return self._queue.popleft().result()
+
+    def _advance(self) -> int:
         position = self._position
-        end = self._source.end_position
-        self._position = position + self._source.batch.global_batch_size
-        return position if end is None else min(position, end)
+        self._position += self._num_steps * self._source.batch.global_batch_size
+        return position
 
     def close(self) -> None:
+        """Stop reading ahead."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
