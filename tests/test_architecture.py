@@ -32,6 +32,7 @@ ALLOWED = {
     "submit": {
         *("errors", "resources", "rundir", "manifest", "config", "plan", "slurm"),
         *("job.record", "job.children", "job.signals", "job.interpreter"),
+        "data.checks",  # the size of the vocabulary, which a resume compares
     },
     "observe": {"errors", "rundir", "manifest", "config", "plan", "slurm", "job.record"},
     # The only one with torch. It is named in argv, never imported.

@@ -73,10 +73,13 @@ def test_all_at_once(tmp_path: Path) -> None:
         ("device=gpu", 'device: must be one of auto, cpu, cuda, not "gpu"'),
         (
             "name=123",
-            "name: must be a name of letters, digits, dots, dashes and underscores, not 123\n"
+            "name: must be a name of at most 100 letters, digits, dots, dashes and underscores, not 123\n"
             "  hint: put it in quotes: --set 'name=\"123\"'",
         ),
-        ("name=../x", 'name: must be a name of letters, digits, dots, dashes and underscores, not "../x"'),
+        (
+            "name=../x",
+            'name: must be a name of at most 100 letters, digits, dots, dashes and underscores, not "../x"',
+        ),
         ("train=3", "train: must be a section with keys such as steps, epochs, stop_at_step, not 3"),
         (
             "launch.env={A: 1}",

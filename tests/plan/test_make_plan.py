@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,9 +129,19 @@ def test_all_problems_at_once() -> None:
     ]
 
 
+def test_a_typing_error_does_not_start_a_thousand_processes() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(CPU, "resources.nodes=1000", "train.global_batch_size=null")
+    assert [problem.message for problem in caught.value.problems] == [
+        "makes 1000 workers on this machine's 4 CPU cores"
+    ]
+
+
 def test_thousands_of_nodes_are_nothing_special() -> None:
     begin = time.perf_counter()
-    made = plan(CPU, "resources.nodes=4096", "resources.gpus_per_node=8", "train.global_batch_size=null")
+    many = replace(CPU, num_cpus=4096)
+    asked = ("resources.nodes=4096", "resources.gpus_per_node=8", "train.global_batch_size=null")
+    made = plan(many, *asked)
     assert made.world_size == 32768
     assert made.batch.global_batch_size == 8 * 32768
     assert time.perf_counter() - begin < 1.0

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import trainkit.trainer.data.batches as batches_module
 from trainkit.data.order import sample_index
 from trainkit.plan.launch import Batch
 from trainkit.trainer.data.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches, StepBatch
@@ -149,7 +150,9 @@ def test_read_ahead_equals_read_directly(num_workers: int, end_position: int | N
     batches.close()
 
 
-def test_an_error_while_reading_ahead_comes_out_at_its_step() -> None:
+def test_an_error_while_reading_ahead_comes_out_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches_module, "MAX_STEPS_AT_ONCE", 1)
+
     class Broken(NumberedSamples):
         def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
             if 33 in np.asarray(indices):
@@ -184,14 +187,29 @@ def test_reads_ahead_while_nobody_waits() -> None:
 
         def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
             Counting.reads += 1
-            if Counting.reads >= 3 * GLOBAL_BATCH // DEVICE_BATCH:
+            if Counting.reads >= 3:
                 Counting.enough.set()
             return super().read(indices)
 
     batches = PrefetchedBatches(source(dataset=Counting()), 0, num_workers=2)
     next(batches)
-    assert Counting.enough.wait(timeout=5), "two steps more than were asked for"
+    assert Counting.enough.wait(timeout=5), "read twice more than was asked for"
     batches.close()
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_many_steps_at_once_are_the_steps_one_by_one(dp_size: int) -> None:
+    """The data ends within the last but one of them."""
+    reader = source(dp_size=dp_size, dp_rank=dp_size - 1, end_position=5 * GLOBAL_BATCH - 3)
+    together = reader.steps_at(GLOBAL_BATCH, 5)
+    assert [step.num_samples for step in together] == [GLOBAL_BATCH] * 3 + [GLOBAL_BATCH - 3, 0]
+    for number, step in enumerate(together):
+        alone = reader.step_at(GLOBAL_BATCH * (number + 1))
+        assert (step.num_tokens, step.num_samples) == (alone.num_tokens, alone.num_samples)
+        for micro, expected in zip(step.microbatches, alone.microbatches, strict=True):
+            assert torch.equal(micro.tokens, expected.tokens)
+            assert torch.equal(micro.labels, expected.labels)
+            assert torch.equal(micro.sample_keys, expected.sample_keys)
 
 
 def test_a_microbatch_stays_on_the_cpu_uncopied() -> None:
