@@ -76,7 +76,7 @@ def test_installs_once_and_again_when_an_input_changes(checkout: Checkout) -> No
     done = checkout.make_venv()
     assert (done.returncode, checkout.installs()) == (0, ["."]), done.stderr
     log = (checkout.fake / "log").read_text()
-    assert "python -m pip install --disable-pip-version-check -c constraints.txt -e ." in log
+    assert "python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ." in log
     assert checkout.make_venv().returncode == 0
     assert checkout.installs() == []
     assert checkout.make_venv("test").returncode == 0

@@ -63,3 +63,12 @@ def test_decay_longer_than_the_run(tmp_path: Path) -> None:
         "--set schedule.decay_steps=181: schedule.decay_steps: is 181: with schedule.warmup_steps 20 that is "
         "more than train.steps 200\n  hint: null decays over a fifth of the run"
     )
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD"])
+def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
+    assert problem(tmp_path, f"launch.env.{name}=abc") == (
+        f"--set launch.env.{name}=abc: launch.env.{name}: looks like a secret, "
+        "and a config is written into the run folder\n"
+        f"  hint: export {name} in the shell instead: the job inherits it"
+    )

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from job_tree import is_running, wait_for
@@ -204,6 +205,25 @@ def test_run_folder_that_vanishes_ends_everything(start_job):
     shutil.rmtree(job.run.path)
     os.kill(job.entry["pid"], signal.SIGTERM)
     wait_for(lambda: not any(map(is_running, [job.entry["pid"], *everything])))
+
+
+@pytest.mark.slow
+def test_run_folder_that_vanishes_is_noticed(start_job):
+    job = start_job("listen(); ready(); time.sleep(600)\n")
+    everything = [*job.worker_pids(), *descendants(job.entry["pid"])]
+    shutil.rmtree(job.run.path)
+    wait_for(lambda: not any(map(is_running, [job.entry["pid"], *everything])))
+
+
+@pytest.mark.slow
+def test_second_ctrl_c_ends_what_does_not_listen(start_job):
+    job = start_job("signal.signal(signal.SIGINT, signal.SIG_IGN); ready(); time.sleep(600)", nodes=2)
+    pids = job.worker_pids()
+    for _ in range(2):
+        os.kill(job.entry["pid"], signal.SIGINT)
+        time.sleep(0.3)
+    job.wait(timeout_s=10)
+    assert not any(map(is_running, pids))
 
 
 def test_supervisor_that_nobody_registered_starts_nothing(start_job):

@@ -139,7 +139,7 @@ def test_when_all_are_damaged_a_person_decides(run: Path, num_procs: int) -> Non
             error = json.loads(attempt.rank_error(rank).read_text())
             assert error["type"] == "CheckpointError"
             assert "no intact checkpoint is left" in error["message"]
-            assert "move the .rejected folders away to begin again at step 0" in error["hint"]
+            assert "bring one back from a copy, or start a new run" in error["hint"]
     assert [event["step"] for event in events(run, "checkpoint_rejected")] == [4, 2]
     assert losses(run) == before, "no step was done"
 
