@@ -76,6 +76,11 @@ class RunDir:
         """Held with flock while a command changes what the run will do next."""
         return self.path / ".lock"
 
+    @property
+    def supervisor_lock_file(self) -> Path:
+        """Held with flock by the run's supervisor for as long as it lives."""
+        return self.path / ".supervisor.lock"
+
     def checkpoint_dir(self, step: int) -> Path:
         return self.checkpoints_dir / f"{CHECKPOINT_PREFIX}{step:08d}"
 

@@ -226,6 +226,23 @@ def test_second_ctrl_c_ends_what_does_not_listen(start_job):
     assert not any(map(is_running, pids))
 
 
+@pytest.mark.slow
+def test_lost_job_file_does_not_let_a_second_supervisor_in(start_job):
+    job = start_job("save_when_asked()")
+    pids = job.worker_pids()
+    job.run.job_file.write_text("")
+    with run_lock(job.run):
+        entry = start_attempt(
+            job.run, job.run.config_file.read_text(), job.run.plan_file.read_text(), "resume"
+        )
+    wait_for(lambda: liveness(entry) is Liveness.GONE)
+    end = read_json(job.run.attempt(2).end_file)
+    assert end["reason"] == "another supervisor carries this run, although job.json does not say so"
+    assert all(map(is_running, pids))
+    os.kill(job.entry["pid"], signal.SIGTERM)
+    wait_for(lambda: not any(map(is_running, [job.entry["pid"], *pids])))
+
+
 def test_supervisor_that_nobody_registered_starts_nothing(start_job):
     job = start_job("sys.exit(0)")
     job.wait()

@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,6 +108,25 @@ def run_lock(run: RunDir) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def become_sole_supervisor(run: RunDir, timeout_s: float = 10.0) -> bool:
+    """Whether this process is now the run's only supervisor, and stays it until it ends.
+
+    job.json can be lost or edited; this cannot, and two trainings in one folder would spoil both. One that is
+    on its way out is waited for.
+    """
+    descriptor = os.open(run.supervisor_lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                os.close(descriptor)
+                return False
+            time.sleep(0.05)
 
 
 def read_job(run: RunDir) -> dict[str, Any]:

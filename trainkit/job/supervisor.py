@@ -25,6 +25,7 @@ from trainkit.job.failures import agent_verdict, find_verdict
 from trainkit.job.record import (
     COMEBACK,
     add_entry,
+    become_sole_supervisor,
     find_entry,
     newest_entry,
     num_comebacks,
@@ -47,6 +48,10 @@ def supervise(run: RunDir, number: int) -> int:
             f"attempt {number} is not in {run.job_file}: the command that started it was interrupted",
             flush=True,
         )
+        return EXIT_FAILED
+    if not become_sole_supervisor(run):
+        reason = "another supervisor carries this run, although job.json does not say so"
+        _write_end(run.attempt(number), Outcome(), Decision("failed", reason, EXIT_FAILED))
         return EXIT_FAILED
     while True:
         attempt = run.attempt(number)
