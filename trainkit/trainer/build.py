@@ -13,24 +13,31 @@ from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.trainer.activation_checkpointing import apply_activation_checkpointing
 from trainkit.trainer.distributed import World
-from trainkit.trainer.parallel.data_parallel import apply_data_parallel
+from trainkit.trainer.parallel.data_parallel import (
+    GradientSwitch,
+    apply_data_parallel,
+    gradient_switch,
+    reduces_on_host,
+)
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.tasks import Task
 
 
-def build_model(task: Task, config: RunConfig, plan: LaunchPlan, world: World) -> nn.Module:
-    """The model on this rank's device, split, initialised, in training mode."""
+def build_model(
+    task: Task, config: RunConfig, plan: LaunchPlan, world: World
+) -> tuple[nn.Module, GradientSwitch]:
+    """The model on this rank's device, split, initialised, in training mode; with its gradients' switch."""
     model = task.build_model()
     blocks = task.blocks(model)
     apply_activation_checkpointing(blocks, config.parallel.activation_checkpointing)
     if config.parallel.compile:
         for block in blocks:
             block.compile()
-    if world.mesh is not None:
+    if world.mesh is not None and not reduces_on_host(world.mesh, plan.layout):
         apply_data_parallel(model, blocks, world.mesh, plan.layout, DTYPES[config.precision.dtype])
     model.to_empty(device=world.device)
     task.init_model(model, config.seed)
-    return model.train()
+    return model.train(), gradient_switch(model, world.mesh)
 
 
 def set_determinism(deterministic: bool) -> None:

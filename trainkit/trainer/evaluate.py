@@ -51,7 +51,7 @@ class Evaluator:
             for _ in range(self._num_batches):
                 batch = next(batches)
                 micro = batch.microbatches[0].to(self._world.device)
-                with autocast(self._world, self._dtype):
+                with autocast(model, self._world.device, self._dtype):
                     nll_sum = self._task.nll_sum(model, micro)
                 part = torch.stack(
                     (

@@ -26,7 +26,7 @@ from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.events import note_event
 from trainkit.trainer.metrics import Metrics
 from trainkit.trainer.optimizer import ShardedAdamW
-from trainkit.trainer.parallel.data_parallel import sync_gradients
+from trainkit.trainer.parallel.data_parallel import GradientSwitch
 from trainkit.trainer.precision import DTYPES, LossScale, autocast
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.schedule import learning_rate
@@ -48,6 +48,7 @@ class Trainer:
     stop: StopRequest
     task: Task
     model: nn.Module
+    sync_gradients: GradientSwitch
     optimizer: ShardedAdamW
     loss_scale: LossScale
     progress: Progress
@@ -128,8 +129,8 @@ class Trainer:
         last = len(batch.microbatches) - 1
         for index, micro in enumerate(batch.microbatches):
             if last > 0:
-                sync_gradients(self.model, enabled=index == last)
-            with autocast(self.world, DTYPES[self.config.precision.dtype]):
+                self.sync_gradients(index == last)
+            with autocast(self.model, self.world.device, DTYPES[self.config.precision.dtype]):
                 nll_sum = self.task.nll_sum(self.model, micro.to(self.world.device))
             total += nll_sum.detach()
             if index == last:

@@ -5,24 +5,21 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainkit.config.training import PrecisionConfig
-from trainkit.trainer.distributed import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_LOSS_SCALE = 2.0**100
 """Halving an infinite factor would never bring it back."""
 
 
-def autocast(world: World, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """The context of a forward pass.
-
-    With several ranks the data-parallel wrapper casts parameters and inputs itself.
-    """
-    if dtype == torch.float32 or world.distributed:
+def autocast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """The context of a forward pass; a model that is wrapped casts its parameters itself."""
+    if dtype == torch.float32 or isinstance(model, FSDPModule):
         return nullcontext()
-    return torch.autocast(world.device.type, dtype=dtype)
+    return torch.autocast(device.type, dtype=dtype)
 
 
 class LossScale:

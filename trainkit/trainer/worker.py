@@ -123,7 +123,7 @@ def build_trainer(
     stop: StopRequest,
 ) -> tuple[Trainer, TensorBoardLog | None]:
     """Build the model, bring it to where the newest checkpoint stands, and set up the loop."""
-    model = build_model(task, config, plan, world)
+    model, sync_gradients = build_model(task, config, plan, world)
     optimizer = ShardedAdamW(model, config.optimizer)
     tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
     tensors |= {f"optimizer.{name}": value for name, value in optimizer.state_tensors().items()}
@@ -157,6 +157,7 @@ def build_trainer(
         stop=stop,
         task=task,
         model=model,
+        sync_gradients=sync_gradients,
         optimizer=optimizer,
         loss_scale=loss_scale,
         progress=progress,

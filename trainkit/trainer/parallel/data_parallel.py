@@ -1,7 +1,11 @@
-"""Data parallelism: `replicate` where every rank holds the model, `fully_shard` where it is split."""
+"""Data parallelism: `replicate` where every rank holds the model, `fully_shard` where it is split.
+
+Copies on CPUs are the exception: there is nothing to wrap, their gradients are averaged by `HostReduction`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -11,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainkit.plan.launch import Layout
+from trainkit.trainer.parallel.host_reduction import HostReduction
 
 MIN_UNIT_BYTES = 25 * 2**20
 """Blocks are grouped up to this size: smaller collectives cost more in latency than overlap gains."""
@@ -62,7 +67,19 @@ def apply_data_parallel(
     fully_shard(model, mesh=shard_mesh, mp_policy=policy)
 
 
-def sync_gradients(model: nn.Module, enabled: bool) -> None:
-    """Switch the reduction of gradients off for all but the last microbatch of a step."""
+GradientSwitch = Callable[[bool], None]
+"""Switches the averaging of gradients over ranks off (for all but the last microbatch of a step) and on."""
+
+
+def reduces_on_host(mesh: DeviceMesh, layout: Layout) -> bool:
+    """Whether the model stays as it is and `HostReduction` averages its gradients."""
+    return mesh.device_type == "cpu" and layout.dp_shard == 1
+
+
+def gradient_switch(model: nn.Module, mesh: DeviceMesh | None) -> GradientSwitch:
+    """The switch of a model that is ready to train; begins to average where no wrapper does."""
+    if mesh is None:
+        return lambda enabled: None
     if isinstance(model, FSDPModule):
-        cast(FSDPModule, model).set_requires_gradient_sync(enabled)
+        return cast(FSDPModule, model).set_requires_gradient_sync
+    return HostReduction(model, mesh["dp_replicate"].get_group()).set_enabled
