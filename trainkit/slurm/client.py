@@ -1,0 +1,184 @@
+"""Runs one command of Slurm, with a time limit, and turns what goes wrong into errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from trainkit.errors import SlurmError, UsageError
+from trainkit.slurm.messages import UNREACHABLE_HINT, Trouble, cleaned, hint_of, trouble_of
+
+QUERY_TIMEOUT_S = 30.0
+"""Longer than Slurm's own commands try a controller that is away: they can say why."""
+QUERY_PATIENCE_S = 5.0
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 8.0
+
+_OTHER_TASTES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
+"""Variables that change what the commands print or select: SQUEUE_STATES=RUNNING hides what waits."""
+
+T = TypeVar("T")
+
+
+class SlurmUnreachable(SlurmError):
+    """Slurm did not answer: exit code 3. `may_have_arrived` tells whether it may have done what was asked."""
+
+    def __init__(
+        self, message: str, hint: str = "", *, stderr: str = "", may_have_arrived: bool = False
+    ) -> None:
+        super().__init__(message, hint)
+        self.stderr = stderr
+        self.may_have_arrived = may_have_arrived
+
+
+class SlurmRefused(UsageError):
+    """Slurm said no: exit code 2, with its own sentence in `sentence`."""
+
+    def __init__(self, message: str, hint: str = "", *, stderr: str = "") -> None:
+        super().__init__(message, hint)
+        self.stderr = stderr
+        self.sentence = cleaned(stderr)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command printed; it ended with 0."""
+
+    stdout_bytes: bytes
+    stderr: str
+
+    @property
+    def stdout(self) -> str:
+        """Bytes that are no UTF-8 become U+FFFD."""
+        return self.stdout_bytes.decode(errors="replace")
+
+
+def run_slurm(
+    argv: Sequence[str],
+    timeout_s: float,
+    input: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> str:
+    """The stdout of one command of Slurm; raises as `ask_slurm` does."""
+    return ask_slurm(argv, timeout_s, input, environ, cwd).stdout
+
+
+def ask_slurm(
+    argv: Sequence[str],
+    timeout_s: float,
+    input: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Answer:
+    """One command of Slurm, run once and never by a shell.
+
+    Raises UsageError when the program is not there, SlurmUnreachable when Slurm cannot be reached or did not
+    answer within `timeout_s`, SlurmRefused when it said no.
+    """
+    program = argv[0]
+    environ = os.environ if environ is None else environ
+    path = shutil.which(program, path=environ.get("PATH", os.defpath))
+    if path is None:
+        raise UsageError(
+            f"`{program}` is not on PATH: there is no Slurm here",
+            hint="start from a login node of the cluster (or load its module); "
+            "`--backend local` runs on this machine",
+        )
+    if any("\0" in arg for arg in argv):
+        raise UsageError(f"a NUL character cannot be given to {program}: {list(argv)!r}")
+    try:
+        done = subprocess.run(
+            [path, *argv[1:]],
+            input=None if input is None else input.encode(),
+            stdin=subprocess.DEVNULL if input is None else None,
+            capture_output=True,
+            timeout=timeout_s,
+            env=dict(environ),
+            cwd=cwd,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        said = cleaned((error.stderr or b"").decode(errors="replace"))
+        raise SlurmUnreachable(
+            f"`{program}` did not answer within {timeout_s:g} s" + (f": {said}" if said else ""),
+            hint=UNREACHABLE_HINT,
+            stderr=said,
+            may_have_arrived=True,
+        ) from None
+    answer = Answer(done.stdout, done.stderr.decode(errors="replace"))
+    if done.returncode != 0:
+        raise failure(program, done.returncode, answer)
+    return answer
+
+
+def failure(program: str, returncode: int, answer: Answer) -> SlurmUnreachable | SlurmRefused:
+    """The error that a command's exit code and words mean."""
+    words = answer.stderr if answer.stderr.strip() else answer.stdout
+    said = cleaned(words)
+    killed = returncode < 0
+    trouble = Trouble.ANSWER_LOST if killed else trouble_of(words)
+    hint = hint_of(words, trouble)
+    if not said:
+        said = f"ended by signal {-returncode}" if killed else f"exit code {returncode}, and no word"
+    if trouble is Trouble.REFUSED:
+        return SlurmRefused(f"{program}: {said}", hint, stderr=words)
+    return SlurmUnreachable(
+        f"{program} cannot reach Slurm: {said}",
+        hint,
+        stderr=words,
+        may_have_arrived=trouble is Trouble.ANSWER_LOST,
+    )
+
+
+def query(
+    argv: Sequence[str],
+    *,
+    timeout_s: float = QUERY_TIMEOUT_S,
+    environ: Mapping[str, str] | None = None,
+    patience_s: float = QUERY_PATIENCE_S,
+) -> Answer:
+    """The answer to a question, asked again while Slurm cannot be reached; times in it are Unix seconds."""
+    plain = plain_environ(os.environ if environ is None else environ)
+    return retrying(lambda: ask_slurm(argv, timeout_s, environ=plain), patience_s)
+
+
+def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which Slurm's commands print what we parse, whatever the user prefers to see."""
+    plain = {name: value for name, value in environ.items() if not name.startswith(_OTHER_TASTES)}
+    plain["SLURM_TIME_FORMAT"] = "%s"
+    # Without it the indices of an array that waits are cut off after 64 characters.
+    plain["SLURM_BITSTR_LEN"] = "0"
+    return plain
+
+
+def retrying(
+    ask: Callable[[], T], patience_s: float = QUERY_PATIENCE_S, sleep: Callable[[float], None] = time.sleep
+) -> T:
+    """The answer to something that can be asked twice, asked again with growing pauses while Slurm is away.
+
+    Pauses add up to at most `patience_s`; the last SlurmUnreachable is raised. Never for a submission.
+    """
+    pause_s, waited_s = FIRST_PAUSE_S, 0.0
+    while True:
+        try:
+            return ask()
+        except SlurmUnreachable:
+            if waited_s + pause_s > patience_s:
+                raise
+        sleep(pause_s)
+        waited_s += pause_s
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def safe_value(value: str, what: str) -> str:
+    """A value that may stand alone in an argument list; UsageError when it could be taken for an option."""
+    if not value or value.startswith("-") or "\0" in value:
+        raise UsageError(f"{what} cannot be {value!r}")
+    return value

@@ -1,0 +1,113 @@
+"""Host lists (`node[18-19,1-2]`) and counts (`2(x3),1`) as Slurm writes them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+from collections.abc import Mapping
+
+from trainkit.errors import TrainkitError, UsageError
+from trainkit.slurm.client import safe_value
+
+_COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d+)\))?")
+_BRACKETS = re.compile(r"(\[[^\[\]]*\])")
+_RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?", re.ASCII)
+_SCONTROL_TIMEOUT_S = 10.0
+MAX_HOSTS = 1_000_000
+"""More than any cluster has: a typo must not fill the memory."""
+
+
+def expand_hosts(text: str, environ: Mapping[str, str] | None = None) -> list[str]:
+    """Every host of a host list, in the order in which Slurm wrote them.
+
+    Asks `scontrol` where it works, else takes ClusterShell: compute nodes and containers may have none.
+    Raises UsageError when the text is no host list.
+    """
+    text = text.strip()
+    _check(text)
+    if "[" not in text:
+        return text.split(",")
+    return _by_scontrol(text, environ) or expand_without_slurm(text)
+
+
+def _check(text: str) -> None:
+    safe_value(text, "a host list")
+    depth = 0
+    for character in text:
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if depth not in (0, 1) or not character.isprintable() or character.isspace():
+            raise _no_host_list(text)
+    items = _split_outside_brackets(text)
+    if depth or "" in items or sum(_count(item, text) for item in items) > MAX_HOSTS:
+        raise _no_host_list(text)
+
+
+def _count(item: str, text: str) -> int:
+    count = 1
+    for part in _BRACKETS.findall(item):
+        ranges = [_RANGE.fullmatch(one) for one in part[1:-1].split(",")]
+        sizes = [int(one["last"] or one["first"]) - int(one["first"]) + 1 for one in ranges if one]
+        if len(sizes) < len(ranges) or min(sizes) < 1:
+            raise _no_host_list(text)
+        count *= sum(sizes)
+    return count
+
+
+def _no_host_list(text: str) -> UsageError:
+    return UsageError(f"not a host list of Slurm: {text!r}", hint="for example node[1-4,7] or gpu-a,gpu-b")
+
+
+def _by_scontrol(text: str, environ: Mapping[str, str] | None) -> list[str]:
+    from trainkit.slurm.client import run_slurm
+
+    if shutil.which("scontrol", path=None if environ is None else environ.get("PATH")) is None:
+        return []
+    try:
+        argv = ["scontrol", "show", "hostnames", text]
+        return run_slurm(argv, _SCONTROL_TIMEOUT_S, environ=environ).split()
+    except TrainkitError:
+        # It needs a slurm.conf, which a container may lack.
+        return []
+
+
+def expand_without_slurm(text: str) -> list[str]:
+    """`expand_hosts` by ClusterShell, one range at a time, because its sets forget the order."""
+    _check(text)
+    return list(itertools.chain.from_iterable(_expand_one(item) for item in _split_outside_brackets(text)))
+
+
+def _expand_one(item: str) -> list[str]:
+    from ClusterShell.RangeSet import RangeSet, RangeSetException
+
+    choices: list[list[str]] = []
+    for part in _BRACKETS.split(item):
+        if not part.startswith("["):
+            choices.append([part])
+            continue
+        try:
+            choices.append([number for one in part[1:-1].split(",") for number in RangeSet(one).striter()])
+        except RangeSetException:
+            raise _no_host_list(item) from None
+    return ["".join(parts) for parts in itertools.product(*choices)]
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    items, depth, start = [], 0, 0
+    for index, character in enumerate(text):
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            items.append(text[start:index])
+            start = index + 1
+    return [*items, text[start:]]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """`2(x3),1` as [2, 2, 2, 1]: how many tasks or CPUs each node has; UsageError for any other form."""
+    counts: list[int] = []
+    for item in text.strip().split(","):
+        match = _COUNT.fullmatch(item)
+        if match is None:
+            raise UsageError(f"not a list of counts of Slurm: {text!r}", hint="for example 2(x3),1")
+        counts += [int(match["count"])] * int(match["repeat"] or 1)
+    return counts

@@ -1,0 +1,52 @@
+"""Job ids as Slurm writes them: `123`, an array's task `123_4`, its waiting tasks `123_[5-9%2]`. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from trainkit.errors import UsageError
+
+_JOB_ID = re.compile(r"(?P<base>\d+)(?:_(?P<task>\d+))?")
+_SPAN = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<stride>\d+))?)?")
+
+
+def is_job_id(text: str) -> bool:
+    """Whether a text is the id of a job or of one task of an array."""
+    return bool(_JOB_ID.fullmatch(text)) and text.isascii()
+
+
+def checked_job_id(text: str) -> str:
+    """The job id itself; UsageError when it is none."""
+    if not is_job_id(text):
+        raise UsageError(
+            f"{text!r} is no job id of Slurm", hint="for example 1234, or 1234_5 for a task of an array"
+        )
+    return text
+
+
+def base_id(job_id: str) -> str:
+    """`123` of `123`, `123_4`, `123_[5-9]` and `123+1`."""
+    return re.split(r"[_+]", job_id, maxsplit=1)[0]
+
+
+def expand_tasks(job_id: str) -> list[str]:
+    """`123_[5-7,9%2]` as its tasks, in order; any other id as it is."""
+    base, bracket, spec = job_id.partition("_[")
+    if not bracket or not spec.endswith("]"):
+        return [job_id]
+    return [f"{base}_{index}" for index in array_indices(spec[:-1])]
+
+
+def array_indices(spec: str) -> list[int]:
+    """The indices of `0-15:4,20%2`; UsageError when it is not of that form."""
+    indices: list[int] = []
+    for item in spec.partition("%")[0].split(","):
+        match = _SPAN.fullmatch(item)
+        if match is None:
+            raise UsageError(
+                f"not the indices of a job array: {spec!r}", hint="for example 0-15, 1,3,5 or 0-99%4"
+            )
+        first = int(match["first"])
+        last = int(match["last"]) if match["last"] else first
+        indices += range(first, last + 1, int(match["stride"] or 1))
+    return indices

@@ -1,0 +1,192 @@
+"""Submits a script once and only once: when the answer is lost, the job is looked for before anything else.
+
+A job carries its *mark*, a token that nobody else has, as its comment. The caller writes it into the script
+(`#SBATCH --comment=…`), so that what is shown is what runs.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from trainkit.slurm.client import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    QUERY_PATIENCE_S,
+    SlurmRefused,
+    SlurmUnreachable,
+    ask_slurm,
+    plain_environ,
+    query,
+    run_slurm,
+)
+from trainkit.slurm.environment import scrubbed
+from trainkit.slurm.hosts import expand_hosts
+from trainkit.slurm.jobid import base_id, checked_job_id
+from trainkit.slurm.records import FIELD, RECORD, records
+
+SUBMIT_TIMEOUT_S = 60.0
+SUBMIT_PATIENCE_S = 120.0
+SETTLE_S = 10.0
+"""How long squeue has to deny a mark before a lost submission counts as never accepted. The controller takes
+requests in the order in which they came: what it accepted before squeue's question shows within seconds."""
+LOOK_EVERY_S = 1.0
+
+_JOB_ID = re.compile(r"(?P<job_id>\d+)(?:;\S+)?")
+_WILL_START = re.compile(
+    r"Job (?P<job_id>\d+) to start at (?P<start>\S+) (?:a )?using (?P<cpus>\d+) processors on (?:nodes )?"
+    r"(?P<nodes>\S+)(?: in partition (?P<partition>\S+))?"
+)
+
+
+@dataclass(frozen=True)
+class WouldStart:
+    """What `sbatch --test-only` expects. It accepts a time limit above the partition's."""
+
+    start_time: datetime | None
+    nodes: list[str]
+    partition: str
+    num_cpus: int
+    message: str
+    """Slurm's own sentence."""
+
+
+def submit_script(
+    path: Path,
+    *,
+    mark: str,
+    environ: Mapping[str, str],
+    cwd: Path,
+    timeout_s: float = SUBMIT_TIMEOUT_S,
+    extra_argv: Sequence[str] = (),
+    patience_s: float = SUBMIT_PATIENCE_S,
+) -> str:
+    """Submits the script and returns the job id (of an array: that of the whole array).
+
+    `environ` is scrubbed first. When the answer is lost, the mark is looked up until it is known whether the
+    job exists. Raises SlurmRefused with Slurm's sentence, and SlurmUnreachable: with `may_have_arrived` it is
+    open whether the job exists, and `find_marked(mark)` has to answer before the script is submitted again.
+    """
+    if not mark or not mark.isascii() or not mark.isprintable():
+        raise ValueError(f"a mark has to be printable ASCII: {mark!r}")
+    environ = scrubbed(environ)
+    script = path.absolute()
+    argv = ["sbatch", "--parsable", *extra_argv, str(script)]
+    give_up = time.monotonic() + patience_s
+    pause_s = FIRST_PAUSE_S
+    while True:
+        try:
+            return _job_id(run_slurm(argv, timeout_s, environ=environ, cwd=cwd))
+        except SlurmUnreachable as lost:
+            found = _look_until_known(mark, script, lost, give_up, environ)
+        if found is not None:
+            return found
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _job_id(stdout: str) -> str:
+    # A site's filter may print more; Slurm's own line is the only one of this form.
+    for line in stdout.splitlines():
+        if match := _JOB_ID.fullmatch(line.strip()):
+            return match["job_id"]
+    raise SlurmUnreachable(
+        f"sbatch printed no job id: {stdout.strip()!r}",
+        hint="`squeue --me` tells whether the job is there",
+        may_have_arrived=True,
+    )
+
+
+def _look_until_known(
+    mark: str, script: Path, lost: SlurmUnreachable, give_up: float, environ: Mapping[str, str]
+) -> str | None:
+    """The job with this mark; None when Slurm denies it for so long that submitting again is safe."""
+    settle_s = SETTLE_S if lost.may_have_arrived else 0.0
+    denied_since: float | None = None
+    while True:
+        try:
+            found = find_marked(mark, environ=environ, patience_s=0.0)
+        except SlurmUnreachable:
+            denied_since = None
+            if time.monotonic() >= give_up:
+                raise _open_question(script, lost) from None
+        else:
+            now = time.monotonic()
+            denied_since = now if denied_since is None else denied_since
+            if found is not None:
+                return found
+            if now - denied_since >= settle_s:
+                if now >= give_up:
+                    raise SlurmUnreachable(lost.message, lost.hint, stderr=lost.stderr)
+                return None
+        time.sleep(LOOK_EVERY_S)
+
+
+def _open_question(script: Path, lost: SlurmUnreachable) -> SlurmUnreachable:
+    if not lost.may_have_arrived:
+        return lost
+    return SlurmUnreachable(
+        f"the answer of sbatch was lost and Slurm cannot be asked: {script} may have been submitted or not "
+        f"({lost.message})",
+        hint="when `scontrol ping` says that the controller is up, `squeue --me` tells whether it was",
+        stderr=lost.stderr,
+        may_have_arrived=True,
+    )
+
+
+def find_marked(
+    mark: str, *, environ: Mapping[str, str] | None = None, patience_s: float = QUERY_PATIENCE_S
+) -> str | None:
+    """The id of this user's job that carries the mark, or None; of an array, the id of the whole array.
+
+    Asks squeue, which knows jobs until some minutes after their end; raises SlurmUnreachable.
+    """
+    argv = ["squeue", "--me", "--noheader", "--states=all", f"--format=%F{FIELD}%k{RECORD}"]
+    listing = query(argv, environ=environ, patience_s=patience_s).stdout
+    for job_id, comment in records(listing, 2):
+        if mark in comment:
+            return base_id(job_id)
+    return None
+
+
+def would_start(
+    path: Path,
+    *,
+    environ: Mapping[str, str],
+    cwd: Path,
+    timeout_s: float = SUBMIT_TIMEOUT_S,
+    extra_argv: Sequence[str] = (),
+) -> WouldStart:
+    """When and where Slurm would start the script, without submitting it; SlurmRefused when it would not."""
+    environ = plain_environ(scrubbed(environ))
+    argv = ["sbatch", "--test-only", *extra_argv, str(path.absolute())]
+    answer = ask_slurm(argv, timeout_s, environ=environ, cwd=cwd)
+    # The answer is on stderr.
+    return parse_would_start(answer.stderr + answer.stdout)
+
+
+def parse_would_start(text: str) -> WouldStart:
+    """The sentence of `sbatch --test-only`."""
+    match = _WILL_START.search(text)
+    if match is None:
+        raise SlurmRefused(
+            f"sbatch --test-only gave no answer that trainkit understands: {text.strip()!r}", stderr=text
+        )
+    start = match["start"]
+    return WouldStart(
+        start_time=datetime.fromtimestamp(int(start), timezone.utc) if start.isdigit() else None,
+        nodes=expand_hosts(match["nodes"]),
+        partition=match["partition"] or "",
+        num_cpus=int(match["cpus"]),
+        message=match[0],
+    )
+
+
+def write_batch_script(job_id: str, *, environ: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of the script that Slurm keeps for a job of this user, while Slurm knows the job."""
+    argv = ["scontrol", "write", "batch_script", checked_job_id(job_id), "-"]
+    return query(argv, environ=environ).stdout_bytes
