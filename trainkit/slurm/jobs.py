@@ -1,0 +1,238 @@
+"""What jobs are doing: one call of squeue for all of them, one of sacct for those that it has forgotten.
+
+Where there is no accounting, a job that squeue has forgotten is `unknown`: it is never taken for finished.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from trainkit.errors import TrainkitError
+from trainkit.slurm.client import QUERY_TIMEOUT_S, SlurmRefused, plain_environ, query, run_slurm
+from trainkit.slurm.jobid import base_id, checked_job_id, expand_tasks
+from trainkit.slurm.reasons import reason_sentence
+from trainkit.slurm.records import FIELD, RECORD, records, seconds_of, time_of
+from trainkit.slurm.states import JobState, state_in_accounting, state_in_queue
+
+_QUEUE_FIELDS = (
+    *("JobID", "ArrayJobID", "ArrayTaskID", "State", "Reason", "Partition", "NodeList", "NumNodes"),
+    *("SubmitTime", "StartTime", "EndTime", "TimeLeft", "RestartCnt", "exit_code", "Name"),
+)
+_ACCOUNTING_FIELDS = (
+    *("JobID", "State", "Partition", "NodeList", "NNodes", "Submit", "Start", "End", "ExitCode"),
+    "JobName",
+)
+_ACCOUNTING_TIMEOUT_S = 10.0
+_LONGEST_ARGUMENT = 100_000
+"""Linux allows 128 KiB."""
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """One job, or one task of an array, as Slurm knows it now. Times are in UTC."""
+
+    job_id: str
+    """`123`, or `123_4` for a task of an array."""
+    state: JobState
+    slurm_state: str = ""
+    """Slurm's own word, for example NODE_FAIL."""
+    reason: str = ""
+    """Why it waits, in Slurm's word; of an unknown job, why nobody knows."""
+    partition: str = ""
+    nodes: str = ""
+    """The host list; empty before it starts."""
+    num_nodes: int = 0
+    submit_time: datetime | None = None
+    start_time: datetime | None = None
+    """Of a job that waits: when Slurm expects to start it."""
+    end_time: datetime | None = None
+    """Of a job that runs: when its time is up."""
+    time_left_s: int | None = None
+    restarts: int | None = None
+    """How often Slurm has started it again; None where that is not known."""
+    exit_code: int | None = None
+    """Of the batch script; None before the end."""
+    exit_signal: int | None = None
+    """The signal that ended the batch script."""
+    name: str = ""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the job has ended for good. Not known means no."""
+        return self.state.is_terminal
+
+    @property
+    def sentence(self) -> str:
+        """Why it waits, or why nothing is known; empty for a job that runs or has ended."""
+        if self.state.is_waiting:
+            return reason_sentence(self.reason)
+        return self.reason if self.state is JobState.UNKNOWN else ""
+
+
+def query_jobs(
+    ids: Iterable[str] | None = None,
+    *,
+    user: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = QUERY_TIMEOUT_S,
+) -> dict[str, JobInfo]:
+    """The jobs with these ids, in their order; without ids all of the user's (yours by default) in squeue.
+
+    An array's id stands for all its tasks, whose ids are then the keys. What neither squeue nor sacct knows
+    is there too, as `unknown`. At most two calls of Slurm; raises SlurmUnreachable when squeue fails.
+    """
+    if ids is None:
+        return parse_queue(_ask_queue(["--me" if user is None else f"--user={user}"], environ, timeout_s))
+    wanted = list(dict.fromkeys(checked_job_id(job_id) for job_id in ids))
+    if not wanted:
+        return {}
+    known = parse_queue(_ask_queue(_selection(wanted, user), environ, timeout_s))
+    # The tasks of an array are forgotten one by one: when it is asked for as a whole, some may be missing.
+    missing = [job_id for job_id in wanted if job_id not in known]
+    why = ""
+    if missing:
+        forgotten, why = _ask_accounting(missing, environ)
+        known = {**forgotten, **known}
+    return dict(_picked(wanted, known, why))
+
+
+def _picked(wanted: Sequence[str], known: Mapping[str, JobInfo], why: str) -> Iterator[tuple[str, JobInfo]]:
+    tasks: dict[str, list[str]] = {}
+    for job_id in known:
+        tasks.setdefault(base_id(job_id), []).append(job_id)
+    for job_id in wanted:
+        if job_id in known:
+            yield job_id, known[job_id]
+        elif job_id in tasks:
+            for task in sorted(tasks[job_id], key=_task_number):
+                yield task, known[task]
+        else:
+            yield job_id, JobInfo(job_id, JobState.UNKNOWN, reason=why)
+
+
+def _task_number(job_id: str) -> int:
+    return int(job_id.partition("_")[2] or 0)
+
+
+def _selection(wanted: Sequence[str], user: str | None) -> list[str]:
+    bases = ",".join(dict.fromkeys(map(base_id, wanted)))
+    if len(bases) > _LONGEST_ARGUMENT:
+        return ["--me" if user is None else f"--user={user}"]
+    return [f"--jobs={bases}", *([] if user is None else [f"--user={user}"])]
+
+
+def _ask_queue(selection: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float) -> str:
+    layout = ",".join(f"{name}:{FIELD}" for name in _QUEUE_FIELDS[:-1]) + f",{_QUEUE_FIELDS[-1]}:{RECORD}"
+    argv = ["squeue", "--all", "--noconvert", "--noheader", "--states=all", f"--Format={layout}", *selection]
+    try:
+        return query(argv, timeout_s=timeout_s, environ=environ).stdout
+    except SlurmRefused as error:
+        # What squeue says when it is asked for one job only, and has forgotten it.
+        if "invalid job id" in error.sentence.lower():
+            return ""
+        raise
+
+
+def parse_queue(text: str) -> dict[str, JobInfo]:
+    """What squeue printed, by job id; tasks of an array that wait share a record and are told apart here."""
+    found: dict[str, JobInfo] = {}
+    for fields in records(text, len(_QUEUE_FIELDS)):
+        number, array, task, word, reason, partition, nodes, num_nodes = fields[:8]
+        submitted, start, end, left, restarts, exit_code, name = fields[8:]
+        restart_count = int(restarts) if restarts.isdigit() else None
+        state = state_in_queue(word, restart_count)
+        code, signal = _from_wait_status(exit_code) if state.is_terminal else (None, None)
+        info = JobInfo(
+            job_id=number
+            if task in ("", "N/A")
+            else f"{array}_{task}"
+            if task.isdigit()
+            else f"{array}_[{task}]",
+            state=state,
+            slurm_state=word,
+            reason="" if reason in ("None", "N/A") else reason,
+            partition=partition,
+            nodes=nodes,
+            num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
+            submit_time=time_of(submitted),
+            start_time=time_of(start),
+            end_time=time_of(end),
+            time_left_s=seconds_of(left),
+            restarts=restart_count,
+            exit_code=code,
+            exit_signal=signal,
+            name=name,
+        )
+        _add(found, info)
+    return found
+
+
+def _add(found: dict[str, JobInfo], info: JobInfo) -> None:
+    if "[" not in info.job_id:
+        found[info.job_id] = info
+        return
+    for job_id in expand_tasks(info.job_id):
+        found.setdefault(job_id, replace(info, job_id=job_id))
+
+
+def _ask_accounting(
+    missing: Sequence[str], environ: Mapping[str, str] | None
+) -> tuple[dict[str, JobInfo], str]:
+    """What accounting knows, and why it does not know the rest."""
+    bases = ",".join(dict.fromkeys(map(base_id, missing)))
+    if len(bases) > _LONGEST_ARGUMENT:
+        bases = bases[:_LONGEST_ARGUMENT].rpartition(",")[0]
+    argv = [
+        *("sacct", "--allocations", "--noheader", "--parsable", f"--delimiter={FIELD}"),
+        *(f"--format={','.join(_ACCOUNTING_FIELDS)}", f"--jobs={bases}"),
+    ]
+    try:
+        text = run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=plain_environ(environ or os.environ))
+    except TrainkitError as error:
+        return {}, f"squeue has forgotten it, and accounting does not answer: {error.message}"
+    return parse_accounting(text), "neither squeue nor sacct knows it"
+
+
+def parse_accounting(text: str) -> dict[str, JobInfo]:
+    """What sacct printed, by job id, for jobs that squeue does not know."""
+    found: dict[str, JobInfo] = {}
+    for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
+        job_id, word, partition, nodes, num_nodes, submitted, start, end, exit_code, name = fields
+        state = state_in_accounting(word)
+        code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
+        info = JobInfo(
+            job_id=job_id,
+            state=state,
+            slurm_state=word,
+            reason="" if state.is_terminal else f"squeue has forgotten it, and accounting still says {word}",
+            partition=partition,
+            nodes="" if nodes == "None assigned" else nodes,
+            num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
+            submit_time=time_of(submitted),
+            start_time=time_of(start),
+            end_time=time_of(end),
+            exit_code=code,
+            exit_signal=signal,
+            name=name,
+        )
+        _add(found, info)
+    return found
+
+
+def _from_wait_status(text: str) -> tuple[int | None, int | None]:
+    """squeue's number, which is what wait(2) gave, as exit code and signal."""
+    if not text.isdigit():
+        return None, None
+    status = int(text)
+    return status >> 8 & 0xFF, status & 0x7F or None
+
+
+def _exit_of(text: str) -> tuple[int | None, int | None]:
+    """`1:0` or `0:9` as exit code and signal."""
+    code, _, signal = text.partition(":")
+    if not code.isdigit():
+        return None, None
+    return int(code), (int(signal) if signal.isdigit() and int(signal) else None)
