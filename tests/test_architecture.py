@@ -28,7 +28,7 @@ ALLOWED = {
     "plan": {"errors", "resources", "config", "data.checks"},
     # How it gets there and goes on. A local run is a process tree: submit starts it and names its signals.
     "slurm": {"errors"},
-    "job": {"errors", "rundir", "manifest", "config", "plan"},
+    "job": {"errors", "rundir", "manifest", "config", "plan", "slurm"},
     "submit": {
         *("errors", "resources", "rundir", "manifest", "config", "plan", "slurm"),
         *("job.record", "job.children", "job.signals", "job.interpreter"),

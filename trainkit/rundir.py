@@ -52,6 +52,16 @@ class RunDir:
         return self.path / "job.json"
 
     @property
+    def script_file(self) -> Path:
+        """The batch script of the newest attempt."""
+        return self.path / "submit.sbatch"
+
+    @property
+    def code_dir(self) -> Path:
+        """The code as it was when the run was submitted."""
+        return self.path / "code"
+
+    @property
     def events_file(self) -> Path:
         return self.path / "events.jsonl"
 
@@ -142,6 +152,16 @@ class AttemptDir:
     @property
     def profile_dir(self) -> Path:
         return self.path / "profile"
+
+    @property
+    def rendezvous_file(self) -> Path:
+        """Where the ranks of a Slurm step meet; written by its first task."""
+        return self.path / "rendezvous.json"
+
+    @property
+    def script_file(self) -> Path:
+        """The batch script that was submitted for this attempt."""
+        return self.path / "submit.sbatch"
 
     @property
     def end_file(self) -> Path:

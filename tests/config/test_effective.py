@@ -18,7 +18,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 @given(
     env=st.dictionaries(names, names, max_size=3),
-    secrets=st.lists(names, max_size=3),
+    secrets=st.lists(st.from_regex(r"\A[A-Za-z_][A-Za-z0-9_]*\Z"), max_size=3),
     text_key=names.filter(bool),
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     seed=st.integers(min_value=0, max_value=2**63 - 1),

@@ -10,14 +10,14 @@ PLAN = LaunchPlan("local", 2, 2, "cuda", Layout(dp_shard=4), Batch(1, 1, 4, 4), 
 
 
 def environ(plan=PLAN, configured=None, inherited=None, node_rank=1):
-    place = worker_rank(plan, node_rank, 1, 12345)
-    given = {"configured": configured or {}, "inherited": inherited or {}}
+    place = worker_rank(plan, node_rank, 1, "127.0.0.1", 12345)
+    given = {"configured": configured or {}, "inherited": inherited or {}, "network": {}}
     return worker_environ(plan, place, run_dir="/r", attempt=2, **given)
 
 
 def test_worker_finds_its_place():
     found = find_rank_env(environ(inherited={"RANK": "9", "GROUP_RANK": "9"}))
-    assert replace(found, source="") == replace(worker_rank(PLAN, 1, 1, 12345), source="")
+    assert replace(found, source="") == replace(worker_rank(PLAN, 1, 1, "127.0.0.1", 12345), source="")
     assert found.rank == 3
 
 

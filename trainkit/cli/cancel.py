@@ -30,9 +30,10 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     from trainkit.plan.launch import LaunchPlan
     from trainkit.rundir import read_json
     from trainkit.submit.index import find_run
-    from trainkit.submit.local import kill_job, live_entry, send, wait_until_gone
+    from trainkit.submit.steer import kill, live_entry, tell, wait_until_gone
 
     run = find_run(run_name)
+    told = ""
     with run_lock(run):
         entry = live_entry(run, "cancel")
         if entry is not None:
@@ -42,21 +43,21 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
                 # A full disk must not keep a run alive.
                 click.echo(f"the wish to cancel could not be written down ({error})", err=True)
             if now:
-                kill_job(run, entry)
+                kill(run, entry)
             else:
-                send(entry, signal.SIGTERM)
+                told = tell(run, entry, signal.SIGTERM)
     if entry is None:
         done = "ended"
         message = f"{run.path} has ended already"
-    elif now:
+    elif now or told == "cancelled":
         done = "cancelled"
-        message = f"{entry['job_id']} is killed"
+        message = f"{entry['job_id']} is killed" if now else f"{entry['job_id']} is taken out of the queue"
     else:
         done = "cancelling"
         grace_s = LaunchPlan.from_dict(read_json(run.plan_file)).grace_s
         message = f"{entry['job_id']} is told to save and end; it has {grace_s:g} s"
         if wait:
-            if wait_until_gone(entry, grace_s + WAIT_MARGIN_S):
+            if wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
                 done, message = "cancelled", f"{entry['job_id']} has ended"
             else:
                 message = (

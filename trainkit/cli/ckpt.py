@@ -97,7 +97,7 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     from trainkit.job.record import run_lock
     from trainkit.manifest import best_step, newest_intact, published, remove, superseded
     from trainkit.submit.index import find_run
-    from trainkit.submit.local import refuse_live
+    from trainkit.submit.steer import refuse_live
 
     run = find_run(run_name)
     with run_lock(run):

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
-from trainkit.job.record import Liveness, newest_entry, run_liveness, run_lock
+from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
+from trainkit.job.record import newest_entry, run_lock
 from trainkit.observe.follow import end_of, follow
 from trainkit.observe.tail import LogTail, last_lines
 from trainkit.observe.words import event_line, verdict_line
 from trainkit.rundir import AttemptDir, RunDir
-from trainkit.submit.create import check_name, config_text, create_run, plan_text
-from trainkit.submit.local import LEAVING_S, start_attempt, wait_until_gone
+from trainkit.submit.create import check_name, create_run
+from trainkit.submit.local import LEAVING_S
+from trainkit.submit.start import start_attempt
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -29,13 +31,17 @@ if TYPE_CHECKING:
 END_S = 3.0
 
 
-def plan_for(loaded: LoadedConfig) -> LaunchPlan:
-    """What would run on this machine; ConfigError lists everything that is wrong."""
+def plan_for(
+    loaded: LoadedConfig, command: Sequence[str] | None = None, launcher: str = "python"
+) -> LaunchPlan:
+    """What would run, on this machine or on the cluster; ConfigError lists everything that is wrong."""
     from trainkit.plan.check import check_config
     from trainkit.plan.machine import detect_machine
+    from trainkit.submit.target import make_target
 
     check_name(loaded.config.name)
-    return check_config(loaded, detect_machine())
+    target = make_target(loaded.config.launch.backend)
+    return check_config(loaded, detect_machine(), target, command, launcher)
 
 
 def start_new_run(
@@ -45,8 +51,13 @@ def start_new_run(
     run, name = create_run(
         loaded, None if run_dir is None else _folder(run_dir), ["trainkit", *sys.argv[1:]], plan.backend
     )
-    with run_lock(run):
-        entry = start_attempt(run, config_text(loaded), plan_text(plan), reason, foreground=reason == "run")
+    try:
+        with run_lock(run):
+            entry = start_attempt(run, loaded.config, plan, reason, foreground=reason == "run")
+    except TrainkitError:
+        if not run.attempt_numbers():
+            shutil.rmtree(run.path, ignore_errors=True)  # made a moment ago; a refusal leaves no trace
+        raise
     return run, {"run_dir": str(run.path), "name": name, **started(entry, plan.backend)}
 
 
@@ -70,29 +81,27 @@ def print_started(value: dict[str, Any], as_json: bool) -> None:
         click.echo(value["job_id"])
 
 
-def is_alive(run: RunDir) -> bool | None:
-    """Whether a run's supervisor is alive; None when this host cannot know."""
-    return {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}[run_liveness(run)]
-
-
 def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[], None] = lambda: None) -> int:
     """Print rank 0's log and the run's events until it ends, then how it ended; the exit code of that.
 
     `on_poll` is called several times a second. KeyboardInterrupt passes through.
     """
+    from trainkit.submit.steer import life_watch, wait_until_gone
+
     events = LogTail(run.events_file)
+    is_alive = life_watch(run, lambda text: click.echo(text, err=True))
 
     def poll() -> bool | None:
         on_poll()
         _tell_events(events, attempt)
-        return is_alive(run)
+        return is_alive()
 
     for line in follow(run, attempt, _first_rank, poll):
         click.echo(line.text, err=to_stderr)
     entry = newest_entry(run)
     if entry is not None:
         # So that what is typed next, `resume` for example, does not meet a supervisor on its way out.
-        wait_until_gone(entry, LEAVING_S)
+        wait_until_gone(run, entry, LEAVING_S)
     _tell_events(events, attempt)
     return tell_end(run)
 

@@ -39,10 +39,10 @@ def command(
     lines: int | None,
 ) -> int:
     """Print what RUN prints: the log of rank 0, or of the ranks that are chosen."""
-    from trainkit.cli.launch import is_alive
     from trainkit.observe.follow import follow
     from trainkit.observe.tail import LogTail, start_of_last
     from trainkit.submit.index import find_run
+    from trainkit.submit.steer import life_watch
 
     if sum((rank is not None, node is not None, all_ranks)) > 1:
         raise UsageError("--rank, --node and --all exclude each other", hint="choose one of them")
@@ -51,7 +51,7 @@ def command(
     logs_of = _choice(rank, node, all_ranks)
     named = node is not None or all_ranks
     if following:
-        for line in follow(run, attempt.number, logs_of, lambda: is_alive(run), lines):
+        for line in follow(run, attempt.number, logs_of, life_watch(run), lines):
             click.echo(f"{line.source} | {line.text}" if named else line.text)
         return EXIT_OK
     paths = [path for path in logs_of(attempt) if path.exists()]

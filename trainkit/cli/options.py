@@ -62,7 +62,7 @@ def set_option(function: Command) -> Command:
 
 def config_options(function: Command) -> Command:
     """CONFIG and everything that changes values in it, given together as `request: ConfigRequest`."""
-    return _request_options(function, shape_options)
+    return _request_options(function, lambda command: shape_options(slurm_options(command)))
 
 
 def one_node_config_options(function: Command) -> Command:
@@ -89,7 +89,7 @@ def _request_options(function: Command, shape: Callable[[Any], Any]) -> Command:
         gpus_per_node: int | None = None,
         **others: Any,
     ) -> Any:
-        flags = shape_flags(nodes, gpus_per_node)
+        flags = shape_flags(nodes, gpus_per_node) | slurm_flags(others)
         if name is not None:
             flags["name"] = (f"--name {name}", name)
         if backend is not None:
@@ -98,7 +98,11 @@ def _request_options(function: Command, shape: Callable[[Any], Any]) -> Command:
 
     decorated: Any = wrapper
     for decorate in (
-        click.option("--backend", type=click.Choice(["auto", "local"]), help="Where the run is started."),
+        click.option(
+            "--backend",
+            type=click.Choice(["auto", "sbatch", "submitit", "local"]),
+            help="What starts the run; auto is Slurm where there is one, else this machine.",
+        ),
         click.option("--name", metavar="NAME", help="Name of the run."),
         shape,
         set_option,
@@ -107,6 +111,36 @@ def _request_options(function: Command, shape: Callable[[Any], Any]) -> Command:
     ):
         decorated = decorate(decorated)
     return decorated  # type: ignore[no-any-return]
+
+
+SLURM_FLAGS = {
+    "time": ("resources.time", "T", "Time limit of the job, as Slurm writes it."),
+    "partition": ("resources.partition", "P", "Slurm partition."),
+    "account": ("resources.account", "A", "Slurm account."),
+    "qos": ("resources.qos", "Q", "Slurm quality of service."),
+    "constraint": ("resources.constraint", "C", "Node features that Slurm must match."),
+}
+"""Option -> the config key that it stands for, its metavar and its help."""
+
+
+def slurm_options(function: Command) -> Command:
+    """What Slurm is asked for; `slurm_flags` takes the values out of the command's arguments."""
+    function = click.option(
+        "--per", type=click.Choice(["gpu", "node"]), help="A Slurm task for every GPU, or one for a node."
+    )(function)
+    for name, (_, metavar, help_text) in reversed(SLURM_FLAGS.items()):
+        function = click.option(f"--{name}", metavar=metavar, help=help_text)(function)
+    return function
+
+
+def slurm_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
+    """The config values that the options of `slurm_options` stand for, taken out of `arguments`."""
+    flags: dict[str, tuple[str, object]] = {}
+    for name, (key, _, _) in (*SLURM_FLAGS.items(), ("per", ("launch.per", "", ""))):
+        value = arguments.pop(name, None)
+        if value is not None:
+            flags[key] = (f"--{name} {value}", value)
+    return flags
 
 
 def run_argument(function: Command) -> Command:

@@ -27,7 +27,7 @@ def command(run_name: str, as_json: bool) -> int:
     from trainkit.cli.launch import print_started, started
     from trainkit.job.record import read_job, run_lock
     from trainkit.submit.index import find_run
-    from trainkit.submit.local import live_entry, send
+    from trainkit.submit.steer import live_entry, tell
 
     run = find_run(run_name)
     job = read_job(run)
@@ -37,10 +37,12 @@ def command(run_name: str, as_json: bool) -> int:
         if entry is None:
             value |= started(_start_again(run), str(job["backend"]))
         else:
-            send(entry, signal.SIGUSR2)
+            done = tell(run, entry, signal.SIGUSR2)
     if entry is None:
         print_started(value, as_json)
         return EXIT_OK
+    if done == "waiting":
+        raise UsageError(f"{entry['job_id']} waits in the queue already", hint="`trainkit status` tells why")
     click.echo(f"{entry['job_id']} is told to save, stop and come back", err=True)
     if as_json:
         value |= {"job_id": entry["job_id"], "attempt": entry["attempt"] + 1, "backend": job["backend"]}
@@ -50,14 +52,16 @@ def command(run_name: str, as_json: bool) -> int:
 
 def _start_again(run: RunDir) -> dict[str, Any]:
     """Start an ended run's next attempt with the bytes of its newest one; call with the lock held."""
+    from trainkit.config import read_effective
     from trainkit.job.record import newest_entry
-    from trainkit.submit.local import start_attempt
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.rundir import read_json
+    from trainkit.submit.start import start_attempt
 
     newest = newest_entry(run)
     if newest is None:
         hint = f"`trainkit resume {quote(str(run.path))}` starts it"
         raise UsageError(f"{run.path} was never started", hint=hint)
     attempt = run.attempt(newest["attempt"])
-    config_text = attempt.config_file.read_text(encoding="utf-8")
-    plan_text = attempt.plan_file.read_text(encoding="utf-8")
-    return start_attempt(run, config_text, plan_text, "requeue")
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    return start_attempt(run, read_effective(attempt.config_file), plan, "requeue")

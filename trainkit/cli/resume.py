@@ -48,7 +48,7 @@ def command(
     from trainkit.submit.compatible import changes, refuse_incompatible
     from trainkit.submit.describe import describe_plan
     from trainkit.submit.index import find_run
-    from trainkit.submit.local import refuse_live
+    from trainkit.submit.steer import refuse_live
 
     source = find_run(run_name)
     if fork_dir is None:
@@ -72,12 +72,12 @@ def command(
 def _go_on(run: RunDir, loaded: LoadedConfig, plan: LaunchPlan) -> tuple[RunDir, dict[str, Any]]:
     from trainkit.cli.launch import started
     from trainkit.job.record import read_job, run_lock
-    from trainkit.submit.create import config_text, plan_text
-    from trainkit.submit.local import refuse_live, start_attempt
+    from trainkit.submit.start import start_attempt
+    from trainkit.submit.steer import refuse_live
 
     with run_lock(run):
         refuse_live(run, "resume")  # again: another command may have been faster
-        entry = start_attempt(run, config_text(loaded), plan_text(plan), "resume")
+        entry = start_attempt(run, loaded.config, plan, "resume")
     return run, {"run_dir": str(run.path), "name": read_job(run)["name"], **started(entry, plan.backend)}
 
 
@@ -87,9 +87,9 @@ def _fork(
     from trainkit.cli.launch import started
     from trainkit.job.record import run_lock
     from trainkit.manifest import newest_intact, published
-    from trainkit.submit.create import config_text, create_run, plan_text
+    from trainkit.submit.create import create_run
     from trainkit.submit.fork import copy_checkpoint
-    from trainkit.submit.local import start_attempt
+    from trainkit.submit.start import start_attempt
 
     checkpoint = newest_intact(published(source.checkpoints_dir))
     if checkpoint is None:
@@ -100,6 +100,6 @@ def _fork(
     run, name = create_run(loaded, folder, ["trainkit", *sys.argv[1:]], plan.backend)
     copy_checkpoint(checkpoint.path, run)
     with run_lock(run):
-        entry = start_attempt(run, config_text(loaded), plan_text(plan), "submit")
+        entry = start_attempt(run, loaded.config, plan, "submit")
     click.echo(f"from {checkpoint.path}", err=True)
     return run, {"run_dir": str(run.path), "name": name, **started(entry, plan.backend)}

@@ -26,18 +26,21 @@ def command(run_name: str | None, as_json: bool) -> int:
     """
     from datetime import datetime, timezone
 
-    from trainkit.cli.launch import is_alive
     from trainkit.observe.status import read_status
     from trainkit.observe.words import table
     from trainkit.submit.index import find_run, known_runs
+    from trainkit.submit.steer import look_at
 
     now = datetime.now(timezone.utc)
     if run_name is not None:
         run = find_run(run_name)
-        status = read_status(run, is_alive(run), now)
+        look = look_at([run], _warn)[0]
+        status = read_status(run, look.alive, now, look.job)
         click.echo(json.dumps(status.to_dict(), ensure_ascii=False) if as_json else _details(status))
         return EXIT_OK
-    statuses = [read_status(known.run, is_alive(known.run), now) for known in known_runs()]
+    runs = [known.run for known in known_runs()]
+    looks = look_at(runs, _warn)
+    statuses = [read_status(run, look.alive, now, look.job) for run, look in zip(runs, looks, strict=True)]
     if as_json:
         click.echo(json.dumps([status.to_dict() for status in statuses], ensure_ascii=False))
     elif statuses:
@@ -45,6 +48,10 @@ def command(run_name: str | None, as_json: bool) -> int:
     else:
         click.echo("no runs yet: `trainkit submit configs/quickstart.yaml` starts one", err=True)
     return EXIT_OK
+
+
+def _warn(text: str) -> None:
+    click.echo(f"warning: {text}", err=True)
 
 
 def _row(status: RunStatus) -> list[str]:

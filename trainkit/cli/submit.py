@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
 import click
 
 from trainkit.cli.options import ConfigRequest, config_options, examples, json_option
-from trainkit.errors import EXIT_OK
+from trainkit.cli.trailing import WithTrailingCommand, trailing_command
+from trainkit.errors import EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from trainkit.config import LoadedConfig
+    from trainkit.plan.launch import LaunchPlan
 
 
 @click.command(
+    cls=WithTrailingCommand,
     epilog=examples(
         "trainkit submit configs/quickstart.yaml",
         "trainkit submit configs/quickstart.yaml --nodes 2 --follow",
         "trainkit submit configs/quickstart.yaml --set train.steps=50 --name short --dry-run",
-    )
+        "trainkit submit configs/quickstart.yaml --gpus-per-node 2 -- python -c 'print(1)'",
+    ),
 )
 @config_options
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
-@click.option("--dry-run", is_flag=True, help="Print plan.json and the reasons; write and start nothing.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["python", "torchrun", "accelerate", "deepspeed"]),
+    default="python",
+    help="What starts the ranks of COMMAND: itself once a rank, or a launcher once a node.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and start nothing.")
+@click.option("--test-only", is_flag=True, help="Ask Slurm when the job would start; submit nothing.")
 @click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
 @json_option
-def command(request: ConfigRequest, run_dir: str | None, dry_run: bool, follow: bool, as_json: bool) -> int:
+def command(
+    request: ConfigRequest,
+    run_dir: str | None,
+    launcher: str,
+    dry_run: bool,
+    test_only: bool,
+    follow: bool,
+    as_json: bool,
+) -> int:
     """Start a run of CONFIG that goes on without this terminal.
 
-    Prints the run folder and the job id.
+    Prints the run folder and the job id. With a COMMAND after --, that is what every rank runs in place of
+    the built-in trainer.
     """
     from trainkit.cli import launch
-    from trainkit.submit.create import plan_text
     from trainkit.submit.describe import describe_plan
 
+    argv = trailing_command()
+    if argv is None and launcher != "python":
+        raise UsageError(f"--launcher {launcher} is for a COMMAND", hint="add: -- train.py …")
     loaded = request.load()
-    plan = launch.plan_for(loaded)
+    plan = launch.plan_for(loaded, argv, launcher)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
-    if dry_run:
-        click.echo(plan_text(plan), nl=False)
-        return EXIT_OK
+    if dry_run or test_only:
+        return _show(loaded, plan, run_dir, test_only)
     run, value = launch.start_new_run(loaded, plan, run_dir, "submit")
     launch.print_started(value, as_json)
     if not follow:
@@ -44,3 +70,25 @@ def command(request: ConfigRequest, run_dir: str | None, dry_run: bool, follow: 
         click.echo(f"`trainkit logs {shown} -f` shows it, `trainkit cancel {shown}` ends it", err=True)
         return EXIT_OK
     return launch.follow_detachable(run, value["attempt"], to_stderr=as_json)
+
+
+def _show(loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, test_only: bool) -> int:
+    """Print the bytes that would be submitted, or what Slurm says to them."""
+    from trainkit.submit.create import future_run, plan_text
+
+    if plan.backend == "local":
+        if test_only:
+            raise UsageError("--test-only asks Slurm, and this run would start here", hint="use --dry-run")
+        click.echo(plan_text(plan), nl=False)
+        return EXIT_OK
+    from trainkit.submit.slurm_script import script_for
+
+    run = future_run(loaded.config.name, None if run_dir is None else Path(run_dir))
+    script = script_for(run, 1, plan, loaded.config, Path.cwd(), None)
+    if not test_only:
+        click.echo(script.text, nl=False)
+        return EXIT_OK
+    from trainkit.submit.slurm_backend import ask_slurm_about
+
+    click.echo(ask_slurm_about(script.text))
+    return EXIT_OK

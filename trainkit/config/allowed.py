@@ -57,7 +57,8 @@ def _words(schema: dict[str, Any]) -> str:
             return f"a list of {schema['minItems']}, each {_words(schema['prefixItems'][0])}"
         return f"a list, each {_words(schema['items'])}"
     if kind == "object":
-        return f"a mapping, each value {_words(schema['additionalProperties'])}"
+        values = schema.get("additionalProperties") or next(iter(schema["patternProperties"].values()))
+        return f"a mapping, each value {_words(values)}"
     return {"boolean": "true or false", "string": "text", "null": "null"}[str(kind)]
 
 

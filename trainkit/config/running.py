@@ -9,6 +9,11 @@ from pydantic import Field, JsonValue
 from trainkit.config.section import AtLeastOne, NotNegative, Positive, Section, list_field
 
 DataParallelDegree = Literal[-1] | AtLeastOne
+OneLine = Annotated[
+    str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", json_schema_extra={"allowed": "one line of text"})
+]
+OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 SLURM_TIME = r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})$"
 
 
@@ -85,11 +90,22 @@ class ResourcesConfig(Section):
         description="Time limit of a job, as Slurm writes it.",
         json_schema_extra={"allowed": 'a time in quotes, such as "01:00:00" or "2-12:00:00"'},
     )
-    partition: str | None = Field(default=None, description="Slurm partition.")
-    account: str | None = Field(default=None, description="Slurm account.")
-    qos: str | None = Field(default=None, description="Slurm quality of service.")
-    constraint: str | None = Field(default=None, description="Node features that Slurm must match.")
-    exclude: str | None = Field(default=None, description="Nodes that Slurm must not use.")
+    partition: OneLine | None = Field(default=None, description="Slurm partition.")
+    account: OneLine | None = Field(default=None, description="Slurm account.")
+    qos: OneLine | None = Field(default=None, description="Slurm quality of service.")
+    constraint: OneLine | None = Field(default=None, description="Node features that Slurm must match.")
+    exclude: OneLine | None = Field(default=None, description="Nodes that Slurm must not use.")
+    reservation: OneLine | None = Field(default=None, description="Slurm reservation.")
+    gpu_type: str | None = Field(
+        default=None, pattern=r"^[A-Za-z0-9_.-]+$", description="Type of the GPUs, as the cluster calls it."
+    )
+    comment: OneLine | None = Field(default=None, description="Words that Slurm keeps with the job.")
+    mail_user: OneLine | None = Field(default=None, description="Address that Slurm writes mail to.")
+    mail_type: OneLine | None = Field(default=None, description="Events that Slurm writes mail about.")
+    extra: dict[OptionName, OneLine | int | bool] = Field(
+        default={},
+        description="Further sbatch options by their long names; true stands for an option without a value.",
+    )
     spare_nodes: NotNegative = Field(default=0, description="Extra nodes that stand in for a failed one.")
 
 
@@ -104,13 +120,29 @@ class LaunchConfig(Section):
         default="gpu", description="A Slurm task for every GPU or one for a node."
     )
     env: dict[str, str] = Field(default={}, description="Environment variables of every process.")
-    modules: tuple[str, ...] = list_field((), "Environment modules to load.")
-    venv: str | None = Field(default=None, description="Virtual environment to activate.")
-    conda: str | None = Field(default=None, description="Conda environment to activate.")
-    container: str | None = Field(default=None, description="Container image to run in.")
+    modules: tuple[OneLine, ...] = list_field((), "Environment modules to load.")
+    python: OneLine | None = Field(
+        default=None,
+        description="Interpreter of the processes; null takes that of venv, conda, uv or container.",
+    )
+    venv: OneLine | None = Field(default=None, description="Virtual environment to activate.")
+    conda: OneLine | None = Field(default=None, description="Conda environment to activate.")
+    uv: OneLine | None = Field(default=None, description="Folder of a uv project whose environment is used.")
+    container: OneLine | None = Field(default=None, description="Container image to run in.")
+    container_runtime: Literal["auto", "apptainer", "pyxis"] = Field(
+        default="auto", description="What runs the container; auto takes what the cluster has."
+    )
+    container_mounts: tuple[OneLine, ...] = list_field((), "Folders to mount into the container, as SRC:DST.")
     setup: tuple[str, ...] = list_field((), "Shell lines to run before the processes start.")
-    network: str = Field(default="auto", min_length=1, description="Network interface between nodes.")
-    secrets: tuple[str, ...] = list_field(
+    network: str = Field(
+        default="auto",
+        min_length=1,
+        description="Preset for traffic between nodes (auto, ib, socket, debug), or an interface's name.",
+    )
+    srun_extra: dict[OptionName, OneLine | int | bool] = Field(
+        default={}, description="Further srun options by their long names, as in resources.extra."
+    )
+    secrets: tuple[VariableName, ...] = list_field(
         ("HF_TOKEN", "WANDB_API_KEY"), "Variables that reach the job but no file of the run."
     )
     snapshot: bool = Field(

@@ -1,6 +1,7 @@
 """The agent of one node: starts its workers, passes signals on to them and their exit codes back.
 
-``python -m trainkit.job.agent RUN_DIR --attempt N --node-rank I --master-port P``
+``python -m trainkit.job.agent RUN_DIR --attempt N --node-rank I --master-port P`` on one machine, and
+``python -m trainkit.job.agent RUN_DIR`` as a task of a Slurm step, which tells it its place.
 
 Exit code: see `trainkit.job.decision.combine`.
 """
@@ -11,59 +12,72 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainkit.config import read_effective
-from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.crew import Crew
 from trainkit.job.decision import combine, describe_exit
-from trainkit.job.failures import record_silent_death
-from trainkit.job.interpreter import module_argv
-from trainkit.job.worker_env import worker_environ, worker_rank
+from trainkit.job.failures import record_refusal, record_silent_death
+from trainkit.job.launchers import worker_argv
+from trainkit.job.network import network_environ
+from trainkit.job.slurm_place import find_slurm_place, why_no_task
+from trainkit.job.station import Station, ToldToStop, local_station, slurm_station
+from trainkit.job.worker_env import ATTEMPT_VARIABLE, worker_environ, worker_rank
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, read_json
+from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
 KILL_MARGIN_S = 5.0
 """How long after the grace time what is left is killed; workers watch the grace time themselves."""
 
 
 class Agent(Crew):
-    """The workers of one node."""
+    """The workers of one node, or the one of them that a Slurm task stands for."""
 
-    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, node_rank: int, master_port: int) -> None:
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, station: Station) -> None:
         super().__init__()
         self.attempt = attempt
         self.plan = plan
-        self.node_rank = node_rank
-        self.master_port = master_port
+        self.station = station
         self.codes: list[int] = []
         """Exit codes in the order of the ends."""
 
     def start(self) -> None:
-        run = self.attempt.run
-        configured = read_effective(self.attempt.config_file).launch.env
-        builtin = module_argv("trainkit.trainer", str(run.path))
-        for local_rank in range(self.plan.workers_per_node):
-            place = worker_rank(self.plan, self.node_rank, local_rank, self.master_port)
+        run, station = self.attempt.run, self.station
+        launch = read_effective(self.attempt.config_file).launch
+        network, reason = network_environ(launch.network, station.peer)
+        print(f"node {station.node_rank} is {socket.gethostname()}; {reason}", flush=True)
+        # A launcher starts the ranks of its node itself.
+        local_ranks = station.local_ranks if self.plan.launcher == "python" else station.local_ranks[:1]
+        for local_rank in local_ranks:
+            place = worker_rank(
+                self.plan, station.node_rank, local_rank, station.master_addr, station.master_port
+            )
             environ = worker_environ(
                 self.plan,
                 place,
                 run_dir=str(run.path),
                 attempt=self.attempt.number,
-                configured=configured,
+                configured=launch.env,
                 inherited=os.environ,
+                network=network,
             )
             with self.attempt.rank_log(place.rank).open("ab") as log:
                 self.running[place.rank] = children.start_child(
-                    self.plan.command or builtin,
+                    worker_argv(self.plan, place, run),
                     environ=environ,
                     output=log,
                     keeps_mask=self.plan.command is None,
                 )
 
     def told(self, received: signal.Signals) -> None:
+        if self.station.leads and self.plan.backend != "local" and self.deadline_s is None:
+            # The supervisor is not a task of the step: Slurm's signal to the tasks does not reach it.
+            log_event(self.attempt.run, self.attempt.number, "signal", signal=received.name)
         self.end_within(self.plan.grace_s + KILL_MARGIN_S)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
@@ -72,23 +86,57 @@ class Agent(Crew):
             return  # a worker that was killed from here is no failure of its own
         with contextlib.suppress(OSError):  # a full disk must not keep us from ending the others
             print(f"rank {rank} ended with {describe_exit(code)}", flush=True)
-            record_silent_death(self.attempt, rank, self.node_rank, code)
+            record_silent_death(self.attempt, rank, self.station.node_rank, code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run one node's agent; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainkit.job.agent")
     parser.add_argument("run_dir")
-    parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--node-rank", type=int, required=True)
-    parser.add_argument("--master-port", type=int, required=True)
+    parser.add_argument("--attempt", type=int)
+    parser.add_argument("--node-rank", type=int)
+    parser.add_argument("--master-port", type=int)
     args = parser.parse_args(argv)
+    children.block_signals()
+    if args.node_rank is None:
+        return run_slurm_task(RunDir(args.run_dir), int(os.environ[ATTEMPT_VARIABLE]))
     attempt = RunDir(args.run_dir).attempt(args.attempt)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    children.block_signals()
-    agent = Agent(attempt, plan, args.node_rank, args.master_port)
+    return run_agent(attempt, plan, local_station(plan, args.node_rank, args.master_port))
+
+
+def run_agent(attempt: AttemptDir, plan: LaunchPlan, station: Station) -> int:
+    """Carry the workers of a station from their start to their end; one exit code for all of them."""
+    agent = Agent(attempt, plan, station)
     agent.work()
     return combine(agent.codes)
+
+
+def run_slurm_task(run: RunDir, number: int) -> int:
+    """Be the agent that this task of a Slurm step stands for; call with signals blocked."""
+    attempt = run.attempt(number)
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    place = find_slurm_place()
+    if place is None:
+        raise TrainkitError(f"this is no task of a Slurm step: {why_no_task()}", exit_code=EXIT_NO_RESTART)
+    write_to(attempt.node_log(place.node_rank))
+    rank = plan.first_rank_of(min(place.node_rank, plan.num_nodes - 1)) + place.local_task
+    try:
+        return run_agent(attempt, plan, slurm_station(attempt, plan, place))
+    except ToldToStop as told:
+        print(f"told to stop by {told} before the ranks were started", flush=True)
+        return EXIT_STOPPED
+    except TrainkitError as error:
+        print(error.render(), flush=True)
+        record_refusal(attempt, rank, place.node_rank, error)
+        return error.exit_code
+
+
+def write_to(log: Path) -> None:
+    """Send everything that this process prints to a file."""
+    with log.open("ab") as stream:
+        os.dup2(stream.fileno(), sys.stdout.fileno())
+        os.dup2(stream.fileno(), sys.stderr.fileno())
 
 
 if __name__ == "__main__":

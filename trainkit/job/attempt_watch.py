@@ -6,39 +6,17 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
 
-from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job import children
 from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import Crew
 from trainkit.job.decision import COMEBACK_SIGNAL
 from trainkit.job.interpreter import module_argv
+from trainkit.job.outcome import Outcome
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, log_event
 
 SECOND_INTERRUPT_S = 1.0
-
-
-@dataclass
-class Outcome:
-    """How an attempt ended."""
-
-    request: str | None = None
-    """The signal that asked the job to stop, if one did."""
-    out_of_time: bool = False
-    """Some were still running when the grace time was over."""
-    ends: list[tuple[int, int]] = field(default_factory=list)
-    """(node rank, exit code) in the order in which the agents ended."""
-
-    @property
-    def exit_codes(self) -> list[int]:
-        return [code for _, code in self.ends]
-
-    @property
-    def first_failure(self) -> int | None:
-        """Node rank of the agent that failed first."""
-        return next((rank for rank, code in self.ends if code not in (EXIT_OK, EXIT_STOPPED)), None)
 
 
 class AttemptWatch(Crew):

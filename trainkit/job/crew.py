@@ -28,9 +28,16 @@ class Crew:
         self.deadline_s: float | None = None
         """Monotonic time at which those that are left are killed."""
 
+    look_every_s = IDLE_S
+
     def start(self) -> None:
         """Start every member and put it into `running`."""
         raise NotImplementedError
+
+    def tell(self, received: signal.Signals) -> None:
+        """Pass a notice signal on to every member."""
+        for member in self.running.values():
+            os.kill(member.pid, received)  # Popen.send_signal would reap one that has just ended
 
     def told(self, received: signal.Signals) -> None:
         """Something to do when a notice signal has been passed on."""
@@ -59,14 +66,13 @@ class Crew:
 
     def _wait(self) -> None:
         self.look_around()
-        left_s = IDLE_S if self.deadline_s is None else self.deadline_s - time.monotonic()
+        left_s = float("inf") if self.deadline_s is None else self.deadline_s - time.monotonic()
         if left_s <= 0:
             self._kill_rest()
             return
-        received = children.wait_for_signal(left_s)
+        received = children.wait_for_signal(min(left_s, self.look_every_s))
         if received is not None and received != signal.SIGCHLD:
-            for member in self.running.values():
-                os.kill(member.pid, received)  # Popen.send_signal would reap one that has just ended
+            self.tell(received)
             self.told(received)
         self._reap()
 

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from trainkit.errors import TrainkitError
 from trainkit.job.decision import describe_exit, signal_exit_code
 from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
 
@@ -45,6 +46,25 @@ def record_silent_death(attempt: AttemptDir, rank: int, node_rank: int, exit_cod
             "traceback": None,
             "exit_code": exit_code,
             "log_tail": log_tail(attempt.rank_log(rank)),
+        },
+    )
+
+
+def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:
+    """Write why a rank was not started."""
+    write_json(
+        attempt.rank_error(rank),
+        {
+            "rank": rank,
+            "node_rank": node_rank,
+            "host": socket.gethostname(),
+            "time": utc_now(),
+            "step": None,
+            "type": type(error).__name__,
+            "message": error.message,
+            "hint": error.hint,
+            "traceback": None,
+            "exit_code": error.exit_code,
         },
     )
 

@@ -6,9 +6,9 @@ import sys
 
 # Without -P (Python 3.11) the folder that a job was submitted from comes first on the path of modules, and a
 # user's `queue.py` there would take the place of the standard library's.
-_OPTIONS = ("-u", "-P") if sys.version_info >= (3, 11) else ("-u",)
+PYTHON_OPTIONS = ("-u", "-P") if sys.version_info >= (3, 11) else ("-u",)
 
 
 def module_argv(module: str, *arguments: str) -> tuple[str, ...]:
     """The argv that runs one of trainkit's modules with this interpreter."""
-    return (sys.executable, *_OPTIONS, "-m", module, *arguments)
+    return (sys.executable, *PYTHON_OPTIONS, "-m", module, *arguments)

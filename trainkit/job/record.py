@@ -175,6 +175,35 @@ def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any
     return entry
 
 
+def add_slurm_entry(run: RunDir, attempt: int, job_id: str, reason: str, backend: str) -> dict[str, Any]:
+    """Write down that a Slurm job is to carry an attempt; call with the lock held."""
+    entry = {
+        "attempt": attempt,
+        "job_id": job_id,
+        "submitted_at": utc_now(),
+        "backend": backend,
+        "reason": reason,
+    }
+    job = read_job(run)
+    job["attempts"].append(entry)
+    write_json(run.job_file, job)
+    return entry
+
+
+def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
+    """Write down which process of the Slurm job has taken an attempt; call with the lock held."""
+    job = read_job(run)
+    for entry in job["attempts"]:
+        if entry["attempt"] == attempt:
+            entry |= {**process_identity(pid), "started_at": utc_now()}
+    write_json(run.job_file, job)
+
+
+def is_slurm(entry: Mapping[str, Any]) -> bool:
+    """Whether an entry is of a Slurm job, whose life only Slurm knows."""
+    return entry.get("backend") in ("sbatch", "submitit")
+
+
 def num_comebacks(run: RunDir) -> int:
     """How often the job has come back by itself since a person started it."""
     reasons = [entry.get("reason") for entry in read_job(run)["attempts"]]
@@ -197,12 +226,17 @@ def mark_cancelled(run: RunDir) -> None:
     write_json(run.job_file, job)
 
 
+def next_attempt_number(run: RunDir) -> int:
+    """The number of the attempt that `open_attempt` would make."""
+    return max(run.attempt_numbers(), default=0) + 1
+
+
 def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
     """Make the run's next attempt, whose config and plan also become the run's newest ones.
 
     Raises FileExistsError when another command was faster.
     """
-    attempt = run.attempt(max(run.attempt_numbers(), default=0) + 1)
+    attempt = run.attempt(next_attempt_number(run))
     attempt.create()
     for own, newest, text in (
         (attempt.config_file, run.config_file, config_text),

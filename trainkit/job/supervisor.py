@@ -16,25 +16,24 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from trainkit.config import read_effective
 from trainkit.errors import EXIT_FAILED, TrainkitError
 from trainkit.job import children
-from trainkit.job.attempt_watch import AttemptWatch, Outcome
-from trainkit.job.decision import COMEBACK_SIGNAL, Decision, decide
-from trainkit.job.failures import agent_verdict, find_verdict
+from trainkit.job.attempt_watch import AttemptWatch
+from trainkit.job.decision import Decision
+from trainkit.job.ending import judge, write_end
+from trainkit.job.outcome import Outcome
 from trainkit.job.record import (
     COMEBACK,
     add_entry,
     become_sole_supervisor,
     find_entry,
     newest_entry,
-    num_comebacks,
     open_attempt,
     run_lock,
 )
 from trainkit.job.rendezvous import choose_port
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, log_event, read_json, utc_now, write_json
+from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
 
 def supervise(run: RunDir, number: int) -> int:
@@ -51,13 +50,13 @@ def supervise(run: RunDir, number: int) -> int:
         return EXIT_FAILED
     if not become_sole_supervisor(run):
         reason = "another supervisor carries this run, although job.json does not say so"
-        _write_end(run.attempt(number), Outcome(), Decision("failed", reason, EXIT_FAILED))
+        write_end(run.attempt(number), Outcome(), Decision("failed", reason, EXIT_FAILED))
         return EXIT_FAILED
     while True:
         attempt = run.attempt(number)
         try:
             outcome = _run_attempt(attempt)
-            decision = _decide(attempt, outcome)
+            decision = judge(attempt, outcome)
         except (OSError, ValueError, TrainkitError) as error:
             # No folder, no disk, no port: nothing of the job is left running, and that much is said.
             outcome = Outcome()
@@ -77,13 +76,13 @@ def supervise(run: RunDir, number: int) -> int:
 def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int | None:
     """Write down how an attempt ended; the number of the next one when the job comes back."""
     print(f"attempt {attempt.number}: {decision.action}: {decision.reason}", flush=True)
-    _write_end(attempt, outcome, decision)
+    write_end(attempt, outcome, decision)
     if decision.action != "requeue":
         return None
     following = _next_attempt(attempt)
     if following is None:
         cancelled = Decision("stopped", "cancelled before it came back", decision.exit_code)
-        _write_end(attempt, outcome, cancelled)
+        write_end(attempt, outcome, cancelled)
     return following
 
 
@@ -105,45 +104,6 @@ def _run_attempt(attempt: AttemptDir) -> Outcome:
     watch = AttemptWatch(attempt, plan, port)
     watch.work()
     return watch.outcome
-
-
-def _decide(attempt: AttemptDir, outcome: Outcome) -> Decision:
-    maximum = read_effective(attempt.config_file).requeue.max
-    entry = find_entry(attempt.run, attempt.number)
-    request = outcome.request
-    if request == COMEBACK_SIGNAL and entry is not None and "cancelled_at" in entry:
-        request = signal.SIGTERM.name
-    return decide(outcome.exit_codes, request, num_comebacks(attempt.run), maximum, outcome.out_of_time)
-
-
-def _write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None:
-    """Write down how the attempt ended: verdict, end.json, events."""
-    run, number = attempt.run, attempt.number
-    verdict = None
-    if decision.action == "failed":
-        verdict = find_verdict(attempt) or agent_verdict(outcome.first_failure, decision.reason)
-    state: str = "stopped" if decision.action == "requeue" else decision.action
-    entry = find_entry(run, number)
-    if state != "finished" and entry is not None and "cancelled_at" in entry:
-        state = "cancelled"
-    # The one file that tells how it ended comes first; the events follow from it.
-    write_json(
-        attempt.end_file,
-        {
-            "state": state,
-            "action": decision.action,
-            "exit_code": decision.exit_code,
-            "reason": decision.reason,
-            "verdict": verdict,
-            "time": utc_now(),
-        },
-    )
-    if verdict is not None:
-        log_event(run, number, "rank_failed", **{key: verdict[key] for key in verdict if key != "time"})
-    if outcome.request == COMEBACK_SIGNAL:
-        log_event(run, number, "requeue_decision", action=decision.action, reason=decision.reason)
-    event = "finished" if state == "finished" else "stopped"
-    log_event(run, number, event, state=state, exit_code=decision.exit_code, reason=decision.reason)
 
 
 def _next_attempt(attempt: AttemptDir) -> int | None:

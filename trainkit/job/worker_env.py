@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from trainkit.job.rank_env import RANK_VARIABLES, RankEnv
-from trainkit.job.rendezvous import LOCAL_ADDR
 from trainkit.plan.launch import LaunchPlan
 
 RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 
 
-def worker_rank(plan: LaunchPlan, node_rank: int, local_rank: int, master_port: int) -> RankEnv:
-    """The place of one worker in a job whose nodes are all this machine."""
+def worker_rank(
+    plan: LaunchPlan, node_rank: int, local_rank: int, master_addr: str, master_port: int
+) -> RankEnv:
+    """The place of one worker in its job: ranks are counted node by node."""
     return RankEnv(
-        rank=node_rank * plan.workers_per_node + local_rank,
+        rank=plan.first_rank_of(node_rank) + local_rank,
         local_rank=local_rank,
         world_size=plan.world_size,
-        local_world_size=plan.workers_per_node,
+        local_world_size=plan.workers_of(node_rank),
         node_rank=node_rank,
         num_nodes=plan.num_nodes,
-        master_addr=LOCAL_ADDR,
+        master_addr=master_addr,
         master_port=master_port,
         source="agent",
     )
@@ -35,22 +37,33 @@ def worker_environ(
     attempt: int,
     configured: Mapping[str, str],
     inherited: Mapping[str, str],
+    network: Mapping[str, str],
 ) -> dict[str, str]:
     """The whole environment of one worker: inherited, then `launch.env`, then our defaults, then its rank."""
     environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
     environ.update(configured)
-    environ.setdefault("OMP_NUM_THREADS", str(plan.threads_per_worker))
+    environ.setdefault("OMP_NUM_THREADS", str(plan.threads_per_worker or own_threads(plan, place, inherited)))
     environ.setdefault("PYTHONUNBUFFERED", "1")
-    if plan.backend == "local":
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if plan.device == "cuda" and plan.num_nodes > 1:
-            environ["CUDA_VISIBLE_DEVICES"] = gpu_slice(
-                plan, place.node_rank, environ.get("CUDA_VISIBLE_DEVICES")
-            )
-    environ.update(place.to_environ())
+    for name, value in network.items():
+        environ.setdefault(name, value)
+    if plan.backend == "local" and plan.device == "cuda" and plan.num_nodes > 1:
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        environ["CUDA_VISIBLE_DEVICES"] = gpu_slice(plan, place.node_rank, visible)
+    if plan.launcher == "python":
+        environ.update(place.to_environ())
     environ[RUN_DIR_VARIABLE] = run_dir
     environ[ATTEMPT_VARIABLE] = str(attempt)
     return environ
+
+
+def own_threads(plan: LaunchPlan, place: RankEnv, inherited: Mapping[str, str]) -> int:
+    """The cores of one worker where the plan leaves them to the node."""
+    given = inherited.get("SLURM_CPUS_PER_TASK", "")
+    num_cpus = len(os.sched_getaffinity(0))
+    if given.isdigit():
+        workers_per_task = 1 if plan.per == "gpu" else place.local_world_size
+        return max(1, min(int(given), num_cpus) // workers_per_task)
+    return max(1, num_cpus // place.local_world_size)
 
 
 def gpu_slice(plan: LaunchPlan, node_rank: int, visible: str | None) -> str:

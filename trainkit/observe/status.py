@@ -13,6 +13,8 @@ from trainkit.errors import TrainkitError
 from trainkit.manifest import published
 from trainkit.observe.tail import last_records
 from trainkit.rundir import RunDir, read_json, read_jsonl
+from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
 
 STALE_S = 60.0
 """No new metrics for this long, and for `STALE_INTERVALS` of their usual distance, is worth a warning."""
@@ -27,7 +29,7 @@ class RunStatus:
     name: str
     run_dir: str
     state: str
-    """``starting running stopping requeueing finished stopped cancelled failed``; ``died`` when the
+    """``pending starting running stopping requeueing finished stopped cancelled failed``; ``died`` when the
     supervisor is gone without a word; ``unknown`` when this host cannot tell; ``incomplete`` when the
     run was never started."""
     reason: str | None
@@ -58,8 +60,13 @@ class RunStatus:
         return asdict(self)
 
 
-def read_status(run: RunDir, alive: bool | None, now: datetime) -> RunStatus:
-    """The status of a run; `alive` says whether its newest supervisor is, None when that cannot be known."""
+def read_status(
+    run: RunDir, alive: bool | None, now: datetime, slurm_job: JobInfo | None = None
+) -> RunStatus:
+    """The status of a run; `alive` says whether its newest supervisor is, None when that cannot be known.
+
+    `slurm_job` is what Slurm knows about a run that is on a cluster.
+    """
     job = _json(run.job_file)
     entries = [entry for entry in job.get("attempts") or [] if isinstance(entry, dict)]
     entry: Mapping[str, Any] = entries[-1] if entries else {}
@@ -71,12 +78,15 @@ def read_status(run: RunDir, alive: bool | None, now: datetime) -> RunStatus:
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     own_metrics = [record for record in metrics if record.get("attempt") == attempt]
     state = _state(attempt, end, alive, events, bool(own_metrics))
+    reason = end.get("reason")
+    if slurm_job is not None and (not end or end.get("action") == "requeue"):
+        state, reason = _slurm_state(state, reason, slurm_job, "started_at" in entry)
     metrics_age_s = seconds_between(last.get("time"), now)
     return RunStatus(
         name=str(job.get("name") or run.name),
         run_dir=str(run.path),
         state=state,
-        reason=end.get("reason"),
+        reason=reason,
         attempt=attempt,
         job_id=entry.get("job_id"),
         host=entry.get("host"),
@@ -119,6 +129,16 @@ def _state(
     if "signal" in names:
         return "stopping"
     return "running" if has_metrics or "first_step" in names else "starting"
+
+
+def _slurm_state(state: str, reason: str | None, job: JobInfo, was_started: bool) -> tuple[str, str | None]:
+    """State and reason of an attempt that has not written its end, with what Slurm says about its job."""
+    if job.state.is_waiting:
+        return ("requeueing" if was_started else "pending"), job.sentence or None
+    if job.is_terminal:
+        ended = job.sentence or f"Slurm says {job.slurm_state}"
+        return ("cancelled" if job.state is JobState.CANCELLED else "died"), ended
+    return state, reason
 
 
 def _val_loss(events: Iterable[Mapping[str, Any]]) -> float | None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainkit.errors import UsageError
+from trainkit.plan.slurm_request import SlurmRequest
 
 PLAN_VERSION = 1
 
@@ -53,18 +54,41 @@ class LaunchPlan:
     batch: Batch
     lr: float
     """Peak learning rate after scaling."""
-    threads_per_worker: int
+    threads_per_worker: int | None
+    """None leaves it to the node: the cores that a worker finds there."""
     grace_s: float
     """Seconds between a stop signal and the moment when the job must be gone."""
     reasons: dict[str, str]
     """For each derived value, one sentence that says where it came from."""
+    per: str = "node"
+    """What a Slurm task stands for: ``gpu`` (one worker) or ``node`` (all workers of a node)."""
     command: tuple[str, ...] | None = None
-    """The argv of a worker; None is the built-in trainer."""
+    """What takes the place of the built-in trainer."""
+    launcher: str = "python"
+    """What starts the processes of `command`: ``python`` one a rank, ``torchrun`` and others one a node."""
+    python: tuple[str, ...] | None = None
+    """The interpreter that `launcher` runs with; None is that of the agent."""
+    slurm: SlurmRequest | None = None
+    """What is asked of Slurm; None for a local job."""
+    node_sizes: tuple[int, ...] | None = None
+    """Workers of each node where they differ; `workers_per_node` is then the largest."""
     version: int = PLAN_VERSION
 
     @property
     def world_size(self) -> int:
+        if self.node_sizes is not None:
+            return sum(self.node_sizes)
         return self.num_nodes * self.workers_per_node
+
+    def workers_of(self, node_rank: int) -> int:
+        """How many workers a node has."""
+        return self.workers_per_node if self.node_sizes is None else self.node_sizes[node_rank]
+
+    def first_rank_of(self, node_rank: int) -> int:
+        """The lowest rank of a node."""
+        if self.node_sizes is not None:
+            return sum(self.node_sizes[:node_rank])
+        return node_rank * self.workers_per_node
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "world_size": self.world_size}
@@ -84,6 +108,9 @@ class LaunchPlan:
             )
         fields["layout"] = Layout(**fields["layout"])
         fields["batch"] = Batch(**fields["batch"])
-        if fields.get("command") is not None:
-            fields["command"] = tuple(fields["command"])
+        for name in ("command", "python", "node_sizes"):
+            if fields.get(name) is not None:
+                fields[name] = tuple(fields[name])
+        if fields.get("slurm") is not None:
+            fields["slurm"] = SlurmRequest.from_dict(fields["slurm"])
         return cls(**fields)

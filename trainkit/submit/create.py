@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from shlex import quote
 
@@ -68,17 +69,29 @@ def config_text(loaded: LoadedConfig) -> str:
     return dump_effective(loaded.config)
 
 
+def future_run(name: str, run_dir: Path | None) -> RunDir:
+    """The run that `create_run` would make now; nothing is written."""
+    if run_dir is not None:
+        return RunDir(run_dir)
+    return RunDir(next(folder for folder in _folders(Path(RUNS_FOLDER), name) if not folder.exists()))
+
+
+def _folders(parent: Path, name: str) -> Iterator[Path]:
+    yield parent / name
+    for number in itertools.count(2):
+        yield parent / f"{name}-{number}"
+
+
 def _new_folder(parent: Path, name: str) -> Path:
     """`parent/name`, or the first of `name-2`, `name-3`, … that nobody has taken."""
     parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        folder = parent / (name if number == 1 else f"{name}-{number}")
+    for folder in _folders(parent, name):
         try:
             folder.mkdir(mode=0o700)
             return folder
         except FileExistsError:
-            number += 1
+            continue
+    raise AssertionError("numbers do not end")
 
 
 def _empty_folder(folder: Path) -> Path:

@@ -56,7 +56,7 @@ def run_worker(attempt: AttemptDir, stop: StopRequest) -> int:
             f"the plan has {plan.world_size} ranks, but WORLD_SIZE is {env.world_size}",
             exit_code=EXIT_NO_RESTART,
         )
-    if "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ and plan.threads_per_worker is not None:
         torch.set_num_threads(plan.threads_per_worker)
     set_determinism(config.train.deterministic)
     device = select_device(plan.device, env.local_rank)

@@ -1,0 +1,52 @@
+"""How an attempt ended: judged by its exit codes and what was asked of it, and written down."""
+
+from __future__ import annotations
+
+import signal
+
+from trainkit.config import read_effective
+from trainkit.job.decision import COMEBACK_SIGNAL, Decision, decide
+from trainkit.job.failures import agent_verdict, find_verdict
+from trainkit.job.outcome import Outcome
+from trainkit.job.record import find_entry, num_comebacks
+from trainkit.rundir import AttemptDir, log_event, utc_now, write_json
+
+
+def judge(attempt: AttemptDir, outcome: Outcome) -> Decision:
+    """What happens after an attempt that ended so."""
+    maximum = read_effective(attempt.config_file).requeue.max
+    entry = find_entry(attempt.run, attempt.number)
+    request = outcome.request
+    if request == COMEBACK_SIGNAL and entry is not None and "cancelled_at" in entry:
+        request = signal.SIGTERM.name
+    return decide(outcome.exit_codes, request, num_comebacks(attempt.run), maximum, outcome.out_of_time)
+
+
+def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None:
+    """Write down how the attempt ended: verdict, end.json, events."""
+    run, number = attempt.run, attempt.number
+    verdict = None
+    if decision.action == "failed":
+        verdict = find_verdict(attempt) or agent_verdict(outcome.first_failure, decision.reason)
+    state: str = "stopped" if decision.action == "requeue" else decision.action
+    entry = find_entry(run, number)
+    if state != "finished" and entry is not None and "cancelled_at" in entry:
+        state = "cancelled"
+    # The one file that tells how it ended comes first; the events follow from it.
+    write_json(
+        attempt.end_file,
+        {
+            "state": state,
+            "action": decision.action,
+            "exit_code": decision.exit_code,
+            "reason": decision.reason,
+            "verdict": verdict,
+            "time": utc_now(),
+        },
+    )
+    if verdict is not None:
+        log_event(run, number, "rank_failed", **{key: verdict[key] for key in verdict if key != "time"})
+    if outcome.request == COMEBACK_SIGNAL:
+        log_event(run, number, "requeue_decision", action=decision.action, reason=decision.reason)
+    event = "finished" if state == "finished" else "stopped"
+    log_event(run, number, event, state=state, exit_code=decision.exit_code, reason=decision.reason)

@@ -1,0 +1,82 @@
+"""The network interface between nodes: which one leads to the others, and what NCCL and gloo are told."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainkit.errors import UsageError
+
+PRESETS = ("auto", "ib", "socket", "debug")
+SIOCGIFADDR = 0x8915
+DISCARD_PORT = 9
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]:
+    """Variables for a preset or a named interface, and one sentence about them.
+
+    `peer` is another host of the job; None when all ranks are on this one.
+    Raises UsageError when a named interface does not exist on this host.
+    """
+    if preset not in PRESETS:
+        names = [name for _, name in socket.if_nameindex()]
+        if preset not in names:
+            raise UsageError(
+                f"launch.network is {preset}, and {socket.gethostname()} has no such interface",
+                hint=f"it has {', '.join(names)}; presets are {', '.join(PRESETS)}",
+            )
+        return _interface(preset), f"interface {preset}: launch.network names it"
+    if peer is None:
+        return {"GLOO_SOCKET_IFNAME": "lo"}, "interface lo: all ranks are on this host"
+    name = interface_to(peer)
+    environ = {} if name is None else _interface(name)
+    said = (
+        f"interface {name}: it leads to {peer}" if name else f"no interface chosen: none is known to {peer}"
+    )
+    if preset == "ib":
+        if not INFINIBAND.is_dir() or not any(INFINIBAND.iterdir()):
+            raise UsageError(
+                f"launch.network is ib, and {socket.gethostname()} has no InfiniBand device",
+                hint="launch.network: socket uses the ordinary network",
+            )
+        return {**environ, "NCCL_IB_DISABLE": "0"}, f"{said}; InfiniBand for NCCL"
+    if preset == "socket":
+        return {**environ, "NCCL_IB_DISABLE": "1"}, f"{said}; NCCL uses sockets only"
+    if preset == "debug":
+        debug = {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"}
+        return {**environ, **debug}, f"{said}; NCCL and torch.distributed tell what they do"
+    return environ, said
+
+
+def _interface(name: str) -> dict[str, str]:
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
+def interface_to(host: str) -> str | None:
+    """The interface over which packets to a host leave; None when it cannot be told."""
+    try:
+        found = socket.getaddrinfo(host, DISCARD_PORT, socket.AF_INET, socket.SOCK_DGRAM)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(found[0][4])  # chooses a route; nothing is sent
+            address = probe.getsockname()[0]
+    except OSError:
+        return None
+    return addresses().get(address)
+
+
+def addresses() -> Mapping[str, str]:
+    """IPv4 address -> name of the interface that has it."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no IPv4 address
+            found[socket.inet_ntoa(answer[20:24])] = name
+    return found

@@ -1,0 +1,83 @@
+"""One attempt of a Slurm job as its supervisor sees it: the step that holds all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from trainkit.job import children
+from trainkit.job.agent import KILL_MARGIN_S
+from trainkit.job.crew import PEER_S, Crew
+from trainkit.job.decision import COMEBACK_SIGNAL
+from trainkit.job.outcome import Outcome
+from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir, read_jsonl
+
+LOOK_EVERY_S = 1.0
+SRUN = 0
+
+
+class StepWatch(Crew):
+    """The srun of one attempt.
+
+    srun ends the whole step at once on SIGTERM and SIGINT, and passes SIGUSR2 on to the tasks; so a notice
+    for the ranks travels as SIGUSR2, whatever its name was here.
+    """
+
+    look_every_s = LOOK_EVERY_S
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, step: Sequence[str]) -> None:
+        super().__init__()
+        self.attempt = attempt
+        self.plan = plan
+        self.step = step
+        self.outcome = Outcome()
+        self._failed_s: float | None = None
+
+    def start(self) -> None:
+        environ = {
+            **os.environ,
+            RUN_DIR_VARIABLE: str(self.attempt.run.path),
+            ATTEMPT_VARIABLE: str(self.attempt.number),
+        }
+        with self.attempt.supervisor_log.open("ab") as log:
+            self.running[SRUN] = children.start_child(
+                self.step, environ=environ, output=log, keeps_mask=False
+            )
+
+    def tell(self, received: signal.Signals) -> None:
+        os.kill(self.running[SRUN].pid, signal.SIGUSR2)
+
+    def told(self, received: signal.Signals) -> None:
+        if self.outcome.request in (None, COMEBACK_SIGNAL):
+            self.outcome.request = received.name
+        self.end_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
+
+    def look_around(self) -> None:
+        """End the step when a rank has failed: its peers may wait for it in a collective for ever."""
+        if self._failed_s is None:
+            if any(self.attempt.errors_dir.glob("rank-*.json")):
+                self._failed_s = time.monotonic()
+        elif time.monotonic() > self._failed_s + PEER_S and SRUN in self.running:
+            os.kill(self.running[SRUN].pid, signal.SIGTERM)
+            self._failed_s = float("inf")
+            self.end_within(KILL_MARGIN_S)
+
+    def lost(self, rank: int, code: int, killed: bool) -> None:
+        self.outcome.ends.append((rank, code))
+        self.outcome.out_of_time = killed and self.outcome.request is not None
+        if self.outcome.request is None:
+            self.outcome.request = self._signal_of_the_ranks()
+
+    def _signal_of_the_ranks(self) -> str | None:
+        """The notice that Slurm gave to the tasks alone; the first agent wrote it down."""
+        names = [
+            event.get("signal")
+            for event in read_jsonl(self.attempt.run.events_file)
+            if event.get("event") == "signal" and event.get("attempt") == self.attempt.number
+        ]
+        strongest = [name for name in names if name != COMEBACK_SIGNAL] or names
+        return str(strongest[0]) if strongest else None

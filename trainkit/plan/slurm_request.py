@@ -1,0 +1,146 @@
+"""What a job asks of Slurm, as the long options of sbatch and srun."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainkit.config.schema import RunConfig
+
+Value = str | int | bool
+Options = dict[str, Value]
+
+SBATCH_KEYS = {
+    "time": "resources.time",
+    "partition": "resources.partition",
+    "account": "resources.account",
+    "qos": "resources.qos",
+    "constraint": "resources.constraint",
+    "exclude": "resources.exclude",
+    "reservation": "resources.reservation",
+    "mem": "resources.mem",
+    "comment": "resources.comment",
+    "mail-user": "resources.mail_user",
+    "mail-type": "resources.mail_type",
+    "nodes": "resources.nodes",
+    "ntasks-per-node": "resources.gpus_per_node",
+    "ntasks": "resources.gpus_per_node",
+    "gpus-per-node": "resources.gpus_per_node",
+    "gres": "resources.gpus_per_node",
+    "gpus": "resources.gpus_per_node",
+    "gpus-per-task": "resources.gpus_per_node",
+    "cpus-per-task": "resources.cpus_per_gpu",
+    "job-name": "name",
+    "signal": "requeue.signal",
+    "requeue": "requeue.on",
+    "no-requeue": "requeue.on",
+    "array": "--array",
+    "dependency": "--after",
+}
+"""Options that stand for a key of the config, and so are refused in `resources.extra`."""
+
+OWN_OPTIONS = (
+    "output",
+    "error",
+    "open-mode",
+    "chdir",
+    "wrap",
+    "parsable",
+    "test-only",
+    "export-file",
+    "input",
+)
+"""Options that the job needs as they are."""
+
+SRUN_OWN = (
+    *("nodes", "ntasks", "ntasks-per-node", "output", "error", "input", "kill-on-bad-exit", "wait"),
+    *("chdir", "pty", "multi-prog", "label", "jobid", "overlap", "signal"),
+)
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """The options of one job, in the order in which a reader looks for them."""
+
+    sbatch: Options = field(default_factory=dict)
+    """By long name; True stands for an option without a value."""
+    srun: Options = field(default_factory=dict)
+    """Of the step that starts the ranks."""
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> SlurmRequest:
+        """The request that `dataclasses.asdict` wrote."""
+        return cls(dict(value["sbatch"]), dict(value["srun"]))
+
+
+def make_request(
+    config: RunConfig,
+    *,
+    tasks_per_node: int,
+    cpus_per_task: int | None,
+    gpus_per_node: int | None,
+    gpu_option: str,
+    lead_s: int,
+) -> SlurmRequest:
+    """The request of a config.
+
+    `gpu_option` is how the cluster wants GPUs to be asked for: ``gpus-per-node`` or ``gres``. `lead_s` is how
+    many seconds before the time limit the job is told.
+    """
+    resources = config.resources
+    sbatch: Options = {
+        "job-name": config.name,
+        "nodes": resources.nodes,
+        "ntasks-per-node": tasks_per_node,
+    }
+    if cpus_per_task is not None:
+        sbatch["cpus-per-task"] = cpus_per_task
+    if gpus_per_node is not None:
+        kind = "" if resources.gpu_type is None else f"{resources.gpu_type}:"
+        prefix = "gpu:" if gpu_option == "gres" else ""
+        sbatch[gpu_option] = f"{prefix}{kind}{gpus_per_node}"
+    for option, key in SBATCH_KEYS.items():
+        section, _, name = key.partition(".")
+        if (
+            section == "resources"
+            and option not in sbatch
+            and name not in ("nodes", "gpus_per_node", "cpus_per_gpu")
+        ):
+            value = getattr(resources, name)
+            if value is not None and option != "comment":
+                sbatch[option] = value
+    sbatch["signal"] = f"{config.requeue.signal}@{lead_s}"
+    sbatch["requeue"] = True
+    sbatch |= resources.extra
+    srun: Options = {
+        "nodes": resources.nodes,
+        "ntasks": resources.nodes * tasks_per_node,
+        "ntasks-per-node": tasks_per_node,
+        "kill-on-bad-exit": 0,
+        "wait": 0,
+        **config.launch.srun_extra,
+    }
+    return SlurmRequest(sbatch, srun)
+
+
+def reserved_options(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """(key, message, hint) for every free option that says what another key or trainkit itself says."""
+    for option in config.resources.extra:
+        key = f"resources.extra.{option}"
+        if option in SBATCH_KEYS:
+            yield key, "is said by a key of its own", f"use {SBATCH_KEYS[option]}"
+        elif option in OWN_OPTIONS:
+            yield key, "is set by trainkit, which relies on it", "leave it out"
+    for option in config.launch.srun_extra:
+        if option in SRUN_OWN:
+            yield f"launch.srun_extra.{option}", "is set by trainkit, which relies on it", "leave it out"
+
+
+def option_argv(options: Options) -> list[str]:
+    """Options as a program takes them: ``--nodes=2``; False leaves one out."""
+    return [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in options.items()
+        if value is not False
+    ]

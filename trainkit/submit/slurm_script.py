@@ -1,0 +1,65 @@
+"""The batch script of a Slurm job: a function of the plan, the config and where the run is."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit import __version__
+from trainkit.config import RunConfig
+from trainkit.job.interpreter import PYTHON_OPTIONS
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
+from trainkit.rundir import RunDir
+from trainkit.submit.template_engine import Rendered, render
+
+TEMPLATE = "submit.sbatch.j2"
+
+
+def job_mark(run: RunDir, attempt: int) -> str:
+    """A word that the job of one attempt has in its comment and no other job has."""
+    return (
+        "trainkit:"
+        + hashlib.sha256(f"{run.path}/{attempt}".encode(errors="surrogateescape")).hexdigest()[:16]
+    )
+
+
+def script_for(
+    run: RunDir, attempt: int, plan: LaunchPlan, config: RunConfig, cwd: Path, code: Mapping[str, Any] | None
+) -> Rendered:
+    """The script that Slurm gets for an attempt; `cwd` is where the run was submitted.
+
+    `code` is what is known about the snapshot of the code; None when there is none.
+    Templates below `cwd` come before the shipped ones. Raises UsageError for what a script cannot hold.
+    """
+    assert plan.slurm is not None
+    python = (sys.executable, *PYTHON_OPTIONS)
+    agent = (*python, "-m", "trainkit.job.agent", str(run.path))
+    context = {
+        "version": __version__,
+        "summary": _summary(run, plan),
+        "directives": directives(run, attempt, plan.slurm),
+        "workdir": str(cwd),
+        "run_dir": str(run.path),
+        "per": plan.per,
+        "step": ["srun", *option_argv(plan.slurm.srun), *agent],
+        "supervisor": (*python, "-m", "trainkit.job.batch"),
+    }
+    return render(TEMPLATE, context, cwd)
+
+
+def directives(run: RunDir, attempt: int, request: SlurmRequest) -> Options:
+    """The options of the `#SBATCH` lines by name; True stands for one without a value."""
+    comment = " ".join(filter(None, (job_mark(run, attempt), str(request.sbatch.get("comment") or ""))))
+    log = str(run.attempt(attempt).supervisor_log).replace("%", "%%")
+    options = {**request.sbatch, "comment": comment, "output": log, "open-mode": "append"}
+    return {name: value for name, value in options.items() if value is not False}
+
+
+def _summary(run: RunDir, plan: LaunchPlan) -> str:
+    nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
+    each = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
+    return f"{run.name}: {nodes} with {each} each, one Slurm task a {plan.per}"

@@ -1,0 +1,33 @@
+"""Starts the next attempt of a run with the backend that its plan names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainkit.config import RunConfig, dump_effective
+from trainkit.job.record import next_attempt_number, read_job
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import RunDir
+from trainkit.submit import local
+from trainkit.submit.create import plan_text
+
+
+def start_attempt(
+    run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str, foreground: bool = False
+) -> dict[str, Any]:
+    """Start a run's next attempt and give its job.json entry; call with the run's lock held.
+
+    `reason` is one of ``submit run requeue resume``; `foreground` is for local runs only.
+    """
+    if plan.backend == "local":
+        return local.start_attempt(run, dump_effective(config), plan_text(plan), reason, foreground)
+    # Slurm's side is loaded only here: a local start does not pay for it.
+    from trainkit.submit.slurm_backend import start_slurm_attempt
+    from trainkit.submit.slurm_script import script_for
+
+    job = read_job(run)
+    script = script_for(
+        run, next_attempt_number(run), plan, config, Path(str(job["cwd"])), job.get("code")
+    ).text
+    return start_slurm_attempt(run, dump_effective(config), plan_text(plan), script, reason, plan.backend)

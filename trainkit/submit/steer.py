@@ -1,0 +1,196 @@
+"""Steers the job of a run, whoever carries it: a supervisor on this machine, or Slurm."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from shlex import quote
+from typing import Any
+
+from trainkit.errors import SlurmError, TrainkitError, UsageError
+from trainkit.job.record import Liveness, is_leaving, is_slurm, newest_entry
+from trainkit.job.record import liveness as local_liveness
+from trainkit.rundir import RunDir, log_event, utc_now, write_json
+from trainkit.slurm.control import Receiver, cancel, send_signal
+from trainkit.slurm.jobs import JobInfo, query_jobs
+from trainkit.slurm.states import JobState
+from trainkit.submit import local
+
+ASK_EVERY_S = 10.0
+"""Slurm's controller answers a whole cluster: a command that waits asks no more often."""
+ASK_SOON_S = 1.0
+
+
+def slurm_job(entry: Mapping[str, Any]) -> JobInfo | None:
+    """What Slurm knows about the job of an entry; None when it has forgotten it."""
+    job_id = str(entry["job_id"])
+    return query_jobs([job_id], with_accounting=False).get(job_id)
+
+
+def liveness(entry: Mapping[str, Any]) -> Liveness:
+    """Whether the job of an entry is there: running, or waiting to run."""
+    if not is_slurm(entry):
+        return local_liveness(entry)
+    job = slurm_job(entry)
+    # What squeue does not list does not run, whatever became of it.
+    return Liveness.ALIVE if is_there(job) else Liveness.GONE
+
+
+def is_there(job: JobInfo | None) -> bool:
+    """Whether Slurm has the job in its queue, running or not."""
+    return job is not None and not job.is_terminal and job.state is not JobState.UNKNOWN
+
+
+@dataclass(frozen=True)
+class Look:
+    """What can be seen of a run's newest job from here."""
+
+    alive: bool | None
+    """None when this host cannot know."""
+    job: JobInfo | None = None
+    """What Slurm knows; None for a local run, and when Slurm cannot be asked."""
+
+
+def look_at(runs: Sequence[RunDir], warn: Callable[[str], None]) -> list[Look]:
+    """A look at each run, with one question to Slurm for all of them; a Slurm that is away is warned of."""
+    entries = [newest_entry(run) for run in runs]
+    ids = [str(entry["job_id"]) for entry in entries if entry is not None and is_slurm(entry)]
+    jobs: dict[str, JobInfo] | None = {}
+    if ids:
+        try:
+            jobs = query_jobs(ids)
+        except TrainkitError as error:
+            jobs = None
+            warn(f"{error.message}: what Slurm does with {len(ids)} of these runs is not known")
+    return [_look(entry, jobs) for entry in entries]
+
+
+def _look(entry: Mapping[str, Any] | None, jobs: Mapping[str, JobInfo] | None) -> Look:
+    if entry is None:
+        return Look(None)
+    if not is_slurm(entry):
+        return Look(
+            {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}[local_liveness(entry)]
+        )
+    if jobs is None:
+        return Look(None)
+    job = jobs.get(str(entry["job_id"]))
+    return Look(is_there(job), job)
+
+
+def live_entry(run: RunDir, what: str) -> dict[str, Any] | None:
+    """The newest attempt's entry when its job is there, None when it has ended.
+
+    Raises UsageError when this host cannot know; `what` is the command that needs to.
+    """
+    entry = newest_entry(run)
+    if entry is None or not is_slurm(entry):
+        return local.live_entry(run, what)
+    return entry if liveness(entry) is Liveness.ALIVE else None
+
+
+def refuse_live(run: RunDir, what: str) -> None:
+    """Raise UsageError when the run has a job that runs or waits."""
+    entry = live_entry(run, what)
+    if entry is not None:
+        raise UsageError(
+            f"{run.path} is running as {entry['job_id']}",
+            hint=f"`trainkit cancel {quote(str(run.path))}` ends it; "
+            f"`trainkit requeue {quote(str(run.path))}` saves and starts it again",
+        )
+
+
+def tell(run: RunDir, entry: Mapping[str, Any], number: signal.Signals) -> str:
+    """Ask a job to save and end (SIGTERM) or to save and come back (SIGUSR2).
+
+    Gives what was done: ``told``; ``cancelled`` or ``waiting`` for one that had not started.
+    """
+    if not is_slurm(entry):
+        local.send(dict(entry), number)
+        return "told"
+    job = slurm_job(entry)
+    if job is not None and job.state.is_waiting:
+        if number == signal.SIGUSR2:
+            return "waiting"
+        cancel([str(entry["job_id"])])
+        write_cancelled(run, entry, "cancelled before it started")
+        return "cancelled"
+    send_signal([str(entry["job_id"])], number.name, Receiver.STEPS)
+    return "told"
+
+
+def kill(run: RunDir, entry: Mapping[str, Any]) -> None:
+    """End a job at once, without saving, and write down that it was."""
+    if not is_slurm(entry):
+        local.kill_job(run, dict(entry))
+        return
+    job_id = str(entry["job_id"])
+    with contextlib.suppress(UsageError):
+        send_signal([job_id], "KILL", Receiver.ALL)
+    cancel([job_id])
+    write_cancelled(run, entry, "killed by cancel --now")
+
+
+def write_cancelled(run: RunDir, entry: Mapping[str, Any], reason: str) -> None:
+    """Write the end of an attempt whose supervisor cannot do it."""
+    attempt = run.attempt(entry["attempt"])
+    end = {
+        "state": "cancelled",
+        "action": "stopped",
+        "exit_code": 137,
+        "reason": reason,
+        "verdict": None,
+        "time": utc_now(),
+    }
+    write_json(attempt.end_file, end)
+    log_event(run, attempt.number, "stopped", state="cancelled", exit_code=137, reason=reason)
+
+
+def wait_until_gone(run: RunDir, entry: Mapping[str, Any], timeout_s: float) -> bool:
+    """Whether the job has ended within the time."""
+    if not is_slurm(entry):
+        return local.wait_until_gone(dict(entry), timeout_s)
+    deadline_s = time.monotonic() + timeout_s
+    while not is_leaving(run, entry) and liveness(entry) is Liveness.ALIVE:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(ASK_SOON_S)
+    return True
+
+
+def life_watch(run: RunDir, say: Callable[[str], None] = lambda text: None) -> Callable[[], bool | None]:
+    """A function that tells whether a run's newest job is there, for asking often; None when unknown.
+
+    Slurm is asked every `ASK_EVERY_S` at most, and what a waiting job waits for is said when it changes.
+    """
+    asked_s, alive, said = float("-inf"), None, ""
+
+    def ask() -> bool | None:
+        nonlocal asked_s, alive, said
+        entry = newest_entry(run)
+        if entry is None:
+            return None
+        if not is_slurm(entry):
+            return {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}[local_liveness(entry)]
+        waits = said != "" or alive is None
+        if time.monotonic() - asked_s < (ASK_SOON_S if waits and asked_s < 0 else ASK_EVERY_S):
+            return alive
+        asked_s = time.monotonic()
+        try:
+            job = slurm_job(entry)
+        except SlurmError as error:
+            if str(error) != said:
+                said = str(error)
+                say(f"{error.message}; asking again")
+            return alive
+        alive = is_there(job)
+        words = job.sentence if job is not None and job.state.is_waiting else ""
+        if words and words != said:
+            say(f"{entry['job_id']} waits: {words}")
+        said = words
+        return alive
+
+    return ask
