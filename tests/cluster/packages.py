@@ -1,0 +1,108 @@
+"""The Debian packages of a cluster: what is missing, and installing just that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.cluster.daemons import path_with_sbin
+
+PROGRAMS = {
+    "slurmctld": ("slurmctld",),
+    "slurmd": ("slurmd",),
+    "slurmdbd": ("slurmdbd",),
+    "slurm-client": ("sbatch", "srun", "sacct", "sacctmgr", "scontrol"),
+    "munge": ("munged", "munge"),
+    "mariadb-server": ("mariadbd", "mariadb-install-db", "mariadb"),
+    "iproute2": ("ip",),
+    "util-linux": ("unshare", "nsenter", "mount"),
+}
+"""The programs of each package: where they are there, it does not matter who brought them."""
+POLICY = Path("/usr/sbin/policy-rc.d")
+INSTALL_TIMEOUT_S = 600
+
+
+class NotPossible(Exception):
+    """A cluster cannot run on this machine; `hint` says what would help."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(what)
+        self.hint = hint
+
+
+def missing() -> list[str]:
+    """The packages of which a program is not there, in a fixed order."""
+    path = path_with_sbin()
+    return [
+        package
+        for package, programs in PROGRAMS.items()
+        if not all(shutil.which(program, path=path) for program in programs)
+    ]
+
+
+def require() -> None:
+    """Raise NotPossible unless a cluster can be started now."""
+    if os.geteuid() != 0:
+        raise NotPossible(
+            "only root can start a cluster: it takes network namespaces", "type: sudo make cluster"
+        )
+    if packages := missing():
+        raise NotPossible(
+            f"{_listed(packages)} not installed",
+            f"type: apt-get update && apt-get install --no-install-recommends {' '.join(packages)}",
+        )
+
+
+def install_missing() -> None:
+    """Install what is missing and say so; no daemon is started. Raises NotPossible."""
+    packages = missing()
+    if os.geteuid() != 0 or (packages and shutil.which("apt-get") is None):
+        require()
+    if not packages:
+        return
+    print(f"installing {' '.join(packages)}, for the tests on a Slurm cluster", file=sys.stderr)
+    with no_daemons_started():
+        # The lists of a fresh image are empty and those of an old one name files that are gone.
+        if not _apt_get("install", *packages) and not (_apt_get("update") and _apt_get("install", *packages)):
+            raise NotPossible(
+                f"{_listed(packages)} not installed, and apt-get fails", "see what it said above"
+            )
+    require()
+
+
+@contextlib.contextmanager
+def no_daemons_started(policy: Path = POLICY) -> Iterator[None]:
+    """Debian starts a daemon when its package is installed, unless this file forbids it."""
+    if policy.exists():
+        yield
+        return
+    policy.write_text("#!/bin/sh\nexit 101\n")
+    policy.chmod(0o755)
+    try:
+        yield
+    finally:
+        policy.unlink()
+
+
+def _apt_get(*args: str) -> bool:
+    options = ("--yes", "--quiet", "--no-install-recommends", "-o=Dpkg::Use-Pty=0")
+    done = subprocess.run(
+        ["apt-get", *options, *args],
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive", "PATH": path_with_sbin()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=INSTALL_TIMEOUT_S,
+    )
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+    return done.returncode == 0
+
+
+def _listed(packages: Sequence[str]) -> str:
+    return f"{', '.join(packages)} {'is' if len(packages) == 1 else 'are'}"

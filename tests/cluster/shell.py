@@ -1,0 +1,76 @@
+"""`make cluster`: a person's shell in a cluster that goes away with it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+from tests.cluster import cluster as clusters
+from tests.cluster.cluster import Cluster
+from tests.cluster.processes import Pid
+
+WELCOME = """
+A Slurm cluster of {num} hosts, up after {seconds:.1f} s; this machine is its login node, you are root.
+
+  sinfo                                        hosts and partitions: low (default), high preempts it, debug
+  srun -N4 --ntasks-per-node=2 hostname        eight tasks on four hosts
+  trainkit --help                              all of trainkit
+  {mine} run --host 2 -- ps -e
+  {mine} --help             more
+
+Leave with `exit` or Ctrl-D: the cluster and all its jobs go away. Its folder, with all logs: {folder}
+"""
+
+
+def in_own_cluster(accounting: bool, options: Mapping[str, str]) -> int:
+    """Start a cluster, run $SHELL in it, take it away; returns the shell's exit code.
+
+    A closed terminal and SIGTERM take it away too.
+    """
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, _leave)
+    began = time.monotonic()
+    print("starting a Slurm cluster …", file=sys.stderr)
+    cluster = clusters.up(None, accounting, options, owner=Pid.of(os.getpid()))
+    try:
+        mine = f"{shlex.quote(sys.executable)} -m tests.cluster"
+        seconds = time.monotonic() - began
+        print(WELCOME.format(num=len(cluster.hosts), seconds=seconds, folder=cluster.folder, mine=mine))
+        # Ctrl-C is for what runs in the shell.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        shell = subprocess.Popen(
+            _command(cluster),
+            env=_environ(cluster),
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        return shell.wait()
+    finally:
+        print("taking the cluster away …", file=sys.stderr)
+        cluster.down()
+
+
+def _command(cluster: Cluster) -> list[str]:
+    """The shell, and with bash a prompt that says where one is."""
+    program = os.environ.get("SHELL") or "/bin/sh"
+    if Path(program).name != "bash":
+        return [program]
+    rc = cluster.folder / "etc/bashrc"
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in cluster.variables.items())
+    # The person's own file may set PATH and the prompt again.
+    rc.write_text(f'[ -e ~/.bashrc ] && . ~/.bashrc\n{exports}PS1="({cluster.name}) $PS1"\n')
+    return [program, "--rcfile", str(rc)]
+
+
+def _environ(cluster: Cluster) -> dict[str, str]:
+    return {**cluster.environ, "PS1": f"({cluster.name}) $ "}
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
