@@ -1,0 +1,252 @@
+"""What this cluster offers, asked in a handful of calls: partitions, nodes, accounts, containers."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainkit.errors import TrainkitError
+from trainkit.slurm.client import QUERY_TIMEOUT_S, SlurmUnreachable, plain_environ, query, run_slurm
+from trainkit.slurm.control import Version, parse_version, show_config
+from trainkit.slurm.records import FIELD, RECORD, records, seconds_of
+
+_NODE_FIELDS = ("%R", "%D", "%c", "%m", "%T", "%N", "%G", "%f")
+_TOKEN = re.compile(r"(?P<name>\w+)=(?P<value>\S*)")
+_GPU = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:()]+))?(?::no_consume)?:(?P<count>\d+)(?:\([^)]*\))?")
+_OUT_OF_SERVICE = re.compile(r"down|drain|fail|maint|unk|power(?:ed_down|ing_down)|reboot", re.IGNORECASE)
+_MODULE_SIGNS = ("MODULESHOME", "LMOD_CMD", "BASH_FUNC_module%%")
+_MODULE_FILES = (Path("/etc/profile.d/lmod.sh"), Path("/etc/profile.d/modules.sh"))
+_CONTAINER_PROGRAMS = ("apptainer", "singularity", "enroot")
+_ASSOCIATION_FIELDS = "DefaultAccount,Account,Partition,QOS,DefaultQOS"
+_ACCOUNTING_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """Nodes of a partition that are alike."""
+
+    count: int
+    in_service: int
+    """How many of them can run jobs now or later, because they are not down or drained."""
+    cpus: int
+    memory_mib: int
+    gpus: dict[str, int]
+    """How many GPUs a node has, by type; the type is empty where the site names none."""
+    features: tuple[str, ...]
+    hosts: str
+    """As a host list."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all types a node."""
+        return sum(self.gpus.values())
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What a partition allows. None means without limit, or for everybody."""
+
+    name: str
+    is_default: bool
+    is_up: bool
+    max_time_s: int | None
+    default_time_s: int | None
+    """The time limit of a job that asks for none; None where that is `max_time_s`."""
+    max_nodes: int | None
+    num_nodes: int
+    allowed_accounts: tuple[str, ...] | None
+    allowed_qos: tuple[str, ...] | None
+    allowed_groups: tuple[str, ...] | None
+    denied_accounts: tuple[str, ...]
+    denied_qos: tuple[str, ...]
+    preempt_mode: str
+    """OFF, REQUEUE, CANCEL, SUSPEND, …: what happens to its jobs when others need the nodes."""
+    grace_s: int
+    """How long a job has after it is told that it is preempted."""
+    node_types: tuple[NodeType, ...] = ()
+
+    @property
+    def max_gpus_per_node(self) -> int:
+        """The GPUs of its largest nodes."""
+        return max((kind.num_gpus for kind in self.node_types), default=0)
+
+
+@dataclass(frozen=True)
+class Association:
+    """An account that this user may charge, and with what."""
+
+    account: str
+    is_default: bool
+    partition: str
+    """Empty for any partition."""
+    qos: tuple[str, ...]
+    default_qos: str
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """What was found out about a cluster."""
+
+    name: str
+    version: Version
+    """Of the controller."""
+    max_array_size: int
+    requeues_by_default: bool
+    partitions: tuple[Partition, ...]
+    """The default one first, then in Slurm's order."""
+    associations: tuple[Association, ...] | None
+    """None where there is no accounting or it does not answer."""
+    has_pyxis: bool
+    containers: tuple[str, ...]
+    """Which of apptainer, singularity and enroot are on PATH here; compute nodes may have others."""
+    has_modules: bool
+    config: dict[str, str] = field(repr=False)
+    """`scontrol show config` in full."""
+
+    def partition(self, name: str | None) -> Partition | None:
+        """The partition of this name, or the default one; None when there is none."""
+        for partition in self.partitions:
+            if partition.name == name or (name is None and partition.is_default):
+                return partition
+        return None
+
+
+def has_slurm(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this machine belongs to a cluster: sbatch is there and finds a configuration.
+
+    A cluster whose controller is away is one. Takes one local command.
+    """
+    path = None if environ is None else environ.get("PATH")
+    if shutil.which("sbatch", path=path) is None:
+        return False
+    try:
+        run_slurm(["sbatch", "--version"], _ACCOUNTING_TIMEOUT_S, environ=environ)
+    except SlurmUnreachable as error:
+        # Without a file Slurm looks for its controller in the DNS, and here it found none there either.
+        return bool(error.stderr) and "DNS SRV lookup failed" not in error.stderr
+    return True
+
+
+def cluster_facts(environ: Mapping[str, str] | None = None, user: str | None = None) -> ClusterFacts:
+    """Asks Slurm's controller three times, accounting once and srun's help once; raises SlurmUnreachable."""
+    environ = os.environ if environ is None else environ
+    config = show_config(environ)
+    layout = FIELD.join(_NODE_FIELDS) + RECORD
+    nodes = query(["sinfo", "--noheader", "--exact", f"--format={layout}"], environ=environ).stdout
+    listing = query(["scontrol", "show", "partition", "--oneliner"], environ=environ).stdout
+    partitions = parse_partitions(listing, parse_node_types(nodes))
+    return ClusterFacts(
+        name=config.get("ClusterName", ""),
+        version=parse_version(config["SLURM_VERSION"]),
+        max_array_size=int(config.get("MaxArraySize", "1001")),
+        requeues_by_default=config.get("JobRequeue", "1") == "1",
+        partitions=tuple(sorted(partitions, key=lambda partition: not partition.is_default)),
+        associations=_associations(config, environ, user),
+        has_pyxis=_has_pyxis(environ),
+        containers=tuple(
+            name for name in _CONTAINER_PROGRAMS if shutil.which(name, path=environ.get("PATH", os.defpath))
+        ),
+        has_modules=any(name in environ for name in _MODULE_SIGNS) or any(map(Path.exists, _MODULE_FILES)),
+        config=config,
+    )
+
+
+def parse_partitions(text: str, node_types: Mapping[str, tuple[NodeType, ...]]) -> list[Partition]:
+    """The lines of `scontrol show partition --oneliner`."""
+    return [
+        _partition({match["name"]: match["value"] for match in _TOKEN.finditer(line)}, node_types)
+        for line in text.splitlines()
+        if line.startswith("PartitionName=")
+    ]
+
+
+def _partition(values: Mapping[str, str], node_types: Mapping[str, tuple[NodeType, ...]]) -> Partition:
+    name = values["PartitionName"]
+    return Partition(
+        name=name,
+        is_default=values.get("Default") == "YES",
+        is_up=values.get("State", "UP") == "UP",
+        max_time_s=seconds_of(values.get("MaxTime", "")),
+        default_time_s=seconds_of(values.get("DefaultTime", "")),
+        max_nodes=_number(values.get("MaxNodes", "")),
+        num_nodes=_number(values.get("TotalNodes", "")) or 0,
+        allowed_accounts=_names(values.get("AllowAccounts", "ALL")),
+        allowed_qos=_names(values.get("AllowQos", "ALL")),
+        allowed_groups=_names(values.get("AllowGroups", "ALL")),
+        denied_accounts=_names(values.get("DenyAccounts", "")) or (),
+        denied_qos=_names(values.get("DenyQos", "")) or (),
+        preempt_mode=values.get("PreemptMode", "OFF"),
+        grace_s=_number(values.get("GraceTime", "")) or 0,
+        node_types=node_types.get(name, ()),
+    )
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _names(text: str) -> tuple[str, ...] | None:
+    return None if text in ("ALL", "(null)") else tuple(name for name in text.split(",") if name)
+
+
+def parse_node_types(text: str) -> dict[str, tuple[NodeType, ...]]:
+    """What sinfo printed, by partition; nodes that differ only in their state are counted together."""
+    merged: dict[str, dict[tuple[object, ...], NodeType]] = {}
+    for partition, count, cpus, memory, state, hosts, gres, features in records(text, len(_NODE_FIELDS)):
+        kinds = merged.setdefault(partition, {})
+        key = (cpus, memory, gres, features)
+        before = kinds.get(key)
+        kinds[key] = NodeType(
+            count=int(count) + (before.count if before else 0),
+            in_service=(0 if _OUT_OF_SERVICE.search(state) else int(count))
+            + (before.in_service if before else 0),
+            cpus=_number(cpus.rstrip("+")) or 0,
+            memory_mib=_number(memory.rstrip("+")) or 0,
+            gpus=parse_gpus(gres),
+            features=() if features == "(null)" else tuple(features.split(",")),
+            hosts=f"{before.hosts},{hosts}" if before else hosts,
+        )
+    return {partition: tuple(kinds.values()) for partition, kinds in merged.items()}
+
+
+def parse_gpus(gres: str) -> dict[str, int]:
+    """The GPUs in `gpu:a100:4(S:0-1),gpu:2,nvme:1`, by type."""
+    gpus: dict[str, int] = {}
+    for match in _GPU.finditer(gres):
+        kind = match["type"] or ""
+        gpus[kind] = gpus.get(kind, 0) + int(match["count"])
+    return gpus
+
+
+def _associations(
+    config: Mapping[str, str], environ: Mapping[str, str], user: str | None
+) -> tuple[Association, ...] | None:
+    if config.get("AccountingStorageType", "").endswith("none"):
+        return None
+    argv = ["sacctmgr", "--noheader", "--parsable2", "show", "user", "withassoc", "where"]
+    argv += [f"name={user or getpass.getuser()}", f"format={_ASSOCIATION_FIELDS}"]
+    try:
+        return parse_associations(run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=plain_environ(environ)))
+    except TrainkitError:
+        return None
+
+
+def parse_associations(text: str) -> tuple[Association, ...]:
+    """The lines of sacctmgr, `default account|account|partition|qos,qos|default qos`."""
+    rows = [line.split("|") for line in text.splitlines()]
+    return tuple(
+        Association(account, account == default, partition, tuple(filter(None, qos.split(","))), default_qos)
+        for default, account, partition, qos, default_qos in (row for row in rows if len(row) == 5)
+    )
+
+
+def _has_pyxis(environ: Mapping[str, str]) -> bool:
+    try:
+        return "--container-image" in run_slurm(["srun", "--help"], QUERY_TIMEOUT_S, environ=environ)
+    except TrainkitError:
+        return False
