@@ -51,8 +51,9 @@ def sources() -> Iterator[Path]:
     for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
         if (ROOT / name).exists():
             yield ROOT / name
-    for folder in ("trainkit", "configs"):
-        yield from (item for item in (ROOT / folder).rglob("*") if item.suffix in (".py", ".yaml", ".typed"))
+    for folder in ("trainkit", "configs", "templates"):
+        suffixes = (".py", ".yaml", ".j2", ".typed")
+        yield from (item for item in (ROOT / folder).rglob("*") if item.suffix in suffixes)
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +101,14 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_wheel_holds_all_modules_and_configs(wheel: Path) -> None:
+def test_wheel_holds_all_modules_configs_and_templates(wheel: Path) -> None:
     with ZipFile(wheel) as packed:
         held = {name for name in packed.namelist() if ".dist-info/" not in name}
         licences = [name for name in packed.namelist() if name.endswith("/LICENSE")]
     modules = {path.relative_to(ROOT) for path in (ROOT / "trainkit").rglob("*.py")}
-    configs = {path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
-    expected = {str(path) for path in modules} | {f"trainkit/_shipped/{path}" for path in configs}
+    shipped = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "templates").rglob("*.j2")]
+    expected = {str(path) for path in modules}
+    expected |= {f"trainkit/_shipped/{path.relative_to(ROOT)}" for path in shipped}
     assert held == expected | {"trainkit/py.typed"}
     assert len(licences) == 1
 

@@ -1,4 +1,4 @@
-"""The files that ship with trainkit: configs that run as they are."""
+"""The files that ship with trainkit: configs that run as they are, and templates of scripts."""
 
 from __future__ import annotations
 
@@ -9,5 +9,14 @@ PACKAGE = Path(__file__).resolve().parent
 
 def shipped_configs() -> Path:
     """The folder of shipped configs: inside the package when installed, beside it in a checkout."""
-    installed = PACKAGE / "_shipped" / "configs"
-    return installed if installed.is_dir() else PACKAGE.parent / "configs"
+    return _shipped("configs")
+
+
+def shipped_templates() -> Path:
+    """The folder of shipped templates: inside the package when installed, beside it in a checkout."""
+    return _shipped("templates")
+
+
+def _shipped(name: str) -> Path:
+    installed = PACKAGE / "_shipped" / name
+    return installed if installed.is_dir() else PACKAGE.parent / name
