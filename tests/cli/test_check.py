@@ -25,7 +25,7 @@ def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFi
     out, err = capsys.readouterr()
     lines = dict(line.split(": ", 1) for line in out.splitlines())
     assert lines["device"] == "device: cpu was asked for"
-    assert lines["batch"] == "32 samples a step = 8 at once x 2 data-parallel x 2 accumulation"
+    assert lines["batch"] == "32 samples a step = 4 at once x 2 data-parallel x 4 accumulation"
     assert set(lines) == {"device", "workers_per_node", "layout", "batch", "lr", "threads_per_worker"}
     assert err == "a;b 'c.yaml: no problems\n"
 

@@ -18,13 +18,6 @@ _ROWS: tuple[tuple[str, object, str], ...] = (
     ("parallel.offload", False, "offloading to host memory"),
     ("requeue.signal", "USR2", "another signal for the early notice"),
     ("resources.spare_nodes", 0, "spare nodes"),
-    ("launch.per", "gpu", "one task a node"),
-    ("launch.modules", (), "loading environment modules"),
-    ("launch.venv", None, "activating a virtual environment"),
-    ("launch.conda", None, "activating a conda environment"),
-    ("launch.container", None, "running in a container"),
-    ("launch.setup", (), "running setup lines"),
-    ("launch.network", "auto", "choosing the network interface"),
     ("logging.mlflow", None, "logging to MLflow"),
     ("logging.wandb", None, "logging to Weights & Biases"),
 )
@@ -38,9 +31,6 @@ def unsupported(config: RunConfig) -> Iterator[tuple[str, str]]:
             value = getattr(value, part)
         if value != only:
             yield key, f"{feature} is not in this release; {key} must be {_shown(only)}"
-    if config.launch.backend in ("sbatch", "submitit"):
-        message = "submitting to Slurm is not in this release; launch.backend must be auto or local"
-        yield "launch.backend", message
 
 
 def _shown(value: object) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainkit import __version__
 from trainkit.config import RunConfig
-from trainkit.job.interpreter import PYTHON_OPTIONS
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
 from trainkit.rundir import RunDir
+from trainkit.submit.containers import container_runtime
+from trainkit.submit.interpreters import find_interpreter
+from trainkit.submit.surroundings import Surroundings, make_surroundings
 from trainkit.submit.template_engine import Rendered, render
 
 TEMPLATE = "submit.sbatch.j2"
@@ -36,19 +40,45 @@ def script_for(
     Templates below `cwd` come before the shipped ones. Raises UsageError for what a script cannot hold.
     """
     assert plan.slurm is not None
-    python = (sys.executable, *PYTHON_OPTIONS)
-    agent = (*python, "-m", "trainkit.job.agent", str(run.path))
+    around = _surroundings(run, plan, config, cwd, code)
+    agent = (*around.rank_python, "-m", "trainkit.job.agent", str(run.path))
     context = {
         "version": __version__,
         "summary": _summary(run, plan),
         "directives": directives(run, attempt, plan.slurm),
-        "workdir": str(cwd),
+        "workdir": around.workdir,
         "run_dir": str(run.path),
         "per": plan.per,
-        "step": ["srun", *option_argv(plan.slurm.srun), *agent],
-        "supervisor": (*python, "-m", "trainkit.job.batch"),
+        "step": ["srun", *option_argv(plan.slurm.srun), *around.srun_options, *agent],
+        "supervisor": (*around.host_python, "-m", "trainkit.job.batch"),
+        **around.context,
     }
     return render(TEMPLATE, context, cwd)
+
+
+def _surroundings(
+    run: RunDir, plan: LaunchPlan, config: RunConfig, cwd: Path, code: Mapping[str, Any] | None
+) -> Surroundings:
+    launch = config.launch
+    interpreter, _ = find_interpreter(launch, sys.executable, os.environ, cwd)
+    if plan.command is not None:
+        # A command may have an environment that knows nothing of trainkit; the agent has its own.
+        interpreter = replace(interpreter, argv=interpreter.host_argv, options=interpreter.host_options)
+    runtime = None if launch.container is None else container_runtime(launch)
+    workdir, python_path = str(cwd), ()
+    if code is not None:
+        python_path = tuple(code["python_path"])
+        workdir = str(code["workdir"]) if plan.command is not None else workdir
+    return make_surroundings(
+        launch,
+        interpreter,
+        run_dir=str(run.path),
+        workdir=workdir,
+        python_path=python_path,
+        folders=[str(cwd)],
+        runtime=runtime,
+        gpus=plan.device == "cuda",
+    )
 
 
 def directives(run: RunDir, attempt: int, request: SlurmRequest) -> Options:
