@@ -2,7 +2,7 @@
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint bench clean venv venv-test
+.PHONY: help demo test test-fast lint bench cluster clean venv venv-test
 
 define NEXT
 
@@ -29,7 +29,8 @@ demo: venv ## Train a small model as a two-node job on this machine.
 	$(BIN)/trainkit status last
 	@echo "$$NEXT"
 
-test: lint ## Everything that has to hold: style, types and all tests.
+test: lint ## Everything that has to hold: style, types and all tests, on a real Slurm cluster too when root.
+	$(BIN)/python -m tests.cluster install
 	$(BIN)/python -m pytest
 
 test-fast: venv-test ## The tests that start no training, in less than two minutes.
@@ -44,6 +45,10 @@ bench: venv ## What trainkit costs, measured against loops written by hand.
 	$(BIN)/python benchmarks/training_loop.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 	$(BIN)/python benchmarks/startup.py
+
+cluster: venv ## A shell in a Slurm cluster of four hosts on this machine, gone when you leave it.
+	@$(BIN)/python -m tests.cluster install
+	@$(BIN)/python -m tests.cluster shell
 
 clean: ## Remove .venv, builds and caches; runs/ stays.
 	rm -rf .venv build dist trainkit.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

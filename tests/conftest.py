@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytest_plugins = ["tests.cluster.plugin"]
+
 FOREIGN = ("TRAINKIT_", "SLURM_", "SBATCH_")
 """Beginnings of variables that would change what trainkit does."""
 RANK_VARIABLES = (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster import cluster as clusters
-from tests.cluster import packages, shell
+from tests.cluster import lifecycle, packages, shell
 from tests.cluster.cluster import Cluster
 from tests.cluster.state import all_states
 
@@ -23,6 +23,8 @@ examples:
   eval "$(python -m tests.cluster env)"             use it in this shell
   python -m tests.cluster run -- srun -N4 hostname  one command in it
   python -m tests.cluster run --host 2 -- df /var/tmp
+  python -m tests.cluster host kill 3               cut its power; also revive, cut-off, reconnect
+  python -m tests.cluster daemon stop slurmdbd      sacct fails from now on
   python -m tests.cluster down                      take it away
   python -m tests.cluster shell                     a shell in one of its own, taken away when you leave
 """
@@ -53,10 +55,10 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _down(options: argparse.Namespace) -> int:
-    clusters.clean_up()
+    lifecycle.clean_up()
     if options.all:
         for state in all_states():
-            clusters.take_down(state)
+            lifecycle.take_down(state)
     elif chosen := _find(options.folder, must_exist=False):
         chosen.down()
     return 0
@@ -84,6 +86,28 @@ def _run(options: argparse.Namespace) -> int:
     return subprocess.run(line, env=cluster.environ).returncode
 
 
+def _host(options: argparse.Namespace) -> int:
+    cluster = _choose(options.folder)
+    {
+        "kill": cluster.kill_host,
+        "revive": cluster.revive_host,
+        "cut-off": cluster.cut_off,
+        "reconnect": cluster.reconnect,
+    }[options.what](options.number)
+    return 0
+
+
+def _daemon(options: argparse.Namespace) -> int:
+    cluster = _choose(options.folder)
+    {
+        ("stop", "slurmctld"): cluster.stop_slurmctld,
+        ("start", "slurmctld"): cluster.start_slurmctld,
+        ("stop", "slurmdbd"): cluster.stop_accounting,
+        ("start", "slurmdbd"): cluster.start_accounting,
+    }[options.what, options.name]()
+    return 0
+
+
 def _shell(options: argparse.Namespace) -> int:
     packages.require()
     return shell.in_own_cluster(not options.no_accounting, dict(options.set))
@@ -107,7 +131,7 @@ def _choose(folder: Path | None) -> Cluster:
 
 def _find(folder: Path | None, must_exist: bool) -> Cluster | None:
     """The cluster in the folder, the one of this shell, or the only one."""
-    named = folder or (Path(os.environ["TRAINKIT_CLUSTER"]) if "TRAINKIT_CLUSTER" in os.environ else None)
+    named = folder or (Path(os.environ["TEST_CLUSTER"]) if "TEST_CLUSTER" in os.environ else None)
     states = all_states()
     if named is not None:
         states = [state for state in states if state.path == named.absolute()]
@@ -159,6 +183,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--host", type=int, help="the number of a host, from 1")
     run.add_argument("command", nargs="+")
     run.set_defaults(call=_run)
+    host = commands.add_parser("host", parents=[which], help="kill, revive, cut off or reconnect a host")
+    host.add_argument("what", choices=("kill", "revive", "cut-off", "reconnect"))
+    host.add_argument("number", type=int, help="which one, from 1")
+    host.set_defaults(call=_host)
+    daemon = commands.add_parser("daemon", parents=[which], help="stop or start the scheduler or accounting")
+    daemon.add_argument("what", choices=("stop", "start"))
+    daemon.add_argument("name", choices=("slurmctld", "slurmdbd"))
+    daemon.set_defaults(call=_daemon)
     own = commands.add_parser("shell", parents=[make], help="a shell in a cluster of its own")
     own.set_defaults(call=_shell)
     install = commands.add_parser("install", help="install the Debian packages that are missing")

@@ -1,37 +1,40 @@
-"""A Slurm cluster of several hosts on this machine: made, used, broken and taken away."""
+"""A Slurm cluster of several hosts on this machine: used and broken."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import socket
+import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.cluster import config_files, daemons, hosts, network
+from tests.cluster import daemons, hosts, lifecycle, network
 from tests.cluster.processes import Pid
-from tests.cluster.state import MAX_NUMBER, REGISTRY, STATE_LINK, State, all_states, boot_id, registry_lock
+from tests.cluster.state import STATE_LINK, State
 
 NUM_HOSTS = 4
-FIRST_PORT = 21_000
 BIN = Path(__file__).resolve().parents[2] / ".venv/bin"
-MARK = ".trainkit-cluster"
-"""A file that says: everything in this folder belongs to a cluster and goes with it."""
 
 
 class Cluster:
     """A running cluster. The machine is its login node, its shared disks are the machine's; users are root.
 
-    Hosts are counted from 1. Nothing here is kept but the state, which is read from its file: any number of
-    processes can use one cluster.
+    Hosts are counted from 1. Its state is read from a file each time: several processes can use it at once.
     """
 
     def __init__(self, state: State) -> None:
-        self.state = state
+        self._last = state
+
+    @property
+    def state(self) -> State:
+        """What is known of it now; the last that was known when it is gone."""
+        if self._last.file.exists():
+            current = State.load(self._last.file)
+            if current.folder == self._last.folder:
+                self._last = current
+        return self._last
 
     @property
     def folder(self) -> Path:
@@ -50,7 +53,7 @@ class Cluster:
     def variables(self) -> dict[str, str]:
         """What has to be set in a shell for it to use this cluster."""
         path = f"{BIN}:{daemons.path_with_sbin()}"
-        return {**daemons.environ(self.state), "PATH": path, "TRAINKIT_CLUSTER": str(self.folder)}
+        return {**daemons.environ(self.state), "PATH": path, "TEST_CLUSTER": str(self.folder)}
 
     @property
     def environ(self) -> dict[str, str]:
@@ -158,7 +161,8 @@ class Cluster:
 
     def kill_slurmd(self, index: int) -> None:
         """Kill only the daemon of a host: what runs there goes on."""
-        hosts.kill_slurmd(self.state, index, self.environ)
+        if not hosts.signal_slurmd(self.state, index, signal.SIGKILL):
+            raise RuntimeError(f"slurmd of {self.state.host(index)} does not run")
 
     def start_slurmd(self, index: int) -> None:
         """Start the daemon of a host that is on."""
@@ -203,9 +207,29 @@ class Cluster:
             time.sleep(0.1)
         self.wait_for_nodes(list(self.state.hosts()), "idle", timeout_s)
 
+    def restore(self, timeout_s: float = 60) -> None:
+        """Bring back whatever was stopped, killed, cut off or drained, and cancel all jobs."""
+        state = self.state
+        if state.accounting and not daemons.is_running(state, "slurmdbd"):
+            self.start_accounting()
+        if not daemons.is_running(state, "slurmctld"):
+            self.start_slurmctld()
+        for index in state.hosts():
+            if not hosts.is_on(state, index):
+                self.kill_host(index)
+                self.revive_host(index)
+                continue
+            self.reconnect(index)
+            if not hosts.signal_slurmd(state, index, 0):
+                self.start_slurmd(index)
+        for name, node_state in self.node_states().items():
+            if node_state.startswith("drain"):
+                self.run(["scontrol", "update", f"nodename={name}", "state=resume"], check=True)
+        self.cancel_all(timeout_s)
+
     def down(self) -> None:
         """Take everything away; what is away already is no error."""
-        take_down(self.state)
+        lifecycle.take_down(self.state)
 
 
 def up(
@@ -220,14 +244,14 @@ def up(
     `options` are lines of slurm.conf, for example ``{"MinJobAge": "5"}``. With an `owner`, the cluster counts
     as left behind when that process is dead. Raises RuntimeError when a daemon does not start.
     """
-    clean_up()
-    state = _claim(folder, accounting, dict(options or {}), owner, num_hosts)
+    lifecycle.clean_up()
+    state = lifecycle.claim(folder, accounting, options or {}, owner, num_hosts)
     try:
-        _start(state)
+        lifecycle.start(state)
         cluster = Cluster(state)
         cluster.wait_for_nodes(list(state.hosts()), "idle", daemons.START_TIMEOUT_S)
     except BaseException:
-        take_down(state)
+        lifecycle.take_down(state)
         raise
     return cluster
 
@@ -235,73 +259,3 @@ def up(
 def attach(folder: Path) -> Cluster:
     """The cluster in a folder, which another process has started; raises FileNotFoundError."""
     return Cluster(State.load(folder / STATE_LINK))
-
-
-def clean_up() -> None:
-    """Take away the clusters whose owner is dead, and those from before the machine was restarted."""
-    for state in all_states():
-        if state.abandoned:
-            take_down(state)
-
-
-def take_down(state: State) -> None:
-    """End all processes of a cluster and remove its network, names, folder and state."""
-    for index in state.hosts():
-        hosts.power_off(state, index)
-    for name in ("slurmctld", "slurmdbd"):
-        daemons.stop(state, name)
-    for name in ("mariadb", "munge"):
-        daemons.stop(state, name, force=True)
-    network.remove_bridge(state)
-    with registry_lock():
-        network.remove_names(state)
-        if (state.path / MARK).exists():
-            shutil.rmtree(state.path)
-        state.file.unlink(missing_ok=True)
-
-
-def _claim(
-    folder: Path | None, accounting: bool, options: dict[str, str], owner: Pid | None, num_hosts: int
-) -> State:
-    """Take the first free number and make the folder and the bridge."""
-    # Paths of sockets can have 107 bytes, and a TMPDIR can be long.
-    path = Path(tempfile.mkdtemp(prefix="tk-", dir="/tmp")) if folder is None else folder.absolute()
-    path.mkdir(parents=True, exist_ok=True)
-    if any(path.iterdir()):
-        raise RuntimeError(f"{path} is not empty: a cluster wants a folder of its own")
-    path.chmod(0o755)
-    (path / MARK).touch()
-    for name in ("log", "etc", "hosts", "slurmctld", "dev"):
-        (path / name).mkdir()
-    with registry_lock():
-        for number in range(1, MAX_NUMBER + 1):
-            port = FIRST_PORT + 10 * number
-            if not (REGISTRY / f"{number}.json").exists() and network.is_free(number, port):
-                break
-        else:
-            shutil.rmtree(path)
-            raise RuntimeError(f"there are {MAX_NUMBER} clusters already")
-        machine = socket.gethostname().partition(".")[0]
-        state = State(
-            number, str(path), machine, boot_id(), accounting, num_hosts, port, owner=owner, options=options
-        )
-        state.save()
-        (path / STATE_LINK).symlink_to(state.file)
-        network.make_bridge(state)
-        network.add_names(state)
-    return state
-
-
-def _start(state: State) -> None:
-    config_files.write(state)
-    (state.path / "etc/hosts").write_text(network.hosts_file_inside(state))
-    for number in range(config_files.NUM_GPUS):
-        os.mknod(state.path / f"dev/gpu{number}", 0o600 | 0o020000, os.makedev(1, 3))
-    daemons.start_munge(state)
-    if state.accounting:
-        daemons.start_database(state)
-        daemons.start_slurmdbd(state)
-        daemons.add_accounts(state)
-    daemons.start_slurmctld(state)
-    for index in state.hosts():
-        hosts.power_on(state, index)

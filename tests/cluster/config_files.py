@@ -68,8 +68,9 @@ def slurm_conf(state: State) -> str:
     lines = [f"{name}={value}" for name, value in values.items()]
     for index in state.hosts():
         lines.append(
-            f"NodeName={state.host(index)} NodeAddr={state.address(index)} Feature=rack{1 + (index - 1) // 2} "
-            f"Sockets=1 CoresPerSocket={NUM_CPUS} ThreadsPerCore=1 RealMemory={MEM_MB} Gres=gpu:h100:{NUM_GPUS}"
+            f"NodeName={state.host(index)} NodeAddr={state.address(index)} Gres=gpu:h100:{NUM_GPUS} "
+            f"Sockets=1 CoresPerSocket={NUM_CPUS} ThreadsPerCore=1 RealMemory={MEM_MB} "
+            f"Feature=rack{1 + (index - 1) // 2}"
         )
     for name, limits in PARTITIONS.items():
         nodes = state.host(1) if name == "debug" else "ALL"

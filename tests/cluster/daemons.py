@@ -15,6 +15,8 @@ from tests.cluster.state import State
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
+NAMES = ("slurmctld", "slurmdbd", "mariadb", "munge")
+"""In the order in which they are ended."""
 
 
 def path_with_sbin() -> str:
@@ -118,6 +120,12 @@ def succeeds(state: State, *argv: str) -> bool:
     return done.returncode == 0
 
 
+def is_running(state: State, name: str) -> bool:
+    """Whether a daemon runs."""
+    pid = state.processes.get(name)
+    return pid is not None and pid.alive()
+
+
 def tail(log: Path, num_lines: int = 15) -> str:
     """The last lines of a log, for an error message."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
@@ -131,8 +139,7 @@ def _start(
     ready: Callable[[], bool],
     env: dict[str, str] | None = None,
 ) -> None:
-    running = state.processes.get(name)
-    if running is not None and running.alive():
+    if is_running(state, name):
         raise RuntimeError(f"{name} of {state.name} is running already")
     log = state.path / "log" / f"{name}.out"
     pid = start_daemon(argv, log, {**environ(state), **(env or {})})

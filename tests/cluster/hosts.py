@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cluster import network
@@ -73,10 +73,11 @@ def inside(state: State, index: int, argv: Sequence[str], cwd: str) -> list[str]
     return [*enter, "--", "sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", cwd, *argv]
 
 
-def kill_slurmd(state: State, index: int, env: Mapping[str, str]) -> None:
-    """Kill only the daemon of a host; jobs on it go on."""
+def signal_slurmd(state: State, index: int, number: int) -> bool:
+    """Send a signal to the daemon of a host, jobs on it go on; whether it was there. 0 only asks."""
     pid = (folder(state, index) / "slurmd.pid").read_text().strip()
-    subprocess.run(inside(state, index, ["kill", "-9", pid], "/"), env=dict(env), check=True, timeout=20)
+    argv = inside(state, index, ["kill", f"-{number}", pid], "/")
+    return subprocess.run(argv, capture_output=True, timeout=20).returncode == 0
 
 
 def _outer(index: int) -> str:

@@ -56,6 +56,10 @@ def require() -> None:
             f"{_listed(packages)} not installed",
             f"type: apt-get update && apt-get install --no-install-recommends {' '.join(packages)}",
         )
+    if reason := _namespaces_denied():
+        raise NotPossible(
+            f"this machine does not let root make hosts: {reason}", "in a container, it takes --privileged"
+        )
 
 
 def install_missing() -> None:
@@ -87,6 +91,21 @@ def no_daemons_started(policy: Path = POLICY) -> Iterator[None]:
         yield
     finally:
         policy.unlink()
+
+
+def _namespaces_denied() -> str:
+    """What the machine says when it does not allow namespaces, mounts or bridges; empty when it does."""
+    bridge = f"tk-{os.getpid()}"
+    for command in (
+        ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "true"],
+        ["ip", "link", "add", bridge, "type", "bridge"],
+        ["ip", "link", "delete", bridge],
+    ):
+        env = {**os.environ, "PATH": path_with_sbin()}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20)
+        if done.returncode:
+            return done.stderr.strip()
+    return ""
 
 
 def _apt_get(*args: str) -> bool:

@@ -88,9 +88,9 @@ def all_states() -> list[State]:
 
 
 @contextmanager
-def registry_lock() -> Iterator[None]:
-    """One at a time takes a number or edits /etc/hosts."""
+def registry_lock(name: str = "lock") -> Iterator[None]:
+    """One process at a time: takes a number or edits /etc/hosts; with a name of its own, other things."""
     REGISTRY.mkdir(exist_ok=True)
-    with (REGISTRY / "lock").open("w") as stream:
+    with (REGISTRY / name).open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
