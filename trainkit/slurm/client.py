@@ -17,6 +17,7 @@ from trainkit.slurm.messages import UNREACHABLE_HINT, Trouble, cleaned, hint_of,
 QUERY_TIMEOUT_S = 30.0
 """Longer than Slurm's own commands try a controller that is away: they can say why."""
 QUERY_PATIENCE_S = 5.0
+"""Short, because a command that finds no controller has tried for longer itself."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
 
@@ -95,7 +96,8 @@ def ask_slurm(
         raise UsageError(f"a NUL character cannot be given to {program}: {list(argv)!r}")
     try:
         done = subprocess.run(
-            [path, *argv[1:]],
+            list(argv),
+            executable=path,
             input=None if input is None else input.encode(),
             stdin=subprocess.DEVNULL if input is None else None,
             capture_output=True,
@@ -163,17 +165,17 @@ def retrying(
 ) -> T:
     """The answer to something that can be asked twice, asked again with growing pauses while Slurm is away.
 
-    Pauses add up to at most `patience_s`; the last SlurmUnreachable is raised. Never for a submission.
+    After `patience_s` the last SlurmUnreachable is raised. Never for a submission.
     """
-    pause_s, waited_s = FIRST_PAUSE_S, 0.0
+    give_up = time.monotonic() + patience_s
+    pause_s = FIRST_PAUSE_S
     while True:
         try:
             return ask()
         except SlurmUnreachable:
-            if waited_s + pause_s > patience_s:
+            if time.monotonic() + pause_s > give_up:
                 raise
         sleep(pause_s)
-        waited_s += pause_s
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 

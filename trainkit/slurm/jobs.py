@@ -192,7 +192,10 @@ def _ask_accounting(
     try:
         text = run_slurm(argv, _ACCOUNTING_TIMEOUT_S, environ=plain_environ(environ or os.environ))
     except TrainkitError as error:
-        return {}, f"squeue has forgotten it, and accounting does not answer: {error.message}"
+        return (
+            {},
+            f"squeue has forgotten it, and accounting does not answer: {error.message.splitlines()[-1]}",
+        )
     return parse_accounting(text), "neither squeue nor sacct knows it"
 
 

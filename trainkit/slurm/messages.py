@@ -6,7 +6,9 @@ import re
 from enum import Enum
 
 _PREFIX = re.compile(
-    r"^(?:sbatch|srun|salloc|squeue|sacct|sacctmgr|scontrol|scancel|sinfo): (?:(?:error|fatal|warning): )?"
+    r"^(?:(?:sbatch|srun|salloc|squeue|sacct|sacctmgr|scontrol|scancel|sinfo): )?"
+    r"(?:(?:error|fatal|warning): )?"
+    r"(?:slurm_\w+ error: |Batch job submission failed: |allocation failure: )?"
 )
 
 
@@ -157,7 +159,7 @@ REFUSAL_HINTS = (
 def cleaned(stderr: str) -> str:
     """Slurm's words without `sbatch: error: ` in front, each line once, blank lines left out."""
     lines = [_PREFIX.sub("", line).strip() for line in stderr.splitlines()]
-    return "\n".join(dict.fromkeys(line for line in lines if line))
+    return "\n".join(dict.fromkeys(line for line in lines if line and not line.startswith('Try "')))
 
 
 def trouble_of(stderr: str) -> Trouble:

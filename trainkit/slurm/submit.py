@@ -1,6 +1,6 @@
 """Submits a script once and only once: when the answer is lost, the job is looked for before anything else.
 
-A job carries its *mark*, a token that nobody else has, as its comment. The caller writes it into the script
+A job carries its *mark*, a word that nobody else has, in its comment. The caller writes it into the script
 (`#SBATCH --comment=…`), so that what is shown is what runs.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 
 from trainkit.slurm.client import (
@@ -27,20 +27,35 @@ from trainkit.slurm.client import (
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobid import base_id, checked_job_id
-from trainkit.slurm.records import FIELD, RECORD, records
+from trainkit.slurm.records import FIELD, RECORD, records, time_of
 
 SUBMIT_TIMEOUT_S = 60.0
-SUBMIT_PATIENCE_S = 120.0
+SUBMIT_PATIENCE_S = 60.0
 SETTLE_S = 10.0
 """How long squeue has to deny a mark before a lost submission counts as never accepted. The controller takes
 requests in the order in which they came: what it accepted before squeue's question shows within seconds."""
 LOOK_EVERY_S = 1.0
+CLOCK_SKEW_S = 5
 
+_MARK = re.compile(r"[\w.:@/+=-]+", re.ASCII)
 _JOB_ID = re.compile(r"(?P<job_id>\d+)(?:;\S+)?")
 _WILL_START = re.compile(
     r"Job (?P<job_id>\d+) to start at (?P<start>\S+) (?:a )?using (?P<cpus>\d+) processors on (?:nodes )?"
     r"(?P<nodes>\S+)(?: in partition (?P<partition>\S+))?"
 )
+
+
+@dataclass(frozen=True)
+class _Sought:
+    """What tells a job from all others: its mark, or its script where a site's plugin rewrites comments."""
+
+    mark: str
+    script: str = ""
+    since: float = 0.0
+
+    def is_script(self, command: str, submitted: str) -> bool:
+        recent = submitted.isdigit() and int(submitted) >= int(self.since) - CLOCK_SKEW_S
+        return bool(self.script) and command == self.script and recent
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ class WouldStart:
     partition: str
     num_cpus: int
     message: str
-    """Slurm's own sentence."""
+    """Slurm's own sentence, with the time of this machine's time zone."""
 
 
 def submit_script(
@@ -64,29 +79,40 @@ def submit_script(
     timeout_s: float = SUBMIT_TIMEOUT_S,
     extra_argv: Sequence[str] = (),
     patience_s: float = SUBMIT_PATIENCE_S,
+    notify: Callable[[str], None] | None = None,
 ) -> str:
     """Submits the script and returns the job id (of an array: that of the whole array).
 
     `environ` is scrubbed first. When the answer is lost, the mark is looked up until it is known whether the
-    job exists. Raises SlurmRefused with Slurm's sentence, and SlurmUnreachable: with `may_have_arrived` it is
-    open whether the job exists, and `find_marked(mark)` has to answer before the script is submitted again.
+    job exists; `notify` gets a sentence when that begins. Raises SlurmRefused with Slurm's sentence, and
+    SlurmUnreachable: with `may_have_arrived` it is open whether the job exists, and `find_marked(mark)` has
+    to answer before the script is submitted again.
     """
-    if not mark or not mark.isascii() or not mark.isprintable():
-        raise ValueError(f"a mark has to be printable ASCII: {mark!r}")
+    if not _MARK.fullmatch(mark):
+        raise ValueError(f"a mark has to be one word: {mark!r}")
     environ = scrubbed(environ)
     script = path.absolute()
     argv = ["sbatch", "--parsable", *extra_argv, str(script)]
+    sought = _Sought(mark, str(script), time.time())
     give_up = time.monotonic() + patience_s
     pause_s = FIRST_PAUSE_S
     while True:
         try:
             return _job_id(run_slurm(argv, timeout_s, environ=environ, cwd=cwd))
         except SlurmUnreachable as lost:
-            found = _look_until_known(mark, script, lost, give_up, environ)
+            if notify is not None:
+                notify(_what_now(lost))
+            found = _look_until_known(sought, lost, give_up, environ)
         if found is not None:
             return found
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _what_now(lost: SlurmUnreachable) -> str:
+    if lost.may_have_arrived:
+        return f"{lost.message}; looking whether the job was accepted"
+    return f"{lost.message}; trying again"
 
 
 def _job_id(stdout: str) -> str:
@@ -102,18 +128,18 @@ def _job_id(stdout: str) -> str:
 
 
 def _look_until_known(
-    mark: str, script: Path, lost: SlurmUnreachable, give_up: float, environ: Mapping[str, str]
+    sought: _Sought, lost: SlurmUnreachable, give_up: float, environ: Mapping[str, str]
 ) -> str | None:
     """The job with this mark; None when Slurm denies it for so long that submitting again is safe."""
     settle_s = SETTLE_S if lost.may_have_arrived else 0.0
     denied_since: float | None = None
     while True:
         try:
-            found = find_marked(mark, environ=environ, patience_s=0.0)
+            found = _find(sought, environ, patience_s=0.0)
         except SlurmUnreachable:
             denied_since = None
             if time.monotonic() >= give_up:
-                raise _open_question(script, lost) from None
+                raise _open_question(sought.script, lost) from None
         else:
             now = time.monotonic()
             denied_since = now if denied_since is None else denied_since
@@ -126,7 +152,7 @@ def _look_until_known(
         time.sleep(LOOK_EVERY_S)
 
 
-def _open_question(script: Path, lost: SlurmUnreachable) -> SlurmUnreachable:
+def _open_question(script: str, lost: SlurmUnreachable) -> SlurmUnreachable:
     if not lost.may_have_arrived:
         return lost
     return SlurmUnreachable(
@@ -145,10 +171,16 @@ def find_marked(
 
     Asks squeue, which knows jobs until some minutes after their end; raises SlurmUnreachable.
     """
-    argv = ["squeue", "--me", "--noheader", "--states=all", f"--format=%F{FIELD}%k{RECORD}"]
-    listing = query(argv, environ=environ, patience_s=patience_s).stdout
-    for job_id, comment in records(listing, 2):
-        if mark in comment:
+    return _find(_Sought(mark), environ, patience_s)
+
+
+def _find(sought: _Sought, environ: Mapping[str, str] | None, patience_s: float) -> str | None:
+    layout = FIELD.join(("%F", "%V", "%k", "%o")) + RECORD
+    argv = ["squeue", "--me", "--noheader", "--states=all", f"--format={layout}"]
+    for job_id, submitted, comment, command in records(
+        query(argv, environ=environ, patience_s=patience_s).stdout, 4
+    ):
+        if sought.mark in comment.split() or sought.is_script(command, submitted):
             return base_id(job_id)
     return None
 
@@ -176,13 +208,14 @@ def parse_would_start(text: str) -> WouldStart:
         raise SlurmRefused(
             f"sbatch --test-only gave no answer that trainkit understands: {text.strip()!r}", stderr=text
         )
-    start = match["start"]
+    start_time = time_of(match["start"])
+    shown = match["start"] if start_time is None else f"{start_time.astimezone():%Y-%m-%d %H:%M:%S}"
     return WouldStart(
-        start_time=datetime.fromtimestamp(int(start), timezone.utc) if start.isdigit() else None,
+        start_time=start_time,
         nodes=expand_hosts(match["nodes"]),
         partition=match["partition"] or "",
         num_cpus=int(match["cpus"]),
-        message=match[0],
+        message=match[0].replace(match["start"], shown, 1),
     )
 
 
