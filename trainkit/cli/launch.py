@@ -25,6 +25,7 @@ from trainkit.submit.start import start_attempt
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
+    from trainkit.plan.cluster import Target
     from trainkit.plan.launch import LaunchPlan
 
 
@@ -32,7 +33,10 @@ END_S = 3.0
 
 
 def plan_for(
-    loaded: LoadedConfig, command: Sequence[str] | None = None, launcher: str = "python"
+    loaded: LoadedConfig,
+    command: Sequence[str] | None = None,
+    launcher: str = "python",
+    target: Target | None = None,
 ) -> LaunchPlan:
     """What would run, on this machine or on the cluster; ConfigError lists everything that is wrong."""
     from trainkit.plan.check import check_config
@@ -40,7 +44,7 @@ def plan_for(
     from trainkit.submit.target import make_target
 
     check_name(loaded.config.name)
-    target = make_target(loaded.config.launch.backend)
+    target = target or make_target(loaded.config.launch.backend)
     return check_config(loaded, detect_machine(), target, command, launcher)
 
 

@@ -33,6 +33,9 @@ COMMANDS = {
     "resume": "Go on from the newest good checkpoint.",
     "ckpt": "List, verify and prune checkpoints.",
     "data": "Prepare and validate training data.",
+    "shell": "An interactive allocation on the cluster, with the environment ready.",
+    "attach": "A shell on a node of a running job.",
+    "env": "The rank environment that a process started here would train with.",
     "schema": "JSON schema of the config, for editors.",
     "completion": "Print the completion script of a shell.",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -19,25 +20,36 @@ if TYPE_CHECKING:
     epilog=examples(
         "trainkit run configs/quickstart.yaml",
         "trainkit run configs/quickstart.yaml --procs 2 --set train.steps=20",
+        "srun --nodes=2 --ntasks-per-node=4 trainkit run configs/quickstart.yaml",
     )
 )
 @one_node_config_options
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
 def command(request: ConfigRequest, run_dir: str | None) -> int:
-    """Run CONFIG right here as one node, with rank 0's output on the terminal.
+    """Run CONFIG right here, with rank 0's output on the terminal: as one node, or as the ranks of the srun
+    step that it finds itself in.
 
     Ctrl-C saves and ends; a second one ends at once. It ends too, after saving, when the terminal closes.
     """
     from trainkit.cli import launch
+    from trainkit.plan.cluster import Target
     from trainkit.submit.describe import describe_plan
 
+    if "SLURM_STEP_ID" in os.environ:
+        from trainkit.job.slurm_place import find_slurm_place
+
+        place = find_slurm_place()
+        if place is not None and place.num_tasks > 1:
+            from trainkit.cli.run_in_step import run_in_step
+
+            return run_in_step(request, run_dir, place)
     loaded = request.load()
     if loaded.config.resources.nodes != 1:
         raise UsageError(
             f"the config asks for {loaded.config.resources.nodes} nodes, and `run` is one",
             hint="`trainkit submit` starts several; or add --set resources.nodes=1",
         )
-    plan = launch.plan_for(loaded)
+    plan = launch.plan_for(loaded, target=Target("local", "local: run starts it right here"))
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     forwarder = _Forwarder()
     run, value = launch.start_new_run(loaded, plan, run_dir, "run")

@@ -20,7 +20,7 @@ from pathlib import Path
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
-from trainkit.job.crew import Crew
+from trainkit.job.crew import PEER_S, Crew
 from trainkit.job.decision import combine, describe_exit
 from trainkit.job.failures import record_refusal, record_silent_death
 from trainkit.job.launchers import worker_argv
@@ -79,6 +79,12 @@ class Agent(Crew):
             # The supervisor is not a task of the step: Slurm's signal to the tasks does not reach it.
             log_event(self.attempt.run, self.attempt.number, "signal", signal=received.name)
         self.end_within(self.plan.grace_s + KILL_MARGIN_S)
+
+    def look_around(self) -> None:
+        """In a step that nobody supervises, end with the others: they may wait in a collective for ever."""
+        alone = self.plan.backend == "srun" and self.deadline_s is None
+        if alone and any(self.attempt.errors_dir.glob("rank-*.json")):
+            self.end_within(PEER_S)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
         self.codes.append(code)

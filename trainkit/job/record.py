@@ -175,7 +175,9 @@ def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any
     return entry
 
 
-def add_slurm_entry(run: RunDir, attempt: int, job_id: str, reason: str, backend: str) -> dict[str, Any]:
+def add_slurm_entry(
+    run: RunDir, attempt: int, job_id: str, reason: str, backend: str, **more: Any
+) -> dict[str, Any]:
     """Write down that a Slurm job is to carry an attempt; call with the lock held."""
     entry = {
         "attempt": attempt,
@@ -183,6 +185,7 @@ def add_slurm_entry(run: RunDir, attempt: int, job_id: str, reason: str, backend
         "submitted_at": utc_now(),
         "backend": backend,
         "reason": reason,
+        **more,
     }
     job = read_job(run)
     job["attempts"].append(entry)
@@ -201,7 +204,7 @@ def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
 
 def is_slurm(entry: Mapping[str, Any]) -> bool:
     """Whether an entry is of a Slurm job, whose life only Slurm knows."""
-    return entry.get("backend") in ("sbatch", "submitit")
+    return entry.get("backend") in ("sbatch", "submitit", "srun")
 
 
 def num_comebacks(run: RunDir) -> int:

@@ -32,6 +32,8 @@ class SlurmPlace:
     """Tasks of each node."""
     hosts: tuple[str, ...]
     """In the order of the step, which need not be alphabetical."""
+    launcher_port: str = ""
+    """Where the step's srun listens: differs from step to step even where job ids begin at 1 again."""
 
     @property
     def num_tasks(self) -> int:
@@ -44,7 +46,7 @@ class SlurmPlace:
     @property
     def key(self) -> str:
         """Names this start of this step, and no other."""
-        return f"{self.job_id}.{self.step_id}.{self.restart_count}"
+        return f"{self.job_id}.{self.step_id}.{self.restart_count}.{self.launcher_port}"
 
 
 def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -89,6 +91,7 @@ def find_slurm_place(environ: Mapping[str, str] = os.environ) -> SlurmPlace | No
         local_task=_number(environ, "SLURM_LOCALID"),
         tasks=tasks,
         hosts=tuple(expand_hosts(_text(environ, "SLURM_STEP_NODELIST"))),
+        launcher_port=environ.get("SLURM_STEP_LAUNCHER_PORT", ""),
     )
     asked = _number(environ, "SLURM_STEP_NUM_TASKS")
     fits = (

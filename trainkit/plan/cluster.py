@@ -47,11 +47,15 @@ class Cluster:
 class Target:
     """Where a job is going to run."""
 
-    backend: Literal["local", "sbatch", "submitit"]
+    backend: Literal["local", "sbatch", "submitit", "srun"]
     reason: str
     """Why this backend, in one sentence."""
     cluster: Cluster | None = None
     """None for the local backend."""
+    node_sizes: tuple[int, ...] | None = None
+    """Workers of each node of a step that is there already (``srun``)."""
+    per: Literal["gpu", "node"] | None = None
+    """What a task of that step stands for."""
 
 
 LOCAL = Target("local", "this machine")

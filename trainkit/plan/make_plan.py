@@ -11,6 +11,7 @@ from trainkit.plan.draft import Draft
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.plan.machine import Machine
 from trainkit.plan.slurm_draft import SlurmDraft
+from trainkit.plan.step_draft import StepDraft
 
 
 def make_plan(
@@ -25,18 +26,15 @@ def make_plan(
     With a `command` in place of the built-in trainer, its layout and batch are its own business.
     Raises ConfigError with every problem.
     """
-    on_slurm = target.backend != "local"
-    draft = (
-        SlurmDraft(loaded, machine, cluster=target.cluster or Cluster("unknown"))
-        if on_slurm
-        else Draft(loaded, machine)
-    )
+    draft = _draft(loaded, machine, target)
     config = loaded.config
     if target is not LOCAL:
         draft.reasons["backend"] = target.reason
     device = draft.device()
     workers_per_node = draft.workers_per_node(device)
-    world_size = config.resources.nodes * workers_per_node
+    sizes = target.node_sizes
+    num_nodes = config.resources.nodes if sizes is None else len(sizes)
+    world_size = num_nodes * workers_per_node if sizes is None else sum(sizes)
     if command is None:
         layout = draft.layout(world_size)
         batch = draft.batch(layout)
@@ -54,9 +52,9 @@ def make_plan(
         raise ConfigError(draft.problems)
     return LaunchPlan(
         backend=target.backend,
-        num_nodes=config.resources.nodes,
+        num_nodes=num_nodes,
         workers_per_node=workers_per_node,
-        per=config.launch.per if on_slurm else "node",
+        per=target.per or (config.launch.per if slurm is not None else "node"),
         device=device,
         layout=layout,
         batch=batch,
@@ -67,4 +65,13 @@ def make_plan(
         command=None if command is None else tuple(command),
         launcher=launcher,
         slurm=slurm,
+        node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
     )
+
+
+def _draft(loaded: LoadedConfig, machine: Machine, target: Target) -> Draft:
+    if target.node_sizes is not None:
+        return StepDraft(loaded, machine, node_sizes=target.node_sizes)
+    if target.backend == "local":
+        return Draft(loaded, machine)
+    return SlurmDraft(loaded, machine, cluster=target.cluster or Cluster("unknown"))

@@ -27,7 +27,7 @@ ASK_SOON_S = 1.0
 def slurm_job(entry: Mapping[str, Any]) -> JobInfo | None:
     """What Slurm knows about the job of an entry; None when it has forgotten it."""
     job_id = str(entry["job_id"])
-    return query_jobs([job_id], with_accounting=False).get(job_id)
+    return query_jobs([job_id]).get(job_id)
 
 
 def liveness(entry: Mapping[str, Any]) -> Liveness:

@@ -1,0 +1,98 @@
+"""``trainkit env``: which rank a process started here would be, or why it would be none."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from trainkit.cli.options import examples, json_option
+from trainkit.errors import EXIT_OK
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer; None where there is no value."""
+
+    is_rank: bool
+    reason: str
+    source: str | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    num_nodes: int | None = None
+    hosts: tuple[str, ...] = ()
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        keys = ("is_rank", "source", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
+        more = ("num_nodes", "hosts", "master_addr", "master_port", "reason")
+        return {key: getattr(self, key) for key in (*keys, *more)}
+
+
+@click.command(epilog=examples("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json"))
+@json_option
+def command(as_json: bool) -> int:
+    """Print the rank environment that a process started here would train with, or why this is no rank."""
+    found = look()
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), ensure_ascii=False))
+        return EXIT_OK
+    if not found.is_rank:
+        click.echo(f"no rank: {found.reason}")
+        return EXIT_OK
+    port = "chosen when the ranks start" if found.master_port is None else str(found.master_port)
+    click.echo(
+        f"rank {found.rank} of {found.world_size}, local rank {found.local_rank} of {found.local_world_size} "
+        f"on node {found.node_rank} of {found.num_nodes} ({','.join(found.hosts) or 'this host'}); "
+        f"rank 0 at {found.master_addr}, port {port}; {found.reason}"
+    )
+    return EXIT_OK
+
+
+def look() -> Found:
+    """What this process would be: a rank by its own variables, a task of a Slurm step, or nothing.
+
+    Raises UsageError when variables contradict each other.
+    """
+    from trainkit.job.rank_env import find_rank_env
+    from trainkit.job.slurm_place import find_slurm_place, why_no_task
+
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        env = find_rank_env()
+        return Found(
+            is_rank=True,
+            reason="RANK and its companions are set",
+            source=env.source,
+            rank=env.rank,
+            local_rank=env.local_rank,
+            world_size=env.world_size,
+            local_world_size=env.local_world_size,
+            node_rank=env.node_rank,
+            num_nodes=env.num_nodes,
+            master_addr=env.master_addr,
+            master_port=env.master_port,
+        )
+    place = find_slurm_place()
+    if place is None:
+        return Found(is_rank=False, reason=str(why_no_task()))
+    return Found(
+        is_rank=True,
+        reason=f"task {place.task} of Slurm step {place.job_id}.{place.step_id}",
+        source="slurm",
+        # Counted node by node, as training does, whatever order srun gave its tasks.
+        rank=sum(place.tasks[: place.node_rank]) + place.local_task,
+        local_rank=place.local_task,
+        world_size=place.num_tasks,
+        local_world_size=place.tasks[place.node_rank],
+        node_rank=place.node_rank,
+        num_nodes=place.num_nodes,
+        hosts=place.hosts,
+        master_addr=place.hosts[0],
+    )

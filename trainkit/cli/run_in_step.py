@@ -1,0 +1,130 @@
+"""``srun … trainkit run``: this process is one of several tasks that run CONFIG together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trainkit.cli.options import ConfigRequest
+from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
+
+if TYPE_CHECKING:
+    from trainkit.job.slurm_place import SlurmPlace
+    from trainkit.job.step_run import Announced
+    from trainkit.plan.cluster import Target
+    from trainkit.rundir import AttemptDir
+
+POLL_S = 0.1
+
+
+def run_in_step(request: ConfigRequest, run_dir: str | None, place: SlurmPlace) -> int:
+    """Run CONFIG as this task of the step; the exit code of this task."""
+    from trainkit.cli.launch import tell_end
+    from trainkit.job.step_run import (
+        announce,
+        await_announcement,
+        carry,
+        carry_first,
+        exit_code_of,
+        withdraw,
+    )
+    from trainkit.submit.create import RUNS_FOLDER
+
+    folder = Path(RUNS_FOLDER).absolute()
+    if place.task != 0:
+        found = await_announcement(folder, place)
+        return found if isinstance(found, int) else _quietly(carry(found))
+    try:
+        announced = _make_run(request, run_dir, place)
+    except TrainkitError as error:
+        announce(folder, place, {"exit_code": error.exit_code})
+        raise
+    announce(folder, place, {"run_dir": str(announced.run.path), "attempt": announced.attempt})
+    sys.stdout.flush()
+    terminal = [os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
+    # From here on the agent's own words go to its log; rank 0's are shown.
+    decision = carry_first(announced, lambda attempt, ended: _show(attempt, ended, terminal[0]))
+    for kept, stream in zip(terminal, (sys.stdout, sys.stderr), strict=True):
+        stream.flush()
+        os.dup2(kept, stream.fileno())
+    withdraw(folder, place)
+    tell_end(announced.run)
+    return _quietly(exit_code_of(decision, announced.run.attempt(announced.attempt)))
+
+
+def _quietly(code: int) -> int:
+    """The exit code as srun should see it: a run that saved and ended as it was told has not failed."""
+    return EXIT_OK if code == EXIT_STOPPED else code
+
+
+def _make_run(request: ConfigRequest, run_dir: str | None, place: SlurmPlace) -> Announced:
+    from trainkit.cli import launch
+    from trainkit.config import dump_effective
+    from trainkit.job.record import add_slurm_entry, claim_entry, open_attempt, run_lock
+    from trainkit.job.step_run import Announced
+    from trainkit.rundir import log_event
+    from trainkit.submit.create import create_run, plan_text
+    from trainkit.submit.describe import describe_plan
+    from trainkit.submit.index import register
+
+    target = _target(request, place)
+    assert target.node_sizes is not None
+    shape = {
+        "resources.nodes": (f"srun, {place.num_nodes} nodes", place.num_nodes),
+        "resources.gpus_per_node": (f"srun, {max(target.node_sizes)} a node", max(target.node_sizes)),
+    }
+    loaded = replace(request, flags={**request.flags, **shape}).load()
+    plan = launch.plan_for(loaded, target=target)
+    click.echo(describe_plan(plan, loaded.config.name), err=True)
+    run, name = create_run(
+        loaded, None if run_dir is None else Path(run_dir), ["trainkit", *sys.argv[1:]], "srun"
+    )
+    with run_lock(run):
+        attempt = open_attempt(run, dump_effective(loaded.config), plan_text(plan))
+        add_slurm_entry(run, attempt.number, place.job_id, "run", "srun", step_id=place.step_id)
+        claim_entry(run, attempt.number, os.getpid())
+    log_event(run, attempt.number, "submitted", job_id=place.job_id, reason="run")
+    log_event(run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes)
+    register(run, name)
+    click.echo(str(run.path))
+    return Announced(run, attempt.number)
+
+
+def _target(request: ConfigRequest, place: SlurmPlace) -> Target:
+    """A task is a rank, unless each node has one task and more was asked of it: then it is a node's agent."""
+    from trainkit.plan.cluster import Target
+
+    procs = request.flags.get("resources.gpus_per_node")
+    if procs is None:
+        reason = f"srun: {place.num_tasks} tasks in step {place.job_id}.{place.step_id}, each one rank"
+        return Target("srun", reason, node_sizes=place.tasks, per="gpu")
+    count = int(str(procs[1]))
+    if set(place.tasks) != {1}:
+        raise UsageError(
+            f"--procs {count} starts {count} ranks in every task, and this step has {place.num_tasks} tasks "
+            f"on {place.num_nodes} nodes",
+            hint="srun --ntasks-per-node=1 … --procs N, or one task a rank without --procs",
+        )
+    reason = f"srun: one task a node in step {place.job_id}.{place.step_id}, each with {count} ranks"
+    return Target("srun", reason, node_sizes=(count,) * place.num_nodes, per="node")
+
+
+def _show(attempt: AttemptDir, ended: threading.Event, terminal: int) -> None:
+    """Print rank 0's log to the terminal as it grows."""
+    from trainkit.observe.tail import LogTail
+
+    tail = LogTail(attempt.rank_log(0))
+    while not ended.wait(POLL_S):
+        _print(tail.read(), terminal)
+    _print(tail.read_rest(), terminal)
+
+
+def _print(lines: list[str], terminal: int) -> None:
+    if lines:
+        os.write(terminal, ("\n".join(lines) + "\n").encode(errors="replace"))

@@ -1,0 +1,73 @@
+"""``trainkit shell``: an interactive allocation with the environment ready."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from trainkit.cli.options import (
+    ConfigRequest,
+    examples,
+    set_option,
+    shape_flags,
+    shape_options,
+    slurm_flags,
+    slurm_options,
+)
+from trainkit.errors import UsageError
+
+
+@click.command(
+    epilog=examples(
+        "trainkit shell --nodes 2 --gpus-per-node 4",
+        "trainkit shell configs/quickstart.yaml --partition debug --time 00:30:00",
+    )
+)
+@click.argument("config", type=click.Path(), metavar="[CONFIG]", required=False)
+@click.option("--profile", metavar="NAME", help="Profile laid over the config.")
+@set_option
+@slurm_options
+@shape_options
+@click.option("--dry-run", is_flag=True, help="Print the command and the shell's start file; start nothing.")
+def command(
+    config: str | None,
+    profile: str | None,
+    overrides: tuple[str, ...],
+    nodes: int | None,
+    gpus_per_node: int | None,
+    dry_run: bool,
+    **slurm: object,
+) -> int:
+    """Ask Slurm for nodes and open a shell on the first of them, with the environment of a job.
+
+    In it, `srun trainkit run CONFIG` trains on all its nodes.
+    """
+    from trainkit.resources import shipped_configs
+    from trainkit.submit.interactive import shell_argv, shell_start_file
+
+    flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
+    loaded = ConfigRequest(config or str(shipped_configs() / "shell.yaml"), profile, overrides, flags).load()
+    start_file = shell_start_file(loaded.config, Path.cwd())
+    if dry_run:
+        click.echo(" ".join(shell_argv(loaded, "START_FILE")))
+        click.echo(start_file, nl=False)
+        return 0
+    if not sys.stdin.isatty():
+        raise UsageError("there is no terminal for a shell", hint="`trainkit submit` runs without one")
+    folder = Path("runs")
+    folder.mkdir(exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".shell-", suffix=".sh", delete=False) as file:
+        file.write(start_file)
+    path = Path(file.name).absolute()
+    argv = shell_argv(loaded, str(path))
+    from trainkit.slurm.environment import scrubbed
+
+    try:
+        os.execvpe(argv[0], argv, scrubbed(os.environ))
+    except FileNotFoundError:
+        path.unlink()
+        raise UsageError("there is no Slurm here: `salloc` is not on PATH") from None

@@ -1,0 +1,65 @@
+"""Interactive allocations: a shell on nodes of its own, and a shell beside a running job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from trainkit.config import LoadedConfig, RunConfig
+from trainkit.errors import ConfigError
+from trainkit.plan.cluster import Target
+from trainkit.plan.machine import Machine
+from trainkit.plan.make_plan import make_plan
+from trainkit.plan.slurm_request import option_argv
+from trainkit.submit.interpreters import find_interpreter
+from trainkit.submit.surroundings import make_surroundings
+from trainkit.submit.target import make_target
+from trainkit.submit.template_engine import render
+
+NOWHERE = Machine(0, 0, (), "this is a login node")
+NOT_FOR_A_SHELL = ("signal", "requeue", "ntasks-per-node")
+
+
+def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
+    """salloc with what the config asks for, and in it a shell on the first node.
+
+    Raises ConfigError with every problem.
+    """
+    backend = "sbatch" if loaded.config.launch.backend in ("auto", "local") else loaded.config.launch.backend
+    known = make_target(backend)
+    plan = make_plan(loaded, NOWHERE, Target("sbatch", "shell", known.cluster), command=("bash",))
+    assert plan.slurm is not None
+    options = {name: value for name, value in plan.slurm.sbatch.items() if name not in NOT_FOR_A_SHELL}
+    options["ntasks-per-node"] = plan.workers_per_node
+    shell = ["bash", "--rcfile", start_file, "-i"]
+    # An interactive step takes nothing from the allocation: what srun starts from it gets all.
+    return [
+        "salloc",
+        *option_argv(options),
+        "srun",
+        "--interactive",
+        "--preserve-env",
+        "--pty",
+        *shell,
+    ]
+
+
+def shell_start_file(config: RunConfig, cwd: Path) -> str:
+    """What the shell reads first: the user's own start file, then the environment of a job."""
+    interpreter, troubles = find_interpreter(config.launch, sys.executable, os.environ, cwd)
+    if troubles:
+        from trainkit.errors import Problem
+
+        raise ConfigError([Problem(key, message, hint) for key, message, hint in troubles])
+    around = make_surroundings(config.launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
+    bin_folder = str(Path(sys.executable).parent)
+    return render("shell.sh.j2", {**around.context, "workdir": str(cwd), "bin": bin_folder}, cwd).text
+
+
+def attach_argv(job_id: str, host: str | None) -> list[str]:
+    """A shell on a node of a running job, beside what runs there."""
+    where = [] if host is None else [f"--nodelist={host}"]
+    return [
+        *("srun", f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", *where, "--pty", "bash", "-i")
+    ]
