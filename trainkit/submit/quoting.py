@@ -53,6 +53,14 @@ def directive(value: object) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+def log_path(path: str) -> str:
+    """A path for options such as --output, in which Slurm fills in ``%j`` and its like, so that it stays itself.
+
+    With a backslash anywhere Slurm fills in nothing and takes the character behind each as it is.
+    """
+    return path.replace("\\", "\\\\") if "\\" in path else path.replace("%", "%%")
+
+
 def comment(value: object) -> str:
     """A value as a person reads it behind a ``#``: what does not print becomes an escape."""
     return "".join(
