@@ -54,9 +54,9 @@ def directive(value: object) -> str:
 
 
 def log_path(path: str) -> str:
-    """A path for options such as --output, in which Slurm fills in ``%j`` and its like, so that it stays itself.
+    """A path for --output and its like, where Slurm would fill in ``%j``, written so that it stays itself.
 
-    With a backslash anywhere Slurm fills in nothing and takes the character behind each as it is.
+    With a backslash anywhere Slurm fills in nothing, and takes the character behind each as it is.
     """
     return path.replace("\\", "\\\\") if "\\" in path else path.replace("%", "%%")
 

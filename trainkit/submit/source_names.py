@@ -18,18 +18,9 @@ _SOURCE = _matcher(
     *("Makefile", "Dockerfile*", "LICENSE*", "MANIFEST.in", "Snakefile"),
 )
 _SECRET = _matcher(
-    *(
-        ".env",
-        ".env.*",
-        "*.env",
-        ".netrc",
-        "_netrc",
-        ".pypirc",
-        ".git-credentials",
-        ".htpasswd",
-        "kaggle.json",
-    ),
+    *(".env", ".env.*", "*.env", ".netrc", "_netrc", ".pypirc", ".git-credentials", ".htpasswd"),
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
+    "kaggle.json",
 )
 _HARMLESS = re.compile(r"\.pub$|example|sample|template|\.dist$", re.IGNORECASE)
 
