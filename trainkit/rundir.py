@@ -57,6 +57,11 @@ class RunDir:
         return self.path / "submit.sbatch"
 
     @property
+    def step_file(self) -> Path:
+        """The argv of the step that a submitit job starts."""
+        return self.path / "step.json"
+
+    @property
     def code_dir(self) -> Path:
         """The code as it was when the run was submitted."""
         return self.path / "code"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
+from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
 from trainkit.job.record import newest_entry, run_lock
 from trainkit.observe.follow import end_of, follow
 from trainkit.observe.tail import LogTail, last_lines
@@ -58,7 +58,7 @@ def start_new_run(
     try:
         with run_lock(run):
             entry = start_attempt(run, loaded.config, plan, reason, foreground=reason == "run")
-    except TrainkitError:
+    except BaseException:
         if not run.attempt_numbers():
             shutil.rmtree(run.path, ignore_errors=True)  # made a moment ago; a refusal leaves no trace
         raise

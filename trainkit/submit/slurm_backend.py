@@ -13,11 +13,11 @@ from trainkit.rundir import RunDir, log_event, write_atomic
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.submit import submit_script, would_start
 from trainkit.submit.index import register
-from trainkit.submit.slurm_script import job_mark
+from trainkit.submit.slurm_script import JobScript, job_mark
 
 
 def start_slurm_attempt(
-    run: RunDir, config_text: str, plan_text: str, script: str, reason: str, backend: str
+    run: RunDir, config_text: str, plan_text: str, script: JobScript, reason: str, backend: str
 ) -> dict[str, Any]:
     """Submit a run's next attempt and give its job.json entry; call with the run's lock held.
 
@@ -25,11 +25,15 @@ def start_slurm_attempt(
     """
     attempt = open_attempt(run, config_text, plan_text)
     try:
-        write_atomic(attempt.script_file, script)
-        write_atomic(run.script_file, script)
-        job_id = submit_script(
-            attempt.script_file, mark=job_mark(run, attempt.number), environ=os.environ, cwd=run.path
-        )
+        for file in (attempt.script_file, run.script_file):
+            write_atomic(file, script.text)
+        mark = job_mark(run, attempt.number)
+        if backend == "submitit":
+            from trainkit.submit.submitit_backend import submit_with_submitit
+
+            job_id = submit_with_submitit(run, script, mark)
+        else:
+            job_id = submit_script(attempt.script_file, mark=mark, environ=os.environ, cwd=run.path)
     except BaseException as error:
         if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
             shutil.rmtree(attempt.path, ignore_errors=True)

@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,39 @@ from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
 from trainkit.rundir import RunDir
 from trainkit.submit.containers import container_runtime
 from trainkit.submit.interpreters import find_interpreter
+from trainkit.submit.quoting import quote
 from trainkit.submit.surroundings import Surroundings, make_surroundings
-from trainkit.submit.template_engine import Rendered, render
+from trainkit.submit.template_engine import render
 
 TEMPLATE = "submit.sbatch.j2"
 
 
 def job_mark(run: RunDir, attempt: int) -> str:
     """A word that the job of one attempt has in its comment and no other job has."""
-    return (
-        "trainkit:"
-        + hashlib.sha256(f"{run.path}/{attempt}".encode(errors="surrogateescape")).hexdigest()[:16]
-    )
+    place = f"{run.path}/{attempt}".encode(errors="surrogateescape")
+    return f"trainkit:{hashlib.sha256(place).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class JobScript:
+    """A batch script and what it is made of."""
+
+    text: str
+    directives: Options
+    """The options of the `#SBATCH` lines by name; True stands for one without a value."""
+    setup: str
+    """The shell lines between the directives and the step."""
+    step: tuple[str, ...]
+    """The argv of the step that starts the ranks."""
+    host_python: tuple[str, ...]
+    """What runs the supervisor."""
+    own_templates: tuple[Path, ...]
+    """Templates of the project that took the place of shipped ones."""
 
 
 def script_for(
     run: RunDir, attempt: int, plan: LaunchPlan, config: RunConfig, cwd: Path, code: Mapping[str, Any] | None
-) -> Rendered:
+) -> JobScript:
     """The script that Slurm gets for an attempt; `cwd` is where the run was submitted.
 
     `code` is what is known about the snapshot of the code; None when there is none.
@@ -42,18 +58,33 @@ def script_for(
     assert plan.slurm is not None
     around = _surroundings(run, plan, config, cwd, code)
     agent = (*around.rank_python, "-m", "trainkit.job.agent", str(run.path))
-    context = {
+    step = ("srun", *option_argv(plan.slurm.srun), *around.srun_options, *agent)
+    context: dict[str, Any] = {
         "version": __version__,
         "summary": _summary(run, plan),
         "directives": directives(run, attempt, plan.slurm),
         "workdir": around.workdir,
         "run_dir": str(run.path),
         "per": plan.per,
-        "step": ["srun", *option_argv(plan.slurm.srun), *around.srun_options, *agent],
+        "step": step,
         "supervisor": (*around.host_python, "-m", "trainkit.job.batch"),
         **around.context,
     }
-    return render(TEMPLATE, context, cwd)
+    setup = render("partials/environment.sh.j2", context, cwd)
+    script = None if plan.backend == "submitit" else render(TEMPLATE, context, cwd)
+    made = JobScript(
+        text="" if script is None else script.text,
+        directives=context["directives"],
+        setup=f"cd -- {quote(around.workdir)} || exit 2\n{setup.text}",
+        step=step,
+        host_python=around.host_python,
+        own_templates=tuple(used.path for used in (script or setup).own_templates),
+    )
+    if script is not None:
+        return made
+    from trainkit.submit.submitit_backend import submitit_text
+
+    return replace(made, text=submitit_text(run, made))
 
 
 def _surroundings(

@@ -27,7 +27,5 @@ def start_attempt(
     from trainkit.submit.slurm_script import script_for
 
     job = read_job(run)
-    script = script_for(
-        run, next_attempt_number(run), plan, config, Path(str(job["cwd"])), job.get("code")
-    ).text
+    script = script_for(run, next_attempt_number(run), plan, config, Path(str(job["cwd"])), job.get("code"))
     return start_slurm_attempt(run, dump_effective(config), plan_text(plan), script, reason, plan.backend)
