@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import TrainkitError
+from trainkit.errors import EXIT_FAILED, TrainkitError
 from trainkit.job.decision import describe_exit, signal_exit_code
 from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
 
@@ -75,6 +75,23 @@ def find_verdict(attempt: AttemptDir) -> dict[str, Any] | None:
     A rank that was killed comes before any exception: its peers may notice its closed connections
     before its agent can write the record. None when no rank left a record.
     """
+    first = _first_record(attempt)
+    if first is None:
+        return None
+    keys = ("rank", "node_rank", "host", "time", "step", "type", "message")
+    return {key: first.get(key) for key in keys}
+
+
+def first_exit_code(attempt: AttemptDir) -> int | None:
+    """The exit code of the failure that came first; None when no rank left a record."""
+    first = _first_record(attempt)
+    if first is None:
+        return None
+    code = first.get("exit_code")
+    return code if isinstance(code, int) and code else EXIT_FAILED
+
+
+def _first_record(attempt: AttemptDir) -> dict[str, Any] | None:
     records = []
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
         try:
@@ -83,11 +100,9 @@ def find_verdict(attempt: AttemptDir) -> dict[str, Any] | None:
             continue  # cut off by a crash; the others still tell
         if isinstance(record, dict):
             records.append(record)
-    if not records:
-        return None
-    first = min(records, key=lambda record: (not _was_killed(record), str(record.get("time") or "~")))
-    keys = ("rank", "node_rank", "host", "time", "step", "type", "message")
-    return {key: first.get(key) for key in keys}
+    return min(
+        records, key=lambda record: (not _was_killed(record), str(record.get("time") or "~")), default=None
+    )
 
 
 def _was_killed(record: dict[str, Any]) -> bool:

@@ -7,10 +7,12 @@ import signal
 import time
 from collections.abc import Sequence
 
+from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job import children
 from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import PEER_S, Crew
 from trainkit.job.decision import COMEBACK_SIGNAL
+from trainkit.job.failures import first_exit_code
 from trainkit.job.outcome import Outcome
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
@@ -67,7 +69,9 @@ class StepWatch(Crew):
             self.end_within(KILL_MARGIN_S)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
-        self.outcome.ends.append((rank, code))
+        # srun's code is that of whoever was killed last; what began it is in the ranks' own records.
+        began = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
+        self.outcome.ends.append((rank, code if began is None else began))
         self.outcome.out_of_time = killed and self.outcome.request is not None
         if self.outcome.request is None:
             self.outcome.request = self._signal_of_the_ranks()

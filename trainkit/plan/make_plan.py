@@ -43,18 +43,19 @@ def make_plan(
         layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
     draft.refuse_a_crowd(device, world_size)
     threads = draft.threads_per_worker(world_size)
-    grace_s, slurm = config.requeue.grace_s, None
+    grace_s, slurm, per = config.requeue.grace_s, None, target.per or "node"
     if isinstance(draft, SlurmDraft):
         lead_s = draft.lead_s()
         grace_s = min(grace_s, lead_s)
-        slurm = draft.request(device, workers_per_node, threads, lead_s)
+        per = draft.per(launcher)
+        slurm = draft.request(device, workers_per_node, threads, lead_s, per)
     if batch is None or draft.problems:
         raise ConfigError(draft.problems)
     return LaunchPlan(
         backend=target.backend,
         num_nodes=num_nodes,
         workers_per_node=workers_per_node,
-        per=target.per or (config.launch.per if slurm is not None else "node"),
+        per=per,
         device=device,
         layout=layout,
         batch=batch,

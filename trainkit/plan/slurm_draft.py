@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from trainkit.plan.cluster import Cluster, Partition
 from trainkit.plan.draft import Draft
@@ -99,12 +100,21 @@ class SlurmDraft(Draft):
         )
         return lead_s
 
-    def request(self, device: str, workers_per_node: int, threads: int | None, lead_s: int) -> SlurmRequest:
+    def per(self, launcher: str) -> Literal["gpu", "node"]:
+        """What a Slurm task stands for."""
+        if launcher == "python":
+            return self.loaded.config.launch.per
+        self.reasons["per"] = f"node: {launcher} starts the ranks of a node itself"
+        return "node"
+
+    def request(
+        self, device: str, workers_per_node: int, threads: int | None, lead_s: int, per: str
+    ) -> SlurmRequest:
+        """The options for Slurm."""
         config = self.loaded.config
         for key, message, hint in reserved_options(config):
             self.problem(key, message, hint)
-        per_node = config.launch.per == "node"
-        tasks = 1 if per_node else workers_per_node
+        tasks = 1 if per == "node" else workers_per_node
         cpus = None if threads is None else threads * workers_per_node // tasks
         return make_request(
             config,

@@ -73,6 +73,7 @@ def _by_scontrol(text: str, environ: Mapping[str, str] | None) -> list[str]:
 
 def expand_without_slurm(text: str) -> list[str]:
     """`expand_hosts` by ClusterShell, one range at a time, because its sets forget the order."""
+    text = text.strip()
     _check(text)
     return list(itertools.chain.from_iterable(_expand_one(item) for item in _split_outside_brackets(text)))
 

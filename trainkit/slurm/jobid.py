@@ -6,8 +6,11 @@ import re
 
 from trainkit.errors import UsageError
 
+LARGEST_INDEX = 4_000_000
+"""Of Slurm itself; most sites allow far less (MaxArraySize)."""
+
 _JOB_ID = re.compile(r"(?P<base>\d+)(?:_(?P<task>\d+))?")
-_SPAN = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<stride>\d+))?)?")
+_SPAN = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<stride>[1-9]\d*))?)?", re.ASCII)
 
 
 def is_job_id(text: str) -> bool:
@@ -42,7 +45,7 @@ def array_indices(spec: str) -> list[int]:
     indices: list[int] = []
     for item in spec.partition("%")[0].split(","):
         match = _SPAN.fullmatch(item)
-        if match is None:
+        if match is None or int(match["last"] or match["first"]) > LARGEST_INDEX:
             raise UsageError(
                 f"not the indices of a job array: {spec!r}", hint="for example 0-15, 1,3,5 or 0-99%4"
             )

@@ -93,7 +93,7 @@ def reason_sentence(reason: str) -> str:
     """
     name, _, rest = reason.partition(",")
     name, rest = name.strip().strip("()"), rest.strip()
-    if name in ("", "None", "N/A"):
+    if name in ("", "None", "N/A", "null"):
         return ""
     known = _SENTENCES.get(name) or _SENTENCES.get(name.replace("_", " ")) or _limit_sentence(name)
     if known is None:

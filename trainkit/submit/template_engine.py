@@ -94,7 +94,9 @@ class _Library:
             except (OSError, UnicodeDecodeError) as error:
                 raise UsageError(f"cannot read {path}: {error}") from error
             self.used[name] = UsedTemplate(name, path, own)
-            return text, str(path), lambda: True
+            # Otherwise the last line of a partial and what follows it would become one command.
+            whole = text if text.endswith("\n") else f"{text}\n"
+            return whole, str(path), lambda: True
         return None
 
     def hint(self) -> str:

@@ -32,7 +32,7 @@ def main() -> None:
         code = run_worker(attempt, stop)
     except BaseException as error:
         code = error.exit_code if isinstance(error, TrainkitError) else EXIT_FAILED
-        record_failure(attempt, rank, error)
+        record_failure(attempt, rank, error, code)
     from trainkit.trainer.distributed import leave
 
     leave(code)
@@ -50,7 +50,7 @@ def set_up_logging(rank: int) -> None:
     logging.raiseExceptions = False  # a full disk must not end a training through its log
 
 
-def record_failure(attempt: AttemptDir, rank: int, error: BaseException) -> None:
+def record_failure(attempt: AttemptDir, rank: int, error: BaseException, exit_code: int) -> None:
     """Leave the error where the verdict is made from, and in this rank's log."""
     record = {
         "rank": rank,
@@ -61,6 +61,7 @@ def record_failure(attempt: AttemptDir, rank: int, error: BaseException) -> None
         "message": str(error),
         "hint": getattr(error, "hint", ""),
         "traceback": traceback.format_exc(),
+        "exit_code": exit_code,
     }
     shown = error.render() if isinstance(error, TrainkitError) else traceback.format_exc()
     try:
