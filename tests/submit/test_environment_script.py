@@ -1,0 +1,293 @@
+"""The part of a batch script before the ranks start, run by bash: values arrive, nothing else happens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config.running import LaunchConfig
+from trainkit.submit.interpreters import Interpreter
+from trainkit.submit.surroundings import make_surroundings
+from trainkit.submit.template_engine import render
+
+PARTIAL = "partials/environment.sh.j2"
+HOSTILE = (
+    *("a b", "it's", 'say "hi"', "$(touch PWNED)", "`touch PWNED`", "; touch PWNED;", "&& touch PWNED"),
+    *("two\nlines\ntouch PWNED", "'; touch PWNED; '", '"; touch PWNED; "', "back\\", "ünï 日本", "\x1b[31m"),
+    *("${PATH}", "#", "-n", "", "\udcff bytes"),
+)
+
+
+def script(project: Path, interpreter: Interpreter | None = None, **launch: Any) -> str:
+    """The rendered part; keys of `launch` and of `make_surroundings`."""
+    given = {key: launch.pop(key) for key in ("python_path", "slurm_version") if key in launch}
+    surroundings = make_surroundings(
+        LaunchConfig(**launch),
+        interpreter or Interpreter(("python3",), ("python3",)),
+        run_dir="/run dir",
+        workdir="/work dir",
+        **given,
+    )
+    return render(PARTIAL, surroundings.context, project).text
+
+
+def bash(cwd: Path, text: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """What bash does with a script in an environment of almost nothing."""
+    (cwd / "script").write_bytes(os.fsencode(text))
+    return subprocess.run(
+        ["bash", *options, "script"],
+        cwd=cwd,
+        env={"PATH": os.environ["PATH"], **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=30,
+        encoding="utf-8",
+        errors="surrogateescape",
+    )
+
+
+def variables(cwd: Path, text: str, **environ: str) -> dict[str, str]:
+    """The environment that a process would have behind a script."""
+    done = bash(cwd, f"{text}\nenv -0\n", **environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    return dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
+
+
+def test_the_least_that_a_script_does(tmp_path: Path) -> None:
+    names = (
+        "RANK LOCAL_RANK NODE_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE"
+        " ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    )
+    assert (
+        script(tmp_path, slurm_version=(24, 5, 1))
+        == f"""\
+umask 077  # what the job writes is its owner's; a line of launch.setup can change that
+
+trainkit_fail() {{
+    printf 'trainkit: %s\\n' "$*" >&2
+    [[ $- == *i* ]] || exit 2
+}}
+
+# A script that is submitted by hand from inside a job is a job of its own.
+unset {names}
+unset SRUN_CPUS_PER_TASK
+"""
+    )
+
+
+def test_every_part_is_readable(tmp_path: Path) -> None:
+    text = script(
+        tmp_path,
+        Interpreter(("p",), ("p",), venv="/venv", conda="c", conda_script="/conda.sh"),
+        modules=["cuda/12"],
+        env={"A": "1"},
+        setup=["true"],
+        python_path=["/code"],
+    )
+    assert "\n\n\n" not in text
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
+    assert max(map(len, text.splitlines())) <= 140
+
+
+def test_values_arrive_as_they_are_and_nothing_is_executed(tmp_path: Path) -> None:
+    given = {f"V{number}": value for number, value in enumerate(HOSTILE)}
+    found = variables(tmp_path, script(tmp_path, env=given, python_path=[*HOSTILE[:6], "/last"]))
+    assert {name: found[name] for name in given} == given
+    assert found["PYTHONPATH"] == ":".join([*HOSTILE[:6], "/last"])
+    assert [path.name for path in tmp_path.iterdir()] == ["script"]
+
+
+def test_a_hostile_name_of_a_variable_is_no_command(tmp_path: Path) -> None:
+    done = bash(tmp_path, script(tmp_path, env={"A; touch PWNED; B": "1", "$(touch PWNED)": "1"}))
+    assert "not a valid identifier" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["script"]
+
+
+def test_rank_of_another_job_is_forgotten(tmp_path: Path) -> None:
+    found = variables(tmp_path, script(tmp_path), RANK="3", MASTER_PORT="1", WORLD_SIZE="4", MINE="x")
+    assert not {"RANK", "MASTER_PORT", "WORLD_SIZE"} & set(found)
+    assert found["MINE"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "expected"),
+    [
+        ((), {"SLURM_CPUS_PER_TASK": "6", "SRUN_CPUS_PER_TASK": "99"}, "6"),
+        ((21, 8, 8), {"SLURM_CPUS_PER_TASK": "6"}, None),
+        ((22, 5, 0), {"SLURM_CPUS_PER_TASK": "6"}, "6"),
+        ((23, 2, 7), {"SLURM_CPUS_PER_TASK": "6"}, "6"),
+        ((23, 2, 7), {}, None),
+        ((23, 11, 0), {"SLURM_CPUS_PER_TASK": "6", "SRUN_CPUS_PER_TASK": "99"}, None),
+    ],
+)
+def test_cpus_per_task(
+    tmp_path: Path, version: tuple[int, ...], given: dict[str, str], expected: str | None
+) -> None:
+    found = variables(tmp_path, script(tmp_path, slurm_version=version), **given)
+    assert found.get("SRUN_CPUS_PER_TASK") == expected
+
+
+def test_what_the_job_writes_is_private(tmp_path: Path) -> None:
+    bash(tmp_path, script(tmp_path) + "touch file\nmkdir folder\n")
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o700
+
+
+def test_snapshot_comes_before_any_other_pythonpath(tmp_path: Path) -> None:
+    text = script(tmp_path, python_path=["/code", "/code/src"], env={"PYTHONPATH": "/configured"})
+    assert variables(tmp_path, text)["PYTHONPATH"] == "/code:/code/src:/configured"
+    text = script(tmp_path, python_path=["/code"])
+    assert variables(tmp_path, text, PYTHONPATH="/inherited")["PYTHONPATH"] == "/code:/inherited"
+    assert variables(tmp_path, text)["PYTHONPATH"] == "/code"
+
+
+def test_virtual_environment(tmp_path: Path) -> None:
+    folder = tmp_path / "it's; an env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    python = f"{folder}/bin/python"
+    text = script(tmp_path, Interpreter((python,), (python,), venv=str(folder)))
+    done = bash(tmp_path, f"{text}\npython -c 'import sys; print(sys.prefix)'", VIRTUAL_ENV="/other")
+    assert (done.stdout, done.stderr) == (f"{folder}\n", "")
+
+
+def test_virtual_environment_that_is_gone(tmp_path: Path) -> None:
+    text = script(tmp_path, Interpreter(("p",), ("p",), venv="/gone/$(touch PWNED)"))
+    done = bash(tmp_path, f"{text}\necho not reached")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("trainkit: cannot activate /gone/$(touch PWNED)\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["script"]
+
+
+class TestModules:
+    """A stand-in for the `module` function, at the place where a cluster tells where its real one is."""
+
+    @pytest.fixture
+    def home(self, tmp_path: Path) -> str:
+        (tmp_path / "home" / "init").mkdir(parents=True)
+        (tmp_path / "home" / "init" / "bash").write_text(
+            "false\nmodule() { [[ $2 != missing ]] && printf '<%s>' \"$@\"; }\nfalse\n"
+        )
+        return str(tmp_path / "home")
+
+    def test_loaded_in_order_by_name(self, tmp_path: Path, home: str) -> None:
+        text = script(tmp_path, modules=["cuda/12", "a;touch PWNED", "$(touch PWNED)"])
+        done = bash(tmp_path, f"set -e\n{text}", MODULESHOME=home)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "<load><cuda/12><load><a;touch PWNED><load><$(touch PWNED)>"
+        assert not (tmp_path / "PWNED").exists()
+
+    def test_function_of_the_shell_is_used(self, tmp_path: Path) -> None:
+        text = script(tmp_path, modules=["cuda"])
+        environ = {"BASH_FUNC_module%%": "() { echo inherited $*; }"}
+        assert bash(tmp_path, text, **environ).stdout == "inherited load cuda\n"
+
+    def test_one_that_cannot_be_loaded_ends_the_job(self, tmp_path: Path, home: str) -> None:
+        done = bash(tmp_path, script(tmp_path, modules=["missing", "cuda"]), MODULESHOME=home)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "trainkit: cannot load the module missing\n"
+
+    def test_host_without_modules(self, tmp_path: Path) -> None:
+        done = bash(tmp_path, script(tmp_path, modules=["cuda"]), HOSTNAME="node7")
+        assert done.returncode == 2
+        assert "there is no `module` command on node7, which launch.modules needs" in done.stderr
+
+
+class TestConda:
+    """A stand-in for conda's shell hook."""
+
+    HOOK = "conda() { [[ $2 != missing ]] && printf '<%s>' \"$@\"; }\n"
+
+    def test_by_its_script(self, tmp_path: Path) -> None:
+        (tmp_path / "it's conda.sh").write_text(self.HOOK)
+        found = Interpreter(
+            ("p",), ("p",), conda="/envs/a b;$(touch PWNED)", conda_script=f"{tmp_path}/it's conda.sh"
+        )
+        done = bash(tmp_path, script(tmp_path, found))
+        assert (done.returncode, done.stdout) == (0, "<activate></envs/a b;$(touch PWNED)>")
+
+    def test_by_the_program_that_a_module_has_brought(self, tmp_path: Path) -> None:
+        program = tmp_path / "conda"
+        program.write_text(f"#!/bin/bash\n[[ $* == 'shell.bash hook' ]] && cat <<'X'\n{self.HOOK}X\n")
+        program.chmod(0o755)
+        found = Interpreter(("python",), ("python",), conda="mine")
+        environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        assert bash(tmp_path, script(tmp_path, found), **environ).stdout == "<activate><mine>"
+
+    def test_no_conda(self, tmp_path: Path) -> None:
+        found = Interpreter(("python",), ("python",), conda="mine")
+        done = bash(tmp_path, script(tmp_path, found), HOSTNAME="node7")
+        assert done.returncode == 2
+        assert done.stderr.endswith("trainkit: there is no conda on node7, which launch.conda needs\n")
+
+    def test_unknown_environment(self, tmp_path: Path) -> None:
+        (tmp_path / "conda.sh").write_text(self.HOOK)
+        found = Interpreter(("p",), ("p",), conda="missing", conda_script=f"{tmp_path}/conda.sh")
+        done = bash(tmp_path, script(tmp_path, found))
+        assert (done.returncode, done.stderr) == (2, "trainkit: cannot activate missing\n")
+
+
+class TestSetup:
+    def test_lines_are_the_users_own_shell(self, tmp_path: Path) -> None:
+        lines = [
+            "if true; then  ",
+            '  export A="$(echo one)"',
+            "fi",
+            "cat <<X\n\n\nkept   \nX",
+            "yes | head -1",
+            "[ -f nowhere ] && echo unlikely",
+            "! true",
+            "echo \\\ncontinued",
+        ]
+        done = bash(tmp_path, f"set -e -o pipefail\n{script(tmp_path, setup=lines)}\necho $A")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "\n\nkept   \ny\ncontinued\none\n"
+
+    @pytest.mark.parametrize(
+        ("line", "code", "shown"),
+        [
+            ("source gone.sh", 1, "source gone.sh"),
+            ("(exit 7)", 7, "( exit 7 )"),
+            ('ls "$SECRET"', 2, 'ls "$SECRET"'),
+            ("mine() { return 3; }; mine", 3, "return 3"),
+        ],
+    )
+    def test_one_that_fails_ends_the_job(self, tmp_path: Path, line: str, code: int, shown: str) -> None:
+        done = bash(tmp_path, script(tmp_path, setup=[line, "echo not reached"]), SECRET="hidden")
+        assert (done.returncode, done.stdout) == (2, "")
+        last = done.stderr.splitlines()[-1]
+        assert last == (
+            f"trainkit: launch.setup ended with exit code {code} at: {shown} (|| true lets it pass)"
+        )
+
+    def test_one_that_may_fail(self, tmp_path: Path) -> None:
+        done = bash(tmp_path, script(tmp_path, setup=["false || true", "echo reached"]) + "false\necho on")
+        assert (done.returncode, done.stdout) == (0, "reached\non\n")
+
+    def test_what_fails_within_a_file_that_is_sourced(self, tmp_path: Path) -> None:
+        (tmp_path / "bashrc").write_text("false\nexport A=1\n")
+        assert variables(tmp_path, script(tmp_path, setup=["source ./bashrc"]))["A"] == "1"
+
+    def test_runs_behind_everything_else(self, tmp_path: Path) -> None:
+        text = script(
+            tmp_path, env={"A": "1"}, python_path=["/code"], setup=["echo $A $PYTHONPATH; umask 022"]
+        )
+        done = bash(tmp_path, f"{text}\numask")
+        assert done.stdout == "1 /code\n0022\n"
+
+    def test_a_shell_that_somebody_sits_at_stays_open(self, tmp_path: Path) -> None:
+        (tmp_path / "rc").write_text(script(tmp_path, setup=["false"]))
+        done = subprocess.run(
+            ["bash", "--rcfile", "rc", "-i", "-c", "false; echo alive"],
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert done.stdout == "alive\n"
+        assert "trainkit: launch.setup ended with exit code 1 at: false" in done.stderr
