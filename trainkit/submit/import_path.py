@@ -13,9 +13,11 @@ _PROJECT_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
 
 
 def find_import_path(
-    source: str, code: str, subfolder: str, inherited: str | None
+    source: str, files: Iterable[str], code: str, subfolder: str, inherited: str | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(folders of the copy for PYTHONPATH, sentences about those that cannot be on it).
+
+    `files` are the paths below `source` that the copy `code` has, or is going to have.
 
     A project that is installed with ``pip install -e`` would be imported from the source, which can change
     after the submission; folders on PYTHONPATH come before it. They are the working directory, what the
@@ -23,10 +25,12 @@ def find_import_path(
     """
     taken: list[str] = []
     notes: list[str] = []
-    for folder in dict.fromkeys(_candidates(source, code, subfolder, inherited or "")):
-        if not Path(folder).is_dir():
+    tree = _Listing(files, subfolder)
+    for inside in dict.fromkeys(_candidates(source, tree, subfolder, inherited or "")):
+        if inside not in tree.folders:
             continue
-        shadowing = _shadowing(folder)
+        folder = str(Path(code, inside))
+        shadowing = tree.shadowing(inside)
         if shadowing is not None:
             notes.append(
                 f"nothing is imported from {folder} but by a script in it: its {shadowing} would take the"
@@ -41,24 +45,38 @@ def find_import_path(
     return tuple(taken), tuple(notes)
 
 
-def _candidates(source: str, code: str, subfolder: str, inherited: str) -> Iterator[str]:
-    copy = Path(code, subfolder)
-    yield str(copy)
-    for folder in (copy, *copy.parents):
-        if any((folder / name).is_file() for name in _PROJECT_FILES):
-            yield str(folder / "src") if (folder / "src").is_dir() else str(folder)
-        if str(folder) == code:
+class _Listing:
+    """Files and folders by their paths below a root, whose own path is empty."""
+
+    def __init__(self, files: Iterable[str], subfolder: str) -> None:
+        self.files = set(files)
+        self.folders = {"", subfolder}
+        for path in self.files:
+            while (path := path.rpartition("/")[0]) and path not in self.folders:
+                self.folders.add(path)
+
+    def shadowing(self, folder: str) -> str | None:
+        """A module here that has the name of one of Python's own; None when there is none."""
+        prefix = f"{folder}/" if folder else ""
+        for path in sorted(path for path in self.files if path.startswith(prefix)):
+            name, _, rest = path.removeprefix(prefix).partition("/")
+            is_module = rest == "__init__.py" or (not rest and name.endswith(".py"))
+            if is_module and name.removesuffix(".py") in sys.stdlib_module_names:
+                return name
+        return None
+
+
+def _candidates(source: str, tree: _Listing, subfolder: str, inherited: str) -> Iterator[str]:
+    yield subfolder
+    folder = subfolder
+    while True:
+        prefix = f"{folder}/" if folder else ""
+        if any(f"{prefix}{name}" in tree.files for name in _PROJECT_FILES):
+            yield f"{prefix}src" if f"{prefix}src" in tree.folders else folder
+        if not folder:
             break
+        folder = folder.rpartition("/")[0]
     for entry in inherited.split(os.pathsep):
         inside = below(source, os.path.realpath(entry)) if entry.startswith("/") else ""
         if inside:
-            yield f"{code}/{inside}"
-
-
-def _shadowing(folder: str) -> str | None:
-    """A module here that has the name of one of Python's own; None when there is none."""
-    for entry in sorted(Path(folder).iterdir()):
-        is_module = entry.suffix == ".py" or (entry / "__init__.py").is_file()
-        if is_module and entry.stem in sys.stdlib_module_names:
-            return entry.name
-    return None
+            yield inside

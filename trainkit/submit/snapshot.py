@@ -62,6 +62,14 @@ class Snapshot:
         return {key: _as_text(item) for key, item in value.items()}
 
 
+def plan_snapshot(cwd: Path, run: RunDir, environ: Mapping[str, str] = os.environ) -> Snapshot:
+    """The snapshot that `take_snapshot` would make now; nothing is copied.
+
+    Raises UsageError when it would be too large.
+    """
+    return _plan(cwd, run, environ)[0]
+
+
 def take_snapshot(cwd: Path, run: RunDir, environ: Mapping[str, str] = os.environ) -> Snapshot:
     """Copy the code around a working directory to the run's code/.
 
@@ -69,26 +77,32 @@ def take_snapshot(cwd: Path, run: RunDir, environ: Mapping[str, str] = os.enviro
     led. The copy is complete or not there. Raises UsageError when it is too large or a file cannot be read,
     and when the run folder cannot be written.
     """
-    folder, run_dir = os.path.realpath(cwd), os.path.realpath(run.path)
-    tree = _find_tree(folder, run_dir)
-    num_bytes = sum(found.st_size for found in tree.files.values() if not S_ISLNK(found.st_mode))
-    _refuse_too_large(tree, num_bytes)
-    subfolder = below(tree.root, folder)
+    snapshot, tree = _plan(cwd, run, environ)
     if run.code_dir.exists():
         raise UsageError(f"{run.code_dir} exists already", hint="every run has a code folder of its own")
     try:
         stage = tempfile.mkdtemp(prefix=".code.", dir=run.path)
         try:
             _copy_all(tree, stage)
-            Path(stage, subfolder).mkdir(parents=True, exist_ok=True)
+            Path(stage, snapshot.subfolder).mkdir(parents=True, exist_ok=True)
             Path(stage).rename(run.code_dir)
         except BaseException:
             shutil.rmtree(stage, ignore_errors=True)
             raise
     except OSError as error:
         raise _in_words(error, run) from error
-    import_path, notes = find_import_path(tree.root, str(run.code_dir), subfolder, environ.get("PYTHONPATH"))
-    return Snapshot(
+    return snapshot
+
+
+def _plan(cwd: Path, run: RunDir, environ: Mapping[str, str]) -> tuple[Snapshot, SourceTree]:
+    folder, run_dir = os.path.realpath(cwd), os.path.realpath(run.path)
+    tree = _find_tree(folder, run_dir)
+    num_bytes = sum(found.st_size for found in tree.files.values() if not S_ISLNK(found.st_mode))
+    _refuse_too_large(tree, num_bytes)
+    subfolder = below(tree.root, folder)
+    inherited = environ.get("PYTHONPATH")
+    import_path, notes = find_import_path(tree.root, tree.files, str(run.code_dir), subfolder, inherited)
+    snapshot = Snapshot(
         source=tree.root,
         code=str(run.code_dir),
         subfolder=subfolder,
@@ -99,6 +113,7 @@ def take_snapshot(cwd: Path, run: RunDir, environ: Mapping[str, str] = os.enviro
         import_path=import_path,
         notes=(*_left_out_notes(tree.left_out), *notes),
     )
+    return snapshot, tree
 
 
 def _find_tree(cwd: str, run_dir: str) -> SourceTree:
