@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.config.running import LaunchConfig
+from trainkit.submit.containers import container_argv, container_runtime, container_troubles
+from trainkit.submit.interpreters import Interpreter
+from trainkit.submit.surroundings import make_surroundings
+
+
+@pytest.mark.parametrize(
+    ("image", "available", "expected"),
+    [
+        ("/images/torch.sif", (), "apptainer"),
+        ("docker://pytorch/pytorch:2.13.0", ("pyxis",), "apptainer"),
+        ("/images/torch.sqsh", (), "pyxis"),
+        ("nvcr.io#nvidia/pytorch:26.01-py3", (), "pyxis"),
+        ("pytorch/pytorch:2.13.0", (), None),
+        ("pytorch/pytorch:2.13.0", ("pyxis",), "pyxis"),
+        ("/images/folder", ("apptainer",), "apptainer"),
+        ("/images/folder", ("apptainer", "pyxis"), None),
+    ],
+)
+def test_runtime(image: str, available: tuple[str, ...], expected: str | None) -> None:
+    assert container_runtime(LaunchConfig(container=image), available) == expected
+
+
+def test_runtime_that_was_asked_for() -> None:
+    assert container_runtime(LaunchConfig(container="/x.sif", container_runtime="pyxis")) == "pyxis"
+    assert container_runtime(LaunchConfig()) is None
+
+
+def test_apptainer() -> None:
+    launch = LaunchConfig(container="/x y.sif", container_mounts=["/data", "/a:/b:ro"])
+    options, prefix = container_argv(
+        launch, "apptainer", folders=["/p/runs/r", "/p", "/p"], workdir="/p", gpus=True, variables=["A"]
+    )
+    assert options == ()
+    assert prefix == (
+        *("apptainer", "exec", "--nv"),
+        *("--bind", "/p:/p", "--bind", "/data:/data", "--bind", "/a:/b:ro"),
+        *("--pwd", "/p", "/x y.sif"),
+    )
+
+
+def test_singularity_without_gpus() -> None:
+    launch = LaunchConfig(container="/x.sif")
+    _, prefix = container_argv(
+        launch, "apptainer", folders=["/r"], workdir="/r", gpus=False, program="singularity"
+    )
+    assert prefix == ("singularity", "exec", "--bind", "/r:/r", "--pwd", "/r", "/x.sif")
+
+
+def test_pyxis() -> None:
+    launch = LaunchConfig(container="nvcr.io#nvidia/pytorch:26.01-py3", container_mounts=["/data"])
+    options, prefix = container_argv(
+        launch, "pyxis", folders=["/r", "/w x"], workdir="/w x", gpus=True, variables=["A", "PYTHONPATH", "A"]
+    )
+    assert prefix == ()
+    assert options == (
+        "--container-image=nvcr.io#nvidia/pytorch:26.01-py3",
+        "--container-mounts=/r:/r,/w x:/w x,/data:/data",
+        "--container-workdir=/w x",
+        "--container-env=A,PYTHONPATH",
+    )
+
+
+def troubles(folders: tuple[str, ...] = ("/r",), **launch) -> list[tuple[str, str]]:
+    return [(key, message) for key, message, _ in container_troubles(LaunchConfig(**launch), folders)]
+
+
+def test_nothing_is_wrong(tmp_path: Path) -> None:
+    image = tmp_path / "x.sif"
+    image.touch()
+    assert troubles(container=str(image), container_mounts=["/a", "/a:/b", "/a:/b:ro"]) == []
+    assert troubles() == []
+
+
+def test_what_is_wrong(tmp_path: Path) -> None:
+    key = "launch.container"
+    assert troubles(container_mounts=["/a"]) == [(f"{key}_mounts", "is set while launch.container is null")]
+    assert troubles(container="--pwn") == [(key, "is '--pwn', which is an option and no image")]
+    assert troubles(container="image") == [(key, "is 'image', which apptainer and pyxis could both mean")]
+    gone = f"{tmp_path}/gone.sif"
+    assert troubles(container=gone) == [(key, f"is {gone!r}, which does not exist")]
+    [(where, message)] = troubles(("/r", "/a,b"), container="docker://x")
+    assert (where, message) == (key, "cannot have '/a,b' mounted: a mount cannot be written with one of ,:\"")
+    for mount in ("data", "/a:", "/a:/b:ro:x", "/a,/b", ":/b"):
+        assert troubles(container="docker://x", container_mounts=[mount]) == [
+            (f"{key}_mounts", f"has {mount!r}, which is no mount")
+        ]
+
+
+def test_ranks_run_in_the_container_and_the_supervisor_does_not() -> None:
+    launch = LaunchConfig(container="/x.sif", env={"A": "1"})
+    around = make_surroundings(
+        launch,
+        Interpreter(("python3",), ("/submitting/python",), host_options=("-u", "-P")),
+        run_dir="/r",
+        workdir="/r/code",
+        runtime=container_runtime(launch),
+        folders=["/data"],
+    )
+    assert around.host_python == ("/submitting/python", "-u", "-P")
+    assert around.rank_python == (
+        *("apptainer", "exec", "--bind", "/r:/r", "--bind", "/data:/data", "--pwd", "/r/code", "/x.sif"),
+        *("python3", "-u"),
+    )
+    options = make_surroundings(
+        launch, Interpreter(("p",), ("p",)), run_dir="/r", workdir="/r", runtime="pyxis", python_path=["/c"]
+    ).srun_options
+    assert options[-1] == "--container-env=A,PYTHONPATH"

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config.running import LaunchConfig
+from trainkit.job.interpreter import PYTHON_OPTIONS
+from trainkit.submit.interpreters import Interpreter, find_interpreter
+
+SUBMITTING = sys.executable
+BARE = {"PATH": "/nowhere"}
+
+
+def find(cwd: Path, environ: dict[str, str] | None = None, **launch: Any) -> Interpreter:
+    """The interpreter of a config with which nothing is wrong."""
+    found, troubles = find_interpreter(LaunchConfig(**launch), SUBMITTING, environ or BARE, cwd)
+    assert troubles == []
+    return found
+
+
+def wrong(cwd: Path, environ: dict[str, str] | None = None, **launch: Any) -> list[tuple[str, str, str]]:
+    return find_interpreter(LaunchConfig(**launch), SUBMITTING, environ or BARE, cwd)[1]
+
+
+def make_python(folder: Path, version: str = "3.10") -> str:
+    """A folder with an interpreter in it, of which nothing but the name is looked at."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / f"python{version}").touch(mode=0o755)
+    (folder / "bin" / "python").symlink_to(f"python{version}")
+    return str(folder / "bin" / "python")
+
+
+def test_nothing_asked_for_is_the_submitting_interpreter(tmp_path: Path) -> None:
+    assert find(tmp_path) == Interpreter(
+        (SUBMITTING,), (SUBMITTING,), options=PYTHON_OPTIONS, host_options=PYTHON_OPTIONS
+    )
+
+
+def test_real_virtual_environment(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "v"], check=True, timeout=60)
+    found = find(tmp_path, venv="v")
+    assert found.argv == found.host_argv == (f"{tmp_path}/v/bin/python",)
+    assert found.venv == f"{tmp_path}/v"
+    done = subprocess.run([*found.argv, *found.options, "-c", ""], timeout=30)
+    assert done.returncode == 0
+    assert found.options == PYTHON_OPTIONS
+
+
+def test_an_older_python_is_not_given_what_it_does_not_know(tmp_path: Path) -> None:
+    assert find(tmp_path, python=make_python(tmp_path / "old", "3.10")).options == ("-u",)
+    assert find(tmp_path, python=make_python(tmp_path / "new", "3.13")).options == ("-u", "-P")
+    (tmp_path / "mine").touch(mode=0o755)
+    assert find(tmp_path, python="./mine").options == ("-u",)
+
+
+def test_virtual_environment_that_is_none(tmp_path: Path) -> None:
+    [(key, message, hint)] = wrong(tmp_path, venv="gone")
+    assert (key, message) == ("launch.venv", f"is 'gone', and there is no {tmp_path}/gone/bin/python")
+    assert hint == "`python3 -m venv gone` makes a virtual environment"
+    make_python(tmp_path / "half")
+    [(key, message, hint)] = wrong(tmp_path, venv="half")
+    assert message == f"is 'half', and there is no {tmp_path}/half/bin/activate"
+
+
+def test_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_python(tmp_path / "v")
+    (tmp_path / "v" / "bin" / "activate").touch()
+    assert find(Path("/"), venv="~/v").venv == f"{tmp_path}/v"
+
+
+def test_interpreter_by_path_and_by_name(tmp_path: Path) -> None:
+    make_python(tmp_path / "x")
+    assert find(tmp_path, python="x/bin/python").argv == (f"{tmp_path}/x/bin/python",)
+    environ = {"PATH": f"{tmp_path}/x/bin"}
+    assert find(tmp_path, environ, python="python3.10").argv == ("python3.10",)
+    [(key, message, _)] = wrong(tmp_path, python="python3.10")
+    assert (key, message) == ("launch.python", "is 'python3.10', which is no program that can be run")
+    assert wrong(tmp_path, python="python3.10", modules=["python/3.10"]) == []
+
+
+def test_interpreter_besides_an_environment(tmp_path: Path) -> None:
+    make_python(tmp_path / "v")
+    (tmp_path / "v" / "bin" / "activate").touch()
+    other = make_python(tmp_path / "x")
+    found = find(tmp_path, venv="v", python=other)
+    assert (found.argv, found.venv) == ((other,), f"{tmp_path}/v")
+
+
+def test_two_environments(tmp_path: Path) -> None:
+    make_python(tmp_path / "v")
+    (tmp_path / "v" / "bin" / "activate").touch()
+    [(key, message, _)] = wrong(tmp_path, venv="v", conda="c", modules=["conda"])
+    assert (key, message) == ("launch.conda", "is 'c' while launch.venv is 'v'")
+
+
+class TestUv:
+    def project(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "pyproject.toml").touch()
+        return folder
+
+    def environment(self, folder: Path) -> None:
+        make_python(folder, "3.12")
+        (folder / "bin" / "activate").touch()
+        (folder / "pyvenv.cfg").touch()
+
+    def test_environment_of_the_project(self, tmp_path: Path) -> None:
+        self.environment(self.project(tmp_path / "p") / ".venv")
+        found = find(tmp_path, uv="p")
+        assert (found.argv, found.venv) == ((f"{tmp_path}/p/.venv/bin/python",), f"{tmp_path}/p/.venv")
+        assert found.options == ("-u", "-P")
+
+    def test_member_of_a_workspace(self, tmp_path: Path) -> None:
+        self.environment(self.project(tmp_path / "w") / ".venv")
+        self.project(tmp_path / "w" / "packages" / "member")
+        assert find(tmp_path, uv="w/packages/member").venv == f"{tmp_path}/w/.venv"
+
+    def test_environment_elsewhere(self, tmp_path: Path) -> None:
+        self.project(tmp_path / "p")
+        self.environment(tmp_path / "p" / "elsewhere")
+        environ = {**BARE, "UV_PROJECT_ENVIRONMENT": "elsewhere"}
+        assert find(tmp_path, environ, uv="p").venv == f"{tmp_path}/p/elsewhere"
+
+    def test_no_project_and_no_environment(self, tmp_path: Path) -> None:
+        [(key, message, _)] = wrong(tmp_path, uv="p")
+        assert (key, message) == ("launch.uv", f"is 'p', and there is no {tmp_path}/p/pyproject.toml")
+        self.project(tmp_path / "p")
+        [(_, message, hint)] = wrong(tmp_path, uv="p")
+        assert message == f"is 'p', which has no environment yet: there is no {tmp_path}/p/.venv"
+        assert hint == "`uv sync --project p` makes it"
+
+
+class TestConda:
+    @pytest.fixture
+    def base(self, tmp_path: Path) -> Path:
+        base = tmp_path / "conda"
+        make_python(base)
+        make_python(base / "envs" / "mine", "3.12")
+        (base / "bin" / "conda").touch(mode=0o755)
+        (base / "etc" / "profile.d").mkdir(parents=True)
+        (base / "etc" / "profile.d" / "conda.sh").touch()
+        return base
+
+    def test_by_name(self, tmp_path: Path, base: Path) -> None:
+        found = find(tmp_path, {"PATH": f"{base}/bin"}, conda="mine")
+        assert found == Interpreter(
+            (f"{base}/envs/mine/bin/python",),
+            (f"{base}/envs/mine/bin/python",),
+            options=("-u", "-P"),
+            host_options=("-u", "-P"),
+            conda="mine",
+            conda_script=f"{base}/etc/profile.d/conda.sh",
+        )
+        assert find(tmp_path, {"CONDA_EXE": f"{base}/bin/conda", **BARE}, conda="mine") == found
+        assert find(tmp_path, {"PATH": f"{base}/bin"}, conda="base").argv == (f"{base}/bin/python",)
+
+    def test_by_name_elsewhere(self, tmp_path: Path, base: Path) -> None:
+        make_python(tmp_path / "shared" / "theirs")
+        environ = {"PATH": f"{base}/bin", "HOME": str(tmp_path)}
+        assert wrong(tmp_path, environ, conda="theirs")[0][1] == f"is 'theirs', which {base} does not know"
+        listed = tmp_path / ".conda" / "environments.txt"
+        listed.parent.mkdir()
+        listed.write_text(f"{tmp_path}/shared/theirs\n")
+        assert find(tmp_path, environ, conda="theirs").argv == (f"{tmp_path}/shared/theirs/bin/python",)
+
+    def test_by_folder(self, tmp_path: Path, base: Path) -> None:
+        python = make_python(tmp_path / "env")
+        found = find(tmp_path, {"PATH": f"{base}/bin"}, conda="./env")
+        assert (found.argv, found.conda) == ((python,), f"{tmp_path}/env")
+        [(_, message, _)] = wrong(tmp_path, {"PATH": f"{base}/bin"}, conda="./gone")
+        assert message == f"is './gone', and there is no {tmp_path}/gone/bin/python"
+
+    def test_a_module_may_bring_it(self, tmp_path: Path) -> None:
+        found = find(tmp_path, conda="mine", modules=["miniforge"])
+        assert (found.argv, found.conda, found.conda_script) == (("python",), "mine", None)
+        [(key, message, _)] = wrong(tmp_path, conda="mine")
+        assert (key, message) == ("launch.conda", "is 'mine', and there is no conda on PATH")
+
+    def test_not_in_a_container(self, tmp_path: Path, base: Path) -> None:
+        [(key, message, _)] = wrong(tmp_path, {"PATH": f"{base}/bin"}, conda="mine", container="x.sif")
+        assert key == "launch.conda"
+        assert message == "is 'mine' and launch.container is set: conda cannot be activated in a container"
+
+
+def test_container(tmp_path: Path) -> None:
+    found = find(tmp_path, container="x.sif")
+    assert found == Interpreter(("python3",), (SUBMITTING,), options=("-u",), host_options=PYTHON_OPTIONS)
+    assert find(tmp_path, container="x.sif", python="python3.12").argv == ("python3.12",)
+    # Within the image, where nobody can look from here.
+    found = find(tmp_path, container="x.sif", venv="/opt/env")
+    assert (found.argv, found.venv) == (("/opt/env/bin/python",), None)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+from urllib.parse import quote as url_quote
+
+import pytest
+
+from trainkit.errors import UsageError
+from trainkit.submit.quoting import quote
+from trainkit.submit.secrets import present_secrets, refuse_leaks
+
+TOKEN = "hf_abcdefgh12345678"
+NAMES = ("HF_TOKEN", "WANDB_API_KEY")
+
+
+def test_present_secrets() -> None:
+    environ = {"WANDB_API_KEY": "k", "HF_TOKEN": "", "OTHER": "x"}
+    assert present_secrets(NAMES, environ) == ("WANDB_API_KEY",)
+
+
+def test_leak_is_refused_without_showing_it() -> None:
+    with pytest.raises(UsageError) as caught:
+        refuse_leaks(f"curl -H 'Bearer {TOKEN}'", "submit.sbatch", NAMES, {"HF_TOKEN": TOKEN})
+    assert caught.value.message == "the value of HF_TOKEN would be written into submit.sbatch"
+    assert TOKEN not in caught.value.render()
+
+
+@pytest.mark.parametrize(
+    "value", [TOKEN, "it's a 'secret'", 'a"b\\c"d e', "pässwörd-日本", "tab\tand\x01more"]
+)
+@pytest.mark.parametrize(
+    "write",
+    [
+        str,
+        json.dumps,
+        lambda value: json.dumps(f"x {value} y", ensure_ascii=False),
+        quote,
+        lambda value: quote(f"https://user:{value}@host/\n"),
+        lambda value: f"https://user:{url_quote(value, safe='')}@host",
+    ],
+)
+def test_however_it_is_spelled(value: str, write) -> None:
+    with pytest.raises(UsageError, match="the value of HF_TOKEN would be written into plan"):
+        refuse_leaks(f"before {write(value)} after", "plan", NAMES, {"HF_TOKEN": value})
+
+
+def test_key_of_several_lines_that_were_indented() -> None:
+    lines = ["-----BEGIN KEY-----", "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC", "-----END KEY-----"]
+    text = "key: |\n" + "".join(f"  {line}\n" for line in lines)
+    with pytest.raises(UsageError, match="HF_TOKEN"):
+        refuse_leaks(text, "config.yaml", NAMES, {"HF_TOKEN": "\n".join(lines) + "\n"})
+
+
+@pytest.mark.parametrize("value", ["1", "offline", "", "\n\n"])
+def test_short_values_occur_anywhere(value: str) -> None:
+    refuse_leaks("step 1\n\noffline: true", "submit.sbatch", NAMES, {"HF_TOKEN": value})
+
+
+def test_other_variables_are_no_secrets() -> None:
+    refuse_leaks(f"home is {TOKEN}", "submit.sbatch", NAMES, {"HOME": TOKEN})
