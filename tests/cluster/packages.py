@@ -48,9 +48,7 @@ def missing() -> list[str]:
 def require() -> None:
     """Raise NotPossible unless a cluster can be started now."""
     if os.geteuid() != 0:
-        raise NotPossible(
-            "only root can start a cluster: it takes network namespaces", "type: sudo make cluster"
-        )
+        raise NotPossible("only root can make its hosts, which are namespaces", "do it as root")
     if packages := missing():
         raise NotPossible(
             f"{_listed(packages)} not installed",

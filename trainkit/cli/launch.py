@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, UsageError
+from trainkit.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_STOPPED,
+    ConfigError,
+    Problem,
+    UsageError,
+)
 from trainkit.job.record import newest_entry, run_lock
 from trainkit.observe.follow import end_of, follow
 from trainkit.observe.tail import LogTail, last_lines
@@ -45,7 +53,18 @@ def plan_for(
 
     check_name(loaded.config.name)
     target = target or make_target(loaded.config.launch.backend)
-    return check_config(loaded, detect_machine(), target, command, launcher)
+    problems: list[Problem] = []
+    if target.backend in ("sbatch", "submitit"):
+        from trainkit.submit.troubles import find_troubles
+
+        problems = [loaded.problem(*trouble) for trouble in find_troubles(loaded.config.launch, Path.cwd())]
+    try:
+        plan = check_config(loaded, detect_machine(), target, command, launcher)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return plan
 
 
 def start_new_run(
@@ -53,7 +72,11 @@ def start_new_run(
 ) -> tuple[RunDir, dict[str, Any]]:
     """Make the run folder and start its first attempt; `reason` is ``submit`` or ``run``."""
     run, name = create_run(
-        loaded, None if run_dir is None else _folder(run_dir), ["trainkit", *sys.argv[1:]], plan.backend
+        loaded,
+        None if run_dir is None else _folder(run_dir),
+        ["trainkit", *sys.argv[1:]],
+        plan.backend,
+        code_copier(loaded, plan),
     )
     try:
         with run_lock(run):
@@ -63,6 +86,26 @@ def start_new_run(
             shutil.rmtree(run.path, ignore_errors=True)  # made a moment ago; a refusal leaves no trace
         raise
     return run, {"run_dir": str(run.path), "name": name, **started(entry, plan.backend)}
+
+
+def code_copier(loaded: LoadedConfig, plan: LaunchPlan) -> Callable[[RunDir], dict[str, Any] | None]:
+    """What puts a copy of the code into a new run, and says what a person should know about it."""
+
+    def copy(run: RunDir) -> dict[str, Any] | None:
+        from trainkit.submit.code import copy_code, wants_copy
+
+        if not wants_copy(loaded.config, plan):
+            return None
+        code = copy_code(run, loaded.config, plan, Path.cwd())
+        if code is not None:
+            click.echo(
+                f"  code                {code['num_files']:,} files of {code['source']} copied", err=True
+            )
+            for note in code["notes"]:
+                click.echo(f"  note: {note}", err=True)
+        return code
+
+    return copy
 
 
 def _folder(text: str) -> Path:

@@ -126,6 +126,9 @@ SLURM_FLAGS = {
 def slurm_options(function: Command) -> Command:
     """What Slurm is asked for; `slurm_flags` takes the values out of the command's arguments."""
     function = click.option(
+        "--no-snapshot", is_flag=True, help="Train from the files as they are, not from a copy."
+    )(function)
+    function = click.option(
         "--per", type=click.Choice(["gpu", "node"]), help="A Slurm task for every GPU, or one for a node."
     )(function)
     for name, (_, metavar, help_text) in reversed(SLURM_FLAGS.items()):
@@ -140,6 +143,8 @@ def slurm_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
         value = arguments.pop(name, None)
         if value is not None:
             flags[key] = (f"--{name} {value}", value)
+    if arguments.pop("no_snapshot", False):
+        flags["launch.snapshot"] = ("--no-snapshot", False)
     return flags
 
 

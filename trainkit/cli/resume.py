@@ -84,7 +84,7 @@ def _go_on(run: RunDir, loaded: LoadedConfig, plan: LaunchPlan) -> tuple[RunDir,
 def _fork(
     source: RunDir, folder: Path, loaded: LoadedConfig, plan: LaunchPlan
 ) -> tuple[RunDir, dict[str, Any]]:
-    from trainkit.cli.launch import started
+    from trainkit.cli.launch import code_copier, started
     from trainkit.job.record import run_lock
     from trainkit.manifest import newest_intact, published
     from trainkit.submit.create import create_run
@@ -97,7 +97,9 @@ def _fork(
             f"{source.path} has no intact checkpoint to go on from",
             hint="`trainkit submit` starts a run from the beginning",
         )
-    run, name = create_run(loaded, folder, ["trainkit", *sys.argv[1:]], plan.backend)
+    run, name = create_run(
+        loaded, folder, ["trainkit", *sys.argv[1:]], plan.backend, code_copier(loaded, plan)
+    )
     copy_checkpoint(checkpoint.path, run)
     with run_lock(run):
         entry = start_attempt(run, loaded.config, plan, "submit")

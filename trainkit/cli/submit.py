@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -81,10 +82,14 @@ def _show(loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, test_only
             raise UsageError("--test-only asks Slurm, and this run would start here", hint="use --dry-run")
         click.echo(plan_text(plan), nl=False)
         return EXIT_OK
+    from trainkit.submit.code import planned_code
+    from trainkit.submit.secrets import refuse_leaks
     from trainkit.submit.slurm_script import script_for
 
     run = future_run(loaded.config.name, None if run_dir is None else Path(run_dir))
-    script = script_for(run, 1, plan, loaded.config, Path.cwd(), None)
+    code = planned_code(run, loaded.config, plan, Path.cwd())
+    script = script_for(run, 1, plan, loaded.config, Path.cwd(), code)
+    refuse_leaks(script.text, "the script", loaded.config.launch.secrets, os.environ)
     if not test_only:
         click.echo(script.text, nl=False)
         return EXIT_OK

@@ -146,7 +146,7 @@ class LaunchConfig(Section):
         ("HF_TOKEN", "WANDB_API_KEY"), "Variables that reach the job but no file of the run."
     )
     snapshot: bool = Field(
-        default=True, description="Copy the code into the run folder and train from the copy."
+        default=True, description="On Slurm: copy the code into the run folder and train from the copy."
     )
 
 

@@ -41,7 +41,9 @@ def worker_environ(
 ) -> dict[str, str]:
     """The whole environment of one worker: inherited, then `launch.env`, then our defaults, then its rank."""
     environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
-    environ.update(configured)
+    # On Slurm the script has set them already, with the copy of the code before their PYTHONPATH.
+    ours = {"PYTHONPATH"} if plan.slurm is not None else set()
+    environ.update({name: value for name, value in configured.items() if name not in ours})
     environ.setdefault("OMP_NUM_THREADS", str(plan.threads_per_worker or own_threads(plan, place, inherited)))
     environ.setdefault("PYTHONUNBUFFERED", "1")
     for name, value in network.items():

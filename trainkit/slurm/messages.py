@@ -32,7 +32,6 @@ _NOT_DELIVERED = (
     r"standby mode",
     r"Communication connection failure",
     r"Connection timed out establishing",
-    r"job queue full",
     r"[Tt]emporarily un(?:able|available)",
     r"Unable to locate backup controller",
     r"System submissions disabled",
@@ -164,15 +163,13 @@ def cleaned(stderr: str) -> str:
 
 def trouble_of(stderr: str) -> Trouble:
     """What kind of failure these words mean; a refusal when they are not known."""
-    # A request can be lost on one controller and not delivered to the other: the worse one counts.
-    doubtful = _LOST.search(_without_connect_failures(stderr))
-    if doubtful:
+    # What sbatch says before it tries again by itself is not the end of the story.
+    lines = [line for line in stderr.splitlines() if not line.endswith("sleeping and retrying")]
+    away = [line for line in lines if _UNDELIVERED.search(line)]
+    # A request can be lost on one controller and not reach the other: the worse one counts.
+    if any(_LOST.search(line) for line in lines if line not in away):
         return Trouble.ANSWER_LOST
-    return Trouble.NOT_DELIVERED if _UNDELIVERED.search(stderr) else Trouble.REFUSED
-
-
-def _without_connect_failures(stderr: str) -> str:
-    return "\n".join(line for line in stderr.splitlines() if not _UNDELIVERED.search(line))
+    return Trouble.NOT_DELIVERED if away else Trouble.REFUSED
 
 
 def hint_of(stderr: str, trouble: Trouble) -> str:

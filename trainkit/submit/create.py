@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from trainkit.config import LoadedConfig, dump_effective
 from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, write_json
 from trainkit.submit.provenance import collect_provenance
+from trainkit.submit.secrets import refuse_leaks
 
 RUNS_FOLDER = "runs"
 RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
@@ -35,11 +38,16 @@ def check_name(name: str) -> None:
 
 
 def create_run(
-    loaded: LoadedConfig, run_dir: Path | None, argv: Sequence[str], backend: str
+    loaded: LoadedConfig,
+    run_dir: Path | None,
+    argv: Sequence[str],
+    backend: str,
+    copy: Callable[[RunDir], dict[str, Any] | None] = lambda run: None,
 ) -> tuple[RunDir, str]:
     """Make the run folder with everything but its first attempt; gives it and the run's name.
 
-    Raises UsageError when `run_dir` is not empty or the place cannot be written.
+    `copy` puts a copy of the code there and describes it.
+    Raises UsageError when `run_dir` is not empty, the place cannot be written, or a secret would be.
     """
     name = loaded.config.name
     run = None
@@ -50,12 +58,25 @@ def create_run(
         else:
             run = RunDir(_empty_folder(run_dir))
         run.checkpoints_dir.mkdir(mode=0o700)
-        write_json(run.provenance_file, collect_provenance(argv, Path.cwd(), loaded.config.launch.secrets))
-        write_json(run.job_file, {"backend": backend, "name": name, "cwd": str(Path.cwd()), "attempts": []})
-    except OSError as error:
+        code = copy(run)
+        secrets = loaded.config.launch.secrets
+        provenance = {**collect_provenance(argv, Path.cwd(), secrets), "code": code}
+        refuse_leaks(json.dumps(provenance), str(run.provenance_file), secrets, os.environ)
+        write_json(run.provenance_file, provenance)
+        job: dict[str, Any] = {
+            "backend": backend,
+            "name": name,
+            "cwd": str(Path.cwd()),
+            "code": code,
+            "attempts": [],
+        }
+        write_json(run.job_file, job)
+    except BaseException as error:
         if run is not None:
             # What is in it was made here, a moment ago; left behind it would be in the way of the next try.
             shutil.rmtree(run.path, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         place = run_dir or Path(RUNS_FOLDER)
         raise UsageError(
             f"cannot make a run folder at {place}: {error.strerror or error}",

@@ -98,7 +98,7 @@ def _surroundings(
     runtime = None if launch.container is None else container_runtime(launch)
     workdir, python_path = str(cwd), ()
     if code is not None:
-        python_path = tuple(code["python_path"])
+        python_path = tuple(code["import_path"])
         workdir = str(code["workdir"]) if plan.command is not None else workdir
     return make_surroundings(
         launch,

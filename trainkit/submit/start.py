@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
 from trainkit.submit import local
 from trainkit.submit.create import plan_text
+from trainkit.submit.secrets import refuse_leaks
 
 
 def start_attempt(
@@ -20,12 +22,16 @@ def start_attempt(
 
     `reason` is one of ``submit run requeue resume``; `foreground` is for local runs only.
     """
+    config_text = dump_effective(config)
+    for text, where in ((config_text, run.config_file), (plan_text(plan), run.plan_file)):
+        refuse_leaks(text, str(where), config.launch.secrets, os.environ)
     if plan.backend == "local":
-        return local.start_attempt(run, dump_effective(config), plan_text(plan), reason, foreground)
+        return local.start_attempt(run, config_text, plan_text(plan), reason, foreground)
     # Slurm's side is loaded only here: a local start does not pay for it.
     from trainkit.submit.slurm_backend import start_slurm_attempt
     from trainkit.submit.slurm_script import script_for
 
     job = read_job(run)
     script = script_for(run, next_attempt_number(run), plan, config, Path(str(job["cwd"])), job.get("code"))
-    return start_slurm_attempt(run, dump_effective(config), plan_text(plan), script, reason, plan.backend)
+    refuse_leaks(script.text, str(run.script_file), config.launch.secrets, os.environ)
+    return start_slurm_attempt(run, config_text, plan_text(plan), script, reason, plan.backend)
