@@ -226,7 +226,7 @@ def parse_gpus(gres: str) -> dict[str, int]:
 def _associations(
     config: Mapping[str, str], environ: Mapping[str, str], user: str | None
 ) -> tuple[Association, ...] | None:
-    if config.get("AccountingStorageType", "").endswith("none"):
+    if "slurmdbd" not in config.get("AccountingStorageType", ""):
         return None
     argv = ["sacctmgr", "--noheader", "--parsable2", "show", "user", "withassoc", "where"]
     argv += [f"name={user or getpass.getuser()}", f"format={_ASSOCIATION_FIELDS}"]

@@ -1,0 +1,158 @@
+"""One command of Slurm: what goes in, what comes out, and what its failures become."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.slurm.conftest import FakeSlurm
+from trainkit.errors import UsageError
+from trainkit.slurm.client import (
+    Answer,
+    SlurmRefused,
+    SlurmUnreachable,
+    ask_slurm,
+    failure,
+    query,
+    retrying,
+    run_slurm,
+    safe_value,
+)
+
+
+def test_out_and_err_are_kept_apart(fake: FakeSlurm) -> None:
+    fake.add("squeue", "echo out; echo err >&2")
+    assert ask_slurm(["squeue"], 5, environ=fake.environ) == Answer(b"out\n", "err\n")
+    assert run_slurm(["squeue"], 5, environ=fake.environ) == "out\n"
+
+
+def test_arguments_are_never_read_by_a_shell(fake: FakeSlurm) -> None:
+    hostile = ["squeue", "--name=a b", "$(touch x)", "`id`", "'\"", "a\nb", "; exit 3", "ü"]
+    fake.add("squeue")
+    run_slurm(hostile, 5, environ=fake.environ)
+    assert fake.calls == [hostile]
+
+
+def test_input_is_handed_over_and_otherwise_there_is_none(fake: FakeSlurm) -> None:
+    fake.add("sbatch", 'read line; echo "got $line"')
+    assert run_slurm(["sbatch"], 5, input="hello\n", environ=fake.environ) == "got hello\n"
+    assert run_slurm(["sbatch"], 5, environ=fake.environ) == "got \n"
+
+
+def test_bytes_that_are_no_utf8(fake: FakeSlurm) -> None:
+    fake.add("squeue", "printf 'a\\377b'")
+    assert run_slurm(["squeue"], 5, environ=fake.environ) == "a\ufffdb"
+
+
+def test_program_missing(fake: FakeSlurm) -> None:
+    with pytest.raises(UsageError, match="`sbatch` is not on PATH: there is no Slurm here") as caught:
+        run_slurm(["sbatch"], 5, environ=fake.environ)
+    assert "--backend local" in caught.value.hint
+    assert caught.value.exit_code == 2
+
+
+def test_no_answer_in_time(fake: FakeSlurm) -> None:
+    fake.add("sbatch", "echo 'sbatch: error: still trying' >&2; exec /bin/sleep 30")
+    begin = time.monotonic()
+    with pytest.raises(
+        SlurmUnreachable, match=r"`sbatch` did not answer within 0\.3 s: still trying"
+    ) as caught:
+        run_slurm(["sbatch"], 0.3, environ=fake.environ)
+    assert time.monotonic() - begin < 5
+    assert caught.value.exit_code == 3
+    assert caught.value.may_have_arrived
+
+
+def test_refused(fake: FakeSlurm) -> None:
+    fake.add(
+        "sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid qos specification' >&2; exit 1"
+    )
+    with pytest.raises(SlurmRefused, match=r"^sbatch: Invalid qos specification$") as caught:
+        run_slurm(["sbatch"], 5, environ=fake.environ)
+    assert caught.value.exit_code == 2
+    assert caught.value.sentence == "Invalid qos specification"
+    assert "--qos" in caught.value.hint
+
+
+def test_away(fake: FakeSlurm) -> None:
+    fake.add(
+        "squeue",
+        "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1",
+    )
+    with pytest.raises(SlurmUnreachable, match="squeue cannot reach Slurm: Unable to contact") as caught:
+        run_slurm(["squeue"], 5, environ=fake.environ)
+    assert not caught.value.may_have_arrived
+
+
+def test_failure_without_a_word() -> None:
+    assert failure("squeue", 7, Answer(b"", "")).message == "squeue: exit code 7, and no word"
+    killed = failure("sbatch", -9, Answer(b"", ""))
+    assert isinstance(killed, SlurmUnreachable)
+    assert killed.may_have_arrived
+
+
+def test_words_on_stdout_count_when_there_are_no_others() -> None:
+    assert (
+        failure("scontrol", 1, Answer(b"Invalid job id specified\n", "")).message
+        == "scontrol: Invalid job id specified"
+    )
+
+
+def test_a_query_is_repeated_while_slurm_is_away(fake: FakeSlurm) -> None:
+    fake.add("squeue", "[ $n -ge 3 ] && { echo there; exit; }; echo '(connect failure)' >&2; exit 1")
+    assert query(["squeue"], environ=fake.environ).stdout == "there\n"
+    assert len(fake.calls) == 3
+
+
+def test_a_query_that_is_refused_is_not_repeated(fake: FakeSlurm) -> None:
+    fake.add("squeue", "echo 'Invalid job id specified' >&2; exit 1")
+    with pytest.raises(SlurmRefused):
+        query(["squeue"], environ=fake.environ)
+    assert len(fake.calls) == 1
+
+
+def test_what_the_user_prefers_to_see_does_not_matter(fake: FakeSlurm) -> None:
+    fake.add(
+        "squeue", 'echo "$SQUEUE_STATES,$SQUEUE_FORMAT,$SLURM_TIME_FORMAT,$SLURM_BITSTR_LEN,$SLURM_CONF"'
+    )
+    preferred = {
+        "SQUEUE_STATES": "R",
+        "SQUEUE_FORMAT": "%i",
+        "SLURM_TIME_FORMAT": "relative",
+        "SLURM_CONF": "/c",
+    }
+    assert query(["squeue"], environ={**fake.environ, **preferred}).stdout == ",,%s,0,/c\n"
+
+
+def test_pauses_grow() -> None:
+    pauses: list[float] = []
+
+    def ask() -> str:
+        if len(pauses) < 6:
+            raise SlurmUnreachable("away")
+        return "there"
+
+    assert retrying(ask, patience_s=100.0, sleep=pauses.append) == "there"
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
+
+
+def test_patience_is_measured_by_the_clock() -> None:
+    """A command that has waited for a controller in vain is not made to wait for it again."""
+    pauses: list[float] = []
+
+    def ask() -> None:
+        time.sleep(0.2)
+        raise SlurmUnreachable("away")
+
+    with pytest.raises(SlurmUnreachable, match="away"):
+        retrying(ask, patience_s=0.6, sleep=pauses.append)
+    assert pauses == []
+
+
+@pytest.mark.parametrize("value", ["", "-x", "--all", "a\0b"])
+def test_values_that_could_be_options(value: str) -> None:
+    with pytest.raises(UsageError):
+        safe_value(value, "a host list")
+    with pytest.raises(UsageError, match="NUL"):
+        run_slurm(["sh", "a\0b"], 5)

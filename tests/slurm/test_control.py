@@ -1,0 +1,161 @@
+"""Requeue, cancel, signals and versions."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.slurm.conftest import FakeSlurm
+from trainkit.errors import UsageError
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
+from trainkit.slurm.control import (
+    Receiver,
+    cancel,
+    has_expedited_requeue,
+    needs_srun_cpus_per_task,
+    parse_config,
+    parse_version,
+    requeue,
+    send_signal,
+    show_config,
+    version,
+)
+
+LOST = "echo 'Socket timed out on send/recv operation' >&2; exit 1"
+
+
+def test_requeue_names_the_task_and_not_the_array(fake: FakeSlurm) -> None:
+    fake.add("scontrol")
+    requeue("12_3", environ=fake.environ)
+    assert fake.calls == [["scontrol", "requeue", "12_3"]]
+
+
+def test_requeue_is_repeated_while_slurm_is_away(fake: FakeSlurm) -> None:
+    fake.add("scontrol", "[ $n -ge 2 ] || { echo '(connect failure)' >&2; exit 1; }")
+    requeue("12", environ=fake.environ)
+    assert len(fake.calls) == 2
+
+
+def test_requeue_whose_answer_was_lost_has_been_done(fake: FakeSlurm) -> None:
+    fake.add(
+        "scontrol", f"[ $n -ge 2 ] || {{ {LOST}; }}; echo 'Job is pending execution for job 12' >&2; exit 1"
+    )
+    requeue("12", environ=fake.environ)
+    assert len(fake.calls) == 2
+
+
+def test_requeue_of_a_job_that_waits_anyway_is_refused(fake: FakeSlurm) -> None:
+    fake.add("scontrol", "echo 'Job is pending execution for job 12' >&2; exit 1")
+    with pytest.raises(SlurmRefused, match="Job is pending execution"):
+        requeue("12", environ=fake.environ)
+
+
+def test_requeue_under_no_requeue(fake: FakeSlurm) -> None:
+    fake.add("scontrol", "echo 'Requested operation is presently disabled for job 12' >&2; exit 1")
+    with pytest.raises(SlurmRefused) as caught:
+        requeue("12", environ=fake.environ)
+    assert "--no-requeue" in caught.value.hint
+
+
+def test_cancel_is_one_call(fake: FakeSlurm) -> None:
+    fake.add("scancel")
+    cancel(["12", "13_4"], environ=fake.environ)
+    cancel([], environ=fake.environ)
+    assert fake.calls == [["scancel", "12", "13_4"]]
+
+
+def test_cancel_of_what_has_ended_is_no_error(fake: FakeSlurm) -> None:
+    fake.add(
+        "scancel", "echo 'scancel: error: Kill job error on job id 12: Invalid job id specified' >&2; exit 1"
+    )
+    cancel(["12"], environ=fake.environ)
+
+
+def test_cancel_of_somebody_elses_job(fake: FakeSlurm) -> None:
+    one = "scancel: error: Kill job error on job id 12: Invalid job id specified"
+    other = "scancel: error: Kill job error on job id 13: Access/permission denied"
+    fake.add("scancel", f"echo '{one}' >&2; echo '{other}' >&2; exit 1")
+    with pytest.raises(SlurmRefused, match="Access/permission denied"):
+        cancel(["12", "13"], environ=fake.environ)
+
+
+def test_cancel_while_slurm_is_away(fake: FakeSlurm) -> None:
+    fake.add("scancel", LOST)
+    with pytest.raises(SlurmUnreachable):
+        cancel(["12"], environ=fake.environ, patience_s=0)
+
+
+def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
+    for job_id in ("--user=me", "", "12 13"):
+        with pytest.raises(UsageError, match="is no job id"):
+            cancel([job_id], environ=fake.environ)
+        with pytest.raises(UsageError, match="is no job id"):
+            requeue(job_id, environ=fake.environ)
+
+
+@pytest.mark.parametrize(
+    ("signal", "receiver", "argv"),
+    [
+        ("USR2", Receiver.STEPS, ["scancel", "--signal=USR2", "12"]),
+        ("SIGTERM", Receiver.BATCH, ["scancel", "--signal=SIGTERM", "--batch", "12"]),
+        ("12", Receiver.ALL, ["scancel", "--signal=12", "--full", "12"]),
+    ],
+)
+def test_signals(fake: FakeSlurm, signal: str, receiver: Receiver, argv: list[str]) -> None:
+    fake.add("scancel")
+    send_signal(["12"], signal, receiver, environ=fake.environ)
+    assert fake.calls == [argv]
+
+
+@pytest.mark.parametrize("signal", ["", "usr2", "USR2 --user=root", "-9", "123", "KILL\n"])
+def test_no_signal(signal: str) -> None:
+    with pytest.raises(UsageError, match="is no signal"):
+        send_signal(["12"], signal)
+
+
+def test_config(fake: FakeSlurm) -> None:
+    text = (
+        "Configuration data as of 2024-01-01T00:00:00\n"
+        "AccountingStorageTRES   = cpu,mem,gres/gpu\n"
+        "MaxArraySize            = 1001\n"
+        "SLURM_VERSION           = 22.05.8\n"
+        "SlurmctldHost[0]        = head(10.0.0.1)\n"
+        "MailDomain              = (null)\n"
+        "PluginDir               =\n"
+        "SchedulerParameters     = bf_window=10,defer\n"
+        "\n"
+        "Slurmctld(primary) at head is UP\n"
+    )
+    (fake.folder / "config").write_text(text)
+    fake.add("scontrol", '/bin/cat "$here/config"')
+    config = show_config(fake.environ)
+    assert config == parse_config(text)
+    assert (config["MaxArraySize"], config["SlurmctldHost"]) == ("1001", "head(10.0.0.1)")
+    assert (config["PluginDir"], config["SchedulerParameters"]) == ("", "bf_window=10,defer")
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("slurm 22.05.8\n", (22, 5, 8)),
+        ("slurm-wlm 24.11.1-0ubuntu1\n", (24, 11, 1)),
+        ("slurm 23.02.0rc1", (23, 2, 0)),
+        ("slurm 25.11", (25, 11, 0)),
+    ],
+)
+def test_versions(text: str, numbers: tuple[int, int, int]) -> None:
+    assert parse_version(text) == numbers
+
+
+def test_version_of_what_is_here(fake: FakeSlurm) -> None:
+    fake.add("scontrol", "echo slurm 23.11.4")
+    assert version(fake.environ) == (23, 11, 4)
+    fake.add("srun", "echo slurm 24.5.1")
+    assert version(fake.environ) == (24, 5, 1)
+    with pytest.raises(UsageError, match="not a version"):
+        parse_version("slurm")
+
+
+def test_features() -> None:
+    versions = [(21, 8, 0), (22, 5, 0), (22, 5, 8), (23, 2, 7), (23, 11, 0), (25, 11, 0)]
+    assert [needs_srun_cpus_per_task(v) for v in versions] == [False, True, True, True, False, False]
+    assert [has_expedited_requeue(v) for v in versions] == [False] * 5 + [True]

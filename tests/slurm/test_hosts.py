@@ -1,0 +1,128 @@
+"""Host lists and counts, by ClusterShell here; the same lists through scontrol are in test_on_cluster.py."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.slurm.conftest import FakeSlurm
+from trainkit.errors import UsageError
+from trainkit.slurm.hosts import expand_hosts, expand_without_slurm, tasks_per_node
+
+HOST_LISTS = {
+    "node1": ["node1"],
+    "a,b,a": ["a", "b", "a"],
+    "node[18-19,1-2]": ["node18", "node19", "node1", "node2"],
+    "n[08-11]": ["n08", "n09", "n10", "n11"],
+    "n[8-11]": ["n8", "n9", "n10", "n11"],
+    "n[098-101]": ["n098", "n099", "n100", "n101"],
+    "r[2,1]n[3-4]": ["r2n3", "r2n4", "r1n3", "r1n4"],
+    "r[1-2]c[01-02]s[0,7]": [f"r{r}c0{c}s{s}" for r in (1, 2) for c in (1, 2) for s in (0, 7)],
+    "n[1-2]-ib": ["n1-ib", "n2-ib"],
+    "a[1-2].x.org,b": ["a1.x.org", "a2.x.org", "b"],
+    "login,n[1,3],gpu-[1-2]": ["login", "n1", "n3", "gpu-1", "gpu-2"],
+    "n[5]": ["n5"],
+    "[1-3]": ["1", "2", "3"],
+}
+
+
+@pytest.mark.parametrize("text", HOST_LISTS)
+def test_expand(text: str) -> None:
+    assert expand_without_slurm(text) == HOST_LISTS[text]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            " ",
+            "-n",
+            "--all",
+            "n[",
+            "n]",
+            "n[1-",
+            "n[]",
+            "n[a-b]",
+            "n[1-2",
+            "n1-2]",
+            "n[[1]]",
+            "a,,b",
+            ",a",
+            "a,",
+        ),
+        *(
+            "a b",
+            "a\nb",
+            "n[3-1]",
+            "n[1-2-3]",
+            "n[1, 2]",
+            "n[-1]",
+            "n[1-9999999]",
+            "n[1-2000]m[1-2000]",
+            "n[²]",
+        ),
+    ],
+)
+def test_no_host_list(text: str, fake: FakeSlurm) -> None:
+    fake.add("scontrol", "echo never")
+    for expand in (expand_without_slurm, expand_hosts):
+        with pytest.raises(UsageError) as caught:
+            expand(text)
+        assert repr(text.strip()) in caught.value.message
+    assert fake.calls == []
+
+
+def test_scontrol_is_asked_where_it_is(fake: FakeSlurm) -> None:
+    fake.add("scontrol", "echo n2; echo n1")
+    assert expand_hosts("n[2,1]", fake.environ) == ["n2", "n1"]
+    assert fake.calls == [["scontrol", "show", "hostnames", "n[2,1]"]]
+
+
+def test_no_program_is_started_for_names_without_brackets(fake: FakeSlurm) -> None:
+    fake.add("scontrol", "exit 1")
+    assert expand_hosts("a,b", fake.environ) == ["a", "b"]
+    assert fake.calls == []
+
+
+def test_a_container_without_a_configuration(fake: FakeSlurm) -> None:
+    assert expand_hosts("n[2,1]", fake.environ) == ["n2", "n1"]
+    fake.add("scontrol", "echo 'scontrol: fatal: Could not establish a configuration source' >&2; exit 1")
+    assert expand_hosts("n[2,1]", fake.environ) == ["n2", "n1"]
+
+
+RANGES = st.tuples(st.integers(0, 999), st.integers(0, 20), st.integers(1, 4))
+NAMES = st.text("abcxyz.-", min_size=1, max_size=4).filter(lambda name: not name.startswith("-"))
+
+
+@given(
+    st.lists(
+        st.tuples(NAMES, st.lists(RANGES, max_size=3), st.text("ab", max_size=2)), min_size=1, max_size=4
+    )
+)
+def test_any_list_keeps_order_and_padding(items: list[tuple[str, list[tuple[int, int, int]], str]]) -> None:
+    parts, hosts = [], []
+    for name, ranges, suffix in items:
+        spans, numbers = [], []
+        for first, more, width in ranges:
+            begin, end = f"{first:0{width}d}", f"{first + more:0{width}d}"
+            spans.append(begin if more == 0 else f"{begin}-{end}")
+            numbers += [f"{number:0{width}d}" for number in range(first, first + more + 1)]
+        parts.append(f"{name}[{','.join(spans)}]{suffix}" if ranges else f"{name}{suffix}")
+        hosts += [f"{name}{number}{suffix}" for number in (numbers if ranges else [""])]
+    assert expand_without_slurm(",".join(parts)) == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("8(x2)", [8, 8]), ("1,2,1", [1, 2, 1]), (" 2(x1) ", [2])],
+)
+def test_tasks_per_node(text: str, counts: list[int]) -> None:
+    assert tasks_per_node(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "a", "2(x)", "2(3)", "2,", "-1", "2(x3", "2 (x3)"])
+def test_no_counts(text: str) -> None:
+    with pytest.raises(UsageError, match="not a list of counts"):
+        tasks_per_node(text)

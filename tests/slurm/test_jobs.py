@@ -1,0 +1,239 @@
+"""What jobs are doing, from what squeue and sacct print."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timezone
+
+import pytest
+
+from tests.slurm.conftest import FakeSlurm
+from trainkit.errors import UsageError
+from trainkit.slurm.client import SlurmUnreachable
+from trainkit.slurm.jobs import JobInfo, parse_accounting, parse_queue, query_jobs
+from trainkit.slurm.records import FIELD, RECORD
+from trainkit.slurm.states import JobState
+
+NOON = 1700000000
+NUM_TASKS = 10_000
+
+
+def queue_line(
+    job: int, array: int = 0, task: str = "N/A", state: str = "RUNNING", restarts: int = 0, **more: str
+) -> str:
+    """One record of squeue, as 22.05 printed it."""
+    known = {"reason": "None", "nodes": "n[1-2]", "exit_code": "0", "left": "59:00", "name": "quick"} | more
+    fields = [
+        *(str(job), str(array or job), task, state, known["reason"], "main", known["nodes"], "2"),
+        *(str(NOON), str(NOON + 60), str(NOON + 3600), known["left"], str(restarts)),
+        *(known["exit_code"], known["name"]),
+    ]
+    return FIELD.join(fields) + f"{RECORD}\n"
+
+
+def accounting_line(
+    job_id: str, state: str = "COMPLETED", exit_code: str = "0:0", name: str = "quick"
+) -> str:
+    """One record of sacct."""
+    times = (str(NOON), str(NOON + 60), str(NOON + 120))
+    return FIELD.join([job_id, state, "main", "n[1-2]", "2", *times, exit_code, name]) + f"{FIELD}\n"
+
+
+def states(jobs: dict[str, JobInfo]) -> dict[str, str]:
+    return {job_id: job.state.value for job_id, job in jobs.items()}
+
+
+def prints(fake: FakeSlurm, program: str, text: str) -> None:
+    """A program that prints this."""
+    (fake.folder / f"{program}.out").write_text(text)
+    fake.add(program, f'/bin/cat "$here/{program}.out"')
+
+
+def test_a_running_job_in_full() -> None:
+    assert parse_queue(queue_line(7)) == {
+        "7": JobInfo(
+            job_id="7",
+            state=JobState.RUNNING,
+            slurm_state="RUNNING",
+            partition="main",
+            nodes="n[1-2]",
+            num_nodes=2,
+            submit_time=datetime.fromtimestamp(NOON, timezone.utc),
+            start_time=datetime.fromtimestamp(NOON + 60, timezone.utc),
+            end_time=datetime.fromtimestamp(NOON + 3600, timezone.utc),
+            time_left_s=3540,
+            restarts=0,
+            name="quick",
+        )
+    }
+
+
+def test_names_may_hold_anything() -> None:
+    name = f"a{FIELD}b\nc | $(x){RECORD} ü"
+    assert parse_queue(queue_line(7, name=name) + queue_line(8))["7"].name == name
+    assert parse_accounting(accounting_line("7", name="a\nb") + accounting_line("8"))["7"].name == "a\nb"
+
+
+def test_a_job_that_waits_says_why() -> None:
+    job = parse_queue(queue_line(7, state="PENDING", reason="QOSMaxJobsPerUserLimit", nodes=""))["7"]
+    assert job.sentence == "you are at your limit of running jobs in its QOS"
+    assert parse_queue(queue_line(7))["7"].sentence == ""
+
+
+def test_preempted_is_not_the_end_of_a_job_that_comes_back() -> None:
+    back = parse_queue(queue_line(7, state="PENDING", restarts=1, reason="BeginTime", nodes=""))["7"]
+    assert (back.state, back.restarts, back.is_terminal) == (JobState.REQUEUED, 1, False)
+    going = parse_queue(queue_line(7, state="COMPLETING", restarts=1))["7"]
+    assert not going.is_terminal
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "signal"), [("0", 0, None), ("256", 1, None), ("19200", 75, None), ("9", 0, 9)]
+)
+def test_exit_codes_of_squeue(status: str, code: int, signal: int | None) -> None:
+    job = parse_queue(queue_line(7, state="FAILED", exit_code=status))["7"]
+    assert (job.exit_code, job.exit_signal) == (code, signal)
+    assert parse_queue(queue_line(7, exit_code=status))["7"].exit_code is None
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "signal"), [("0:0", 0, None), ("75:0", 75, None), ("0:9", 0, 9), ("", None, None)]
+)
+def test_exit_codes_of_sacct(text: str, code: int | None, signal: int | None) -> None:
+    job = parse_accounting(accounting_line("7", "FAILED", text))["7"]
+    assert (job.exit_code, job.exit_signal) == (code, signal)
+
+
+def test_tasks_of_an_array() -> None:
+    text = queue_line(9, 9, "3-4,6%2", "PENDING") + queue_line(10, 9, "0") + queue_line(11, 9, "1", "FAILED")
+    expected = {"9_0": "running", "9_1": "failed", "9_3": "pending", "9_4": "pending", "9_6": "pending"}
+    assert states(parse_queue(text)) == expected
+    assert parse_queue(text)["9_6"].job_id == "9_6"
+
+
+def test_tasks_of_an_array_in_accounting() -> None:
+    text = accounting_line("9_0") + accounting_line("9_[1-2%4]", "CANCELLED by 0")
+    assert states(parse_accounting(text)) == {"9_0": "completed", "9_1": "cancelled", "9_2": "cancelled"}
+
+
+def test_a_record_that_was_cut_off_is_left_out() -> None:
+    assert list(parse_queue(queue_line(7) + queue_line(8)[:-9])) == ["7"]
+
+
+def test_one_call_for_all_jobs(fake: FakeSlurm) -> None:
+    prints(fake, "squeue", queue_line(8) + queue_line(7) + queue_line(9, 9, "0") + queue_line(10, 9, "1"))
+    fake.add("sacct")
+    jobs = query_jobs(["7", "9_1", "8", "7", "9_0"], environ=fake.environ)
+    assert list(jobs) == ["7", "9_1", "8", "9_0"]
+    assert fake.programs == ["squeue"]
+    assert "--jobs=7,9,8" in fake.calls[0]
+
+
+def test_all_of_a_user(fake: FakeSlurm) -> None:
+    prints(fake, "squeue", queue_line(8) + queue_line(7))
+    assert list(query_jobs(environ=fake.environ)) == ["8", "7"]
+    assert list(query_jobs(user="me", environ=fake.environ)) == ["8", "7"]
+    assert "--me" in fake.calls[0]
+    assert "--user=me" in fake.calls[1]
+
+
+def test_nothing_is_asked_about_nothing(fake: FakeSlurm) -> None:
+    assert query_jobs([], environ=fake.environ) == {}
+
+
+def test_accounting_is_asked_once_for_what_squeue_has_forgotten(fake: FakeSlurm) -> None:
+    prints(fake, "squeue", queue_line(8))
+    prints(fake, "sacct", accounting_line("7", "TIMEOUT") + accounting_line("6") + accounting_line("8"))
+    jobs = query_jobs(["6", "7", "8", "5"], environ=fake.environ)
+    assert states(jobs) == {"6": "completed", "7": "timeout", "8": "running", "5": "unknown"}
+    assert fake.programs == ["squeue", "sacct"]
+    assert "--jobs=6,7,5" in fake.calls[1]
+    assert jobs["5"].sentence == "neither squeue nor sacct knows it"
+
+
+def test_an_array_is_asked_for_as_a_whole(fake: FakeSlurm) -> None:
+    """The tasks that ended first are only in accounting."""
+    prints(fake, "squeue", queue_line(9, 9, "10-11", "PENDING") + queue_line(14, 9, "2"))
+    prints(fake, "sacct", accounting_line("9_0") + accounting_line("9_2", "RUNNING") + accounting_line("9_1"))
+    jobs = query_jobs(["9"], environ=fake.environ)
+    assert states(jobs) == {
+        **{"9_0": "completed", "9_1": "completed", "9_2": "running", "9_10": "pending", "9_11": "pending"}
+    }
+    assert list(jobs) == ["9_0", "9_1", "9_2", "9_10", "9_11"]
+
+
+INVALID = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+
+
+@pytest.mark.parametrize(
+    ("sacct", "why"),
+    [
+        (None, "`sacct` is not on PATH"),
+        ("echo 'Slurm accounting storage is disabled' >&2; exit 1", "accounting storage is disabled"),
+        (
+            "echo 'sacct: error: Sending PersistInit msg: Connection refused' >&2; exit 1",
+            "Connection refused",
+        ),
+    ],
+)
+def test_without_accounting_a_forgotten_job_is_unknown(fake: FakeSlurm, sacct: str | None, why: str) -> None:
+    fake.add("squeue", INVALID)
+    if sacct is not None:
+        fake.add("sacct", sacct)
+    job = query_jobs(["7"], environ=fake.environ)["7"]
+    assert (job.state, job.is_terminal) == (JobState.UNKNOWN, False)
+    assert job.sentence.startswith("squeue has forgotten it, and accounting does not answer")
+    assert why in job.sentence
+
+
+def test_accounting_that_lags_is_not_believed(fake: FakeSlurm) -> None:
+    fake.add("squeue", INVALID)
+    prints(fake, "sacct", accounting_line("7", "RUNNING"))
+    job = query_jobs(["7"], environ=fake.environ)["7"]
+    assert (job.state, job.slurm_state) == (JobState.UNKNOWN, "RUNNING")
+    assert job.sentence == "squeue has forgotten it, and accounting still says RUNNING"
+
+
+def test_squeue_away_is_an_error_whatever_accounting_says(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.slurm.client.FIRST_PAUSE_S", 9.0)
+    fake.add("squeue", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    prints(fake, "sacct", accounting_line("7"))
+    with pytest.raises(SlurmUnreachable):
+        query_jobs(["7"], environ=fake.environ)
+    assert fake.programs == ["squeue"]
+
+
+@pytest.mark.parametrize("job_id", ["--all", "1;2", "", "7 8"])
+def test_what_is_no_job_id_is_never_handed_over(fake: FakeSlurm, job_id: str) -> None:
+    fake.add("squeue")
+    with pytest.raises(UsageError, match="is no job id"):
+        query_jobs(["7", job_id], environ=fake.environ)
+    assert fake.calls == []
+
+
+def test_more_ids_than_an_argument_can_hold(fake: FakeSlurm) -> None:
+    prints(fake, "squeue", queue_line(1_000_007))
+    fake.add("sacct")
+    jobs = query_jobs([str(1_000_000 + index) for index in range(30_000)], environ=fake.environ)
+    assert len(jobs) == 30_000
+    assert jobs["1000007"].state is JobState.RUNNING
+    assert "--me" in fake.calls[0]
+
+
+@pytest.mark.parametrize("kind", ["told apart", "waiting", "finished"])
+def test_ten_thousand_tasks(kind: str) -> None:
+    """`status` has 2 s for all of it; the limit is a tenth of what a slow machine takes."""
+    name = "sweep\nof " + "x" * 50
+    if kind == "finished":
+        text = "".join(accounting_line(f"9_{task}", name=name) for task in range(NUM_TASKS))
+    elif kind == "waiting":
+        text = queue_line(9, 9, f"0-{NUM_TASKS - 1}%4", "PENDING", name=name)
+    else:
+        text = "".join(queue_line(10 + task, 9, str(task), name=name) for task in range(NUM_TASKS))
+    begin = time.process_time()
+    jobs = parse_accounting(text) if kind == "finished" else parse_queue(text)
+    spent_s = time.process_time() - begin
+    assert list(jobs) == [f"9_{task}" for task in range(NUM_TASKS)]
+    assert spent_s < 0.5

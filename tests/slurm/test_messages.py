@@ -1,0 +1,110 @@
+"""What Slurm's words mean: refused, not delivered, or the answer lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainkit.slurm.messages import Trouble, cleaned, hint_of, trouble_of
+
+SUBMIT = "sbatch: error: Batch job submission failed: "
+RETRYING = "Slurm temporarily unable to accept job, sleeping and retrying"
+LOST, AWAY, REFUSED = Trouble.ANSWER_LOST, Trouble.NOT_DELIVERED, Trouble.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("words", "trouble"),
+    [
+        (
+            f"{SUBMIT}Unable to contact slurm controller (connect failure)",
+            AWAY,
+        ),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", AWAY),
+        (
+            f"{SUBMIT}Unable to contact slurm controller (send failure)",
+            LOST,
+        ),
+        (
+            f"{SUBMIT}Unable to contact slurm controller (receive failure)",
+            LOST,
+        ),
+        (f"{SUBMIT}Socket timed out on send/recv operation", LOST),
+        (f"{SUBMIT}Zero Bytes were transmitted or received", LOST),
+        (f"{SUBMIT}Connection timed out reading", LOST),
+        (f"{SUBMIT}Connection timed out establishing", AWAY),
+        (f"{SUBMIT}Unexpected message received", LOST),
+        (f"{SUBMIT}Protocol authentication error", LOST),
+        ("sbatch: error: If munged is up, restart it\nsbatch: error: Munge encode failed: x", LOST),
+        (f"{SUBMIT}Resource temporarily unavailable", AWAY),
+        (f"sbatch: error: {RETRYING}\n{SUBMIT}Resource temporarily unavailable", AWAY),
+        (f"sbatch: error: {RETRYING}\n{SUBMIT}Invalid qos specification", REFUSED),
+        (f"{SUBMIT}Rate limit exceeded, please retry momentarily", AWAY),
+        (f"{SUBMIT}System submissions disabled", AWAY),
+        ("scontrol: fatal: Could not establish a configuration source", AWAY),
+        ("sacct: error: Problem talking to the database: Connection refused", AWAY),
+        ("sacct: error: Sending PersistInit msg: Connection timed out", LOST),
+        (f"{SUBMIT}Invalid partition name specified", REFUSED),
+        (
+            f"{SUBMIT}Requested time limit is invalid (missing or exceeds)",
+            REFUSED,
+        ),
+        ("sbatch: unrecognized option '--foo'", REFUSED),
+        ("words that nobody has seen", REFUSED),
+        ("", REFUSED),
+        # The first controller took it, the second was not there: whether the job exists is open.
+        ("sbatch: error: Socket timed out on send/recv operation\nsbatch: error: x (connect failure)", LOST),
+    ],
+)
+def test_trouble(words: str, trouble: Trouble) -> None:
+    assert trouble_of(words) is trouble
+
+
+def test_cleaned() -> None:
+    words = (
+        "sbatch: error: invalid partition specified: nope\n"
+        f"{SUBMIT}Invalid partition name specified\n"
+        "\n"
+        f"{SUBMIT}Invalid partition name specified\n"
+        'Try "sbatch --help" for more information\n'
+    )
+    assert cleaned(words) == "invalid partition specified: nope\nInvalid partition name specified"
+    assert cleaned("slurm_load_jobs error: Invalid job id specified\n") == "Invalid job id specified"
+    assert cleaned("sbatch: fatal: Could not establish it") == "Could not establish it"
+    assert cleaned("sbatch: Job 3 to start at noon") == "Job 3 to start at noon"
+    assert cleaned("a site's own word: error: x") == "a site's own word: error: x"
+
+
+@pytest.mark.parametrize(
+    ("words", "part_of_hint"),
+    [
+        ("Invalid partition name specified", "sinfo -s"),
+        ("No partition specified or system default partition", "no default partition"),
+        ("Invalid account or account/partition combination specified", "sacctmgr show associations"),
+        ("Invalid qos specification", "--qos"),
+        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "limit"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "MaxTime"),
+        ("Requested node configuration is not available", "sinfo -o"),
+        ("Node count specification invalid", "--nodes"),
+        ("Invalid generic resource (gres) specification", "%G"),
+        ("Invalid feature specification", "%f"),
+        ("Requested reservation is invalid", "scontrol show reservation"),
+        ("Job dependency problem", "waits for"),
+        ("Invalid job array specification", "MaxArraySize"),
+        ("sbatch: unrecognized option '--foo'", "sbatch --help"),
+        ("Pathname of a file, directory or other parameter too long", "--run-dir"),
+        ("Invalid job id specified", "squeue --me"),
+        ("Requested operation is presently disabled", "--no-requeue"),
+    ],
+)
+def test_hint_of_a_refusal(words: str, part_of_hint: str) -> None:
+    assert part_of_hint in hint_of(words, Trouble.REFUSED)
+
+
+def test_no_hint_is_better_than_a_wrong_one() -> None:
+    assert hint_of("the site's plugin says no", Trouble.REFUSED) == ""
+
+
+def test_hints_when_slurm_is_away() -> None:
+    assert "scontrol ping" in hint_of("Unable to contact slurm controller (connect failure)", AWAY)
+    assert "SLURM_CONF" in hint_of("Could not establish a configuration source", AWAY)
+    assert "munge" in hint_of("Protocol authentication error", LOST)
+    assert "accounting" in hint_of("Problem talking to the database: Connection refused", AWAY)

@@ -1,0 +1,227 @@
+"""A script is submitted once: fake commands that lose answers, refuse and come back."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import FakeSlurm
+from trainkit.errors import UsageError
+from trainkit.slurm import submit
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
+from trainkit.slurm.submit import (
+    find_marked,
+    parse_would_start,
+    submit_script,
+    would_start,
+    write_batch_script,
+)
+
+MARK = "trainkit:5eed"
+LOST = (
+    "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"
+)
+AWAY = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
+LISTING = r"printf '%s\037%s\037%s\037%s\036\n'"
+"""Prints a job as squeue does: array's id, time of submission, comment, script."""
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "SETTLE_S", 0.6)
+    monkeypatch.setattr(submit, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(submit, "FIRST_PAUSE_S", 0.1)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "a b;'$(exit).sbatch"
+    path.write_text(f"#!/bin/bash\n#SBATCH --comment={MARK}\n")
+    return path
+
+
+def send(fake: FakeSlurm, script: Path, patience_s: float = 10.0) -> str:
+    return submit_script(script, mark=MARK, environ=fake.environ, cwd=script.parent, patience_s=patience_s)
+
+
+def test_the_answer_arrives(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", "echo 4711")
+    assert send(fake, script) == "4711"
+    assert fake.calls == [["sbatch", "--parsable", str(script)]]
+
+
+def test_what_a_site_prints_around_the_id(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", "echo 'Welcome, 12 jobs wait'; echo '4711;west'; echo note >&2")
+    assert send(fake, script) == "4711"
+
+
+def test_the_environment_is_scrubbed_and_the_folder_is_the_callers(fake: FakeSlurm, script: Path) -> None:
+    fake.add(
+        "sbatch", 'echo "$SBATCH_PARTITION,$SLURM_JOB_ID,$SLURM_CONF,$HOME,$(pwd)" > "$here/seen"; echo 1'
+    )
+    variables = {"SBATCH_PARTITION": "x", "SLURM_JOB_ID": "7", "SLURM_CONF": "/c", "HOME": "/h"}
+    environ = {**fake.environ, **variables}
+    submit_script(script, mark=MARK, environ=environ, cwd=script.parent, extra_argv=["--hold"])
+    assert (fake.folder / "seen").read_text() == f",,/c,/h,{script.parent}\n"
+    assert fake.calls == [["sbatch", "--parsable", "--hold", str(script)]]
+
+
+def test_a_refusal_is_final(fake: FakeSlurm, script: Path) -> None:
+    fake.add(
+        "sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid qos specification' >&2; exit 1"
+    )
+    with pytest.raises(SlurmRefused, match="sbatch: Invalid qos specification"):
+        send(fake, script)
+    assert fake.programs == ["sbatch"]
+
+
+def test_answer_lost_and_the_job_is_there(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", LOST)
+    fake.add("squeue", f"{LISTING} 8 1700000000 other /x; {LISTING} 9 1700000000 'of mine {MARK}' /y")
+    said: list[str] = []
+    found = submit_script(script, mark=MARK, environ=fake.environ, cwd=script.parent, notify=said.append)
+    assert found == "9"
+    assert fake.programs == ["sbatch", "squeue"]
+    assert len(said) == 1
+    assert said[0].endswith("looking whether the job was accepted")
+
+
+def test_answer_lost_and_the_job_shows_later(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", LOST)
+    fake.add("squeue", f"[ $n -lt 4 ] || {LISTING} 9 1700000000 {MARK} /x")
+    assert send(fake, script) == "9"
+    assert fake.programs.count("sbatch") == 1
+
+
+def test_answer_lost_while_the_controller_restarts(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", LOST)
+    fake.add("squeue", f"[ $n -ge 3 ] || {{ {AWAY}; }}; {LISTING} 9 1700000000 {MARK} /x")
+    assert send(fake, script) == "9"
+    assert fake.programs == ["sbatch", "squeue", "squeue", "squeue"]
+
+
+def test_answer_lost_and_denied_for_long_enough(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", f"[ $n -ge 2 ] || {{ {LOST}; }}; echo 5")
+    fake.add("squeue")
+    assert send(fake, script) == "5"
+    looks = fake.programs[1:-1]
+    assert fake.programs == ["sbatch", *looks, "sbatch"]
+    assert looks == ["squeue"] * len(looks)
+    assert len(looks) >= 4, "the job may take a while to show"
+
+
+def test_a_denial_before_the_controller_went_away_again_does_not_count(fake: FakeSlurm, script: Path) -> None:
+    """Denied, away for longer than it takes to settle, then there: submitted once."""
+    fake.add("sbatch", LOST)
+    fake.add("squeue", f"[ $n = 1 ] && exit; [ $n -ge 9 ] || {{ {AWAY}; }}; {LISTING} 9 1700000000 {MARK} /x")
+    assert send(fake, script) == "9"
+    assert fake.programs.count("sbatch") == 1
+
+
+def test_not_delivered_is_tried_again(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", f"[ $n -ge 3 ] || {{ {AWAY}; }}; echo 5")
+    fake.add("squeue")
+    assert send(fake, script) == "5"
+    assert fake.programs == ["sbatch", "squeue", "sbatch", "squeue", "sbatch"]
+
+
+def test_away_for_good(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", AWAY)
+    fake.add("squeue", AWAY)
+    with pytest.raises(SlurmUnreachable, match="sbatch cannot reach Slurm: Unable to contact") as caught:
+        send(fake, script, patience_s=0.5)
+    assert not caught.value.may_have_arrived
+    assert fake.programs.count("sbatch") == 1
+
+
+def test_an_open_question_is_said(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", LOST)
+    fake.add("squeue", AWAY)
+    with pytest.raises(SlurmUnreachable, match="may have been submitted or not") as caught:
+        send(fake, script, patience_s=0.5)
+    assert caught.value.may_have_arrived
+    assert caught.value.exit_code == 3
+    assert str(script) in caught.value.message
+    assert "squeue --me" in caught.value.hint
+    assert fake.programs.count("sbatch") == 1
+
+
+def test_lost_again_and_again_ends(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", LOST)
+    fake.add("squeue")
+    with pytest.raises(SlurmUnreachable, match="Socket timed out") as caught:
+        send(fake, script, patience_s=1.0)
+    assert not caught.value.may_have_arrived, "squeue has denied it"
+
+
+def test_no_answer_at_all(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", "exec /bin/sleep 30")
+    fake.add("squeue", f"{LISTING} 9 1700000000 {MARK} /x")
+    assert submit_script(script, mark=MARK, environ=fake.environ, cwd=script.parent, timeout_s=0.3) == "9"
+
+
+def test_an_answer_without_an_id_counts_as_lost(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", "echo 'a filter ate it'")
+    fake.add("squeue", f"{LISTING} 9 1700000000 {MARK} /x")
+    assert send(fake, script) == "9"
+
+
+def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:
+    """Without the mark the job is known by its script; an older job of the same script is not it."""
+    fake.add("sbatch", LOST)
+    fake.add(
+        "squeue",
+        'script="$(/bin/cat "$here/script")"; now=$(/bin/date +%s);'
+        f'{LISTING} 7 1700000000 rewritten "$script"; {LISTING} 8 $now x "$script y";'
+        f'{LISTING} 9 $now rewritten "$script"',
+    )
+    (fake.folder / "script").write_text(str(script))
+    assert send(fake, script) == "9"
+
+
+@pytest.mark.parametrize("mark", ["", "two words", "a\nb", "a,b", "ä", "$(x)"])
+def test_a_mark_is_one_word(mark: str, script: Path) -> None:
+    with pytest.raises(ValueError, match="a mark has to be one word"):
+        submit_script(script, mark=mark, environ={}, cwd=script.parent)
+
+
+def test_find_marked(fake: FakeSlurm) -> None:
+    fake.add("squeue", f"{LISTING} 8 1 {MARK}0 /x; {LISTING} 9 1 'a {MARK}' /x; {LISTING} 10 1 '(null)' /x")
+    assert find_marked(MARK, environ=fake.environ) == "9"
+    assert find_marked("trainkit:5ee", environ=fake.environ) is None
+    assert fake.calls[0][1:4] == ["--me", "--noheader", "--states=all"]
+
+
+def test_would_start(fake: FakeSlurm, script: Path) -> None:
+    fake.add(
+        "sbatch",
+        "echo 'sbatch: Job 3 to start at 1700000000 using 16 processors on nodes n[2,1] in partition a' >&2",
+    )
+    answer = would_start(script, environ={**fake.environ, "SBATCH_QOS": "x"}, cwd=script.parent)
+    assert fake.calls[0] == ["sbatch", "--test-only", str(script)]
+    assert answer.start_time == datetime(2023, 11, 14, 22, 13, 20, tzinfo=timezone.utc)
+    assert (answer.nodes, answer.partition, answer.num_cpus) == (["n2", "n1"], "a", 16)
+    assert answer.message.startswith("Job 3 to start at 2023-11-1")
+
+
+def test_would_start_without_partition() -> None:
+    answer = parse_would_start("sbatch: Job 3 to start at Unknown using 16 processors on n1")
+    assert (answer.start_time, answer.nodes, answer.partition) == (None, ["n1"], "")
+
+
+def test_would_not_start(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1")
+    with pytest.raises(SlurmRefused, match="Requested node configuration is not available"):
+        would_start(script, environ=fake.environ, cwd=script.parent)
+    with pytest.raises(SlurmRefused, match="no answer that trainkit understands: 'hm'"):
+        parse_would_start("hm\n")
+
+
+def test_write_batch_script(fake: FakeSlurm) -> None:
+    fake.add("scontrol", r"printf '#!/bin/sh\n\377\n'")
+    assert write_batch_script("12", environ=fake.environ) == b"#!/bin/sh\n\xff\n"
+    assert fake.calls == [["scontrol", "write", "batch_script", "12", "-"]]
+    with pytest.raises(UsageError, match="is no job id"):
+        write_batch_script("--help", environ=fake.environ)
