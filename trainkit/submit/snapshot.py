@@ -15,9 +15,10 @@ from typing import Any
 
 from trainkit.errors import UsageError
 from trainkit.rundir import RunDir
+from trainkit.submit.ignored_links import find_links, links_notes, make_links
 from trainkit.submit.import_path import find_import_path
 from trainkit.submit.source_patterns import pattern_tree
-from trainkit.submit.source_tree import LeftOut, SourceTree, below, repository_tree
+from trainkit.submit.source_tree import LeftOut, SourceTree, below, printable, repository_tree
 
 MAX_BYTES = 500_000_000
 MAX_FILES = 50_000
@@ -44,6 +45,8 @@ class Snapshot:
     num_files: int
     num_bytes: int
     left_out: tuple[LeftOut, ...]
+    links: tuple[str, ...]
+    """What is in the copy as a link to the source, which may change."""
     import_path: tuple[str, ...]
     """Folders of the copy for PYTHONPATH, so that modules come from it and not from the source."""
     notes: tuple[str, ...]
@@ -58,32 +61,39 @@ class Snapshot:
         """The snapshot as JSON; bytes of names that are no UTF-8 become ``\\xNN``."""
         value = asdict(self) | {"workdir": str(self.workdir)}
         value["num_left_out"] = len(self.left_out)
-        value["left_out"] = value["left_out"][:MAX_LISTED]
+        for key in ("left_out", "links"):
+            value[key] = value[key][:MAX_LISTED]
         return {key: _as_text(item) for key, item in value.items()}
 
 
-def plan_snapshot(cwd: Path, run: RunDir, environ: Mapping[str, str] = os.environ) -> Snapshot:
+def plan_snapshot(
+    cwd: Path, run: RunDir, environ: Mapping[str, str] = os.environ, links: bool = False
+) -> Snapshot:
     """The snapshot that `take_snapshot` would make now; nothing is copied.
 
     Raises UsageError when it would be too large.
     """
-    return _plan(cwd, run, environ)[0]
+    return _plan(cwd, run, environ, links)[0]
 
 
-def take_snapshot(cwd: Path, run: RunDir, environ: Mapping[str, str] = os.environ) -> Snapshot:
+def take_snapshot(
+    cwd: Path, run: RunDir, environ: Mapping[str, str] = os.environ, links: bool = False
+) -> Snapshot:
     """Copy the code around a working directory to the run's code/.
 
     Modes and symlinks are kept: a link within what is copied leads into the copy, any other one to where it
-    led. The copy is complete or not there. Raises UsageError when it is too large or a file cannot be read,
-    and when the run folder cannot be written.
+    led. With `links` what is ignored can be reached from the copy too, as it is when the job runs: a command
+    works in the copy and may expect its data there. The copy is complete or not there.
+    Raises UsageError when it is too large, a file cannot be read, or the run folder cannot be written.
     """
-    snapshot, tree = _plan(cwd, run, environ)
+    snapshot, tree = _plan(cwd, run, environ, links)
     if run.code_dir.exists():
         raise UsageError(f"{run.code_dir} exists already", hint="every run has a code folder of its own")
     try:
         stage = tempfile.mkdtemp(prefix=".code.", dir=run.path)
         try:
             _copy_all(tree, stage)
+            make_links(tree, snapshot.links, stage)
             Path(stage, snapshot.subfolder).mkdir(parents=True, exist_ok=True)
             Path(stage).rename(run.code_dir)
         except BaseException:
@@ -94,7 +104,7 @@ def take_snapshot(cwd: Path, run: RunDir, environ: Mapping[str, str] = os.enviro
     return snapshot
 
 
-def _plan(cwd: Path, run: RunDir, environ: Mapping[str, str]) -> tuple[Snapshot, SourceTree]:
+def _plan(cwd: Path, run: RunDir, environ: Mapping[str, str], links: bool) -> tuple[Snapshot, SourceTree]:
     folder, run_dir = os.path.realpath(cwd), os.path.realpath(run.path)
     tree = _find_tree(folder, run_dir)
     num_bytes = sum(found.st_size for found in tree.files.values() if not S_ISLNK(found.st_mode))
@@ -102,6 +112,7 @@ def _plan(cwd: Path, run: RunDir, environ: Mapping[str, str]) -> tuple[Snapshot,
     subfolder = below(tree.root, folder)
     inherited = environ.get("PYTHONPATH")
     import_path, notes = find_import_path(tree.root, tree.files, str(run.code_dir), subfolder, inherited)
+    linked = find_links(tree, folder, run_dir) if links else ()
     snapshot = Snapshot(
         source=tree.root,
         code=str(run.code_dir),
@@ -111,7 +122,8 @@ def _plan(cwd: Path, run: RunDir, environ: Mapping[str, str]) -> tuple[Snapshot,
         num_bytes=num_bytes,
         left_out=tuple(tree.left_out),
         import_path=import_path,
-        notes=(*_left_out_notes(tree.left_out), *notes),
+        links=linked,
+        notes=(*_left_out_notes(tree.left_out), *links_notes(linked), *notes),
     )
     return snapshot, tree
 
@@ -132,7 +144,7 @@ def _refuse_too_large(tree: SourceTree, num_bytes: int) -> None:
     if num_bytes <= MAX_BYTES and len(tree.files) <= MAX_FILES:
         return
     largest = sorted(tree.files, key=lambda path: tree.files[path].st_size, reverse=True)[:5]
-    named = ", ".join(f"{_printable(path)} ({_size(tree.files[path].st_size)})" for path in largest)
+    named = ", ".join(f"{printable(path)} ({_size(tree.files[path].st_size)})" for path in largest)
     raise UsageError(
         f"the code in {tree.root} is {len(tree.files):,} files of together {_size(num_bytes)}; a run takes"
         f" {MAX_FILES:,} files and {_size(MAX_BYTES)} at most; the largest: {named}",
@@ -205,7 +217,7 @@ def _left_out_notes(left_out: Iterable[LeftOut]) -> Iterator[str]:
     """One sentence for every reason, with the first few names."""
     by_reason: dict[str, list[str]] = {}
     for item in left_out:
-        by_reason.setdefault(item.reason, []).append(_printable(item.path))
+        by_reason.setdefault(item.reason, []).append(printable(item.path))
     for reason, names in by_reason.items():
         more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
         yield f"not in the copy of the code: {', '.join(names[:3])}{more} ({reason})"
@@ -217,7 +229,7 @@ def _in_words(error: OSError, run: RunDir) -> UsageError:
             f"there is no space for the code in {run.path}: {error.strerror}",
             hint="free some space or quota, or train from the files as they are with --no-snapshot",
         )
-    name = _printable(os.fsdecode(error.filename)) if error.filename else str(run.path)
+    name = printable(os.fsdecode(error.filename)) if error.filename else str(run.path)
     return UsageError(
         f"cannot copy the code: {name}: {error.strerror or error}",
         hint="make it readable or put it into .gitignore, or use --no-snapshot",
@@ -230,11 +242,7 @@ def _size(num_bytes: int) -> str:
 
 def _as_text(value: Any) -> Any:
     if isinstance(value, str):
-        return _printable(value)
+        return printable(value)
     if isinstance(value, (list, tuple)):
         return [_as_text(item) for item in value]
     return {key: _as_text(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _printable(path: str) -> str:
-    return os.fsencode(path).decode(errors="backslashreplace")

@@ -67,6 +67,11 @@ def below(root: str, path: str) -> str:
     return path.removeprefix(prefix) if path.startswith(prefix) else ""
 
 
+def printable(path: str) -> str:
+    """A path as text: bytes of its name that are no UTF-8 become ``\\xNN``."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
 def is_run(folder: str) -> bool:
     """Whether a folder is that of a run, whose files are no code."""
     return Path(folder, "job.json").is_file() and Path(folder, "attempts").is_dir()
@@ -119,6 +124,12 @@ def _names(folder: str, *args: str) -> list[str]:
     if done.returncode != 0:
         raise _refused(folder, os.fsdecode(done.stderr))
     return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+
+
+def ignored_names(root: str) -> list[str]:
+    """What git ignores in a work tree, a folder of which nothing is known as one name."""
+    names = _names(root, "--others", "--ignored", "--exclude-standard", "--directory")
+    return [name.rstrip("/") for name in names]
 
 
 def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) -> None:
