@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config.running import LaunchConfig
-from trainkit.submit.containers import container_argv, container_runtime, container_troubles
+from trainkit.submit.containers import container_argv, container_runtime, container_troubles, whole_image
 from trainkit.submit.interpreters import Interpreter
 from trainkit.submit.surroundings import make_surroundings
 
@@ -35,7 +35,13 @@ def test_runtime_that_was_asked_for() -> None:
 def test_apptainer() -> None:
     launch = LaunchConfig(container="/x y.sif", container_mounts=["/data", "/a:/b:ro"])
     options, prefix = container_argv(
-        launch, "apptainer", folders=["/p/runs/r", "/p", "/p"], workdir="/p", gpus=True, variables=["A"]
+        launch,
+        "apptainer",
+        folders=["/p/runs/r", "/p", "/p"],
+        workdir="/p",
+        cwd="/p",
+        gpus=True,
+        variables=["A"],
     )
     assert options == ()
     assert prefix == (
@@ -48,7 +54,7 @@ def test_apptainer() -> None:
 def test_singularity_without_gpus() -> None:
     launch = LaunchConfig(container="/x.sif")
     _, prefix = container_argv(
-        launch, "apptainer", folders=["/r"], workdir="/r", gpus=False, program="singularity"
+        launch, "apptainer", folders=["/r"], workdir="/r", cwd="/p", gpus=False, program="singularity"
     )
     assert prefix == ("singularity", "exec", "--bind", "/r:/r", "--pwd", "/r", "/x.sif")
 
@@ -56,7 +62,13 @@ def test_singularity_without_gpus() -> None:
 def test_pyxis() -> None:
     launch = LaunchConfig(container="nvcr.io#nvidia/pytorch:26.01-py3", container_mounts=["/data"])
     options, prefix = container_argv(
-        launch, "pyxis", folders=["/r", "/w x"], workdir="/w x", gpus=True, variables=["A", "PYTHONPATH", "A"]
+        launch,
+        "pyxis",
+        folders=["/r", "/w x"],
+        workdir="/w x",
+        cwd="/p",
+        gpus=True,
+        variables=["A", "PYTHONPATH", "A"],
     )
     assert prefix == ()
     assert options == (
@@ -84,7 +96,9 @@ def test_what_is_wrong(tmp_path: Path) -> None:
     assert troubles(container="--pwn") == [(key, "is '--pwn', which is an option and no image")]
     assert troubles(container="image") == [(key, "is 'image', which apptainer and pyxis could both mean")]
     gone = f"{tmp_path}/gone.sif"
-    assert troubles(container=gone) == [(key, f"is {gone!r}, which does not exist")]
+    assert troubles(container=gone) == [(key, f"is {gone!r}, and there is no {gone}")]
+    [(_, message, _)] = container_troubles(LaunchConfig(container="gone.sif"), ["/r"], cwd="/nowhere")
+    assert message == "is 'gone.sif', and there is no /nowhere/gone.sif"
     [(where, message)] = troubles(("/r", "/a,b"), container="docker://x")
     assert (where, message) == (key, "cannot have '/a,b' mounted: a mount cannot be written with one of ,:\"")
     for mount in ("data", "/a:", "/a:/b:ro:x", "/a,/b", ":/b"):
@@ -112,3 +126,19 @@ def test_ranks_run_in_the_container_and_the_supervisor_does_not() -> None:
         launch, Interpreter(("p",), ("p",)), run_dir="/r", workdir="/r", runtime="pyxis", python_path=["/c"]
     ).srun_options
     assert options[-1] == "--container-env=A,PYTHONPATH"
+
+
+@pytest.mark.parametrize(
+    ("image", "runtime", "expected"),
+    [
+        ("images/x.sif", "apptainer", "/p/images/x.sif"),
+        ("../x.sif", "apptainer", "/x.sif"),
+        ("/x.sif", "apptainer", "/x.sif"),
+        ("docker://a/b:1", "apptainer", "docker://a/b:1"),
+        ("nvcr.io/nvidia/pytorch:26.01", "pyxis", "nvcr.io/nvidia/pytorch:26.01"),
+        ("./image", "pyxis", "/p/image"),
+        ("image.sqsh", "pyxis", "/p/image.sqsh"),
+    ],
+)
+def test_image_is_the_same_wherever_the_step_runs(image: str, runtime: str, expected: str) -> None:
+    assert whole_image(image, runtime, "/p") == expected

@@ -258,7 +258,7 @@ class TestLinks:
         monkeypatch.setattr(ignored_links, "MAX_LINKS", 2)
         for number in range(3):
             (project / f"{number}.jpg").touch()
-        with pytest.raises(UsageError, match="3 files lie between the code in .* and are no code"):
+        with pytest.raises(UsageError, match=r"3 files lie between the code in .* and are no code"):
             take_snapshot(project, run, {}, links=True)
         assert take_snapshot(project, run, {}).num_files == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from trainkit.config.running import LaunchConfig
 from trainkit.submit.interpreters import Trouble
 
 _APPTAINER_SCHEMES = ("docker://", "library://", "oras://", "shub://", "docker-archive:", "oci:")
+_SQUASHED = (".sqsh", ".squashfs")
 _NOT_IN_A_MOUNT = ',:"'
 
 
@@ -24,10 +26,22 @@ def container_runtime(launch: LaunchConfig, available: Sequence[str] = ()) -> st
         return launch.container_runtime
     if image.endswith(".sif") or image.startswith(_APPTAINER_SCHEMES):
         return "apptainer"
-    if image.endswith((".sqsh", ".squashfs")) or "#" in image:
+    if image.endswith(_SQUASHED) or "#" in image:
         return "pyxis"
     known = [name for name in ("apptainer", "pyxis") if name in available]
     return known[0] if len(known) == 1 else None
+
+
+def whole_image(image: str, runtime: str, cwd: str) -> str:
+    """An image as the step can name it wherever it runs: a file's path becomes whole, a name stays.
+
+    Apptainer takes everything without a scheme for a path, pyxis only what begins like one.
+    """
+    if image.startswith(_APPTAINER_SCHEMES):
+        return image
+    if runtime == "pyxis" and not image.startswith(("/", ".", "~")) and not image.endswith(_SQUASHED):
+        return image
+    return os.path.normpath(Path(cwd, Path(image).expanduser()))
 
 
 def container_argv(
@@ -36,35 +50,38 @@ def container_argv(
     *,
     folders: Sequence[str],
     workdir: str,
+    cwd: str,
     gpus: bool,
     program: str = "apptainer",
     variables: Iterable[str] = (),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(srun options, prefix of the step's command) that put the ranks into the container.
 
-    `folders` are mounted at their own paths: the run folder and whatever the job reads. `variables` keep the
-    value of the job where the image has one of its own; Apptainer needs no list, it keeps the job's.
-    `program` is apptainer's name on this cluster, which can be singularity.
+    `folders` are mounted at their own paths: the run folder and whatever the job reads. The step runs in
+    `workdir`, and the path of an image is counted from `cwd`. `variables` keep the value of the job where the
+    image has one of its own; Apptainer needs no list, it keeps the job's. `program` is apptainer's name on
+    this cluster, which can be singularity.
     """
     assert launch.container is not None
+    image = whole_image(launch.container, runtime, cwd)
     mounts = [*_own_mounts(folders), *map(_full_mount, launch.container_mounts)]
     if runtime == "pyxis":
         names = tuple(dict.fromkeys(variables))
         return (
-            f"--container-image={launch.container}",
+            f"--container-image={image}",
             f"--container-mounts={','.join(mounts)}",
             f"--container-workdir={workdir}",
             *((f"--container-env={','.join(names)}",) if names else ()),
         ), ()
     options = [option for mount in mounts for option in ("--bind", mount)]
-    prefix = (program, "exec", *(("--nv",) if gpus else ()), *options, "--pwd", workdir, launch.container)
+    prefix = (program, "exec", *(("--nv",) if gpus else ()), *options, "--pwd", workdir, image)
     return (), prefix
 
 
 def container_troubles(
-    launch: LaunchConfig, folders: Sequence[str], available: Sequence[str] = ()
+    launch: LaunchConfig, folders: Sequence[str], available: Sequence[str] = (), cwd: str = "."
 ) -> Iterator[Trouble]:
-    """What is wrong with the container before anything is submitted."""
+    """What is wrong with the container before anything is submitted; paths of images count from `cwd`."""
     image = launch.container
     if image is None:
         if launch.container_mounts:
@@ -76,8 +93,14 @@ def container_troubles(
     elif runtime is None:
         message = f"is {image!r}, which apptainer and pyxis could both mean"
         yield "launch.container", message, "set launch.container_runtime to apptainer or pyxis"
-    elif image.startswith(("/", "./", "../")) and not Path(image).exists():
-        yield "launch.container", f"is {image!r}, which does not exist", ""
+    else:
+        whole = whole_image(image, runtime, str(Path(cwd).absolute()))
+        if whole.startswith("/") and not Path(whole).exists():
+            yield (
+                "launch.container",
+                f"is {image!r}, and there is no {whole}",
+                "write URIs in full: docker://…",
+            )
     for folder in folders:
         if any(char in _NOT_IN_A_MOUNT for char in folder):
             message = (

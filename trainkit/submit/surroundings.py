@@ -59,6 +59,7 @@ def make_surroundings(
     *,
     run_dir: str,
     workdir: str,
+    cwd: str | None = None,
     slurm_version: tuple[int, ...] = (),
     python_path: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
@@ -70,7 +71,8 @@ def make_surroundings(
     """Everything between sbatch's directives and the ranks.
 
     `env` is what the cluster's profile adds; `launch.env` comes after it. `folders` are mounted into a
-    container besides the run folder and `workdir`; `runtime` is what `container_runtime` found.
+    container besides the run folder and `workdir`; `runtime` is what `container_runtime` found. The path of
+    an image is counted from `cwd`, which is `workdir` unless that is in a copy of the code.
     """
     variables = {**(env or {}), **launch.env}
     options: tuple[str, ...] = ()
@@ -83,6 +85,7 @@ def make_surroundings(
             runtime,
             folders=[run_dir, workdir, *folders],
             workdir=workdir,
+            cwd=cwd or workdir,
             gpus=gpus,
             program=container_program,
             variables=names,
