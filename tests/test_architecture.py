@@ -31,7 +31,7 @@ ALLOWED = {
     "job": {"errors", "rundir", "manifest", "config", "plan", "slurm"},
     "submit": {
         *("errors", "resources", "rundir", "manifest", "config", "plan", "slurm"),
-        *("job.record", "job.children", "job.signals", "job.interpreter"),
+        *("job.record", "job.children", "job.signals", "job.interpreter", "job.submitit_shell"),
         "data.checks",  # the size of the vocabulary, which a resume compares
     },
     "observe": {"errors", "rundir", "manifest", "config", "plan", "slurm", "job.record"},

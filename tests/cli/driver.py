@@ -9,8 +9,8 @@ from trainkit.cli.main import main
 real_plan_for = launch.plan_for
 
 
-def plan_for(loaded):
-    return dataclasses.replace(real_plan_for(loaded), command=(sys.executable, "-u", sys.argv[1]))
+def plan_for(loaded, *args, **kwargs):
+    return dataclasses.replace(real_plan_for(loaded, *args, **kwargs), command=(sys.executable, "-u", sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def test_every_problem_as_json(config: str, capsys: pytest.CaptureFixture[str]) 
     assert main(["check", config, "--json", "--nodes", "3"]) == 2
     out, err = capsys.readouterr()
     assert json.loads(out)["exit_code"] == 2
-    assert "not a multiple of the 24 samples" in json.loads(out)["error"]
+    assert "not a multiple of the 12 samples" in json.loads(out)["error"]
     assert err == ""
 
 

@@ -173,15 +173,6 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
             "parallel.offload must be false",
         ),
         (
-            ["launch.setup=[ls]"],
-            "launch.setup: running setup lines is not in this release; launch.setup must be []",
-        ),
-        (
-            ["launch.backend=sbatch"],
-            "launch.backend: submitting to Slurm is not in this release; "
-            "launch.backend must be auto or local",
-        ),
-        (
             ["logging.wandb={project: x}"],
             "logging.wandb: logging to Weights & Biases is not in this release; logging.wandb must be null",
         ),

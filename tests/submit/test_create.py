@@ -21,7 +21,8 @@ def test_new_folders_count_up(loaded, tmp_path):
     names = [create_run(loaded, None, ["trainkit"], "local")[1] for _ in range(3)]
     assert names == ["mine", "mine-2", "mine-3"]
     job = read_json(tmp_path / "runs/mine-2/job.json")
-    assert job == {"backend": "local", "name": "mine-2", "cwd": str(tmp_path), "attempts": []}
+    expected = {"backend": "local", "name": "mine-2", "cwd": str(tmp_path), "code": None, "attempts": []}
+    assert job == expected
 
 
 def test_exact_folder_keeps_the_name_of_the_config(loaded, tmp_path):

@@ -50,7 +50,8 @@ class Agent(Crew):
         run, station = self.attempt.run, self.station
         launch = read_effective(self.attempt.config_file).launch
         network, reason = network_environ(launch.network, station.peer)
-        print(f"node {station.node_rank} is {socket.gethostname()}; {reason}", flush=True)
+        if self.plan.backend != "local":
+            print(f"node {station.node_rank} is {socket.gethostname()}; {reason}", flush=True)
         # A launcher starts the ranks of its node itself.
         local_ranks = station.local_ranks if self.plan.launcher == "python" else station.local_ranks[:1]
         for local_rank in local_ranks:

@@ -21,7 +21,9 @@ def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
 
 def planned_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> dict[str, Any] | None:
     """What `copy_code` would give now; nothing is written."""
-    return _described(plan_snapshot(cwd, run)) if wants_copy(config, plan) else None
+    return (
+        _described(plan_snapshot(cwd, run, links=_runs_in_copy(plan))) if wants_copy(config, plan) else None
+    )
 
 
 def copy_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> dict[str, Any] | None:
@@ -29,7 +31,14 @@ def copy_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> di
 
     Raises UsageError when it is too large, cannot be read, or there is no space.
     """
-    return _described(take_snapshot(cwd, run)) if wants_copy(config, plan) else None
+    return (
+        _described(take_snapshot(cwd, run, links=_runs_in_copy(plan))) if wants_copy(config, plan) else None
+    )
+
+
+def _runs_in_copy(plan: LaunchPlan) -> bool:
+    """Whether the working directory is the copy, so that what git ignores has to be found from there."""
+    return plan.command is not None
 
 
 def _described(snapshot: Snapshot) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from typing import Any
 
 from trainkit import __version__
 from trainkit.config import RunConfig
+from trainkit.job.interpreter import PYTHON_OPTIONS
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
 from trainkit.rundir import RunDir
 from trainkit.submit.containers import container_runtime
 from trainkit.submit.interpreters import find_interpreter
-from trainkit.submit.quoting import quote
+from trainkit.submit.quoting import log_path, quote
 from trainkit.submit.surroundings import Surroundings, make_surroundings
 from trainkit.submit.template_engine import render
 
@@ -92,9 +93,10 @@ def _surroundings(
 ) -> Surroundings:
     launch = config.launch
     interpreter, _ = find_interpreter(launch, sys.executable, os.environ, cwd)
-    if plan.command is not None:
+    if plan.command is not None and launch.container is None:
         # A command may have an environment that knows nothing of trainkit; the agent has its own.
-        interpreter = replace(interpreter, argv=interpreter.host_argv, options=interpreter.host_options)
+        ours: Any = {"argv": (sys.executable,), "options": PYTHON_OPTIONS}
+        interpreter = replace(interpreter, **ours, host_argv=ours["argv"], host_options=ours["options"])
     runtime = None if launch.container is None else container_runtime(launch)
     workdir, python_path = str(cwd), ()
     if code is not None:
@@ -105,6 +107,7 @@ def _surroundings(
         interpreter,
         run_dir=str(run.path),
         workdir=workdir,
+        cwd=str(cwd),
         python_path=python_path,
         folders=[str(cwd)],
         runtime=runtime,
@@ -115,7 +118,7 @@ def _surroundings(
 def directives(run: RunDir, attempt: int, request: SlurmRequest) -> Options:
     """The options of the `#SBATCH` lines by name; True stands for one without a value."""
     comment = " ".join(filter(None, (job_mark(run, attempt), str(request.sbatch.get("comment") or ""))))
-    log = str(run.attempt(attempt).supervisor_log).replace("%", "%%")
+    log = log_path(str(run.attempt(attempt).supervisor_log))
     options = {**request.sbatch, "comment": comment, "output": log, "open-mode": "append"}
     return {name: value for name, value in options.items() if value is not False}
 

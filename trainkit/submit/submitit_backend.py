@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import TrainkitError, UsageError
+from trainkit.job.submitit_shell import BatchShell
 from trainkit.rundir import RunDir, write_json
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.submit import find_marked
-from trainkit.submit.submitit_job import BatchShell
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor

@@ -17,4 +17,4 @@ def find_troubles(launch: LaunchConfig, cwd: Path) -> Iterator[Trouble]:
     """(key, message, hint) for everything that would fail in the job: modules, interpreter, container."""
     yield from launch_troubles(launch)
     yield from find_interpreter(launch, sys.executable, os.environ, cwd)[1]
-    yield from container_troubles(launch, [str(cwd)])
+    yield from container_troubles(launch, [str(cwd)], cwd=str(cwd))
