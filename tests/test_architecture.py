@@ -21,6 +21,7 @@ ALLOWED = {
     "errors": set(),
     "resources": {"errors"},
     "rundir": {"errors"},
+    "rungroup": {"errors", "rundir"},
     "manifest": {"errors", "rundir"},
     # What is asked for, and what will run: pure.
     "config": {"errors", "resources"},
@@ -28,17 +29,18 @@ ALLOWED = {
     "plan": {"errors", "resources", "config", "data.checks"},
     # How it gets there and goes on. A local run is a process tree: submit starts it and names its signals.
     "slurm": {"errors"},
-    "job": {"errors", "rundir", "manifest", "config", "plan", "slurm"},
+    "job": {"errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm"},
     "submit": {
-        *("errors", "resources", "rundir", "manifest", "config", "plan", "slurm"),
-        *("job.record", "job.children", "job.signals", "job.interpreter", "job.submitit_shell"),
+        *("errors", "resources", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
+        *("job.record", "job.points", "job.children", "job.signals", "job.interpreter"),
+        "job.submitit_shell",
         "data.checks",  # the size of the vocabulary, which a resume compares
     },
-    "observe": {"errors", "rundir", "manifest", "config", "plan", "slurm", "job.record"},
+    "observe": {"errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm", "job.record"},
     # The only one with torch. It is named in argv, never imported.
     "trainer": {"errors", "rundir", "manifest", "config", "data", "plan", "job.signals", "job.rank_env"},
     "cli": {
-        *("errors", "resources", "rundir", "manifest", "config", "data", "plan"),
+        *("errors", "resources", "rundir", "rungroup", "manifest", "config", "data", "plan"),
         *("slurm", "job", "submit", "observe"),
     },
     "__main__": {"cli"},

@@ -20,6 +20,7 @@ from trainkit.job.agent import write_to
 from trainkit.job.decision import Decision
 from trainkit.job.ending import judge, write_end
 from trainkit.job.outcome import Outcome
+from trainkit.job.points import open_point
 from trainkit.job.record import (
     COMEBACK,
     add_slurm_entry,
@@ -51,6 +52,11 @@ def supervise(run: RunDir, step: Sequence[str]) -> int:
     if job_id is None:
         print("error: this is no Slurm job\n\nhint: `trainkit submit` makes one", flush=True)
         return EXIT_FAILED
+    try:
+        open_point(run, job_id)
+    except TrainkitError as error:
+        print(error.render(), flush=True)
+        return error.exit_code
     attempt = take_attempt(run, job_id)
     if attempt is None:
         print(f"{job_id} was cancelled before it started", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -92,6 +93,10 @@ class LaunchPlan:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "world_size": self.world_size}
+
+    def to_text(self) -> str:
+        """The bytes of plan.json."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> LaunchPlan:

@@ -25,7 +25,7 @@ RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
 
 def plan_text(plan: LaunchPlan) -> str:
     """The bytes of plan.json, the same in a dry run and in the run folder."""
-    return json.dumps(plan.to_dict(), indent=2, ensure_ascii=False) + "\n"
+    return plan.to_text()
 
 
 def check_name(name: str) -> None:

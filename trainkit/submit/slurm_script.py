@@ -12,10 +12,12 @@ from typing import Any
 
 from trainkit import __version__
 from trainkit.config import RunConfig
+from trainkit.errors import UsageError
 from trainkit.job.interpreter import PYTHON_OPTIONS
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
 from trainkit.rundir import RunDir
+from trainkit.rungroup import RunGroup
 from trainkit.submit.containers import container_runtime
 from trainkit.submit.interpreters import find_interpreter
 from trainkit.submit.quoting import log_path, quote
@@ -49,11 +51,18 @@ class JobScript:
 
 
 def script_for(
-    run: RunDir, attempt: int, plan: LaunchPlan, config: RunConfig, cwd: Path, code: Mapping[str, Any] | None
+    run: RunDir,
+    attempt: int,
+    plan: LaunchPlan,
+    config: RunConfig,
+    cwd: Path,
+    code: Mapping[str, Any] | None,
+    array: str | None = None,
 ) -> JobScript:
     """The script that Slurm gets for an attempt; `cwd` is where the run was submitted.
 
-    `code` is what is known about the snapshot of the code; None when there is none.
+    `code` is what is known about the snapshot of the code; None when there is none. With an `array`, such as
+    ``0-9%4``, the folder is that of a group, and every task finds its own run in it.
     Templates below `cwd` come before the shipped ones. Raises UsageError for what a script cannot hold.
     """
     assert plan.slurm is not None
@@ -63,11 +72,12 @@ def script_for(
     context: dict[str, Any] = {
         "version": __version__,
         "summary": _summary(run, plan),
-        "directives": directives(run, attempt, plan.slurm),
+        "directives": directives(run, attempt, plan.slurm, array),
         "workdir": around.workdir,
         "run_dir": str(run.path),
+        "is_array": array is not None,
         "per": plan.per,
-        "step": step,
+        "step": step[:-1],
         "supervisor": (*around.host_python, "-m", "trainkit.job.batch"),
         **around.context,
     }
@@ -115,12 +125,25 @@ def _surroundings(
     )
 
 
-def directives(run: RunDir, attempt: int, request: SlurmRequest) -> Options:
+def directives(run: RunDir, attempt: int, request: SlurmRequest, array: str | None = None) -> Options:
     """The options of the `#SBATCH` lines by name; True stands for one without a value."""
     comment = " ".join(filter(None, (job_mark(run, attempt), str(request.sbatch.get("comment") or ""))))
     log = log_path(str(run.attempt(attempt).supervisor_log))
     options = {**request.sbatch, "comment": comment, "output": log, "open-mode": "append"}
+    if array is not None:
+        options |= {"array": array, "output": _log_of_each_task(RunGroup(run.path))}
+    if attempt > 1:
+        options.pop("dependency", None)  # what the first attempt waited for is long over
     return {name: value for name, value in options.items() if value is not False}
+
+
+def _log_of_each_task(group: RunGroup) -> str:
+    if "\\" in str(group.path):
+        raise UsageError(
+            f"{group.path} cannot hold an array: with a backslash in its path Slurm gives all tasks one log",
+            hint="choose a folder without it with --run-dir",
+        )
+    return f"{log_path(str(group.logs_dir))}/{group.log_file('%a').name}"
 
 
 def _summary(run: RunDir, plan: LaunchPlan) -> str:

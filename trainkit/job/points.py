@@ -1,0 +1,93 @@
+"""Makes the run folder of a point of a group: when its task starts, or when a command needs it before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from trainkit.config import RunConfig, dump_effective
+from trainkit.errors import UsageError
+from trainkit.job.record import add_slurm_entry, open_attempt
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.sweep import changed
+from trainkit.rundir import RunDir, log_event, write_json
+from trainkit.rungroup import Point, RunGroup, group_of
+
+
+def open_point(run: RunDir, job_id: str | None = None) -> None:
+    """Make sure that the folder of a run is there if it is a point of a group; any other run is left alone.
+
+    `job_id` is that of its task; without it, that which the group's sweep.json tells. Raises UsageError when
+    the group has no such point, was not submitted, or cannot be written.
+    """
+    found = group_of(run)
+    if found is None or run.exists():
+        return
+    group, index = found
+    point = group.point(index)
+    job_id = job_id or group.task_id(index)
+    if job_id is None:
+        raise UsageError(
+            f"whether {group.path} was submitted is not known: its sweep.json has no job id",
+            hint="`squeue --me` lists your jobs",
+        )
+    try:
+        _make(group, point, job_id)
+    except OSError as error:
+        raise UsageError(
+            f"the run folder {run.path} cannot be made: {error.strerror or error}",
+            hint="check that you may write there, and that the disk is not full",
+        ) from error
+
+
+def point_config(group: RunGroup, point: Point) -> RunConfig:
+    """The config of a point."""
+    return RunConfig.model_validate(changed(group.record["config"], point.config))
+
+
+def point_plan(group: RunGroup, point: Point) -> LaunchPlan:
+    """The plan of a point."""
+    return LaunchPlan.from_dict(changed(group.record["plan"], point.plan))
+
+
+def _make(group: RunGroup, point: Point, job_id: str) -> None:
+    """Make the folder beside its place and move it there whole, so that nobody sees half of it."""
+    run = group.run(point.index)
+    stage = RunDir(tempfile.mkdtemp(prefix=f".{point.index}.", dir=group.path))
+    try:
+        _fill(stage, group, point, job_id)
+        stage.path.rename(run.path)
+    except BaseException as error:
+        shutil.rmtree(stage.path, ignore_errors=True)
+        # Another command, or the task itself, was faster.
+        if not (isinstance(error, OSError) and run.exists()):
+            raise
+
+
+def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str) -> None:
+    record = group.record
+    stage.checkpoints_dir.mkdir(mode=0o700)
+    job = {
+        "backend": record["backend"],
+        "name": f"{group.name}/{point.index}",
+        "cwd": record["cwd"],
+        "code": record.get("code"),
+        "attempts": [],
+    }
+    write_json(stage.job_file, job)
+    attempt = open_attempt(
+        stage, dump_effective(point_config(group, point)), point_plan(group, point).to_text()
+    )
+    shutil.copyfile(group.provenance_file, stage.provenance_file)
+    for copy in (attempt.script_file, stage.script_file):
+        shutil.copyfile(group.script_file, copy)
+    if group.code_dir.is_dir():
+        stage.code_dir.symlink_to(Path(os.pardir, group.code_dir.name))
+    # What Slurm's task has printed before its supervisor began stands there too: one log for both.
+    place = Path(*[os.pardir] * 4, group.logs_dir.name, group.log_file(point.index).name)
+    attempt.supervisor_log.symlink_to(place)
+    times = {key: record[key] for key in ("submitted_at", "cancelled_at") if key in record}
+    add_slurm_entry(stage, attempt.number, job_id, "submit", str(record["backend"]), **times)
+    log_event(stage, attempt.number, "submitted", job_id=job_id, reason="submit")
