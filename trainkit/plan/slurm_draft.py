@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainkit.plan.cluster import Cluster, Partition
+from trainkit.errors import SlurmError
+from trainkit.plan.cluster import Cluster, NodeKind, Partition
 from trainkit.plan.draft import Draft
+from trainkit.plan.limits import asked_of, fitting_nodes, troubles
 from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options
+from trainkit.plan.slurm_words import time_limit_s, time_text
 
 SHARE_OF_TIME = 4
 """The notice before the end of a job comes at the earliest when so much of its time is left."""
@@ -23,19 +25,30 @@ class SlurmDraft(Draft):
 
     @property
     def partition(self) -> Partition | None:
-        return self.cluster.partition(self.loaded.config.resources.partition)
+        """The first of the partitions that were asked for, or the default one where none of them exists."""
+        asked = self.cluster.asked(self.loaded.config.resources.partition)
+        return asked[0] if asked else self.cluster.partition(None)
+
+    @property
+    def nodes(self) -> tuple[NodeKind, ...]:
+        """The nodes that the job may get; empty when nothing is known about them."""
+        if self.partition is None:
+            return ()
+        resources = self.loaded.config.resources
+        return fitting_nodes(self.partition, resources.constraint, resources.gpu_type) or self.partition.nodes
 
     def device(self) -> str:
         asked, partition = self.loaded.config.device, self.partition
         if asked != "auto":
             self.reasons["device"] = f"device: {asked} was asked for"
             return asked
-        if partition is None:
+        if partition is None or not self.nodes:
             message = "is auto, but what the nodes of this cluster have is not known"
-            self.problem("device", message, "say device: cuda or device: cpu")
+            self._unknown("device", message, "say device: cuda or device: cpu")
             return "cpu"
-        device = "cuda" if partition.gpus_per_node else "cpu"
-        what = f"have {partition.gpus_per_node} GPUs" if partition.gpus_per_node else "have no GPU"
+        most = max(kind.num_gpus() for kind in self.nodes)
+        what = f"have {most} GPUs" if most > 1 else "have a GPU" if most else "have no GPU"
+        device = "cuda" if most else "cpu"
         self.reasons["device"] = f"{device}: the nodes of partition {partition.name} {what}"
         return device
 
@@ -43,62 +56,90 @@ class SlurmDraft(Draft):
         asked, partition = self.loaded.config.resources.gpus_per_node, self.partition
         if asked != "auto":
             self.reasons["workers_per_node"] = f"resources.gpus_per_node: {asked} was asked for"
-            if device == "cuda" and partition is not None and asked > partition.gpus_per_node:
-                message = (
-                    f"is {asked}, but the nodes of partition {partition.name} have {partition.gpus_per_node}"
-                )
-                self.problem("resources.gpus_per_node", message)
             return asked
         if device == "cpu":
             reason = "1: a CPU node has one worker unless resources.gpus_per_node says otherwise"
             self.reasons["workers_per_node"] = reason
             return 1
-        if partition is None or not partition.gpus_per_node:
+        count = self._gpus_of_enough_nodes()
+        if partition is None or not self.nodes:
             message = "is auto, but how many GPUs the nodes have is not known"
-            self.problem("resources.gpus_per_node", message, "say how many, or name another partition")
+            self._unknown("resources.gpus_per_node", message, "say how many, or name another partition")
             return 1
-        count = partition.gpus_per_node
-        self.reasons["workers_per_node"] = f"{count}: the GPUs of a node of partition {partition.name}"
+        if not count:
+            message = f"is auto, but the nodes of partition {partition.name} have no GPU"
+            self.problem("resources.gpus_per_node", message, "name another partition, or say device: cpu")
+            return 1
+        reason = f"{count}: the GPUs of a node of partition {partition.name}"
+        others = sorted({kind.num_gpus() for kind in self.nodes} - {count})
+        if others:
+            reason += f"; others have {', '.join(map(str, others))}"
+        self.reasons["workers_per_node"] = reason
         return count
+
+    def _gpus_of_enough_nodes(self) -> int:
+        """The most GPUs that as many nodes have as were asked for; the most of any when there are too few."""
+        gpu_type = self.loaded.config.resources.gpu_type
+        counts = sorted({kind.num_gpus(gpu_type) for kind in self.nodes}, reverse=True)
+        for count in filter(None, counts):
+            nodes = sum(kind.count for kind in self.nodes if kind.num_gpus(gpu_type) >= count)
+            if nodes >= self.loaded.config.resources.nodes:
+                return count
+        return max(counts, default=0)
 
     def refuse_a_crowd(self, device: str, world_size: int) -> None:
         """Slurm knows how many fit."""
 
     def threads_per_worker(self, world_size: int) -> int | None:
-        asked, partition = self.loaded.config.resources.cpus_per_gpu, self.partition
+        asked = self.loaded.config.resources.cpus_per_gpu
         if asked != "auto":
             self.reasons["threads_per_worker"] = f"resources.cpus_per_gpu: {asked} was asked for"
             return asked
-        if partition is not None and partition.gpus_per_node and partition.cpus_per_node and self.uses_gpus:
-            share = max(1, partition.cpus_per_node // partition.gpus_per_node)
+        workers = world_size // self.loaded.config.resources.nodes
+        shares = [(kind.cpus or 0) // kind.num_gpus() for kind in self._gpu_nodes(workers)]
+        if self.uses_gpus and shares and min(shares):
+            kind = min(self._gpu_nodes(workers), key=lambda kind: (kind.cpus or 0) // kind.num_gpus())
             self.reasons["threads_per_worker"] = (
-                f"{share}: {partition.cpus_per_node} CPU cores for {partition.gpus_per_node} GPUs in a node"
+                f"{min(shares)}: {kind.cpus} CPU cores for {kind.num_gpus()} GPUs in a node"
             )
-            return share
+            return min(shares)
         self.reasons["threads_per_worker"] = "what Slurm gives a task; resources.cpus_per_gpu asks for more"
         return None
+
+    def _gpu_nodes(self, workers: int) -> list[NodeKind]:
+        """The nodes with a GPU for every worker; all that have any when there is none."""
+        gpu_type = self.loaded.config.resources.gpu_type
+        some = [kind for kind in self.nodes if kind.num_gpus(gpu_type)]
+        return [kind for kind in some if kind.num_gpus(gpu_type) >= workers] or some
 
     @property
     def uses_gpus(self) -> bool:
         device = self.loaded.config.device
-        partition = self.partition
-        return device == "cuda" or (
-            device == "auto" and partition is not None and partition.gpus_per_node > 0
-        )
+        return device == "cuda" or (device == "auto" and any(kind.num_gpus() for kind in self.nodes))
 
     def lead_s(self) -> int:
         """How many seconds before the time limit the job is told, so that it can save."""
-        config = self.loaded.config
-        grace_s = math.ceil(config.requeue.grace_s)
-        time = config.resources.time
-        if time is None or grace_s <= time_limit_s(time) // SHARE_OF_TIME:
+        grace_s, limit_s = math.ceil(self.loaded.config.requeue.grace_s), self._time_limit_s()
+        if limit_s is None or grace_s <= limit_s // SHARE_OF_TIME:
             return grace_s
-        limit_s = time_limit_s(time)
         lead_s = max(1, limit_s // SHARE_OF_TIME)
         self.reasons["notice"] = (
             f"{lead_s} s before the end: requeue.grace_s is {grace_s}, and the job has {limit_s} s in all"
         )
         return lead_s
+
+    def _time_limit_s(self) -> int | None:
+        """Seconds that the job will have; None for no limit, or when it is not known."""
+        time, partition = self.loaded.config.resources.time, self.partition
+        if time is not None:
+            return time_limit_s(time)
+        if partition is None or partition.job_time_s is None:
+            return None
+        self.reasons["time"] = (
+            f"{time_text(partition.job_time_s)}: resources.time is null, and partition {partition.name} "
+            f"gives that {'as its default' if partition.default_time_s else 'at most'}"
+        )
+        return partition.job_time_s
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
         """What a Slurm task stands for."""
@@ -115,6 +156,11 @@ class SlurmDraft(Draft):
         for key, message, hint in reserved_options(config):
             self.problem(key, message, hint)
         tasks = 1 if per == "node" else workers_per_node
+        asked = asked_of(
+            config.resources, workers_per_node=workers_per_node, device=device, threads=threads, per=per
+        )
+        for trouble in troubles(asked, self.cluster):
+            self.problem(*trouble)
         cpus = None if threads is None else threads * workers_per_node // tasks
         return make_request(
             config,
@@ -125,15 +171,8 @@ class SlurmDraft(Draft):
             lead_s=lead_s,
         )
 
-
-def time_limit_s(text: str) -> int:
-    """Seconds of a time as Slurm writes it: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``."""
-    days, dash, rest = text.rpartition("-")
-    parts = [int(part) for part in re.split(":", rest)]
-    if dash:
-        hours, minutes, seconds = (*parts, 0, 0, 0)[:3]
-        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
-    if len(parts) == 1:
-        return parts[0] * 60
-    hours, minutes, seconds = (0, *parts) if len(parts) == 2 else parts
-    return (hours * 60 + minutes) * 60 + seconds
+    def _unknown(self, key: str, message: str, hint: str) -> None:
+        """A value that only the cluster could tell: what is wrong is Slurm where it did not answer."""
+        if self.cluster.trouble:
+            raise SlurmError(f"{key} {message}: {self.cluster.trouble}", hint=f"try again, or {hint}")
+        self.problem(key, message, hint)

@@ -16,6 +16,9 @@ from trainkit.slurm.control import Version, parse_version, show_config
 from trainkit.slurm.records import FIELD, RECORD, records, seconds_of
 
 _NODE_FIELDS = ("%R", "%D", "%c", "%m", "%T", "%N", "%G", "%f")
+# With --all: a partition that Slurm does not list can still be named by a job.
+NODES_ARGV = ("sinfo", "--all", "--noheader", "--exact", f"--format={FIELD.join(_NODE_FIELDS)}{RECORD}")
+PARTITIONS_ARGV = ("scontrol", "show", "partition", "--oneliner", "--all")
 _TOKEN = re.compile(r"(?P<name>\w+)=(?P<value>\S*)")
 _GPU = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:()]+))?(?::no_consume)?:(?P<count>\d+)(?:\([^)]*\))?")
 _OUT_OF_SERVICE = re.compile(r"down|drain|fail|maint|unk|power(?:ed_down|ing_down)|reboot", re.IGNORECASE)
@@ -69,6 +72,9 @@ class Partition:
     grace_s: int
     """How long a job has after it is told that it is preempted."""
     node_types: tuple[NodeType, ...] = ()
+    is_hidden: bool = False
+    max_cpus_per_node: int | None = None
+    """Most CPUs of a node that its jobs may use."""
 
     @property
     def max_gpus_per_node(self) -> int:
@@ -136,9 +142,8 @@ def cluster_facts(environ: Mapping[str, str] | None = None, user: str | None = N
     """Asks Slurm's controller three times, accounting once and srun's help once; raises SlurmUnreachable."""
     environ = os.environ if environ is None else environ
     config = show_config(environ)
-    layout = FIELD.join(_NODE_FIELDS) + RECORD
-    nodes = query(["sinfo", "--noheader", "--exact", f"--format={layout}"], environ=environ).stdout
-    listing = query(["scontrol", "show", "partition", "--oneliner"], environ=environ).stdout
+    nodes = query(NODES_ARGV, environ=environ).stdout
+    listing = query(PARTITIONS_ARGV, environ=environ).stdout
     partitions = parse_partitions(listing, parse_node_types(nodes))
     return ClusterFacts(
         name=config.get("ClusterName", ""),
@@ -183,6 +188,8 @@ def _partition(values: Mapping[str, str], node_types: Mapping[str, tuple[NodeTyp
         preempt_mode=values.get("PreemptMode", "OFF"),
         grace_s=_number(values.get("GraceTime", "")) or 0,
         node_types=node_types.get(name, ()),
+        is_hidden=values.get("Hidden") == "YES",
+        max_cpus_per_node=_number(values.get("MaxCPUsPerNode", "")),
     )
 
 

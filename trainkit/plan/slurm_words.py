@@ -1,0 +1,47 @@
+"""Times and amounts of memory as Slurm writes them. Pure."""
+
+from __future__ import annotations
+
+import re
+
+_DAY_S = 86_400
+_MIB = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+
+
+def time_limit_s(text: str) -> int | None:
+    """Seconds of a time: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``; None for no limit."""
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0, 0)[:3]
+    elif len(parts) == 1:
+        hours, minutes, seconds = 0, parts[0], 0
+    else:
+        hours, minutes, seconds = (0, *parts) if len(parts) == 2 else parts
+    # Slurm takes nought for no limit at all.
+    return (int(days or 0) * _DAY_S + (hours * 60 + minutes) * 60 + seconds) or None
+
+
+def time_text(seconds: int) -> str:
+    """A time as ``HH:MM:SS`` or ``D-HH:MM:SS``."""
+    days, rest = divmod(seconds, _DAY_S)
+    clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}-{clock}" if days else clock
+
+
+def memory_mib(text: str) -> float | None:
+    """MiB of an amount such as ``64G``; a bare number is MiB. None for ``0``, which is all that there is."""
+    match = re.fullmatch(r"(?P<number>\d+)(?P<unit>[KMGT]?)B?", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no amount of memory")
+    return int(match["number"]) * _MIB[match["unit"]] or None
+
+
+def memory_text(mib: float) -> str:
+    """An amount of memory in the largest unit in which it is a whole number, from ``M`` on."""
+    number = int(mib)
+    for unit in ("M", "G"):
+        if number % 1024 or not number:
+            return f"{number}{unit}"
+        number //= 1024
+    return f"{number}T"
