@@ -7,7 +7,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -16,6 +17,7 @@ from trainkit.config import LoadedConfig, dump_effective
 from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, write_json
+from trainkit.rungroup import RunGroup
 from trainkit.submit.provenance import collect_provenance
 from trainkit.submit.secrets import refuse_leaks
 
@@ -49,20 +51,11 @@ def create_run(
     `copy` puts a copy of the code there and describes it.
     Raises UsageError when `run_dir` is not empty, the place cannot be written, or a secret would be.
     """
-    name = loaded.config.name
-    run = None
-    try:
-        if run_dir is None:
-            run = RunDir(_new_folder(Path(RUNS_FOLDER), name))
-            name = run.name
-        else:
-            run = RunDir(_empty_folder(run_dir))
+    with new_place(loaded.config.name, run_dir) as (folder, name):
+        run = RunDir(folder)
         run.checkpoints_dir.mkdir(mode=0o700)
         code = copy(run)
-        secrets = loaded.config.launch.secrets
-        provenance = {**collect_provenance(argv, Path.cwd(), secrets), "code": code}
-        refuse_leaks(json.dumps(provenance), str(run.provenance_file), secrets, os.environ)
-        write_json(run.provenance_file, provenance)
+        write_provenance(run.provenance_file, argv, loaded.config.launch.secrets, code)
         job: dict[str, Any] = {
             "backend": backend,
             "name": name,
@@ -71,10 +64,27 @@ def create_run(
             "attempts": [],
         }
         write_json(run.job_file, job)
+    return run, name
+
+
+@contextmanager
+def new_place(name: str, run_dir: Path | None) -> Iterator[tuple[Path, str]]:
+    """A folder of its own for what is made within, and the name that goes with it; removed if that fails.
+
+    Raises UsageError when `run_dir` is not empty or the place cannot be written.
+    """
+    folder = None
+    try:
+        if run_dir is None:
+            folder = _new_folder(Path(RUNS_FOLDER), name)
+            name = folder.name
+        else:
+            folder = _empty_folder(run_dir)
+        yield folder, name
     except BaseException as error:
-        if run is not None:
+        if folder is not None:
             # What is in it was made here, a moment ago; left behind it would be in the way of the next try.
-            shutil.rmtree(run.path, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
         place = run_dir or Path(RUNS_FOLDER)
@@ -82,7 +92,15 @@ def create_run(
             f"cannot make a run folder at {place}: {error.strerror or error}",
             hint="name a place that you can write to with --run-dir, and check that its disk is not full",
         ) from error
-    return run, name
+
+
+def write_provenance(
+    file: Path, argv: Sequence[str], secrets: Sequence[str], code: Mapping[str, Any] | None
+) -> None:
+    """Write where a run comes from; UsageError when a secret would stand there."""
+    provenance = {**collect_provenance(argv, Path.cwd(), secrets), "code": code}
+    refuse_leaks(json.dumps(provenance), str(file), secrets, os.environ)
+    write_json(file, provenance)
 
 
 def config_text(loaded: LoadedConfig) -> str:
@@ -120,6 +138,10 @@ def _empty_folder(folder: Path) -> Path:
     if RunDir(folder).exists():
         raise UsageError(
             f"{folder} already holds a run", hint=f"`trainkit resume {quote(str(folder))}` goes on with it"
+        )
+    if RunGroup(folder).exists():
+        raise UsageError(
+            f"{folder} already holds a group of runs", hint=f"`trainkit status {quote(str(folder))}` shows it"
         )
     if folder.exists():
         if not folder.is_dir():
