@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -64,7 +65,12 @@ def plan_for(
         raise ConfigError([*error.problems, *problems]) from None
     if problems:
         raise ConfigError(problems)
-    return plan
+    if command is None:
+        return plan
+    from trainkit.submit.troubles import command_python, refuse_missing
+
+    refuse_missing(command, loaded.config.launch, launcher, Path.cwd())
+    return dataclasses.replace(plan, python=command_python(loaded.config.launch, Path.cwd()))
 
 
 def start_new_run(

@@ -133,10 +133,14 @@ def run_slurm_task(run: RunDir, number: int) -> int:
     except ToldToStop as told:
         print(f"told to stop by {told} before the ranks were started", flush=True)
         return EXIT_STOPPED
-    except TrainkitError as error:
-        print(error.render(), flush=True)
-        record_refusal(attempt, rank, place.node_rank, error)
-        return error.exit_code
+    except (OSError, TrainkitError) as error:
+        # A command that does not exist, an interface, a port: the first failing rank is this one.
+        refusal = (
+            error if isinstance(error, TrainkitError) else TrainkitError(f"cannot start a rank: {error}")
+        )
+        print(refusal.render(), flush=True)
+        record_refusal(attempt, rank, place.node_rank, refusal)
+        return refusal.exit_code
 
 
 def write_to(log: Path) -> None:

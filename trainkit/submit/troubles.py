@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainkit.config.running import LaunchConfig
+from trainkit.errors import UsageError
 from trainkit.submit.containers import container_troubles
 from trainkit.submit.interpreters import Trouble, find_interpreter
 from trainkit.submit.surroundings import launch_troubles
+
+
+def command_python(launch: LaunchConfig, cwd: Path) -> tuple[str, ...]:
+    """The interpreter that a launcher of ranks runs with."""
+    return find_interpreter(launch, sys.executable, os.environ, cwd)[0].argv
+
+
+def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, cwd: Path) -> None:
+    """Raise UsageError when a command cannot start where it is going to run, as far as can be told."""
+    elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
+    as_it_is = launcher == "python" and not any(elsewhere) and not launch.modules and not launch.setup
+    if as_it_is and shutil.which(command[0], path=os.environ.get("PATH", os.defpath)) is None:
+        raise UsageError(
+            f"there is no program {command[0]!r} on PATH",
+            hint="name it by its path, or say launch.venv, conda, modules or container in the config",
+        )
+    script = next((word for word in command if word.endswith(".py")), None)
+    if script is not None and launch.container is None and not (cwd / script).exists():
+        raise UsageError(f"there is no {script} in {cwd}", hint="commands are started from this folder")
 
 
 def find_troubles(launch: LaunchConfig, cwd: Path) -> Iterator[Trouble]:
