@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from trainkit.config.loaded import LoadedConfig
+from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.cluster import LOCAL, Target
@@ -17,16 +19,33 @@ ANY_VOCABULARY = 1
 """Stands for the tokenizer's size while the data cannot be read: the other sizes are still checked."""
 
 
+@dataclass(frozen=True)
+class DataLook:
+    """What was seen of the data of a config."""
+
+    problems: tuple[tuple[str, str, str], ...]
+    """Dotted key, message with the value, hint."""
+    vocab_size: int
+
+
+def look_at_data(data: DataConfig) -> DataLook:
+    """A look at the data: takes as long as listing its files."""
+    problems = tuple(data_problems(data))
+    return DataLook(problems, ANY_VOCABULARY if problems else tokenizer_vocab_size(data))
+
+
 def check_config(
     loaded: LoadedConfig,
     machine: Machine,
     target: Target = LOCAL,
     command: Sequence[str] | None = None,
     launcher: str = "python",
+    look: Callable[[DataConfig], DataLook] = look_at_data,
 ) -> LaunchPlan:
     """The plan of a config whose layout, model and data were all looked at.
 
-    With a `command` there is no model and no data of ours to look at.
+    With a `command` there is no model and no data of ours to look at. Who checks many configs can give a
+    `look` that remembers.
     Raises ConfigError with every problem.
     """
     plan, problems = None, []
@@ -38,12 +57,10 @@ def check_config(
         if plan is None:
             raise ConfigError(problems)
         return plan
-    data = loaded.config.data
-    wrong_data = [loaded.problem(key, message, hint) for key, message, hint in data_problems(data)]
-    problems += wrong_data
-    vocab_size = ANY_VOCABULARY if wrong_data else tokenizer_vocab_size(data)
+    data = look(loaded.config.data)
+    problems += [loaded.problem(key, message, hint) for key, message, hint in data.problems]
     try:
-        resolve_model_shape(loaded.config.model, vocab_size)
+        resolve_model_shape(loaded.config.model, data.vocab_size)
     except ConfigError as error:
         problems += [_with_origin(loaded, problem) for problem in error.problems]
     if plan is None or problems:
