@@ -34,6 +34,8 @@ from trainkit.submit.start import start_attempt
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
+    from trainkit.config.training import DataConfig
+    from trainkit.plan.check import DataLook
     from trainkit.plan.cluster import Target
     from trainkit.plan.launch import LaunchPlan
 
@@ -46,9 +48,13 @@ def plan_for(
     command: Sequence[str] | None = None,
     launcher: str = "python",
     target: Target | None = None,
+    look: Callable[[DataConfig], DataLook] | None = None,
 ) -> LaunchPlan:
-    """What would run, on this machine or on the cluster; ConfigError lists everything that is wrong."""
-    from trainkit.plan.check import check_config
+    """What would run, on this machine or on the cluster; ConfigError lists everything that is wrong.
+
+    `look` takes the place of a look at the data for who has looked already.
+    """
+    from trainkit.plan.check import check_config, look_at_data
     from trainkit.plan.machine import detect_machine
     from trainkit.submit.target import make_target
 
@@ -60,7 +66,7 @@ def plan_for(
 
         problems = [loaded.problem(*trouble) for trouble in find_troubles(loaded.config.launch, Path.cwd())]
     try:
-        plan = check_config(loaded, detect_machine(), target, command, launcher)
+        plan = check_config(loaded, detect_machine(), target, command, launcher, look or look_at_data)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
     if problems:
