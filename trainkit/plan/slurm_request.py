@@ -108,7 +108,7 @@ def make_request(
             and name not in ("nodes", "gpus_per_node", "cpus_per_gpu")
         ):
             value = getattr(resources, name)
-            if value is not None and option != "comment":
+            if value is not None:
                 sbatch[option] = value
     sbatch["signal"] = f"{config.requeue.signal}@{lead_s}"
     sbatch["requeue"] = True
