@@ -110,7 +110,8 @@ def _daemon(options: argparse.Namespace) -> int:
 
 def _shell(options: argparse.Namespace) -> int:
     packages.require()
-    return shell.in_own_cluster(not options.no_accounting, dict(options.set))
+    shell.in_own_cluster(not options.no_accounting, dict(options.set))
+    return 0
 
 
 def _install(options: argparse.Namespace) -> int:

@@ -48,6 +48,8 @@ def slurm_conf(state: State) -> str:
         # A machine with two cores pretends more.
         "SlurmdParameters": "config_overrides",
         "ReturnToService": "2",
+        # A host that is gone is down after 12 to 18 s, and a command fails 5 s after slurmctld is gone.
+        "MessageTimeout": "5",
         "SlurmdTimeout": "10",
         "SlurmctldTimeout": "10",
         "KillWait": "10",

@@ -46,7 +46,8 @@ def start_munge(state: State) -> None:
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
     files = (f"--{name}-file={folder / name}" for name in ("key", "pid", "seed", "log"))
-    argv = ["munged", "--foreground", f"--socket={folder}/socket", *files]
+    # Without --force it wants all users to reach the socket, and the folder can be private.
+    argv = ["munged", "--foreground", "--force", f"--socket={folder}/socket", *files]
     _start(state, "munge", argv, lambda: succeeds(state, "munge", f"--socket={folder}/socket", "--no-input"))
 
 

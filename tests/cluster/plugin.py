@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -15,12 +15,23 @@ NOT_POSSIBLE = pytest.StashKey[str]()
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def clusters_possible(request: pytest.FixtureRequest) -> None:
+    """Skips the test where no cluster can run; fails it instead where CI is true."""
+    try:
+        packages.require()
+    except packages.NotPossible as error:
+        request.config.stash[NOT_POSSIBLE] = f"{error} ({error.hint})"
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"CI=true wants every test to run, and no Slurm cluster can: {error}", pytrace=False)
+        pytest.skip(f"no Slurm cluster: {error}")
+
+
+@pytest.fixture(scope="session")
+def cluster(clusters_possible: None) -> Iterator[Cluster]:
     """A Slurm cluster of four hosts.
 
     After each test, what was stopped or broken is brought back and all jobs are cancelled.
     """
-    require_cluster(request.config)
     made = up(owner=Pid.of(os.getpid()))
     yield made
     made.down()
@@ -35,27 +46,30 @@ def _cluster_is_left_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
         cluster.restore()
 
 
-def require_cluster(config: pytest.Config) -> None:
-    """Skip the test where no cluster can run; fail it instead where CI is true."""
-    try:
-        packages.require()
-    except packages.NotPossible as error:
-        config.stash[NOT_POSSIBLE] = f"{error} ({error.hint})"
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"CI=true wants every test to run, and no Slurm cluster can: {error}", pytrace=False)
-        pytest.skip(f"no Slurm cluster: {error}")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test that has the cluster, before `-m` chooses."""
+    """Mark every test that has a cluster, before `-m` chooses."""
     for item in items:
-        if "cluster" in getattr(item, "fixturenames", ()):
+        if _has_cluster(item):
             item.add_marker("cluster")
             item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tests skipped for want of a cluster have one place, so that they are one line at the end."""
+    report = yield
+    if report.skipped and _has_cluster(item) and NOT_POSSIBLE in item.config.stash:
+        assert isinstance(report.longrepr, tuple)
+        report.longrepr = (__file__, 1, report.longrepr[2])
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """The loud line."""
     if reason := config.stash.get(NOT_POSSIBLE, ""):
         terminalreporter.write_line(f"NOTHING WAS TESTED ON SLURM: {reason}", red=True, bold=True)
+
+
+def _has_cluster(item: pytest.Item) -> bool:
+    return "clusters_possible" in getattr(item, "fixturenames", ())

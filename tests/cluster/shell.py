@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -16,6 +17,7 @@ from tests.cluster import cluster as clusters
 from tests.cluster.cluster import Cluster
 from tests.cluster.processes import Pid
 
+ENDING = (signal.SIGHUP, signal.SIGTERM)
 WELCOME = """
 A Slurm cluster of {num} hosts, up after {seconds:.1f} s; this machine is its login node, you are root.
 
@@ -29,12 +31,9 @@ Leave with `exit` or Ctrl-D: the cluster and all its jobs go away. Its folder, w
 """
 
 
-def in_own_cluster(accounting: bool, options: Mapping[str, str]) -> int:
-    """Start a cluster, run $SHELL in it, take it away; returns the shell's exit code.
-
-    A closed terminal and SIGTERM take it away too.
-    """
-    for number in (signal.SIGHUP, signal.SIGTERM):
+def in_own_cluster(accounting: bool, options: Mapping[str, str]) -> None:
+    """Start a cluster, run $SHELL in it, take it away; a closed terminal and SIGTERM take it away too."""
+    for number in ENDING:
         signal.signal(number, _leave)
     began = time.monotonic()
     print("starting a Slurm cluster …", file=sys.stderr)
@@ -42,18 +41,34 @@ def in_own_cluster(accounting: bool, options: Mapping[str, str]) -> int:
     try:
         mine = f"{shlex.quote(sys.executable)} -m tests.cluster"
         seconds = time.monotonic() - began
-        print(WELCOME.format(num=len(cluster.hosts), seconds=seconds, folder=cluster.folder, mine=mine))
-        # Ctrl-C is for what runs in the shell.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        shell = subprocess.Popen(
-            _command(cluster),
-            env=_environ(cluster),
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-        return shell.wait()
+        welcome = WELCOME.format(num=len(cluster.hosts), seconds=seconds, folder=cluster.folder, mine=mine)
+        print(welcome, flush=True)
+        _run_shell(cluster)
     finally:
-        print("taking the cluster away …", file=sys.stderr)
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+        with contextlib.suppress(OSError):  # the terminal can be gone
+            print("taking the cluster away …", file=sys.stderr)
         cluster.down()
+
+
+def _run_shell(cluster: Cluster) -> None:
+    def child() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+    # Ctrl-C is for what runs in the shell.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A signal between fork and `shell =` would leave a shell that nobody ends.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    environ = {**cluster.environ, "PS1": f"({cluster.name}) $ "}
+    shell = subprocess.Popen(_command(cluster), env=environ, preexec_fn=child)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        shell.wait()
+    finally:
+        if shell.poll() is None:
+            Pid.of(shell.pid).stop(timeout_s=2, number=signal.SIGHUP)
 
 
 def _command(cluster: Cluster) -> list[str]:
@@ -66,10 +81,6 @@ def _command(cluster: Cluster) -> list[str]:
     # The person's own file may set PATH and the prompt again.
     rc.write_text(f'[ -e ~/.bashrc ] && . ~/.bashrc\n{exports}PS1="({cluster.name}) $PS1"\n')
     return [program, "--rcfile", str(rc)]
-
-
-def _environ(cluster: Cluster) -> dict[str, str]:
-    return {**cluster.environ, "PS1": f"({cluster.name}) $ "}
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
