@@ -264,3 +264,19 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
         if isinstance(record.get("step"), int):
             by_step[record["step"]] = record
     return [by_step[step] for step in sorted(by_step)]
+
+
+def best_result(run: RunDir) -> dict[str, Any] | None:
+    """The lowest validation loss of a run as ``metric, value, step``; without one, its newest loss."""
+    evaluated = [
+        record
+        for record in read_jsonl(run.events_file)
+        if record.get("event") == "evaluated" and isinstance(record.get("val_loss"), (int, float))
+    ]
+    if evaluated:
+        best = min(evaluated, key=lambda record: record["val_loss"])
+        return {"metric": "val_loss", "value": best["val_loss"], "step": best.get("step")}
+    losses = [
+        record for record in read_jsonl(run.metrics_file) if isinstance(record.get("loss"), (int, float))
+    ]
+    return {"metric": "loss", "value": losses[-1]["loss"], "step": losses[-1].get("step")} if losses else None

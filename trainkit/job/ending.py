@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 from trainkit.config import read_effective
 from trainkit.job.decision import COMEBACK_SIGNAL, Decision, decide
 from trainkit.job.failures import agent_verdict, find_verdict
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import find_entry, num_comebacks
-from trainkit.rundir import AttemptDir, log_event, utc_now, write_json
+from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, utc_now, write_json
 
 
 def judge(attempt: AttemptDir, outcome: Outcome) -> Decision:
@@ -41,6 +42,7 @@ def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None
             "exit_code": decision.exit_code,
             "reason": decision.reason,
             "verdict": verdict,
+            "best": _best(run),
             "time": utc_now(),
         },
     )
@@ -50,3 +52,10 @@ def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None
         log_event(run, number, "requeue_decision", action=decision.action, reason=decision.reason)
     event = "finished" if state == "finished" else "stopped"
     log_event(run, number, event, state=state, exit_code=decision.exit_code, reason=decision.reason)
+
+
+def _best(run: RunDir) -> dict[str, Any] | None:
+    try:
+        return best_result(run)
+    except OSError:
+        return None  # how it ended has to be written, whatever became of the curve

@@ -77,10 +77,7 @@ def read_status(
     metrics = last_records(run.metrics_file, RECENT_RECORDS)
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     own_metrics = [record for record in metrics if record.get("attempt") == attempt]
-    state = _state(attempt, end, alive, events, bool(own_metrics))
-    reason = end.get("reason")
-    if slurm_job is not None and (not end or end.get("action") == "requeue"):
-        state, reason = _slurm_state(state, reason, slurm_job, "started_at" in entry)
+    state, reason = attempt_state(entry, end, alive, slurm_job, events, bool(own_metrics))
     metrics_age_s = seconds_between(last.get("time"), now)
     return RunStatus(
         name=str(job.get("name") or run.name),
@@ -106,6 +103,22 @@ def read_status(
         checkpoint=newest_checkpoint(run),
         warnings=_warnings(state, own_metrics, metrics_age_s, entry),
     )
+
+
+def attempt_state(
+    entry: Mapping[str, Any],
+    end: Mapping[str, Any],
+    alive: bool | None,
+    slurm_job: JobInfo | None,
+    events: list[dict[str, Any]],
+    has_metrics: bool,
+) -> tuple[str, str | None]:
+    """State and reason of an attempt: of its job.json entry, its end.json and what Slurm knows of its job."""
+    state = _state(entry.get("attempt"), end, alive, events, has_metrics)
+    reason = end.get("reason")
+    if slurm_job is not None and (not end or end.get("action") == "requeue"):
+        return _slurm_state(state, reason, slurm_job, "started_at" in entry)
+    return state, reason
 
 
 def _state(
