@@ -1,5 +1,7 @@
 """Finds runs: RUN on a command line is a job id, a run name, a run folder or `last`.
 
+A run of a group is also `GROUP/INDEX`, and a task of its array `123_4`.
+
 Every start of a run appends a line to ``$XDG_STATE_HOME/trainkit/runs.jsonl``, so a run is found from
 any directory; runs below ./runs are found without it.
 """
@@ -13,21 +15,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from shlex import quote
 
 from trainkit.errors import UsageError
 from trainkit.job.record import read_job
 from trainkit.rundir import RunDir, append_jsonl, read_jsonl, utc_now
+from trainkit.rungroup import RunGroup, group_of, is_index
+from trainkit.slurm.jobid import base_id, is_job_id
 from trainkit.submit.create import RUNS_FOLDER
 
 
 @dataclass(frozen=True)
 class KnownRun:
-    """A run that was started by this user and whose folder is still there."""
+    """A run, or a group of runs, that was started by this user and whose folder is still there."""
 
     run: RunDir
+    """Of a group this has only a path."""
     name: str
     time: str
     """Its newest start, ISO-8601 UTC."""
+    is_group: bool = False
+
+    @property
+    def group(self) -> RunGroup:
+        """The group that this is."""
+        return RunGroup(self.run.path)
 
 
 def index_file(environ: Mapping[str, str] = os.environ) -> Path:
@@ -51,49 +63,112 @@ def register(run: RunDir, name: str) -> None:
 
 
 def known_runs(cwd: Path | None = None) -> list[KnownRun]:
-    """Every run that is known and exists, the one started last first."""
+    """Every run and every group that is known and exists, the one started last first."""
     found: dict[str, KnownRun] = {}
     for folder in sorted(((cwd or Path.cwd()) / RUNS_FOLDER).glob("*/")):
-        run = RunDir(folder)
-        if run.exists():
-            started = datetime.fromtimestamp(run.config_file.stat().st_mtime, timezone.utc)
-            found[os.path.realpath(folder)] = KnownRun(run, str(read_job(run)["name"]), started.isoformat())
+        known = _known(folder)
+        if known is not None:
+            found[os.path.realpath(folder)] = known
     for record in read_jsonl(index_file()):
         path, name, time = record.get("path"), record.get("name"), record.get("time")
         if isinstance(path, str) and isinstance(name, str) and isinstance(time, str):
-            run = RunDir(path)
-            if run.exists():
-                found[os.path.realpath(path)] = KnownRun(run, name, time)
+            run, is_group = RunDir(path), RunGroup(path).exists()
+            if is_group or run.exists():
+                found[os.path.realpath(path)] = KnownRun(run, name, time, is_group)
     return sorted(found.values(), key=lambda known: known.time, reverse=True)
 
 
+def _known(folder: Path) -> KnownRun | None:
+    """What a folder holds, as far as it tells by itself."""
+    run, group = RunDir(folder), RunGroup(folder)
+    if group.exists():
+        return KnownRun(run, run.name, _written(group.sweep_file), is_group=True)
+    return KnownRun(run, str(read_job(run)["name"]), _written(run.config_file)) if run.exists() else None
+
+
+def _written(file: Path) -> str:
+    return datetime.fromtimestamp(file.stat().st_mtime, timezone.utc).isoformat()
+
+
 def find_run(text: str) -> RunDir:
-    """The run that RUN means.
+    """The run that RUN means; the folder of a group's run is made if it is not there yet.
+
+    Raises UsageError when there is none, with the closest name, and for a whole group.
+    """
+    found = find_run_or_group(text)
+    if isinstance(found, RunDir):
+        return found
+    indices = sorted(found.points)
+    raise UsageError(
+        f"{text} is a group of {len(indices):,} runs",
+        hint=f"name one of them, for example {quote(str(found.run(indices[0]).path))}",
+    )
+
+
+def find_run_or_group(text: str) -> RunDir | RunGroup:
+    """The run or the group that RUN means.
 
     Raises UsageError when there is none, with the closest name.
     """
-    folder = RunDir(text)
-    if folder.exists():
-        return folder
-    if os.sep in text:
+    if RunGroup(text).exists():
+        return RunGroup(text)
+    run = RunDir(text)
+    if run.exists() or group_of(run) is not None:
+        return _opened(run)
+    head, separator, tail = text.rpartition(os.sep)
+    if separator and (os.sep in head or not is_index(tail)):
         raise UsageError(f"{text} does not hold a run", hint="`trainkit status` lists the runs")
     known = known_runs()
+    if separator:
+        known = [item for item in known if item.is_group]
+        return _point(_newest(head, _called(head, known), known).group, int(tail))
     if text == "last":
         matches = known[:1]
-    elif text.startswith("local-"):
-        matches = [item for item in known if _has_job(item.run, text)]
+    elif text.startswith("local-") or is_job_id(text):
+        having = [item for item in known if _has_job(item, text)]
+        # A point that was started again on its own is known by itself too.
+        matches = [item for item in having if not item.is_group] or having
     else:
-        matches = [item for item in known if item.run.name == text] or [i for i in known if i.name == text]
+        matches = _called(text, known)
+    newest = _newest(text, matches, known)
+    if not newest.is_group:
+        return newest.run
+    return (
+        _point(newest.group, int(text.partition("_")[2])) if is_job_id(text) and "_" in text else newest.group
+    )
+
+
+def _called(name: str, known: Sequence[KnownRun]) -> list[KnownRun]:
+    return [item for item in known if item.run.name == name] or [item for item in known if item.name == name]
+
+
+def _newest(text: str, matches: Sequence[KnownRun], known: Sequence[KnownRun]) -> KnownRun:
     if not matches:
         raise UsageError(f"there is no run {text!r}", hint=_closest(text, known))
     if len(matches) > 1:
         others = ", ".join(str(item.run.path) for item in matches[1:])
         print(f"note: {text} is {matches[0].run.path}, the newest; also so called: {others}", file=sys.stderr)
-    return matches[0].run
+    return matches[0]
 
 
-def _has_job(run: RunDir, job_id: str) -> bool:
-    return any(entry.get("job_id") == job_id for entry in read_job(run)["attempts"])
+def _point(group: RunGroup, index: int) -> RunDir:
+    group.point(index)
+    return _opened(group.run(index))
+
+
+def _opened(run: RunDir) -> RunDir:
+    """The run, whose folder is made if it is a point that has not started."""
+    if not run.exists():
+        from trainkit.job.points import open_point  # which knows configs, and takes time to load
+
+        open_point(run)
+    return run
+
+
+def _has_job(known: KnownRun, job_id: str) -> bool:
+    if known.is_group:
+        return is_job_id(job_id) and known.group.job_id == base_id(job_id)
+    return any(entry.get("job_id") == job_id for entry in read_job(known.run)["attempts"])
 
 
 def _closest(text: str, known: Sequence[KnownRun]) -> str:
