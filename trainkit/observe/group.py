@@ -1,0 +1,222 @@
+"""What the runs of a group are doing, in a cheap look: two small files for every point that has started."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from trainkit.observe.status import attempt_state, seconds_between
+from trainkit.observe.tail import last_records
+from trainkit.plan.sweep import shown
+from trainkit.rundir import best_result
+from trainkit.rungroup import Point, RunGroup, is_index
+from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
+
+NUM_READERS = 8
+"""Points read at a time: a network filesystem takes a millisecond for each file."""
+POINTS_A_READER = 100
+RECENT_EVENTS = 50
+FAILED = ("failed", "died", "unknown")
+"""States that somebody has to look at, the worst first."""
+ORDER = (
+    *FAILED,
+    "stopping",
+    "running",
+    "starting",
+    "requeueing",
+    "pending",
+    "stopped",
+    "cancelled",
+    "finished",
+)
+"""States in the order in which they matter."""
+
+
+@dataclass(frozen=True)
+class PointLook:
+    """What the files of a point tell."""
+
+    point: Point
+    job_id: str | None
+    """Of its newest attempt; None when that is not known."""
+    entry: Mapping[str, Any] = field(default_factory=dict)
+    """Of job.json; empty while the point has no folder."""
+    end: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its newest attempt wrote its end, after which nothing follows by itself."""
+        return bool(self.end) and self.end.get("action") != "requeue"
+
+
+@dataclass(frozen=True)
+class PointStatus:
+    """One point at one moment."""
+
+    index: int
+    values: dict[str, Any]
+    state: str
+    """As that of a run: `trainkit.observe.status.RunStatus.state`."""
+    reason: str | None
+    job_id: str | None
+    best: dict[str, Any] | None
+    """The best result so far: ``metric, value, step``."""
+    run_dir: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __str__(self) -> str:
+        return f"point {self.index}" + (f" ({shown(self.values)})" if self.values else "")
+
+
+@dataclass(frozen=True)
+class GroupStatus:
+    """A group at one moment."""
+
+    name: str
+    run_dir: str
+    job_id: str | None
+    array: str
+    keys: list[str]
+    """The keys that its points differ in."""
+    num_nodes: int | None
+    workers_per_node: int | None
+    age_s: float | None
+    """Seconds since it was submitted."""
+    points: list[PointStatus]
+
+    @property
+    def states(self) -> dict[str, int]:
+        """How many points are in each state, in the order in which that matters."""
+        counts = Counter(point.state for point in self.points)
+        return {state: counts[state] for state in ORDER if counts[state]}
+
+    @property
+    def best(self) -> PointStatus | None:
+        """The point with the lowest validation loss, or the lowest loss where none has one."""
+        for metric in ("val_loss", "loss"):
+            able = [point for point in self.points if point.best and point.best.get("metric") == metric]
+            if able:
+                return min(able, key=lambda point: float((point.best or {})["value"]))
+        return None
+
+    def to_dict(self, with_points: bool = True) -> dict[str, Any]:
+        """The status as JSON."""
+        own = {key: value for key, value in self.__dict__.items() if key != "points"}
+        best = None if self.best is None else self.best.to_dict()
+        points = {"points": [point.to_dict() for point in self.points]} if with_points else {}
+        return {**own, "num_points": len(self.points), "states": self.states, "best": best, **points}
+
+
+class GroupLook:
+    """The files of a group's points, read once; `status` adds what Slurm knows."""
+
+    def __init__(self, group: RunGroup) -> None:
+        self.group = group
+        self.looks = _look_at_points(group)
+
+    @property
+    def open_ids(self) -> list[str]:
+        """The jobs that Slurm has to be asked for."""
+        return [look.job_id for look in self.looks if look.job_id is not None and not look.is_over]
+
+    def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
+        """The group's status; `jobs` is None when Slurm cannot be asked."""
+        record, plan = self.group.record, self.group.record["plan"]
+        return GroupStatus(
+            name=self.group.name,
+            run_dir=str(self.group.path),
+            job_id=self.group.job_id,
+            array=str(record["array"]),
+            keys=list(record["keys"]),
+            num_nodes=plan.get("num_nodes"),
+            workers_per_node=plan.get("workers_per_node"),
+            age_s=seconds_between(record.get("submitted_at"), now),
+            points=[self._point_status(look, jobs) for look in self.looks],
+        )
+
+    def _point_status(self, look: PointLook, jobs: Mapping[str, JobInfo] | None) -> PointStatus:
+        run = self.group.run(look.point.index)
+        state, reason = self._state(look, jobs)
+        return PointStatus(
+            index=look.point.index,
+            values=look.point.values,
+            state=state,
+            reason=reason,
+            job_id=look.job_id,
+            best=look.end.get("best") if look.is_over else best_result(run) if look.entry else None,
+            run_dir=str(run.path),
+        )
+
+    def _state(self, look: PointLook, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
+        if look.is_over:
+            return str(look.end.get("state") or "unknown"), look.end.get("reason")
+        if look.job_id is None:
+            return "unknown", "whether it was submitted is not known"
+        job = None if jobs is None else jobs.get(look.job_id)
+        is_known = job is not None and job.state is not JobState.UNKNOWN
+        if jobs is not None and not is_known and "cancelled_at" in self.group.record and not look.entry:
+            return "cancelled", "its group was cancelled before it started"
+        alive = None if jobs is None else is_known and job is not None and not job.is_terminal
+        if not look.entry:
+            # Its task has not come so far as to make its folder.
+            state, reason = attempt_state({"attempt": 1}, {}, alive, job, [], False)
+            return state, reason
+        run = self.group.run(look.point.index)
+        events = last_records(run.events_file, RECENT_EVENTS) if alive else []
+        return attempt_state(look.entry, look.end, alive, job, events, run.metrics_file.exists())
+
+
+def _look_at_points(group: RunGroup) -> list[PointLook]:
+    points = group.points
+    names = (path.name for path in group.path.iterdir())
+    made = [int(name) for name in names if is_index(name) and int(name) in points]
+    shares = [made[first : first + POINTS_A_READER] for first in range(0, len(made), POINTS_A_READER)]
+    looks = {index: PointLook(point, group.task_id(index)) for index, point in points.items()}
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        for look in itertools.chain.from_iterable(readers.map(lambda share: _read(group, share), shares)):
+            looks[look.point.index] = look
+    return list(looks.values())
+
+
+def _read(group: RunGroup, indices: Iterable[int]) -> list[PointLook]:
+    return list(_read_each(group, indices))
+
+
+def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointLook]:
+    folder = str(group.path)
+    for index in indices:
+        attempts = _json(f"{folder}/{index}/job.json").get("attempts")
+        newest = attempts[-1] if isinstance(attempts, list) and attempts else {}
+        entry: Mapping[str, Any] = newest if isinstance(newest, dict) else {}
+        end = _json(f"{folder}/{index}/attempts/latest/end.json")
+        job_id = entry.get("job_id") or group.task_id(index)
+        yield PointLook(group.points[index], None if job_id is None else str(job_id), entry, end)
+
+
+def _json(path: str) -> dict[str, Any]:
+    """A JSON object; empty when the file is missing or damaged."""
+    try:
+        with open(path, "rb") as stream:
+            value = json.loads(stream.read())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def most_telling(points: Sequence[PointStatus], count: int) -> list[PointStatus]:
+    """The points that a reader wants to see first: what failed, what runs, then the best results."""
+
+    def key(point: PointStatus) -> tuple[int, float, int]:
+        value = float(point.best["value"]) if point.best else float("inf")
+        return ORDER.index(point.state) if point.state in ORDER else 0, value, point.index
+
+    return sorted(points, key=key)[:count]

@@ -1,0 +1,201 @@
+"""Submits a group of runs as one Slurm array: every point is checked before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.config import LoadedConfig, RunConfig
+from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.slurm_request import SlurmRequest, option_argv
+from trainkit.plan.sweep import difference, shown
+from trainkit.rundir import RunDir, utc_now, write_atomic, write_json
+from trainkit.rungroup import GROUP_VERSION, Point, RunGroup
+from trainkit.slurm.submit import submit_script
+from trainkit.submit.create import new_place, write_provenance
+from trainkit.submit.index import register
+from trainkit.submit.secrets import refuse_leaks
+from trainkit.submit.slurm_script import JobScript, job_mark, script_for
+
+MAX_SHOWN = 10
+"""Problems that are shown one by one."""
+
+
+@dataclass(frozen=True)
+class PlannedPoint:
+    """A point that was checked."""
+
+    index: int
+    values: dict[str, Any]
+    config: RunConfig
+    plan: LaunchPlan
+
+
+def check_points(
+    points: Mapping[int, dict[str, Any]],
+    load: Callable[[dict[str, Any]], LoadedConfig],
+    plan: Callable[[LoadedConfig], LaunchPlan],
+) -> list[PlannedPoint]:
+    """Every point with its config and plan.
+
+    `points` are values by index. Raises ConfigError with the problems of all of them, each with the first
+    point that has it, and UsageError when one array cannot hold them.
+    """
+    checked: list[PlannedPoint] = []
+    found: dict[Problem, list[int]] = {}
+    for index, values in points.items():
+        try:
+            loaded = load(values)
+            checked.append(PlannedPoint(index, values, loaded.config, plan(loaded)))
+        except ConfigError as error:
+            for problem in error.problems:
+                found.setdefault(problem, []).append(index)
+    if found:
+        raise ConfigError(list(_named(found, points)))
+    for point in checked[1:]:
+        _refuse_other_job(checked[0], point)
+    return checked
+
+
+def _named(found: Mapping[Problem, list[int]], points: Mapping[int, dict[str, Any]]) -> Iterator[Problem]:
+    """The problems, each with the point that has it; one that all points have is the config's own."""
+    for problem, indices in list(found.items())[:MAX_SHOWN]:
+        if len(indices) == len(points):
+            yield problem
+            continue
+        others = f" and {len(indices) - 1:,} more" if len(indices) > 1 else ""
+        who = f"point {indices[0]} ({shown(points[indices[0]])}){others}"
+        origin = f"{who}: {problem.origin}" if problem.origin else who
+        yield Problem(problem.key, problem.message, origin, problem.hint)
+    if len(found) > MAX_SHOWN:
+        yield Problem("", f"and {len(found) - MAX_SHOWN:,} more problems like these")
+
+
+def _refuse_other_job(first: PlannedPoint, point: PlannedPoint) -> None:
+    """One array has one script: what is asked of Slurm and what surrounds the ranks is the same for all."""
+    asked, other = _asked(first.plan.slurm), _asked(point.plan.slurm)
+    differing = [f"{a} or {b}" for a, b in zip(asked, other, strict=False) if a != b]
+    if not differing and first.plan.device != point.plan.device:
+        differing = [f"device {first.plan.device} or {point.plan.device}"]
+    if not differing and asked == other:
+        before, now = (_script_part(item.config) for item in (first, point))
+        differing = [f"another {key}" for key in now if now[key] != before[key]]
+    if differing or asked != other:
+        what = ", ".join(differing) or f"{' '.join(asked)} or {' '.join(other)}"
+        raise UsageError(
+            f"point {point.index} ({shown(point.values)}) needs another job than point {first.index}: {what}",
+            hint="an array is one script with one size: submit a run, or a sweep, for each of these",
+        )
+
+
+def _asked(request: SlurmRequest | None) -> list[str]:
+    return [] if request is None else option_argv(request.sbatch) + option_argv(request.srun)
+
+
+def _script_part(config: RunConfig) -> dict[str, Any]:
+    """What a script is made of besides the plan; variables and network are set by the agents."""
+    launch = config.launch.model_dump(exclude={"env", "network"})
+    return {f"launch.{key}": value for key, value in launch.items()}
+
+
+def script_config(points: Sequence[PlannedPoint]) -> RunConfig:
+    """The config that the array's script is made from: only variables that all points have alike."""
+    first = points[0].config
+    common = {
+        name: value
+        for name, value in first.launch.env.items()
+        if all(point.config.launch.env.get(name) == value for point in points)
+    }
+    return first.model_copy(update={"launch": first.launch.model_copy(update={"env": common})})
+
+
+def group_script(
+    group: RunGroup, points: Sequence[PlannedPoint], array: str, code: Mapping[str, Any] | None
+) -> JobScript:
+    """The script of the array; UsageError when a secret would stand in it."""
+    config = script_config(points)
+    script = script_for(RunDir(group.path), 1, points[0].plan, config, Path.cwd(), code, array)
+    refuse_leaks(script.text, str(group.script_file), config.launch.secrets, os.environ)
+    return script
+
+
+def create_group(
+    points: Sequence[PlannedPoint],
+    array: str,
+    run_dir: Path | None,
+    argv: Sequence[str],
+    copy: Callable[[RunDir], dict[str, Any] | None],
+) -> RunGroup:
+    """Make the folder of a group with everything but its job.
+
+    Raises UsageError when `run_dir` is not empty, the place cannot be written, or a secret would be.
+    """
+    config = points[0].config
+    with new_place(config.name, run_dir) as (folder, name):
+        group = RunGroup(folder)
+        group.logs_dir.mkdir(mode=0o700)
+        code = copy(RunDir(group.path))
+        write_provenance(group.provenance_file, argv, config.launch.secrets, code)
+        record = _record(name, points, array, code)
+        refuse_leaks(json.dumps(record), str(group.sweep_file), config.launch.secrets, os.environ)
+        write_atomic(group.script_file, group_script(group, points, array, code).text)
+        write_json(group.sweep_file, record)
+    return group
+
+
+def _record(
+    name: str, points: Sequence[PlannedPoint], array: str, code: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    config, plan = _config_dict(points[0].config), points[0].plan.to_dict()
+    entries = (
+        Point(
+            point.index,
+            point.values,
+            difference(config, _config_dict(point.config)),
+            difference(plan, point.plan.to_dict()),
+        )
+        for point in points
+    )
+    return {
+        "version": GROUP_VERSION,
+        "name": name,
+        "backend": points[0].plan.backend,
+        "cwd": str(Path.cwd()),
+        "job_id": None,
+        "array": array,
+        "keys": _keys(points),
+        "code": code,
+        "config": config,
+        "plan": plan,
+        "points": [_compact(entry) for entry in entries],
+    }
+
+
+def _config_dict(config: RunConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", by_alias=True)
+
+
+def _keys(points: Iterable[PlannedPoint]) -> list[str]:
+    return list(dict.fromkeys(key for point in points for key in point.values))
+
+
+def _compact(point: Point) -> dict[str, Any]:
+    return {key: value for key, value in asdict(point).items() if value != {} or key == "values"}
+
+
+def submit_group(group: RunGroup) -> str:
+    """Submit the array of a group, and give its job id.
+
+    Raises SlurmRefused when Slurm does not take it, SlurmUnreachable when it may or may not have.
+    """
+    job_id = submit_script(
+        group.script_file, mark=job_mark(RunDir(group.path), 1), environ=os.environ, cwd=group.path
+    )
+    group.update(job_id=job_id, submitted_at=utc_now())
+    register(RunDir(group.path), group.name)
+    return job_id
