@@ -18,7 +18,7 @@ HOST_LISTS = {
     "n[8-11]": ["n8", "n9", "n10", "n11"],
     "n[098-101]": ["n098", "n099", "n100", "n101"],
     "r[2,1]n[3-4]": ["r2n3", "r2n4", "r1n3", "r1n4"],
-    "r[1-2]c[01-02]s[0,7]": [f"r{r}c0{c}s{s}" for r in (1, 2) for c in (1, 2) for s in (0, 7)],
+    "r[1-2]c[01-02]s[0,7]": [f"r{r}c0{c}s{s}" for c in (1, 2) for r in (1, 2) for s in (0, 7)],
     "n[1-2]-ib": ["n1-ib", "n2-ib"],
     "a[1-2].x.org,b": ["a1.x.org", "a2.x.org", "b"],
     "login,n[1,3],gpu-[1-2]": ["login", "n1", "n3", "gpu-1", "gpu-2"],

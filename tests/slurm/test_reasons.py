@@ -27,6 +27,9 @@ SENTENCES = {
     "QOSMaxCpuPerNode": "asks for more CPUs than its QOS allows a node",
     "QOSMinGRES": "asks for less than its QOS demands: GPUs",
     "QOSMinCpuNotSatisfied": "asks for less than its QOS demands: CPUs",
+    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions": (
+        "nodes that it needs are down, drained or reserved for jobs of higher priority"
+    ),
     "launch_failed_requeued_held": "could not be launched and is held: `scontrol release JOB` lets it go",
 }
 

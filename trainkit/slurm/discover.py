@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.errors import TrainkitError
-from trainkit.slurm.client import QUERY_TIMEOUT_S, SlurmUnreachable, plain_environ, query, run_slurm
+from trainkit.slurm.client import SlurmUnreachable, plain_environ, query, run_slurm
 from trainkit.slurm.control import Version, parse_version, show_config
 from trainkit.slurm.records import FIELD, RECORD, records, seconds_of
 
@@ -27,6 +27,7 @@ _MODULE_FILES = (Path("/etc/profile.d/lmod.sh"), Path("/etc/profile.d/modules.sh
 _CONTAINER_PROGRAMS = ("apptainer", "singularity", "enroot")
 _ASSOCIATION_FIELDS = "DefaultAccount,Account,Partition,QOS,DefaultQOS"
 _ACCOUNTING_TIMEOUT_S = 10.0
+_LOCAL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def has_slurm(environ: Mapping[str, str] | None = None) -> bool:
     if shutil.which("sbatch", path=path) is None:
         return False
     try:
-        run_slurm(["sbatch", "--version"], _ACCOUNTING_TIMEOUT_S, environ=environ)
+        run_slurm(["sbatch", "--version"], _LOCAL_TIMEOUT_S, environ=environ)
     except SlurmUnreachable as error:
         # Without a file Slurm looks for its controller in the DNS, and here it found none there either.
         return bool(error.stderr) and "DNS SRV lookup failed" not in error.stderr
@@ -254,6 +255,6 @@ def parse_associations(text: str) -> tuple[Association, ...]:
 
 def _has_pyxis(environ: Mapping[str, str]) -> bool:
     try:
-        return "--container-image" in run_slurm(["srun", "--help"], QUERY_TIMEOUT_S, environ=environ)
+        return "--container-image" in run_slurm(["srun", "--help"], _LOCAL_TIMEOUT_S, environ=environ)
     except TrainkitError:
         return False

@@ -8,12 +8,12 @@ import shutil
 from collections.abc import Mapping
 
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.slurm.client import safe_value
+from trainkit.slurm.client import run_slurm, safe_value
 
-_COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d+)\))?")
+_COUNT = re.compile(r"(?P<count>\d+)(?:\(x(?P<repeat>\d{1,6})\))?", re.ASCII)
 _BRACKETS = re.compile(r"(\[[^\[\]]*\])")
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?", re.ASCII)
-_SCONTROL_TIMEOUT_S = 10.0
+_SCONTROL_TIMEOUT_S = 5.0
 MAX_HOSTS = 1_000_000
 """More than any cluster has: a typo must not fill the memory."""
 
@@ -59,8 +59,6 @@ def _no_host_list(text: str) -> UsageError:
 
 
 def _by_scontrol(text: str, environ: Mapping[str, str] | None) -> list[str]:
-    from trainkit.slurm.client import run_slurm
-
     if shutil.which("scontrol", path=None if environ is None else environ.get("PATH")) is None:
         return []
     try:
@@ -81,16 +79,23 @@ def expand_without_slurm(text: str) -> list[str]:
 def _expand_one(item: str) -> list[str]:
     from ClusterShell.RangeSet import RangeSet, RangeSetException
 
-    choices: list[list[str]] = []
-    for part in _BRACKETS.split(item):
-        if not part.startswith("["):
-            choices.append([part])
-            continue
-        try:
-            choices.append([number for one in part[1:-1].split(",") for number in RangeSet(one).striter()])
-        except RangeSetException:
-            raise _no_host_list(item) from None
-    return ["".join(parts) for parts in itertools.product(*choices)]
+    texts = _BRACKETS.split(item)
+    words, brackets = texts[::2], texts[1::2]
+    if not brackets:
+        return [item]
+    try:
+        numbers = [
+            [number for one in bracket[1:-1].split(",") for number in RangeSet(one).striter()]
+            for bracket in brackets
+        ]
+    except RangeSetException:
+        raise _no_host_list(item) from None
+    hosts = []
+    # Slurm's order: the last bracket counts fastest, then the first, the second, …
+    for picked in itertools.product(*reversed(numbers[:-1]), numbers[-1]):
+        chosen = [*reversed(picked[:-1]), picked[-1], ""]
+        hosts.append("".join(itertools.chain.from_iterable(zip(words, chosen, strict=True))))
+    return hosts
 
 
 def _split_outside_brackets(text: str) -> list[str]:

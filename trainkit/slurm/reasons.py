@@ -15,6 +15,9 @@ _SENTENCES = {
     "ReservationDeleted": "its reservation was deleted; choose another or none",
     "ReservationInvalid": "its reservation is not valid any more; choose another or none",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved, for example for maintenance",
+    "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions": (
+        "nodes that it needs are down, drained or reserved for jobs of higher priority"
+    ),
     "NodeDown": "a node that it needs is down",
     "PartitionDown": "its partition is closed for new starts",
     "PartitionInactive": "its partition is inactive",
@@ -91,11 +94,14 @@ def reason_sentence(reason: str) -> str:
 
     Empty for a job that has no reason. What Slurm adds (`ReqNodeNotAvail, UnavailableNodes:node3`) is kept.
     """
-    name, _, rest = reason.partition(",")
-    name, rest = name.strip().strip("()"), rest.strip()
-    if name in ("", "None", "N/A", "null"):
+    whole = reason.strip().strip("()").replace("_", " ")
+    if whole in ("", "None", "N/A", "null"):
         return ""
-    known = _SENTENCES.get(name) or _SENTENCES.get(name.replace("_", " ")) or _limit_sentence(name)
+    if whole in _SENTENCES:
+        return _SENTENCES[whole]
+    name, _, rest = whole.partition(",")
+    rest = rest.strip()
+    known = _SENTENCES.get(name) or _limit_sentence(name)
     if known is None:
         return reason
     return f"{known} ({rest})" if rest else known

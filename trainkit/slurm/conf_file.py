@@ -1,0 +1,39 @@
+"""Which slurm.conf holds here, and what it calls the cluster; asks nobody."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainkit.slurm.environment import scrubbed
+
+CONFIG_FILES = (
+    *("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/usr/local/etc/slurm.conf"),
+    "/run/slurm/conf/slurm.conf",
+)
+_NAME = re.compile(r"^[ \t]*ClusterName[ \t]*=[ \t]*(?P<name>[^\s#]+)", re.MULTILINE | re.IGNORECASE)
+
+
+def conf_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The slurm.conf that Slurm's commands read; None where they ask a server for it, or there is none."""
+    named = environ.get("SLURM_CONF")
+    if named:
+        return Path(named)
+    return next((path for path in map(Path, CONFIG_FILES) if path.exists()), None)
+
+
+def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What Slurm calls the cluster that a job would go to; None where no file says it."""
+    chosen = scrubbed(environ).get("SLURM_CLUSTERS", "")
+    if chosen and "," not in chosen:
+        return chosen
+    path = conf_file(environ)
+    try:
+        text = "" if path is None else path.read_text(errors="replace")
+    except OSError:
+        return None
+    match = _NAME.search(text)
+    # Slurm knows cluster names in lower case only.
+    return None if match is None else match["name"].lower()
