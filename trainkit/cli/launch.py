@@ -59,7 +59,7 @@ def plan_for(
     from trainkit.submit.target import make_target
 
     check_name(loaded.config.name)
-    target = target or make_target(loaded.config.launch.backend)
+    target = target or make_target(loaded)
     problems: list[Problem] = []
     if target.backend in ("sbatch", "submitit"):
         from trainkit.submit.troubles import find_troubles

@@ -33,8 +33,15 @@ class ConfigRequest:
     def load(self) -> LoadedConfig:
         """Read the config with everything that is layered over it; ConfigError lists all problems."""
         from trainkit.config import load_config
+        from trainkit.submit.target import cluster_defaults
 
-        return load_config(self.path, profile=self.profile, overrides=self.overrides, flags=self.flags)
+        return load_config(
+            self.path,
+            profile=self.profile,
+            overrides=self.overrides,
+            flags=self.flags,
+            below=cluster_defaults,
+        )
 
 
 def json_option(function: Command) -> Command:
@@ -119,6 +126,7 @@ SLURM_FLAGS = {
     "account": ("resources.account", "A", "Slurm account."),
     "qos": ("resources.qos", "Q", "Slurm quality of service."),
     "constraint": ("resources.constraint", "C", "Node features that Slurm must match."),
+    "cluster": ("launch.cluster", "NAME", "Cluster profile; default: that of the cluster here."),
 }
 """Option -> the config key that it stands for, its metavar and its help."""
 

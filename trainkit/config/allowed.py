@@ -21,7 +21,7 @@ def allowed_values(path: tuple[str, ...]) -> str:
             return f"a section with keys such as {', '.join(sections()[path[0]][:3])}"
         name = field["$ref"].rpartition("/")[2]
         field = schema["$defs"][name]["properties"][path[1]]
-    return _words(field)
+    return schema_words(field)
 
 
 @cache
@@ -35,9 +35,12 @@ def show_value(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
-def _words(schema: dict[str, Any]) -> str:
+def schema_words(schema: dict[str, Any]) -> str:
+    """What a JSON schema allows, in words."""
+    if "$ref" in schema:
+        return "a section"
     if "anyOf" in schema:
-        options = [_words(option) for option in schema["anyOf"]]
+        options = [schema_words(option) for option in schema["anyOf"]]
         if "allowed" in schema:
             options[0] = schema["allowed"]
         return " or ".join(options)
@@ -54,11 +57,11 @@ def _words(schema: dict[str, Any]) -> str:
         return "a number" + _bounds(schema)
     if kind == "array":
         if "prefixItems" in schema:
-            return f"a list of {schema['minItems']}, each {_words(schema['prefixItems'][0])}"
-        return f"a list, each {_words(schema['items'])}"
+            return f"a list of {schema['minItems']}, each {schema_words(schema['prefixItems'][0])}"
+        return f"a list, each {schema_words(schema['items'])}"
     if kind == "object":
         values = schema.get("additionalProperties") or next(iter(schema["patternProperties"].values()))
-        return f"a mapping, each value {_words(values)}"
+        return f"a mapping, each value {schema_words(values)}"
     return {"boolean": "true or false", "string": "text", "null": "null"}[str(kind)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -32,17 +32,26 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     layers: bool = True,
+    below: Callable[[LoadedConfig], Entry | None] | None = None,
 ) -> LoadedConfig:
     """The config of a file with everything around it.
 
     `overrides` are the texts of ``--set``; `flags` maps a key to what was typed and the value it gives.
-    `layers` False leaves out ./trainkit.yaml, the user's config and the environment.
+    `layers` False leaves out ./trainkit.yaml, the user's config and the environment. `below` is told
+    the config and gives what is laid below all of it, such as the settings of the cluster that it names.
 
     Raises ConfigError with every problem of every layer.
     """
     environ = os.environ if environ is None else environ
     reader = Layers(Path.cwd() if cwd is None else cwd)
     trees = _read_layers(reader, path, profile, overrides, flags or {}, environ, layers)
+    loaded = _merged(reader, trees)
+    lowest = None if below is None else below(loaded)
+    return loaded if lowest is None else _merged(reader, [without_empty_sections(lowest), *trees])
+
+
+def _merged(reader: Layers, trees: Sequence[Entry]) -> LoadedConfig:
+    """The config of layers, the weakest first; raises ConfigError with every problem of every layer."""
     problems = list(reader.problems)
     merged = EMPTY
     for tree in trees:

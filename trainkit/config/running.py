@@ -116,6 +116,9 @@ class LaunchConfig(Section):
         default="auto",
         description="What starts the job; auto is Slurm where there is one, else this machine.",
     )
+    cluster: OneLine | None = Field(
+        default=None, description="Cluster profile, by name; null takes that of the cluster here."
+    )
     per: Literal["gpu", "node"] = Field(
         default="gpu", description="A Slurm task for every GPU or one for a node."
     )

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainkit.errors import SlurmError
+from trainkit.plan.asked import asked_of, fitting_nodes
 from trainkit.plan.cluster import Cluster, NodeKind, Partition
 from trainkit.plan.draft import Draft
-from trainkit.plan.limits import asked_of, fitting_nodes, troubles
+from trainkit.plan.limits import troubles
 from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options
 from trainkit.plan.slurm_words import time_limit_s, time_text
 
@@ -36,6 +37,12 @@ class SlurmDraft(Draft):
             return ()
         resources = self.loaded.config.resources
         return fitting_nodes(self.partition, resources.constraint, resources.gpu_type) or self.partition.nodes
+
+    @property
+    def _gpu_type(self) -> str | None:
+        """The type that was asked for, where any node has it: that none has is told once."""
+        gpu_type = self.loaded.config.resources.gpu_type
+        return gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
 
     def device(self) -> str:
         asked, partition = self.loaded.config.device, self.partition
@@ -79,7 +86,7 @@ class SlurmDraft(Draft):
 
     def _gpus_of_enough_nodes(self) -> int:
         """The most GPUs that as many nodes have as were asked for; the most of any when there are too few."""
-        gpu_type = self.loaded.config.resources.gpu_type
+        gpu_type = self._gpu_type
         counts = sorted({kind.num_gpus(gpu_type) for kind in self.nodes}, reverse=True)
         for count in filter(None, counts):
             nodes = sum(kind.count for kind in self.nodes if kind.num_gpus(gpu_type) >= count)
@@ -108,7 +115,7 @@ class SlurmDraft(Draft):
 
     def _gpu_nodes(self, workers: int) -> list[NodeKind]:
         """The nodes with a GPU for every worker; all that have any when there is none."""
-        gpu_type = self.loaded.config.resources.gpu_type
+        gpu_type = self._gpu_type
         some = [kind for kind in self.nodes if kind.num_gpus(gpu_type)]
         return [kind for kind in some if kind.num_gpus(gpu_type) >= workers] or some
 

@@ -27,7 +27,7 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
     Raises ConfigError with every problem.
     """
     backend = "sbatch" if loaded.config.launch.backend in ("auto", "local") else loaded.config.launch.backend
-    known = make_target(backend)
+    known = make_target(loaded, backend)
     plan = make_plan(loaded, NOWHERE, Target("sbatch", "shell", known.cluster), command=("bash",))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in NOT_FOR_A_SHELL}

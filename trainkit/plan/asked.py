@@ -1,0 +1,67 @@
+"""What a job asks of the nodes that it gets. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trainkit.config.running import ResourcesConfig
+from trainkit.plan.cluster import NodeKind, Partition
+
+_NO_FEATURE = re.compile(r"[&|,()\[\]]|\*\d+")
+_ANY_OF = re.compile(r"[|,\[(*]")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a job asks for; None where it asks for nothing."""
+
+    nodes: int
+    workers_per_node: int
+    gpus_per_node: int | None = None
+    gpu_type: str | None = None
+    cpus_per_node: int | None = None
+    mem: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+
+
+def asked_of(
+    resources: ResourcesConfig, *, workers_per_node: int, device: str, threads: int | None, per: str
+) -> Asked:
+    """What a job asks for: its section of the config, and what was derived from it."""
+    cpus = None if threads is None else threads * workers_per_node
+    if cpus is None and per == "gpu":
+        cpus = workers_per_node  # a task gets at least one
+    return Asked(
+        nodes=resources.nodes,
+        workers_per_node=workers_per_node,
+        gpus_per_node=workers_per_node if device == "cuda" else None,
+        gpu_type=resources.gpu_type,
+        cpus_per_node=None if "overcommit" in resources.extra else cpus,
+        mem=resources.mem,
+        time=resources.time,
+        partition=resources.partition,
+        account=resources.account,
+        qos=resources.qos,
+        constraint=resources.constraint,
+    )
+
+
+def features_of(constraint: str | None) -> tuple[str, ...]:
+    """The names of features in a constraint such as ``[rack1*2&rack2]``."""
+    return tuple(word.strip() for word in _NO_FEATURE.split(constraint or "") if word.strip())
+
+
+def fitting_nodes(partition: Partition, constraint: str | None, gpu_type: str | None) -> tuple[NodeKind, ...]:
+    """The nodes of a partition that a job may get, as far as its constraint can be told without Slurm."""
+    # With an "or" any node may do; all features together are asked for with "and" only.
+    needed = set() if _ANY_OF.search(constraint or "") else set(features_of(constraint))
+    return tuple(
+        kind
+        for kind in partition.nodes
+        if needed <= set(kind.features) and (gpu_type is None or kind.num_gpus(gpu_type))
+    )

@@ -1,0 +1,253 @@
+"""The format of a cluster profile, and what is wrong with one: every problem, with file and line."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, JsonValue, ValidationError
+
+from trainkit.config.allowed import schema_words, show_value
+from trainkit.config.names import near
+from trainkit.config.running import SLURM_TIME, OneLine
+from trainkit.config.section import AtLeastOne, Section, list_field
+from trainkit.config.tree import Entry
+from trainkit.config.yamlfile import read_yaml_file
+from trainkit.errors import ConfigError, Problem
+from trainkit.plan.cluster import Account, Cluster, NodeKind, Partition, Qos
+from trainkit.plan.slurm_words import memory_mib, time_limit_s
+
+Time = Annotated[
+    str,
+    Field(
+        pattern=SLURM_TIME,
+        json_schema_extra={"allowed": 'a time in quotes, such as "01:00:00" or "2-12:00:00"'},
+    ),
+]
+Memory = Annotated[
+    str, Field(pattern=r"^\d+[KMGT]$", json_schema_extra={"allowed": 'an amount such as "64G"'})
+]
+Names = Annotated[tuple[OneLine, ...], Field(strict=False)]
+
+
+class NodesProfile(Section):
+    """Nodes of a partition that are alike."""
+
+    count: AtLeastOne = Field(default=1, description="How many there are.")
+    cpus: AtLeastOne | None = Field(default=None, description="CPUs of each.")
+    memory: Memory | None = Field(default=None, description="Memory of each that jobs can have.")
+    gpus: dict[str, AtLeastOne] | AtLeastOne = Field(
+        default={}, description="GPUs of each by type, or their number where the cluster names no types."
+    )
+    features: tuple[OneLine, ...] = list_field((), "What resources.constraint can name.")
+
+
+class PartitionProfile(Section):
+    """What a partition has and allows; null where there is no limit."""
+
+    default: bool = Field(default=False, description="Whether jobs that name no partition go here.")
+    hidden: bool = Field(default=False, description="Whether Slurm lists it only when it is asked to.")
+    max_time: Time | None = Field(default=None, description="Longest time limit of a job.")
+    default_time: Time | None = Field(default=None, description="Time limit of a job that asks for none.")
+    max_nodes: AtLeastOne | None = Field(default=None, description="Most nodes of a job.")
+    max_cpus_per_node: AtLeastOne | None = Field(
+        default=None, description="Most CPUs of a node for its jobs."
+    )
+    accounts: Names | None = Field(default=None, description="Accounts that may use it; null for all.")
+    denied_accounts: tuple[OneLine, ...] = list_field((), "Accounts that may not.")
+    qos: Names | None = Field(default=None, description="QOS that it takes; null for all.")
+    denied_qos: tuple[OneLine, ...] = list_field((), "QOS that it does not take.")
+    groups: Names | None = Field(default=None, description="Groups that may use it; null for all.")
+    nodes: tuple[NodesProfile, ...] = list_field((), "Its nodes; leave it out when they are not known.")
+
+
+class AccountProfile(Section):
+    """An account that you may charge."""
+
+    default: bool = Field(default=False, description="Whether it is charged when none is named.")
+    partitions: Names | None = Field(default=None, description="Where it can be used; null for anywhere.")
+    qos: Names | None = Field(default=None, description="QOS that it may use; null when not known.")
+
+
+class QosProfile(Section):
+    """A quality of service."""
+
+    max_time: Time | None = Field(default=None, description="Longest time limit of a job.")
+    overrides: tuple[Literal["time", "nodes"], ...] = list_field(
+        (), "Limits of a partition that do not hold for its jobs."
+    )
+
+
+class ClusterProfile(Section):
+    """What a config is held against, and what every run on this cluster starts from."""
+
+    model_config = ConfigDict(title="trainkit cluster profile")
+
+    profile_version: Literal[1] = Field(default=1, description="Version of the format of this file.")
+    name: OneLine = Field(description="What Slurm calls the cluster: ClusterName of its slurm.conf.")
+    slurm_version: str | None = Field(
+        default=None,
+        pattern=r"^\d+\.\d+(\.\d+)?$",
+        description="Version of its Slurm.",
+        json_schema_extra={"allowed": 'a version in quotes, such as "24.05.2"'},
+    )
+    gpu_option: Literal["gpus-per-node", "gres"] = Field(
+        default="gpus-per-node", description="The option of sbatch with which GPUs are asked for."
+    )
+    containers: tuple[Literal["pyxis", "apptainer", "singularity", "enroot"], ...] = list_field(
+        (), "What runs containers there."
+    )
+    modules: bool = Field(default=False, description="Whether there are environment modules.")
+    accounts: dict[str, AccountProfile | None] | None = Field(
+        default=None, description="Accounts that you may charge; null where it is not checked."
+    )
+    qos: dict[str, QosProfile | None] | None = Field(
+        default=None, description="Qualities of service; null where it is not checked."
+    )
+    partitions: dict[str, PartitionProfile | None] | None = Field(
+        default=None, description="Its partitions; null asks Slurm each time."
+    )
+    defaults: dict[str, JsonValue] | None = Field(
+        default=None,
+        description="Keys of a run config that hold for every run here, below your own.",
+        json_schema_extra={"allowed": "keys of a run config"},
+    )
+
+    def cluster(self, reason: str, out_of_date_hint: str) -> Cluster:
+        """The same as plans need it."""
+        accounts, qos = self.accounts, self.qos
+        return Cluster(
+            name=self.name,
+            partitions=tuple(_partition(name, item) for name, item in (self.partitions or {}).items()),
+            gpu_option=self.gpu_option,
+            accounts=None if accounts is None else tuple(_account(name, accounts[name]) for name in accounts),
+            qos=None if qos is None else tuple(_qos(name, qos[name]) for name in qos),
+            slurm_version=tuple(map(int, (self.slurm_version or "").split(".")))
+            if self.slurm_version
+            else (),
+            containers=self.containers,
+            has_modules=self.modules,
+            reason=reason,
+            out_of_date_hint=out_of_date_hint,
+        )
+
+
+def _partition(name: str, profile: PartitionProfile | None) -> Partition:
+    item = profile or PartitionProfile()
+    return Partition(
+        name=name,
+        is_default=item.default,
+        is_hidden=item.hidden,
+        max_time_s=None if item.max_time is None else time_limit_s(item.max_time),
+        default_time_s=None if item.default_time is None else time_limit_s(item.default_time),
+        max_nodes=item.max_nodes,
+        max_cpus_per_node=item.max_cpus_per_node,
+        nodes=tuple(_kind(kind) for kind in item.nodes),
+        allowed_accounts=item.accounts,
+        denied_accounts=item.denied_accounts,
+        allowed_qos=item.qos,
+        denied_qos=item.denied_qos,
+        allowed_groups=item.groups,
+    )
+
+
+def _kind(profile: NodesProfile) -> NodeKind:
+    memory = None if profile.memory is None else memory_mib(profile.memory)
+    gpus = {"": profile.gpus} if isinstance(profile.gpus, int) else profile.gpus
+    return NodeKind(
+        profile.count, profile.cpus, None if memory is None else int(memory), gpus, profile.features
+    )
+
+
+def _account(name: str, profile: AccountProfile | None) -> Account:
+    item = profile or AccountProfile()
+    return Account(name, item.default, item.partitions, item.qos)
+
+
+def _qos(name: str, profile: QosProfile | None) -> Qos:
+    item = profile or QosProfile()
+    return Qos(name, None if item.max_time is None else time_limit_s(item.max_time), item.overrides)
+
+
+def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
+    """A profile, and what it lays below run configs; `shown` is the file's name in messages.
+
+    Raises ConfigError with every problem.
+    """
+    entry = read_yaml_file(path, shown)
+    try:
+        profile = ClusterProfile.model_validate(entry.plain())
+    except ValidationError as error:
+        raise ConfigError(_problems(error, entry)) from None
+    defaults = entry.find(("defaults",))
+    return profile, defaults if defaults is not None and defaults.is_mapping else None
+
+
+def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
+    found: dict[str, Problem] = {}
+    for item in error.errors(include_url=False, include_context=False):
+        path, value = _within(entry.plain(), item["loc"])
+        origin = _origin(entry, path)
+        key = ".".join(map(str, path))
+        if item["type"] == "missing":
+            key = ".".join(map(str, item["loc"]))
+            problem = Problem(key, "is not there", entry.origin, "what Slurm calls the cluster")
+        elif item["type"] == "extra_forbidden":
+            match = near(str(path[-1]), _inner(_schema_at(path[:-1])).get("properties", {}))
+            hint = f"did you mean {match}?" if match else ""
+            problem = Problem(key, "there is no such key", origin, hint)
+        else:
+            message = f"must be {schema_words(_schema_at(path))}, not {show_value(value)}"
+            problem = Problem(key, message, origin)
+        found.setdefault(key, problem)
+    return sorted(found.values(), key=lambda problem: int(problem.origin.rpartition(":")[2] or 0))
+
+
+def _origin(entry: Entry, path: tuple[int | str, ...]) -> str:
+    """Where a path stands, or what it stands in: what is within a list has the list's line."""
+    for end in range(len(path), 0, -1):
+        place = entry.find(tuple(map(str, path[:end])))
+        if place is not None:
+            return place.origin
+    return entry.origin
+
+
+def _within(value: Any, location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], Any]:
+    """The part of a location that leads into a value, and what is there; the rest names kinds of a union."""
+    path: list[int | str] = []
+    for part in location:
+        is_key = isinstance(value, dict) and part in value
+        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if not (is_key or is_index):
+            break
+        value = value[part]
+        path.append(part)
+    return tuple(path), value
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return ClusterProfile.model_json_schema()
+
+
+def _schema_at(path: tuple[int | str, ...]) -> dict[str, Any]:
+    """The JSON schema of what stands at a path."""
+    schema = _schema()
+    for part in path:
+        schema = _inner(schema)
+        if isinstance(part, int):
+            schema = schema["items"]
+        else:
+            schema = schema.get("properties", {}).get(part) or schema.get("additionalProperties") or {}
+    return schema if "anyOf" in schema else _inner(schema)
+
+
+def _inner(schema: dict[str, Any]) -> dict[str, Any]:
+    """The section, mapping or list that a schema allows."""
+    for option in schema.get("anyOf", [schema]):
+        if "$ref" in option:
+            option = _schema()["$defs"][option["$ref"].rpartition("/")[2]]
+        if option.get("type") in ("object", "array"):
+            return dict(option)
+    return schema

@@ -1,0 +1,123 @@
+"""What is known about a run's cluster: its profile, or what Slurm says where there is none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from trainkit.errors import SlurmError
+from trainkit.plan.cluster import Account, Cluster, NodeKind, Partition, Qos
+from trainkit.submit.cluster_profile import find_profile
+
+if TYPE_CHECKING:
+    from trainkit.config import LoadedConfig
+    from trainkit.slurm import discover
+    from trainkit.slurm.glance import Glance
+
+KNOWS_GPU_OPTIONS = "cons_tres"
+"""The plugin of Slurm that knows --gpus-per-node; the others take --gres only."""
+
+
+def known_cluster(
+    loaded: LoadedConfig, environ: Mapping[str, str] = os.environ, cwd: Path | None = None
+) -> Cluster:
+    """The cluster of a config, with the reason why it is known; of one that does not answer, only that.
+
+    Raises ConfigError for a profile that is wrong or that does not exist.
+    """
+    found = find_profile(loaded, environ, cwd)
+    if found is None:
+        return ask_slurm_now(loaded, environ)
+    hint = f"{found.shown} says so; moved away, `trainkit init` writes it anew"
+    known = found.profile.cluster(found.reason, hint)
+    if known.partitions:
+        return known
+    live = ask_slurm_now(loaded, environ)
+    return replace(
+        known,
+        partitions=live.partitions,
+        accounts=live.accounts if known.accounts is None else known.accounts,
+        qos=live.qos if known.qos is None else known.qos,
+        reason=f"{known.reason}; it has no partitions, so Slurm was asked",
+        trouble=live.trouble,
+    )
+
+
+def ask_slurm_now(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ) -> Cluster:
+    """What Slurm says of itself; a cluster of which nothing is known when it does not answer."""
+    from trainkit.slurm.glance import glance
+
+    resources = loaded.config.resources
+    try:
+        seen = glance(environ, with_accounts=bool(resources.account or resources.qos))
+    except SlurmError as error:
+        words = error.message.splitlines()[0]
+        reason = (
+            f"unknown: Slurm did not answer, so what its nodes have and allow was not looked at ({words})"
+        )
+        return Cluster("unknown", reason=reason, trouble=f"Slurm did not answer ({words})")
+    return cluster_of(seen)
+
+
+def cluster_of(seen: Glance) -> Cluster:
+    """The cluster that Slurm told of."""
+    accounts, qos = seen.associations, seen.qos
+    return Cluster(
+        name=seen.name,
+        partitions=partitions_of(seen.partitions),
+        gpu_option=gpu_option(seen.config),
+        accounts=None if accounts is None else accounts_of(accounts, with_qos=False),
+        # Which limits of a partition a QOS overrides only accounting tells.
+        qos=None if qos is None else tuple(Qos(item.name, item.max_time_s, None) for item in qos),
+        slurm_version=seen.version,
+        reason=f"{seen.name}: there is no profile of it, so Slurm was asked (`trainkit init` writes one)",
+    )
+
+
+def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:
+    """How GPUs are asked for, from what `scontrol show config` says."""
+    return "gpus-per-node" if KNOWS_GPU_OPTIONS in config.get("SelectType", KNOWS_GPU_OPTIONS) else "gres"
+
+
+def partitions_of(partitions: Iterable[discover.Partition]) -> tuple[Partition, ...]:
+    """Partitions as plans need them."""
+    return tuple(
+        Partition(
+            name=item.name,
+            is_default=item.is_default,
+            is_hidden=item.is_hidden,
+            is_up=item.is_up,
+            max_time_s=item.max_time_s,
+            default_time_s=item.default_time_s,
+            max_nodes=item.max_nodes,
+            max_cpus_per_node=item.max_cpus_per_node,
+            nodes=tuple(
+                NodeKind(kind.count, kind.cpus or None, kind.memory_mib or None, kind.gpus, kind.features)
+                for kind in item.node_types
+            ),
+            allowed_accounts=item.allowed_accounts,
+            denied_accounts=item.denied_accounts,
+            allowed_qos=item.allowed_qos,
+            denied_qos=item.denied_qos,
+            allowed_groups=item.allowed_groups,
+        )
+        for item in partitions
+    )
+
+
+def accounts_of(
+    associations: Iterable[discover.Association], *, with_qos: bool = True
+) -> tuple[Account, ...]:
+    """Accounts as plans need them, one for each association."""
+    return tuple(
+        Account(
+            item.account,
+            item.is_default,
+            partitions=(item.partition,) if item.partition else None,
+            qos=item.qos if with_qos else None,
+        )
+        for item in associations
+    )
