@@ -238,6 +238,8 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file; lines that a crash cut off are passed over; no file is no records."""
+    if not path.is_file():
+        return  # a pipe or a device in its place would never end
     try:
         stream = path.open(encoding="utf-8", errors="replace")
     except FileNotFoundError:

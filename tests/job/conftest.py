@@ -52,6 +52,8 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             grace_s=grace_s,
             reasons={},
             command=(sys.executable, "-u", str(worker)),
+            max_requeues=config.get("requeue", {}).get("max", 100),
+            env=config.get("launch", {}).get("env", {}),
         )
         write_json(run.job_file, {"backend": "local", "name": "run", "cwd": str(tmp_path), "attempts": []})
         config_text = dump_effective(RunConfig.model_validate(config))

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainkit.config import read_effective
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.crew import PEER_S, Crew
@@ -48,8 +47,7 @@ class Agent(Crew):
 
     def start(self) -> None:
         run, station = self.attempt.run, self.station
-        launch = read_effective(self.attempt.config_file).launch
-        network, reason = network_environ(launch.network, station.peer)
+        network, reason = network_environ(self.plan.network, station.peer)
         if self.plan.backend != "local":
             print(f"node {station.node_rank} is {socket.gethostname()}; {reason}", flush=True)
         # A launcher starts the ranks of its node itself.
@@ -63,7 +61,7 @@ class Agent(Crew):
                 place,
                 run_dir=str(run.path),
                 attempt=self.attempt.number,
-                configured=launch.env,
+                configured=self.plan.env,
                 inherited=os.environ,
                 network=network,
             )

@@ -5,22 +5,24 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from trainkit.config import read_effective
 from trainkit.job.decision import COMEBACK_SIGNAL, Decision, decide
 from trainkit.job.failures import agent_verdict, find_verdict
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import find_entry, num_comebacks
-from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, utc_now, write_json
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, read_json, utc_now, write_json
 
 
 def judge(attempt: AttemptDir, outcome: Outcome) -> Decision:
     """What happens after an attempt that ended so."""
-    maximum = read_effective(attempt.config_file).requeue.max
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     entry = find_entry(attempt.run, attempt.number)
     request = outcome.request
     if request == COMEBACK_SIGNAL and entry is not None and "cancelled_at" in entry:
         request = signal.SIGTERM.name
-    return decide(outcome.exit_codes, request, num_comebacks(attempt.run), maximum, outcome.out_of_time)
+    return decide(
+        outcome.exit_codes, request, num_comebacks(attempt.run), plan.max_requeues, outcome.out_of_time
+    )
 
 
 def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None:

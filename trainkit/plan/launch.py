@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainkit.errors import UsageError
@@ -61,6 +61,12 @@ class LaunchPlan:
     """Seconds between a stop signal and the moment when the job must be gone."""
     reasons: dict[str, str]
     """For each derived value, one sentence that says where it came from."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of every worker."""
+    network: str = "auto"
+    """A preset, or the name of an interface."""
+    max_requeues: int = 100
+    """How often the job may come back by itself."""
     per: str = "node"
     """What a Slurm task stands for: ``gpu`` (one worker) or ``node`` (all workers of a node)."""
     command: tuple[str, ...] | None = None

@@ -30,6 +30,8 @@ def make_plan(
     config = loaded.config
     if target is not LOCAL:
         draft.reasons["backend"] = target.reason
+    if target.cluster is not None:
+        draft.reasons["cluster"] = target.cluster.reason
     device = draft.device()
     workers_per_node = draft.workers_per_node(device)
     sizes = target.node_sizes
@@ -55,6 +57,9 @@ def make_plan(
         backend=target.backend,
         num_nodes=num_nodes,
         workers_per_node=workers_per_node,
+        env=dict(config.launch.env),
+        network=config.launch.network,
+        max_requeues=config.requeue.max,
         per=per,
         device=device,
         layout=layout,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainkit.config.schema import RunConfig
+if TYPE_CHECKING:
+    from trainkit.config.schema import RunConfig
 
 Value = str | int | bool
 Options = dict[str, Value]

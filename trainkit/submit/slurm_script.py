@@ -118,6 +118,7 @@ def _surroundings(
         run_dir=str(run.path),
         workdir=workdir,
         cwd=str(cwd),
+        env=plan.env,
         python_path=python_path,
         folders=[str(cwd)],
         runtime=runtime,
