@@ -8,24 +8,26 @@ next. Whatever happens, the exit code says so: 0 finished, 75 saved and could go
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from trainkit.errors import EXIT_FAILED, EXIT_OK, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.agent import write_to
 from trainkit.job.decision import Decision
 from trainkit.job.ending import judge, write_end
 from trainkit.job.outcome import Outcome
-from trainkit.job.points import open_point
 from trainkit.job.record import (
     COMEBACK,
     add_slurm_entry,
     become_sole_supervisor,
     claim_entry,
+    is_cancelled,
     open_attempt,
     read_job,
     run_lock,
@@ -39,6 +41,7 @@ from trainkit.slurm.control import requeue
 ENTRY_TIMEOUT_S = 20.0
 """How long the command that submitted us may take to write our job id down."""
 POLL_S = 0.05
+CANCELLED = "cancelled before the ranks were started"
 LOCK_TIMEOUT_S = 120.0
 """A node that died holds its locks on a network filesystem for about 90 s more."""
 
@@ -53,23 +56,32 @@ def supervise(run: RunDir, step: Sequence[str]) -> int:
         print("error: this is no Slurm job\n\nhint: `trainkit submit` makes one", flush=True)
         return EXIT_FAILED
     try:
-        open_point(run, job_id)
+        if not run.exists():
+            # Only a point of a group can be missing; who makes it needs the config, which takes time to load.
+            from trainkit.job.points import open_point
+
+            open_point(run, job_id)
     except TrainkitError as error:
         print(error.render(), flush=True)
         return error.exit_code
     attempt = take_attempt(run, job_id)
     if attempt is None:
         print(f"{job_id} was cancelled before it started", flush=True)
+        with contextlib.suppress(OSError):
+            newest = run.attempt(_entries_of(run, job_id)[-1]["attempt"])
+            write_end(newest, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
         return EXIT_OK
     write_to(attempt.supervisor_log)
     outcome = Outcome()
     try:
-        if become_sole_supervisor(run, LOCK_TIMEOUT_S):
-            outcome = _run_step(attempt, step)
-            decision = judge(attempt, outcome)
-        else:
+        if not become_sole_supervisor(run, LOCK_TIMEOUT_S):
             reason = "another supervisor carries this run, although job.json does not say so"
             decision = Decision("failed", reason, EXIT_FAILED)
+        elif is_cancelled(attempt):
+            decision = Decision("stopped", CANCELLED, EXIT_STOPPED)
+        else:
+            outcome = _run_step(attempt, step)
+            decision = judge(attempt, outcome)
     except (OSError, ValueError, TrainkitError) as error:
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
     print(f"attempt {attempt.number}: {decision.action}: {decision.reason}", flush=True)
@@ -79,21 +91,31 @@ def supervise(run: RunDir, step: Sequence[str]) -> int:
         print(f"attempt {attempt.number}: its end could not be written ({error})", flush=True)
     if decision.action == "requeue":
         requeue(job_id)
-        # Slurm ends this shell when it puts the job back into the queue.
-        time.sleep(LOCK_TIMEOUT_S)
+        _await_slurm()
     return decision.exit_code
+
+
+def _await_slurm() -> None:
+    """Return when Slurm ends this shell to put the job back into the queue.
+
+    At once then: the next start of the job waits for the lock that this process holds.
+    """
+    give_up_s = time.monotonic() + LOCK_TIMEOUT_S
+    while (left_s := give_up_s - time.monotonic()) > 0:
+        if children.wait_for_signal(left_s) == signal.SIGTERM:
+            return
 
 
 def take_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
     """The attempt that this start of the job is; None when it was cancelled while it waited."""
     deadline_s = time.monotonic() + ENTRY_TIMEOUT_S
     while True:
-        mine = [entry for entry in read_job(run)["attempts"] if entry["job_id"] == job_id]
+        mine = _entries_of(run, job_id)
         if mine or time.monotonic() > deadline_s:
             break
         time.sleep(POLL_S)
     with run_lock(run):
-        mine = [entry for entry in read_job(run)["attempts"] if entry["job_id"] == job_id]
+        mine = _entries_of(run, job_id)
         if any("cancelled_at" in entry for entry in mine):
             return None
         if mine and "pid" not in mine[-1]:
@@ -115,6 +137,11 @@ def take_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
         claim_entry(run, newest.number, os.getpid())
     log_event(run, newest.number, "submitted", job_id=job_id, reason=reason)
     return newest
+
+
+def _entries_of(run: RunDir, job_id: str) -> list[dict[str, Any]]:
+    """The attempts in job.json that a job carries, oldest first."""
+    return [entry for entry in read_job(run)["attempts"] if entry["job_id"] == job_id]
 
 
 def _run_step(attempt: AttemptDir, step: Sequence[str]) -> Outcome:
