@@ -33,7 +33,7 @@ from trainkit.submit.local import LEAVING_S
 from trainkit.submit.start import start_attempt
 
 if TYPE_CHECKING:
-    from trainkit.config import LoadedConfig
+    from trainkit.config import LoadedConfig, RunConfig
     from trainkit.config.training import DataConfig
     from trainkit.plan.check import DataLook
     from trainkit.plan.cluster import Target
@@ -85,10 +85,10 @@ def start_new_run(
     """Make the run folder and start its first attempt; `reason` is ``submit`` or ``run``."""
     run, name = create_run(
         loaded,
-        None if run_dir is None else _folder(run_dir),
+        None if run_dir is None else named_folder(run_dir),
         ["trainkit", *sys.argv[1:]],
         plan.backend,
-        code_copier(loaded, plan),
+        code_copier(loaded.config, plan),
     )
     try:
         with run_lock(run):
@@ -100,15 +100,15 @@ def start_new_run(
     return run, {"run_dir": str(run.path), "name": name, **started(entry, plan.backend)}
 
 
-def code_copier(loaded: LoadedConfig, plan: LaunchPlan) -> Callable[[RunDir], dict[str, Any] | None]:
+def code_copier(config: RunConfig, plan: LaunchPlan) -> Callable[[RunDir], dict[str, Any] | None]:
     """What puts a copy of the code into a new run, and says what a person should know about it."""
 
     def copy(run: RunDir) -> dict[str, Any] | None:
         from trainkit.submit.code import copy_code, wants_copy
 
-        if not wants_copy(loaded.config, plan):
+        if not wants_copy(config, plan):
             return None
-        code = copy_code(run, loaded.config, plan, Path.cwd())
+        code = copy_code(run, config, plan, Path.cwd())
         if code is not None:
             click.echo(
                 f"  code                {code['num_files']:,} files of {code['source']} copied", err=True
@@ -120,7 +120,8 @@ def code_copier(loaded: LoadedConfig, plan: LaunchPlan) -> Callable[[RunDir], di
     return copy
 
 
-def _folder(text: str) -> Path:
+def named_folder(text: str) -> Path:
+    """The folder of --run-dir; UsageError when it is empty, as an unset variable of the shell is."""
     if not text.strip():
         raise UsageError("--run-dir is empty", hint="name a folder, or leave --run-dir out for runs/NAME")
     return Path(text)

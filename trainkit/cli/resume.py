@@ -98,7 +98,7 @@ def _fork(
             hint="`trainkit submit` starts a run from the beginning",
         )
     run, name = create_run(
-        loaded, folder, ["trainkit", *sys.argv[1:]], plan.backend, code_copier(loaded, plan)
+        loaded, folder, ["trainkit", *sys.argv[1:]], plan.backend, code_copier(loaded.config, plan)
     )
     copy_checkpoint(checkpoint.path, run)
     with run_lock(run):
