@@ -10,6 +10,7 @@ from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import (
     Receiver,
     cancel,
+    cancel_waiting,
     has_expedited_requeue,
     needs_srun_cpus_per_task,
     parse_config,
@@ -61,6 +62,12 @@ def test_cancel_is_one_call(fake: FakeSlurm) -> None:
     cancel(["12", "13_4"], environ=fake.environ)
     cancel([], environ=fake.environ)
     assert fake.calls == [["scancel", "12", "13_4"]]
+
+
+def test_cancel_what_waits(fake: FakeSlurm) -> None:
+    fake.add("scancel")
+    cancel_waiting(["12", "13_4"], environ=fake.environ)
+    assert fake.calls == [["scancel", "--state=PENDING", "12", "13_4"]]
 
 
 def test_cancel_of_what_has_ended_is_no_error(fake: FakeSlurm) -> None:

@@ -162,6 +162,22 @@ def test_an_array_is_asked_for_as_a_whole(fake: FakeSlurm) -> None:
     assert list(jobs) == ["9_0", "9_1", "9_2", "9_10", "9_11"]
 
 
+def test_tasks_that_were_cancelled_while_they_waited_share_a_record(fake: FakeSlurm) -> None:
+    """As 22.05 shows them after `scancel --state=PENDING`: their numbers are gone."""
+    rest = queue_line(9, 9, "N/A", "CANCELLED", reason="JobArrayTaskLimit", nodes="")
+    prints(fake, "squeue", rest + queue_line(10, 9, "1"))
+    prints(fake, "sacct", accounting_line("9_0"))
+    jobs = query_jobs(["9_0", "9_1", "9_2"], environ=fake.environ)
+    assert states(jobs) == {"9_0": "completed", "9_1": "running", "9_2": "cancelled"}
+    assert jobs["9_2"].job_id == "9_2"
+    assert states(query_jobs(["9"], environ=fake.environ)) == {
+        **{"9": "cancelled", "9_0": "completed", "9_1": "running"}
+    }
+    fake.add("sacct", "exit 1")
+    jobs = query_jobs(["9_0", "9_1"], environ=fake.environ)
+    assert states(jobs) == {"9_0": "unknown", "9_1": "running"}, "it may have ended before"
+
+
 INVALID = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainkit.slurm.records import FIELD, RECORD, records, seconds_of, time_of
 
-PLAIN = st.text(st.characters(blacklist_characters=FIELD + RECORD, blacklist_categories=["Cs"]))
+PLAIN = st.text(st.characters(blacklist_characters=FIELD + RECORD + "\n", blacklist_categories=["Cs"]))
 NAME = st.text(st.characters(blacklist_categories=["Cs"])).filter(lambda name: f"{RECORD}\n" not in name)
 
 
@@ -18,6 +18,11 @@ NAME = st.text(st.characters(blacklist_categories=["Cs"])).filter(lambda name: f
 def test_any_name_comes_back(rows: list[tuple[str, str, str]]) -> None:
     text = "".join(FIELD.join(row) + RECORD + "\n" for row in rows)
     assert [tuple(row) for row in records(text, 3)] == rows
+
+
+def test_names_of_clusters_between_records() -> None:
+    text = f"CLUSTER: west\n1{FIELD}a{RECORD}\nCLUSTER: east\n2{FIELD}b{RECORD}\n"
+    assert list(records(text, 2)) == [["1", "a"], ["2", "b"]]
 
 
 def test_what_is_cut_off_is_left_out() -> None:

@@ -71,6 +71,16 @@ def cancel(
     _scancel([], job_ids, patience_s, environ)
 
 
+def cancel_waiting(
+    job_ids: Sequence[str],
+    *,
+    patience_s: float = QUERY_PATIENCE_S,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """End those of the jobs, and of an array the tasks, that wait in the queue; what runs goes on."""
+    _scancel(["--state=PENDING"], job_ids, patience_s, environ)
+
+
 def send_signal(
     job_ids: Sequence[str],
     signal: str,

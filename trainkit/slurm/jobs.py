@@ -25,6 +25,7 @@ _ACCOUNTING_FIELDS = (
     *("JobID", "State", "Partition", "NodeList", "NNodes", "Submit", "Start", "End", "ExitCode"),
     "JobName",
 )
+NOBODY_KNOWS = "neither squeue nor sacct knows it"
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
 """Linux allows 128 KiB."""
@@ -81,7 +82,8 @@ def query_jobs(
 ) -> dict[str, JobInfo]:
     """The jobs with these ids, in their order; without ids all of the user's (yours by default) in squeue.
 
-    An array's id stands for all its tasks, whose ids are then the keys. What neither squeue nor sacct knows
+    An array's id stands for all its tasks, whose ids are then the keys (tasks that were cancelled while they
+    waited may be one entry that has the array's id). What neither squeue nor sacct knows
     is there too, as `unknown`. At most two calls of Slurm; raises SlurmUnreachable when squeue fails.
     """
     if ids is None:
@@ -90,9 +92,10 @@ def query_jobs(
     if not wanted:
         return {}
     known = parse_queue(_ask_queue(_selection(wanted, user), environ, timeout_s))
+    arrays = {base_id(job_id) for job_id in known if "_" in job_id}
     # The tasks of an array are forgotten one by one: when it is asked for as a whole, some may be missing.
-    missing = [job_id for job_id in wanted if job_id not in known]
-    why = ""
+    missing = [job_id for job_id in wanted if job_id not in known or job_id in arrays]
+    why = NOBODY_KNOWS
     if missing:
         forgotten, why = _ask_accounting(missing, environ)
         known = {**forgotten, **known}
@@ -100,21 +103,25 @@ def query_jobs(
 
 
 def _picked(wanted: Sequence[str], known: Mapping[str, JobInfo], why: str) -> Iterator[tuple[str, JobInfo]]:
-    tasks: dict[str, list[str]] = {}
+    of_array: dict[str, list[str]] = {}
     for job_id in known:
-        tasks.setdefault(base_id(job_id), []).append(job_id)
+        of_array.setdefault(base_id(job_id), []).append(job_id)
     for job_id in wanted:
-        if job_id in known:
+        rest = known.get(base_id(job_id))
+        if job_id in of_array:
+            for found in sorted(of_array[job_id], key=_task_number):
+                yield found, known[found]
+        elif job_id in known:
             yield job_id, known[job_id]
-        elif job_id in tasks:
-            for task in sorted(tasks[job_id], key=_task_number):
-                yield task, known[task]
+        elif rest is not None and rest.state is JobState.CANCELLED and why == NOBODY_KNOWS:
+            # Tasks that are cancelled before they start can become one record, which has the array's id.
+            yield job_id, replace(rest, job_id=job_id)
         else:
             yield job_id, JobInfo(job_id, JobState.UNKNOWN, reason=why)
 
 
 def _task_number(job_id: str) -> int:
-    return int(job_id.partition("_")[2] or 0)
+    return int(job_id.partition("_")[2] or -1)
 
 
 def _selection(wanted: Sequence[str], user: str | None) -> list[str]:
@@ -196,7 +203,7 @@ def _ask_accounting(
             {},
             f"squeue has forgotten it, and accounting does not answer: {error.message.splitlines()[-1]}",
         )
-    return parse_accounting(text), "neither squeue nor sacct knows it"
+    return parse_accounting(text), NOBODY_KNOWS
 
 
 def parse_accounting(text: str) -> dict[str, JobInfo]:

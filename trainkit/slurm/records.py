@@ -15,6 +15,8 @@ def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]
     for record in text.split(f"{end}\n"):
         fields = record.split(FIELD, num_fields - 1)
         if len(fields) == num_fields:
+            # Between clusters squeue prints their names, on lines of their own.
+            fields[0] = fields[0].rpartition("\n")[2]
             yield fields
 
 

@@ -1,0 +1,62 @@
+"""What the tests on a real cluster share: jobs that are sent, awaited and counted."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tests.cluster.cluster import Cluster
+from trainkit.slurm.jobs import JobInfo, query_jobs
+from trainkit.slurm.states import JobState
+from trainkit.slurm.submit import submit_script
+
+SLEEP = "sleep 600\n"
+
+
+def write(folder: Path, body: str, mark: str, *directives: str) -> Path:
+    """A batch script that carries its mark."""
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --comment={mark}",
+        "#SBATCH --time=10",
+        "#SBATCH --output=log",
+        *directives,
+    ]
+    path = folder / f"{mark}.sbatch"
+    path.write_text("\n".join(f"#SBATCH {x}" if x.startswith("--") else x for x in lines) + f"\n{body}")
+    return path
+
+
+def send(cluster: Cluster, folder: Path, body: str, *directives: str, mark: str = "", **more: object) -> str:
+    """The id of a job that runs this."""
+    mark = mark or f"trainkit:{time.monotonic_ns():x}"
+    path = write(folder, body, mark, *directives)
+    return submit_script(path, mark=mark, environ=cluster.environ, cwd=folder, **more)  # type: ignore[arg-type]
+
+
+def wait_for(cluster: Cluster, job_id: str, *states: JobState, timeout_s: float = 60) -> JobInfo:
+    """The job, when it has one of these states."""
+    deadline = time.monotonic() + timeout_s
+    while (job := query_jobs([job_id], environ=cluster.environ)[job_id]).state not in states:
+        assert time.monotonic() < deadline, job
+        time.sleep(0.1)
+    return job
+
+
+def wait_for_text(path: Path, text: str, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline, f"{path} never said {text!r}"
+        time.sleep(0.05)
+
+
+def marked(cluster: Cluster, mark: str) -> list[str]:
+    """Every job that was ever made with this mark."""
+    argv = ["squeue", "--noheader", "--states=all", "--format=%i %r %k"]
+    shown = cluster.run(argv, timeout_s=60, check=True).stdout.splitlines()
+    # Slurm keeps a record of some jobs that it has refused.
+    return [line.split()[0] for line in shown if mark in line.split() and "BadConstraints" not in line]
+
+
+def slurmctld_pid(cluster: Cluster) -> int:
+    return cluster.state.processes["slurmctld"].pid

@@ -1,0 +1,158 @@
+"""Requeue, cancel and signals on a real cluster, and what it says of itself."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cluster.cluster import Cluster
+from tests.slurm.on_cluster import SLEEP, send, wait_for, wait_for_text
+from tests.slurm.test_hosts import HOST_LISTS
+from trainkit.errors import UsageError
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
+from trainkit.slurm.control import (
+    Receiver,
+    cancel,
+    cancel_waiting,
+    needs_srun_cpus_per_task,
+    requeue,
+    send_signal,
+    show_config,
+    version,
+)
+from trainkit.slurm.discover import Association, NodeType, cluster_facts, has_slurm
+from trainkit.slurm.hosts import expand_hosts, expand_without_slurm
+from trainkit.slurm.jobs import query_jobs
+from trainkit.slurm.states import JobState
+
+
+def test_one_task_of_an_array_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    job_id = send(cluster, tmp_path, SLEEP, "--array=0-2")
+    tasks = [f"{job_id}_{task}" for task in range(3)]
+    for task in tasks:
+        wait_for(cluster, task, JobState.RUNNING)
+    requeue(tasks[1], environ=cluster.environ)
+    wait_for(cluster, tasks[1], JobState.REQUEUED)
+    jobs = query_jobs(tasks, environ=cluster.environ)
+    assert [jobs[task].restarts for task in tasks] == [0, 1, 0]
+    cancel([tasks[0]], environ=cluster.environ)
+    wait_for(cluster, tasks[0], JobState.CANCELLED)
+    assert query_jobs([tasks[2]], environ=cluster.environ)[tasks[2]].state is JobState.RUNNING
+
+
+def test_requeue_that_slurm_refuses(cluster: Cluster, tmp_path: Path) -> None:
+    job_id = send(cluster, tmp_path, SLEEP, "--no-requeue")
+    wait_for(cluster, job_id, JobState.RUNNING)
+    with pytest.raises(SlurmRefused) as caught:
+        requeue(job_id, environ=cluster.environ)
+    assert "--no-requeue" in caught.value.hint
+    with pytest.raises(SlurmRefused, match="Invalid job id"):
+        requeue("999999", environ=cluster.environ)
+
+
+def test_requeue_waits_for_the_controller(cluster: Cluster, tmp_path: Path) -> None:
+    job_id = send(cluster, tmp_path, SLEEP)
+    wait_for(cluster, job_id, JobState.RUNNING)
+    cluster.stop_slurmctld()
+    threading.Timer(12, cluster.start_slurmctld).start()
+    requeue(job_id, environ=cluster.environ)
+    assert wait_for(cluster, job_id, JobState.REQUEUED, JobState.RUNNING).restarts == 1
+
+
+def test_cancel_what_there_is(cluster: Cluster, tmp_path: Path) -> None:
+    job_id = send(cluster, tmp_path, SLEEP)
+    cancel([job_id, "999999"], environ=cluster.environ)
+    wait_for(cluster, job_id, JobState.CANCELLED)
+    cancel([job_id], environ=cluster.environ)
+
+
+def test_cancel_what_waits(cluster: Cluster, tmp_path: Path) -> None:
+    job_id = send(cluster, tmp_path, SLEEP, "--array=0-3%2")
+    waits = send(cluster, tmp_path, SLEEP, "--hold")
+    for task in (f"{job_id}_0", f"{job_id}_1"):
+        wait_for(cluster, task, JobState.RUNNING)
+    cancel_waiting([job_id, waits], environ=cluster.environ)
+    jobs = query_jobs([*(f"{job_id}_{task}" for task in range(4)), waits], environ=cluster.environ)
+    assert [job.state.value for job in jobs.values()] == ["running"] * 2 + ["cancelled"] * 3
+
+
+def test_what_is_no_id_never_reaches_slurm(cluster: Cluster, tmp_path: Path) -> None:
+    job_id = send(cluster, tmp_path, SLEEP)
+    with pytest.raises(UsageError):
+        cancel(["--user=root"], environ=cluster.environ)
+    assert query_jobs([job_id], environ=cluster.environ)[job_id].state is not JobState.CANCELLED
+
+
+def test_signals_reach_whom_they_are_for(cluster: Cluster, tmp_path: Path) -> None:
+    step = "trap 'echo step $SLURM_PROCID' USR2; echo ready; while :; do sleep 0.1; done"
+    (tmp_path / "step.sh").write_text(f"{step}\n")
+    body = "trap 'echo batch' USR2\nsrun -n2 bash step.sh &\nwhile :; do wait; done\n"
+    job_id = send(cluster, tmp_path, body, "--ntasks=2")
+    log = tmp_path / "log"
+    wait_for_text(log, "ready\nready")
+    send_signal([job_id], "USR2", environ=cluster.environ)
+    wait_for_text(log, "step 0")
+    wait_for_text(log, "step 1")
+    assert "batch" not in log.read_text()
+    send_signal([job_id], "USR2", Receiver.BATCH, environ=cluster.environ)
+    wait_for_text(log, "batch")
+    assert log.read_text().count("step 0") == 1
+    send_signal([job_id], "USR2", Receiver.ALL, environ=cluster.environ)
+    wait_for_text(log, "batch\nbatch" if "batch\nbatch" in log.read_text() else "step 0")
+
+
+@pytest.mark.parametrize("text", HOST_LISTS)
+def test_scontrol_and_clustershell_agree(cluster: Cluster, text: str) -> None:
+    assert expand_hosts(text, cluster.environ) == expand_without_slurm(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=3),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_they_agree_on_any_brackets(cluster: Cluster, brackets: list[list[tuple[int, int, int]]]) -> None:
+    text = ""
+    for letter, ranges in zip("abcd", brackets, strict=False):
+        spans = [f"{first:0{width}d}-{first + more:0{width}d}" for first, more, width in ranges]
+        text += f"{letter}[{','.join(spans)}]"
+    assert expand_hosts(text, cluster.environ) == expand_without_slurm(text)
+
+
+def test_facts(cluster: Cluster) -> None:
+    facts = cluster_facts(cluster.environ)
+    low = facts.partition(None)
+    assert low is not None
+    assert [partition.name for partition in facts.partitions] == ["low", "high", "debug"]
+    assert (low.name, low.max_time_s, low.default_time_s, low.max_nodes) == ("low", 86400, 600, None)
+    assert (low.preempt_mode, low.grace_s, low.max_gpus_per_node, low.num_nodes) == ("REQUEUE", 10, 4, 4)
+    racks = [NodeType(2, 2, 8, 64000, {"h100": 4}, (rack,), "") for rack in ("rack1", "rack2")]
+    assert [NodeType(**{**vars(kind), "hosts": ""}) for kind in low.node_types] == racks
+    debug = facts.partition("debug")
+    assert debug is not None
+    assert (debug.max_nodes, debug.max_time_s, debug.is_default) == (1, 300, False)
+    assert (facts.name, facts.max_array_size) == (cluster.name, 10001)
+    assert facts.version == version(cluster.environ)
+    assert show_config(cluster.environ)["ClusterName"] == cluster.name
+    assert needs_srun_cpus_per_task((22, 5, 8))
+    assert facts.associations is not None
+    assert Association("research", True, "", ("normal", "short"), "") in facts.associations
+    assert Association("teaching", False, "", ("normal",), "") in facts.associations
+
+
+def test_no_cluster_here(cluster: Cluster) -> None:
+    """Slurm's programs are there, and no configuration."""
+    environ = {name: value for name, value in cluster.environ.items() if name != "SLURM_CONF"}
+    if Path("/etc/slurm/slurm.conf").exists():
+        pytest.skip("this machine belongs to a cluster")
+    assert not has_slurm(environ)
+    with pytest.raises(SlurmUnreachable) as caught:
+        version(environ)
+    assert "SLURM_CONF" in caught.value.hint

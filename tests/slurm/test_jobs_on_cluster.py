@@ -1,0 +1,200 @@
+"""What jobs are doing, asked of a real Slurm: with accounting, without, and when it has forgotten them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import Cluster, up
+from tests.cluster.processes import Pid
+from tests.slurm.on_cluster import SLEEP, send, wait_for
+from trainkit.slurm.control import (
+    requeue,
+)
+from trainkit.slurm.discover import cluster_facts
+from trainkit.slurm.hosts import expand_hosts
+from trainkit.slurm.jobs import query_jobs
+from trainkit.slurm.states import JobState
+
+HOSTILE_NAMES = [
+    "a b",
+    "'single' and \"double\"",
+    "$(touch injected) `touch injected` ; touch injected & | >injected",
+    "two\nlines",
+    "back\\slash",
+    "Größe 模型 🚀",
+    "%j %x",
+    "--hold",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_names_come_back_as_they_were_given(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    job_id = send(cluster, tmp_path, "true\n", extra_argv=[f"--job-name={name}", "--hold"])
+    other = send(cluster, tmp_path, "true\n", extra_argv=["--hold"])
+    jobs = query_jobs([job_id, other], environ=cluster.environ)
+    assert (jobs[job_id].name, jobs[job_id].state) == (name, JobState.PENDING)
+    assert jobs[job_id].sentence == "is held by its user: `scontrol release JOB` lets it go"
+    assert list(jobs) == [job_id, other]
+    assert not list(tmp_path.rglob("injected"))
+
+
+@pytest.mark.parametrize(
+    ("body", "state", "code", "number"),
+    [
+        ("exit 0\n", JobState.COMPLETED, 0, None),
+        ("exit 75\n", JobState.FAILED, 75, None),
+        ("kill -9 $$\n", JobState.FAILED, 0, 9),
+    ],
+)
+def test_ends(
+    cluster: Cluster, tmp_path: Path, body: str, state: JobState, code: int, number: int | None
+) -> None:
+    job = wait_for(cluster, send(cluster, tmp_path, body), JobState.COMPLETED, JobState.FAILED)
+    assert (job.state, job.exit_code, job.exit_signal, job.is_terminal) == (state, code, number, True)
+
+
+def test_a_running_job(cluster: Cluster, tmp_path: Path) -> None:
+    job_id = send(cluster, tmp_path, SLEEP, "--nodes=2", "--gpus-per-node=4")
+    waiting_id = send(cluster, tmp_path, SLEEP, "--nodes=4", "--gpus-per-node=4")
+    job = wait_for(cluster, job_id, JobState.RUNNING)
+    assert (job.num_nodes, expand_hosts(job.nodes, cluster.environ)) == (2, cluster.hosts[:2])
+    assert job.start_time is not None
+    assert job.end_time is not None
+    assert (job.end_time - job.start_time).total_seconds() == 600
+    assert abs(job.start_time.timestamp() - time.time()) < 60
+    assert job.time_left_s is not None
+    assert 500 < job.time_left_s <= 600
+    deadline = time.monotonic() + 30
+    while (waiting := wait_for(cluster, waiting_id, JobState.PENDING)).reason != "Resources":
+        assert time.monotonic() < deadline, waiting
+    assert (waiting.nodes, waiting.sentence) == ("", "waits for nodes to become free; it is next in line")
+
+
+def test_requeued_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:
+    job_id = send(cluster, tmp_path, SLEEP)
+    wait_for(cluster, job_id, JobState.RUNNING)
+    requeue(job_id, environ=cluster.environ)
+    seen = lifetime(cluster, job_id)
+    assert seen[-2:] == [JobState.REQUEUED, JobState.RUNNING]
+    assert query_jobs([job_id], environ=cluster.environ)[job_id].restarts == 1
+
+
+def test_preempted_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:
+    low = send(cluster, tmp_path, SLEEP, "--partition=low", "--nodes=4", "--exclusive")
+    wait_for(cluster, low, JobState.RUNNING)
+    high = send(cluster, tmp_path, "sleep 1\n", "--partition=high", "--nodes=4", "--exclusive")
+    seen = lifetime(cluster, low, timeout_s=120)
+    assert seen[-2:] == [JobState.REQUEUED, JobState.RUNNING]
+    wait_for(cluster, high, JobState.COMPLETED)
+
+
+def lifetime(cluster: Cluster, job_id: str, timeout_s: float = 60) -> list[JobState]:
+    """The states of a running job until it runs for the second time, none of which is an end."""
+    seen: list[JobState] = []
+    deadline = time.monotonic() + timeout_s
+    while not (JobState.REQUEUED in seen and seen[-1] is JobState.RUNNING):
+        job = query_jobs([job_id], environ=cluster.environ)[job_id]
+        assert not job.is_terminal, job
+        if job.state not in seen[-1:]:
+            seen.append(job.state)
+        assert time.monotonic() < deadline, (seen, job)
+        time.sleep(0.05)
+    return seen
+
+
+def test_ten_thousand_tasks(cluster: Cluster, tmp_path: Path) -> None:
+    """Two calls of Slurm at most, below 2 s, told apart by task."""
+    job_id = send(cluster, tmp_path, SLEEP, "--array=0-9999")
+    wait_for(cluster, f"{job_id}_0", JobState.RUNNING)
+    ids = [f"{job_id}_{task}" for task in range(10_000)]
+    begin = time.monotonic()
+    jobs = query_jobs(ids, environ=cluster.environ)
+    assert time.monotonic() - begin < 1.0
+    assert list(jobs) == ids
+    assert {job.state for job in jobs.values()} == {JobState.RUNNING, JobState.PENDING}
+    begin = time.monotonic()
+    assert list(query_jobs([job_id], environ=cluster.environ)) == ids
+    assert time.monotonic() - begin < 2.0
+
+
+def test_all_of_mine(cluster: Cluster, tmp_path: Path) -> None:
+    job_id = send(cluster, tmp_path, SLEEP, mark="trainkit:mine")
+    assert query_jobs(environ=cluster.environ)[job_id].name == "trainkit:mine.sbatch"
+    assert job_id in query_jobs(user="root", environ=cluster.environ)
+    assert job_id not in query_jobs(user="daemon", environ=cluster.environ)
+
+
+@pytest.fixture(scope="module")
+def forgetful(clusters_possible: None) -> Iterator[Cluster]:
+    """A cluster of its own, whose controller can be made to forget."""
+    made = up(owner=Pid.of(os.getpid()), num_hosts=1)
+    yield made
+    made.down()
+
+
+def forget(cluster: Cluster) -> None:
+    """The controller forgets every job, as it does some minutes after their end."""
+    cluster.stop_slurmctld()
+    for file in (cluster.folder / "slurmctld").glob("job_state*"):
+        file.unlink()
+    cluster.start_slurmctld()
+
+
+def wait_for_accounting(cluster: Cluster, num_ended: int) -> None:
+    """Until that many jobs have their end in accounting, which lags."""
+    deadline = time.monotonic() + 30
+    argv = ["sacct", "--allocations", "--noheader", "--format=State"]
+    while (
+        sum(cluster.run(argv, check=True).stdout.count(word) for word in ("COMPLETED", "FAILED")) < num_ended
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_forgotten_jobs(forgetful: Cluster, tmp_path: Path) -> None:
+    """squeue has forgotten them: accounting tells how they ended, and without it nobody knows."""
+    good = send(forgetful, tmp_path, "exit 0\n")
+    bad = send(forgetful, tmp_path, "exit 7\n", '--job-name="two words"')
+    array = send(forgetful, tmp_path, "exit $SLURM_ARRAY_TASK_ID\n", "--array=0-1")
+    for job_id in (good, bad, f"{array}_0", f"{array}_1"):
+        wait_for(forgetful, job_id, JobState.COMPLETED, JobState.FAILED)
+    wait_for_accounting(forgetful, 4)
+    forget(forgetful)
+    jobs = query_jobs([good, bad, array, "987654"], environ=forgetful.environ)
+    assert {job_id: job.state for job_id, job in jobs.items()} == {
+        good: JobState.COMPLETED,
+        bad: JobState.FAILED,
+        f"{array}_0": JobState.COMPLETED,
+        f"{array}_1": JobState.FAILED,
+        "987654": JobState.UNKNOWN,
+    }
+    assert (jobs[bad].exit_code, jobs[bad].name, jobs[bad].nodes) == (7, "two words", forgetful.hosts[0])
+    assert jobs[bad].start_time is not None
+    forgetful.stop_accounting()
+    begin = time.monotonic()
+    unknown = query_jobs([good], environ=forgetful.environ)[good]
+    assert time.monotonic() - begin < 2
+    assert (unknown.state, unknown.is_terminal) == (JobState.UNKNOWN, False)
+    assert "accounting does not answer" in unknown.sentence
+    assert send(forgetful, tmp_path, "true\n"), "jobs need no accounting"
+    assert cluster_facts(forgetful.environ).associations is None
+    forgetful.start_accounting()
+
+
+def test_a_cluster_that_never_had_accounting(clusters_possible: None, tmp_path: Path) -> None:
+    made = up(owner=Pid.of(os.getpid()), num_hosts=1, accounting=False)
+    try:
+        job_id = send(made, tmp_path, "exit 3\n")
+        assert wait_for(made, job_id, JobState.FAILED).exit_code == 3
+        assert cluster_facts(made.environ).associations is None
+        forget(made)
+        unknown = query_jobs([job_id], environ=made.environ)[job_id]
+        assert unknown.state is JobState.UNKNOWN
+        assert "accounting storage is disabled" in unknown.sentence
+    finally:
+        made.down()
