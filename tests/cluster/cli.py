@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except packages.NotPossible as error:
         print(f"error: {error}\n\nhint: {error.hint}", file=sys.stderr)
         return USAGE
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return code

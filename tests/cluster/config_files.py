@@ -45,6 +45,7 @@ def slurm_conf(state: State) -> str:
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",
         "MpiDefault": "none",
+        "MailProg": "/bin/true",
         # A machine with two cores pretends more.
         "SlurmdParameters": "config_overrides",
         "ReturnToService": "2",

@@ -13,6 +13,7 @@ from tests.cluster.config_files import ACCOUNT, OTHER_ACCOUNT, SHORT_QOS
 from tests.cluster.processes import Pid, start_daemon
 from tests.cluster.state import State
 
+SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 15.0
 NAMES = ("slurmctld", "slurmdbd", "mariadb", "munge")
@@ -21,7 +22,8 @@ NAMES = ("slurmctld", "slurmdbd", "mariadb", "munge")
 
 def path_with_sbin() -> str:
     """PATH, with the folders of daemons that only root's login shell has."""
-    return os.environ.get("PATH", os.defpath) + ":/usr/local/sbin:/usr/sbin:/sbin"
+    folders = os.environ.get("PATH", os.defpath).split(":")
+    return ":".join([*folders, *(sbin for sbin in SBIN if sbin not in folders)])
 
 
 def environ(state: State) -> dict[str, str]:

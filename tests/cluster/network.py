@@ -52,7 +52,7 @@ def remove_bridge(state: State) -> None:
 
 def cable(state: State, index: int) -> str:
     """The machine's end of a host's cable."""
-    return f"{state.name}h{index}"
+    return state.host(index).replace("-node", "h")
 
 
 def plug_in(state: State, index: int, namespace_pid: int) -> None:
@@ -83,8 +83,10 @@ def hosts_file_inside(state: State) -> str:
 
     A name that is not found costs seconds, and Slurm then says "credential expired".
     """
-    machine = f"{state.address(MACHINE_INDEX)} {state.machine}\n"
-    return f"127.0.0.1 localhost\n::1 localhost ip6-localhost\n{machine}{names(state)}"
+    known = f"{state.address(MACHINE_INDEX)} {state.machine}\n{names(state)}"
+    # Sockets for both kinds of addresses ask for the mapped one. Look-ups by name shall not find it.
+    mapped = "".join(f"::ffff:{line}.mapped\n" for line in known.splitlines())
+    return f"127.0.0.1 localhost\n::1 localhost ip6-localhost\n{known}{mapped}"
 
 
 def add_names(state: State) -> None:

@@ -69,8 +69,13 @@ def install_missing() -> None:
         return
     print(f"installing {' '.join(packages)}, for the tests on a Slurm cluster", file=sys.stderr)
     with no_daemons_started():
-        # The lists of a fresh image are empty and those of an old one name files that are gone.
-        if not _apt_get("install", *packages) and not (_apt_get("update") and _apt_get("install", *packages)):
+        # The lists of a fresh image are empty, and those of an old one name files that are gone.
+        for args in (("install", *packages), ("update",), ("install", *packages)):
+            failure = _apt_get(*args)
+            if args[0] == "install" and not failure:
+                break
+        else:
+            print(failure, file=sys.stderr)
             raise NotPossible(
                 f"{_listed(packages)} not installed, and apt-get fails", "see what it said above"
             )
@@ -106,19 +111,27 @@ def _namespaces_denied() -> str:
     return ""
 
 
-def _apt_get(*args: str) -> bool:
-    options = ("--yes", "--quiet", "--no-install-recommends", "-o=Dpkg::Use-Pty=0")
-    done = subprocess.run(
-        ["apt-get", *options, *args],
-        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive", "PATH": path_with_sbin()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=INSTALL_TIMEOUT_S,
+def _apt_get(*args: str) -> str:
+    """What it printed if it failed, and nothing if it did not."""
+    options = (
+        "--yes",
+        "--quiet",
+        "--no-install-recommends",
+        "-o=Dpkg::Use-Pty=0",
+        "-o=DPkg::Lock::Timeout=60",
     )
-    if done.returncode:
-        print(done.stdout, file=sys.stderr)
-    return done.returncode == 0
+    try:
+        done = subprocess.run(
+            ["apt-get", *options, *args],
+            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive", "PATH": path_with_sbin()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=INSTALL_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"apt-get {args[0]} was not done after {INSTALL_TIMEOUT_S} s"
+    return done.stdout if done.returncode else ""
 
 
 def _listed(packages: Sequence[str]) -> str:

@@ -37,12 +37,21 @@ def cluster(clusters_possible: None) -> Iterator[Cluster]:
     made.down()
 
 
+@pytest.fixture(scope="session")
+def cluster_without_accounting(clusters_possible: None) -> Iterator[Cluster]:
+    """Another one that was configured without slurmdbd; left as found after each test too."""
+    made = up(accounting=False, owner=Pid.of(os.getpid()))
+    yield made
+    made.down()
+
+
 @pytest.fixture(autouse=True)
-def _cluster_is_left_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Around each test that has the cluster."""
-    cluster = request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
+def _clusters_are_left_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Around each test that has a cluster."""
+    names = {"cluster", "cluster_without_accounting"} & set(request.fixturenames)
+    clusters: list[Cluster] = [request.getfixturevalue(name) for name in sorted(names)]
     yield
-    if cluster is not None:
+    for cluster in clusters:
         cluster.restore()
 
 

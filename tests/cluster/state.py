@@ -53,7 +53,9 @@ class State:
         return self.boot_id != boot_id() or (self.owner is not None and not self.owner.alive())
 
     def host(self, index: int) -> str:
-        """The name of a host; they are counted from 1."""
+        """The name of a host; they are counted from 1. Raises ValueError when there is none."""
+        if index not in self.hosts():
+            raise ValueError(f"there is no host {index}, they are 1 to {self.num_hosts}")
         return f"{self.name}-node{index}"
 
     def address(self, index: int) -> str:

@@ -81,6 +81,8 @@ def test_names_are_known_on_the_machine_and_on_the_hosts(cluster: Cluster) -> No
     began = time.monotonic()
     shown = cluster.run(["getent", "hosts", names[-1]], host=1, check=True).stdout
     assert shown.split()[0] == cluster.address(254)
+    mapped = cluster.run(["getent", "hosts", f"::ffff:{cluster.address(2)}"], host=1, check=True).stdout
+    assert mapped.split()[1] == f"{cluster.hosts[1]}.mapped"
     assert cluster.run(["getent", "hosts", "no-such-host"], host=1).returncode == 2
     assert time.monotonic() - began < 2
 

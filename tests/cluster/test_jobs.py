@@ -104,7 +104,7 @@ def test_the_daemon_of_a_host_dies_and_its_job_goes_on(cluster: Cluster, tmp_pat
 
 
 def test_scheduler_and_accounting_stop_and_come_back(cluster: Cluster, tmp_path: Path) -> None:
-    job_id = submit(cluster, tmp_path, "#!/bin/sh\nsrun sleep 2; echo done\n", "-N2")
+    job_id = submit(cluster, tmp_path, "#!/bin/sh\nsrun sleep 4; echo done\n", "-N2")
     cluster.wait_for_job(job_id, "RUNNING", timeout_s=20)
     cluster.stop_accounting()
     cluster.stop_slurmctld()

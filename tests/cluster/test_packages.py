@@ -57,7 +57,9 @@ def test_only_what_is_missing_is_installed_and_nothing_is_started(
 ) -> None:
     assert packages.missing() == ["iproute2", "util-linux"]
     packages.install_missing()
-    options = "noninteractive --yes --quiet --no-install-recommends -o=Dpkg::Use-Pty=0"
+    options = (
+        "noninteractive --yes --quiet --no-install-recommends -o=Dpkg::Use-Pty=0 -o=DPkg::Lock::Timeout=60"
+    )
     install = f"{options} install iproute2 util-linux"
     # The lists are fetched only when it does not work without.
     assert (machine / "log").read_text().splitlines() == [install, f"{options} update", install]
