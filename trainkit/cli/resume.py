@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 @run_argument
 @shape_options
 @set_option
+@click.option(
+    "--new-code",
+    is_flag=True,
+    help="On Slurm: train the code as it is now, not the copy of the first submit.",
+)
 @click.option("--as", "fork_dir", metavar="DIR", help="Go on in a new run folder; this run stays as it is.")
 @click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
 @json_option
@@ -35,6 +40,7 @@ def command(
     nodes: int | None,
     gpus_per_node: int | None,
     overrides: tuple[str, ...],
+    new_code: bool,
     fork_dir: str | None,
     follow: bool,
     as_json: bool,
@@ -45,6 +51,8 @@ def command(
     """
     from trainkit.cli import launch
     from trainkit.config import load_config, read_effective
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.rundir import read_json
     from trainkit.submit.compatible import changes, refuse_incompatible
     from trainkit.submit.describe import describe_plan
     from trainkit.submit.index import find_run
@@ -56,27 +64,33 @@ def command(
     loaded = load_config(
         source.config_file, overrides=overrides, flags=shape_flags(nodes, gpus_per_node), layers=False
     )
-    plan = launch.plan_for(loaded)
+    before = LaunchPlan.from_dict(read_json(source.plan_file))
+    plan = launch.plan_for(loaded, before.command, before.launcher)
     refuse_incompatible(source, loaded)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     for change in changes(read_effective(source.config_file), loaded.config):
         click.echo(f"  changed             {change}", err=True)
     if fork_dir is None:
-        run, value = _go_on(source, loaded, plan)
+        run, value = _go_on(source, loaded, plan, new_code)
     else:
         run, value = _fork(source, Path(fork_dir), loaded, plan)
     launch.print_started(value, as_json)
     return launch.follow_detachable(run, value["attempt"], to_stderr=as_json) if follow else EXIT_OK
 
 
-def _go_on(run: RunDir, loaded: LoadedConfig, plan: LaunchPlan) -> tuple[RunDir, dict[str, Any]]:
+def _go_on(
+    run: RunDir, loaded: LoadedConfig, plan: LaunchPlan, new_code: bool
+) -> tuple[RunDir, dict[str, Any]]:
     from trainkit.cli.launch import started
     from trainkit.job.record import read_job, run_lock
+    from trainkit.submit.code import renew_code
     from trainkit.submit.start import start_attempt
     from trainkit.submit.steer import refuse_live
 
     with run_lock(run):
         refuse_live(run, "resume")  # again: another command may have been faster
+        if new_code:
+            renew_code(run, loaded.config, plan)
         entry = start_attempt(run, loaded.config, plan, "resume")
     return run, {"run_dir": str(run.path), "name": read_job(run)["name"], **started(entry, plan.backend)}
 

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.config import RunConfig
+from trainkit.job.record import read_job
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir
+from trainkit.rundir import RunDir, write_json
 from trainkit.submit.snapshot import Snapshot, plan_snapshot, take_snapshot
-
-CODE = "code"
-"""The key of job.json under which the copy is described."""
 
 
 def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
@@ -34,6 +32,30 @@ def copy_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> di
     return (
         _described(take_snapshot(cwd, run, links=_runs_in_copy(plan))) if wants_copy(config, plan) else None
     )
+
+
+def renew_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> dict[str, Any] | None:
+    """Copy the code as it is now in the place of the run's copy, which stays as ``code.001`` and so on.
+
+    Call with the run's lock held; job.json tells the new one from then on. Raises UsageError as `copy_code`.
+    """
+    job = read_job(run)
+    kept = next(run.path / f"code.{number:03d}" for number in range(1, 1000) if not _has(run, number))
+    had_one = run.code_dir.exists()
+    if had_one:
+        run.code_dir.rename(kept)
+    try:
+        code = copy_code(run, config, plan, Path(str(job["cwd"])))
+    except BaseException:
+        if had_one:
+            kept.rename(run.code_dir)
+        raise
+    write_json(run.job_file, {**job, "code": code})
+    return code
+
+
+def _has(run: RunDir, number: int) -> bool:
+    return (run.path / f"code.{number:03d}").exists()
 
 
 def _runs_in_copy(plan: LaunchPlan) -> bool:
