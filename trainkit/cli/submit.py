@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainkit.cli.options import ConfigRequest, config_options, examples, json_option
+from trainkit.cli.sweep_options import GroupRequest, after_option, group_options
 from trainkit.cli.trailing import WithTrailingCommand, trailing_command
 from trainkit.errors import EXIT_OK, UsageError
 
@@ -25,9 +26,13 @@ if TYPE_CHECKING:
         "trainkit submit configs/quickstart.yaml --nodes 2 --follow",
         "trainkit submit configs/quickstart.yaml --set train.steps=50 --name short --dry-run",
         "trainkit submit configs/quickstart.yaml --gpus-per-node 2 -- python -c 'print(1)'",
+        "trainkit submit configs/quickstart.yaml --sweep optimizer.lr=1e-4,3e-4 --sweep seed=1,2 --dry-run",
+        "trainkit submit configs/quickstart.yaml --array 0-9%4 --name seeds --dry-run",
     ),
 )
 @config_options
+@group_options
+@after_option
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
 @click.option(
     "--launcher",
@@ -41,6 +46,8 @@ if TYPE_CHECKING:
 @json_option
 def command(
     request: ConfigRequest,
+    group: GroupRequest,
+    after: tuple[str, ...],
     run_dir: str | None,
     launcher: str,
     dry_run: bool,
@@ -52,6 +59,10 @@ def command(
 
     Prints the run folder and the job id. With a COMMAND after --, that is what every rank runs in place of
     the built-in trainer.
+
+    With --sweep or --array these are many runs in one Slurm array: a group, whose folder has a run folder for
+    each point by its number. The values of a sweep are read as YAML between [ and ]: "a,b" is one text,
+    [1,2],[3,4] are two lists.
     """
     from trainkit.cli import launch
     from trainkit.submit.describe import describe_plan
@@ -59,8 +70,19 @@ def command(
     argv = trailing_command()
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} is for a COMMAND", hint="add: -- train.py …")
+    folder = None if run_dir is None else launch.named_folder(run_dir)
+    if group:
+        from trainkit.cli.submit_group import Submission, submit_many
+
+        typed = Submission(argv, launcher, folder, after, dry_run, test_only, follow, as_json)
+        return submit_many(request, group, typed)
     loaded = request.load()
     plan = launch.plan_for(loaded, argv, launcher)
+    if after:
+        from trainkit.cli.after import find_job_ids
+        from trainkit.plan.dependency import with_dependency
+
+        plan = with_dependency(plan, after, find_job_ids(after) if plan.slurm is not None else ())
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     if dry_run or test_only:
         return _show(loaded, plan, run_dir, test_only)

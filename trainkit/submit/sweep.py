@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest, option_argv
 from trainkit.plan.sweep import difference, shown
 from trainkit.rundir import RunDir, utc_now, write_atomic, write_json
 from trainkit.rungroup import GROUP_VERSION, Point, RunGroup
+from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.submit import submit_script
 from trainkit.submit.create import new_place, write_provenance
 from trainkit.submit.index import register
@@ -86,7 +88,7 @@ def _refuse_other_job(first: PlannedPoint, point: PlannedPoint) -> None:
         before, now = (_script_part(item.config) for item in (first, point))
         differing = [f"another {key}" for key in now if now[key] != before[key]]
     if differing or asked != other:
-        what = ", ".join(differing) or f"{' '.join(asked)} or {' '.join(other)}"
+        what = ", ".join(dict.fromkeys(differing)) or f"{' '.join(asked)} or {' '.join(other)}"
         raise UsageError(
             f"point {point.index} ({shown(point.values)}) needs another job than point {first.index}: {what}",
             hint="an array is one script with one size: submit a run, or a sweep, for each of these",
@@ -189,13 +191,17 @@ def _compact(point: Point) -> dict[str, Any]:
 
 
 def submit_group(group: RunGroup) -> str:
-    """Submit the array of a group, and give its job id.
+    """Submit the array of a group, and give its job id; when Slurm does not take it, the group is removed.
 
-    Raises SlurmRefused when Slurm does not take it, SlurmUnreachable when it may or may not have.
+    Raises SlurmRefused, and SlurmUnreachable, which leaves the group when Slurm may have taken it.
     """
-    job_id = submit_script(
-        group.script_file, mark=job_mark(RunDir(group.path), 1), environ=os.environ, cwd=group.path
-    )
+    mark = job_mark(RunDir(group.path), 1)
+    try:
+        job_id = submit_script(group.script_file, mark=mark, environ=os.environ, cwd=group.path)
+    except TrainkitError as error:
+        if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
+            shutil.rmtree(group.path, ignore_errors=True)
+        raise
     group.update(job_id=job_id, submitted_at=utc_now())
     register(RunDir(group.path), group.name)
     return job_id

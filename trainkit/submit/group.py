@@ -1,0 +1,50 @@
+"""Steers a group of runs as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainkit.job.record import mark_cancelled, newest_entry, run_lock
+from trainkit.rundir import RunDir, utc_now
+from trainkit.rungroup import RunGroup
+from trainkit.slurm.control import Receiver, cancel, cancel_waiting, send_signal
+from trainkit.slurm.submit import find_marked
+from trainkit.submit.slurm_script import job_mark
+from trainkit.submit.steer import write_cancelled
+
+
+def recall_job_id(group: RunGroup) -> str | None:
+    """The id of a group's array, looked for where the command that submitted it never learned it."""
+    if group.job_id is None:
+        found = find_marked(job_mark(RunDir(group.path), 1))
+        if found is not None:
+            group.update(job_id=found)
+    return group.job_id
+
+
+def cancel_group(
+    group: RunGroup, running: Sequence[int], waiting: Sequence[int], own_jobs: Sequence[str], now: bool
+) -> None:
+    """End the runs of a group, by two calls of Slurm for all: what waits never starts.
+
+    What runs saves and ends, or with `now` is killed at once. `own_jobs` are jobs of points that were started
+    again on their own, besides the array.
+    """
+    group.update(cancelled_at=utc_now())
+    made = [group.run(index) for index in (*running, *waiting) if group.run(index).exists()]
+    for run in made:
+        with run_lock(run):
+            mark_cancelled(run)
+    jobs = [*([] if group.job_id is None else [group.job_id]), *own_jobs]
+    if now:
+        send_signal(jobs, "KILL", Receiver.ALL)
+        cancel(jobs)
+    else:
+        cancel_waiting(jobs)
+        if running:
+            send_signal(jobs, "TERM", Receiver.STEPS)
+    # Whoever cannot write the end of its attempt itself.
+    for run in made:
+        entry = newest_entry(run)
+        if entry is not None and (now or int(run.name) in waiting):
+            write_cancelled(run, entry, "killed by cancel --now" if now else "cancelled before it started")
