@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 COMMANDS = {
+    "init": "Look at this cluster; write its profile and a first run config.",
     "check": "Every problem of a config, at once.",
     "submit": "Start a run that goes on without this terminal.",
     "run": "Run right here, in the foreground.",

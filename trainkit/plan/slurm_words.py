@@ -45,3 +45,8 @@ def memory_text(mib: float) -> str:
             return f"{number}{unit}"
         number //= 1024
     return f"{number}T"
+
+
+def version_text(version: tuple[int, ...]) -> str:
+    """A version of Slurm as it calls itself, ``22.05.8``."""
+    return ".".join(f"{part:02}" if place == 1 else str(part) for place, part in enumerate(version))

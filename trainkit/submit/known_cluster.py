@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING, Literal
 
 from trainkit.errors import SlurmError
 from trainkit.plan.cluster import Account, Cluster, NodeKind, Partition, Qos
+from trainkit.plan.slurm_words import time_limit_s
+from trainkit.slurm.qos import QosFacts, query_qos
 from trainkit.submit.cluster_profile import find_profile
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
+    from trainkit.config.running import ResourcesConfig
     from trainkit.slurm import discover
     from trainkit.slurm.glance import Glance
 
@@ -59,7 +63,21 @@ def ask_slurm_now(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ)
             f"unknown: Slurm did not answer, so what its nodes have and allow was not looked at ({words})"
         )
         return Cluster("unknown", reason=reason, trouble=f"Slurm did not answer ({words})")
-    return cluster_of(seen)
+    cluster = cluster_of(seen)
+    if resources.qos is None or not _is_over_a_limit(resources, cluster):
+        return cluster
+    # Only accounting tells whether the QOS lifts it; its answer takes too long to be asked for without need.
+    facts = query_qos(environ)
+    return cluster if facts is None else replace(cluster, qos=qos_of(facts))
+
+
+def _is_over_a_limit(resources: ResourcesConfig, cluster: Cluster) -> bool:
+    asked_s = None if resources.time is None else time_limit_s(resources.time) or math.inf
+    return any(
+        (asked_s is not None and item.max_time_s is not None and asked_s > item.max_time_s)
+        or (item.max_nodes is not None and resources.nodes > item.max_nodes)
+        for item in cluster.asked(resources.partition)
+    )
 
 
 def cluster_of(seen: Glance) -> Cluster:
@@ -105,6 +123,18 @@ def partitions_of(partitions: Iterable[discover.Partition]) -> tuple[Partition, 
             allowed_groups=item.allowed_groups,
         )
         for item in partitions
+    )
+
+
+def qos_of(facts: Iterable[QosFacts]) -> tuple[Qos, ...]:
+    """Qualities of service as plans need them."""
+    return tuple(
+        Qos(
+            item.name,
+            item.max_time_s,
+            (*(("time",) if item.lifts_time else ()), *(("nodes",) if item.lifts_nodes else ())),
+        )
+        for item in facts
     )
 
 

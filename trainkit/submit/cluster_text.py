@@ -1,0 +1,182 @@
+"""A cluster profile as text, with comments for whoever changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import date
+from typing import Any
+
+import yaml
+
+from trainkit.config.yaml12 import Dumper
+from trainkit.plan.cluster import Account, Cluster, NodeKind, Partition, Qos
+from trainkit.plan.slurm_words import memory_text, time_text, version_text
+
+COMMENT_COLUMN = 32
+UNBOUNDED = 10**6
+
+
+def profile_text(cluster: Cluster, today: date) -> str:
+    """The profile of a cluster; `trainkit.submit.cluster_schema` reads it back."""
+    return "\n".join(_lines(cluster, today)) + "\n"
+
+
+def flow(value: Any) -> str:
+    """A value as YAML on one line."""
+    text: str = yaml.dump(
+        [value],
+        Dumper=Dumper,
+        default_flow_style=True,
+        sort_keys=False,
+        allow_unicode=True,
+        width=UNBOUNDED,
+    )
+    return text.strip()[1:-1]
+
+
+def commented(line: str, comment: str) -> str:
+    """A line with a comment behind it, in a column with others."""
+    return f"{line:<{COMMENT_COLUMN - 2}}  # {comment}" if comment else line
+
+
+def _lines(cluster: Cluster, today: date) -> Iterator[str]:
+    yield f"# The cluster {cluster.name}, as Slurm described it to `trainkit init` on {today}."
+    yield "#"
+    yield "# Configs are held against what stands here, and Slurm is not asked. Change what is not so."
+    yield "# What you take out is not checked; without `partitions` Slurm is asked each time."
+    yield "profile_version: 1"
+    yield commented(f"name: {flow(cluster.name)}", "ClusterName of the slurm.conf whose cluster this is")
+    if cluster.slurm_version:
+        yield f"slurm_version: {flow(version_text(cluster.slurm_version))}"
+    yield commented(f"gpu_option: {cluster.gpu_option}", "gpus-per-node or gres: what sbatch knows here")
+    yield commented(f"containers: {flow(list(cluster.containers))}", "found here; nodes may have others")
+    yield commented(f"modules: {flow(cluster.has_modules)}", "whether there is a `module` command")
+    yield ""
+    yield from _default_lines(cluster)
+    yield ""
+    yield from _account_lines(cluster)
+    yield ""
+    yield "# Times as Slurm writes them. Nodes that are alike stand together, with those out of service."
+    yield "partitions:"
+    for partition in cluster.partitions:
+        yield from _partition_lines(partition)
+
+
+def _default_lines(cluster: Cluster) -> Iterator[str]:
+    yield "# Keys of a run config that hold for every run here, below your own configs and options."
+    yield "# `trainkit check CONFIG --show-origin` shows what came from here."
+    yield "defaults:"
+    yield "  launch:"
+    yield commented("    network: auto", "ib, socket, debug, or the name of an interface")
+    yield commented("    env: {}", "of every process, such as {NCCL_SOCKET_IFNAME: ib0}")
+    runtimes = [
+        name
+        for name in ("pyxis", "apptainer")
+        if name in cluster.containers or _is_singularity(name, cluster)
+    ]
+    if len(runtimes) == 1:
+        yield commented(f"    container_runtime: {runtimes[0]}", "what launch.container is run with")
+    else:
+        yield commented("    # container_runtime: pyxis", "or apptainer: what launch.container is run with")
+    yield commented("    # modules: [cuda]", "loaded before every run")
+    yield "  # resources:"
+    account = next((item.name for item in cluster.accounts or () if item.is_default), None)
+    yield commented(f"  #   account: {flow(account or 'NAME')}", "charged when a config names none")
+    default = cluster.partition(None)
+    yield commented(f"  #   partition: {flow(default.name if default else 'NAME')}", "taken likewise")
+
+
+def _is_singularity(name: str, cluster: Cluster) -> bool:
+    return name == "apptainer" and "singularity" in cluster.containers
+
+
+def _account_lines(cluster: Cluster) -> Iterator[str]:
+    if cluster.accounts is None:
+        yield "# Accounts are not checked: the cluster does not insist on them, or accounting did not answer."
+        yield "# accounts: {NAME: {default: true}}"
+    else:
+        yield "# What you, and maybe nobody else, may charge; and with which QOS."
+        yield "accounts:"
+        for account in _merged(cluster.accounts):
+            yield f"  {flow(account.name)}: {flow(_account_value(account))}"
+    if cluster.qos:
+        yield "qos:"
+        for qos in cluster.qos:
+            yield f"  {flow(qos.name)}: {flow(_qos_value(qos))}"
+
+
+def _merged(accounts: tuple[Account, ...]) -> list[Account]:
+    """One of each name: an account can be yours once for every partition."""
+    merged: dict[str, Account] = {}
+    for account in accounts:
+        before = merged.get(account.name)
+        if before is not None:
+            account = Account(
+                account.name,
+                account.is_default or before.is_default,
+                _union(before.partitions, account.partitions),
+                _union(before.qos, account.qos),
+            )
+        merged[account.name] = account
+    return list(merged.values())
+
+
+def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    return None if one is None or other is None else tuple(dict.fromkeys((*one, *other)))
+
+
+def _account_value(account: Account) -> dict[str, Any]:
+    value: dict[str, Any] = {"default": True} if account.is_default else {}
+    if account.partitions is not None:
+        value["partitions"] = list(account.partitions)
+    return value | ({} if account.qos is None else {"qos": list(account.qos)})
+
+
+def _qos_value(qos: Qos) -> dict[str, Any]:
+    value: dict[str, Any] = {} if qos.max_time_s is None else {"max_time": time_text(qos.max_time_s)}
+    return value | ({"overrides": list(qos.overrides)} if qos.overrides else {})
+
+
+def _partition_lines(partition: Partition) -> Iterator[str]:
+    yield f"  {flow(partition.name)}:"
+    if partition.is_default:
+        yield "    default: true"
+    if partition.is_hidden:
+        yield commented("    hidden: true", "Slurm lists it only when it is asked to")
+    if partition.max_time_s is None:
+        yield commented("    max_time: null", "no limit")
+    else:
+        yield f"    max_time: {flow(time_text(partition.max_time_s))}"
+    if partition.default_time_s is not None:
+        comment = "of a job with resources.time: null"
+        yield commented(f"    default_time: {flow(time_text(partition.default_time_s))}", comment)
+    for key, number, comment in (
+        ("max_nodes", partition.max_nodes, "of one job"),
+        ("max_cpus_per_node", partition.max_cpus_per_node, "that its jobs may use"),
+    ):
+        if number is not None:
+            yield commented(f"    {key}: {number}", comment)
+    for key, names in (
+        ("accounts", partition.allowed_accounts),
+        ("denied_accounts", partition.denied_accounts or None),
+        ("qos", partition.allowed_qos),
+        ("denied_qos", partition.denied_qos or None),
+        ("groups", partition.allowed_groups),
+    ):
+        if names is not None:
+            yield f"    {key}: {flow(list(names))}"
+    if partition.nodes:
+        yield "    nodes:"
+        for kind in partition.nodes:
+            yield f"      - {flow(_kind_value(kind))}"
+
+
+def _kind_value(kind: NodeKind) -> dict[str, Any]:
+    value: dict[str, Any] = {"count": kind.count}
+    if kind.cpus is not None:
+        value["cpus"] = kind.cpus
+    if kind.mem_mib is not None:
+        value["memory"] = memory_text(kind.mem_mib)
+    if kind.gpus:
+        value["gpus"] = kind.gpus[""] if set(kind.gpus) == {""} else kind.gpus
+    return value | ({"features": list(kind.features)} if kind.features else {})
