@@ -229,6 +229,11 @@ def mark_cancelled(run: RunDir) -> None:
     write_json(run.job_file, job)
 
 
+def is_cancelled(attempt: AttemptDir) -> bool:
+    """Whether the user wants an attempt to end for good."""
+    return "cancelled_at" in (find_entry(attempt.run, attempt.number) or {})
+
+
 def next_attempt_number(run: RunDir) -> int:
     """The number of the attempt that `open_attempt` would make."""
     return max(run.attempt_numbers(), default=0) + 1

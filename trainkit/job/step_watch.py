@@ -14,11 +14,14 @@ from trainkit.job.crew import PEER_S, Crew
 from trainkit.job.decision import COMEBACK_SIGNAL
 from trainkit.job.failures import first_exit_code
 from trainkit.job.outcome import Outcome
+from trainkit.job.record import is_cancelled
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_jsonl
 
 LOOK_EVERY_S = 1.0
+HEARD_S = 2.0
+"""How long the first agent may take to write down a signal that Slurm has given to it."""
 SRUN = 0
 
 
@@ -38,6 +41,7 @@ class StepWatch(Crew):
         self.step = step
         self.outcome = Outcome()
         self._failed_s: float | None = None
+        self._cancelled_s: float | None = None
 
     def start(self) -> None:
         environ = {
@@ -59,6 +63,20 @@ class StepWatch(Crew):
         self.end_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
     def look_around(self) -> None:
+        self._catch_up_on_a_cancel()
+        self._end_after_a_failure()
+
+    def _catch_up_on_a_cancel(self) -> None:
+        """Pass the wish to cancel on when Slurm had no step yet to signal: then nobody has heard of it."""
+        if self.outcome.request is not None or not is_cancelled(self.attempt):
+            return
+        if self._cancelled_s is None:
+            self._cancelled_s = time.monotonic()
+        elif time.monotonic() > self._cancelled_s + HEARD_S and self._signal_of_the_ranks() is None:
+            self.tell(signal.SIGTERM)
+            self.told(signal.SIGTERM)
+
+    def _end_after_a_failure(self) -> None:
         """End the step when a rank has failed: its peers may wait for it in a collective for ever."""
         if self._failed_s is None:
             if any(self.attempt.errors_dir.glob("rank-*.json")):

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from trainkit.submit.slurm_script import JobScript
 
 
+OUTLIVE_SIGNALS = (
+    "# When Slurm ends this shell, the supervisor that it waits for has still to write how the job ended.",
+    "trap : TERM INT USR2",
+)
+"""Our own script needs none of this: there the supervisor takes the place of the shell."""
+
+
 def make_executor(run: RunDir, script: JobScript) -> AutoExecutor:
     """submitit's executor with everything that the sbatch backend writes into its script.
 
@@ -45,7 +52,7 @@ def make_executor(run: RunDir, script: JobScript) -> AutoExecutor:
     }
     executor.update_parameters(
         slurm_additional_parameters=options,
-        slurm_setup=script.setup.splitlines(),
+        slurm_setup=[*script.setup.rstrip("\n").split("\n"), *OUTLIVE_SIGNALS],
         # The step with the ranks is started by our supervisor: one srun, as in the sbatch backend.
         slurm_use_srun=False,
         slurm_stderr_to_stdout=True,
