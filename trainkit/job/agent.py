@@ -76,7 +76,8 @@ class Agent(Crew):
     def told(self, received: signal.Signals) -> None:
         if self.station.leads and self.plan.backend != "local" and self.deadline_s is None:
             # The supervisor is not a task of the step: Slurm's signal to the tasks does not reach it.
-            log_event(self.attempt.run, self.attempt.number, "signal", signal=received.name)
+            with contextlib.suppress(OSError):  # the ranks are told and have their time, disk or no disk
+                log_event(self.attempt.run, self.attempt.number, "signal", signal=received.name)
         self.end_within(self.plan.grace_s + KILL_MARGIN_S)
 
     def look_around(self) -> None:

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job import children
@@ -90,16 +92,28 @@ class StepWatch(Crew):
         # srun's code is that of whoever was killed last; what began it is in the ranks' own records.
         began = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
         self.outcome.ends.append((rank, code if began is None else began))
-        self.outcome.out_of_time = killed and self.outcome.request is not None
         if self.outcome.request is None:
             self.outcome.request = self._signal_of_the_ranks()
+        # The agents kill what has not ended within the grace time: then srun ends with their code.
+        self.outcome.out_of_time = self.outcome.request is not None and (killed or self._grace_is_over())
 
     def _signal_of_the_ranks(self) -> str | None:
         """The notice that Slurm gave to the tasks alone; the first agent wrote it down."""
-        names = [
-            event.get("signal")
+        names = [event.get("signal") for event in self._signal_events()]
+        strongest = [name for name in names if name != COMEBACK_SIGNAL] or names
+        return str(strongest[0]) if strongest else None
+
+    def _grace_is_over(self) -> bool:
+        """Whether the ranks have been told to end for longer than the grace time."""
+        told = [
+            datetime.fromisoformat(event["time"].replace("Z", "+00:00")) for event in self._signal_events()
+        ]
+        now = datetime.now(timezone.utc)
+        return any((now - time).total_seconds() >= self.plan.grace_s for time in told)
+
+    def _signal_events(self) -> list[dict[str, Any]]:
+        return [
+            event
             for event in read_jsonl(self.attempt.run.events_file)
             if event.get("event") == "signal" and event.get("attempt") == self.attempt.number
         ]
-        strongest = [name for name in names if name != COMEBACK_SIGNAL] or names
-        return str(strongest[0]) if strongest else None
