@@ -24,15 +24,20 @@ WAIT_MARGIN_S = 30.0
 def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     """End RUN: it saves, and what has not ended after the grace time is killed.
 
-    A run that has ended already is left as it is, which is no error.
+    A run that has ended already is left as it is, which is no error. Of a group all runs are ended.
     """
     from trainkit.job.record import mark_cancelled, run_lock
     from trainkit.plan.launch import LaunchPlan
     from trainkit.rundir import read_json
-    from trainkit.submit.index import find_run
+    from trainkit.rungroup import RunGroup
+    from trainkit.submit.index import find_run_or_group
     from trainkit.submit.steer import kill, live_entry, tell, wait_until_gone
 
-    run = find_run(run_name)
+    run = find_run_or_group(run_name)
+    if isinstance(run, RunGroup):
+        from trainkit.cli.cancel_group import cancel_all
+
+        return cancel_all(run, now, wait, as_json)
     told = ""
     with run_lock(run):
         entry = live_entry(run, "cancel")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 import click
@@ -12,42 +13,93 @@ from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from trainkit.observe.status import RunStatus
+    from trainkit.rundir import RunDir
+    from trainkit.rungroup import RunGroup
 
 HEADING = ["NAME", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE", "FOLDER"]
 
 
 @click.command(epilog=examples("trainkit status", "trainkit status last", "trainkit status last --json"))
 @click.argument("run_name", metavar="[RUN]", required=False)
+@click.option("--all", "show_all", is_flag=True, help="All runs of a group, not only those that tell most.")
 @json_option
-def command(run_name: str | None, as_json: bool) -> int:
+def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
     """All known runs, the newest first, or RUN in detail.
 
-    RUN is a job id, a run name, a run folder or `last`.
+    RUN is a job id, a run name, a run folder or `last`. A group of runs is one line in the list of all; in
+    detail, its runs are counted and listed, what failed first.
     """
-    from datetime import datetime, timezone
+    from trainkit.rundir import RunDir
+    from trainkit.submit.index import find_run_or_group
 
+    if run_name is None:
+        return _show_all_runs(as_json)
+    found = find_run_or_group(run_name)
+    return _show_run(found, as_json) if isinstance(found, RunDir) else _show_group(found, show_all, as_json)
+
+
+def _show_run(run: RunDir, as_json: bool) -> int:
     from trainkit.observe.status import read_status
-    from trainkit.observe.words import table
-    from trainkit.submit.index import find_run, known_runs
     from trainkit.submit.steer import look_at
 
-    now = datetime.now(timezone.utc)
-    if run_name is not None:
-        run = find_run(run_name)
-        look = look_at([run], _warn)[0]
-        status = read_status(run, look.alive, now, look.job)
-        click.echo(json.dumps(status.to_dict(), ensure_ascii=False) if as_json else _details(status))
-        return EXIT_OK
-    runs = [known.run for known in known_runs()]
-    looks = look_at(runs, _warn)
-    statuses = [read_status(run, look.alive, now, look.job) for run, look in zip(runs, looks, strict=True)]
+    look = look_at([run], _warn)[0]
+    status = read_status(run, look.alive, _now(), look.job)
+    click.echo(json.dumps(status.to_dict(), ensure_ascii=False) if as_json else _details(status))
+    return EXIT_OK
+
+
+def _show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
+    from trainkit.cli.group_view import group_details
+    from trainkit.observe.group import GroupLook
+    from trainkit.submit.group import recall_job_id
+    from trainkit.submit.steer import ask_slurm
+
+    recall_job_id(group)
+    look = GroupLook(group)
+    status = look.status(ask_slurm(look.open_ids, _warn), _now())
     if as_json:
-        click.echo(json.dumps([status.to_dict() for status in statuses], ensure_ascii=False))
-    elif statuses:
-        click.echo(table([HEADING, *(_row(status) for status in statuses)]))
+        click.echo(json.dumps(status.to_dict(), ensure_ascii=False))
+    else:
+        click.echo(group_details(status, show_all))
+    return EXIT_OK
+
+
+def _show_all_runs(as_json: bool) -> int:
+    from trainkit.cli.group_view import group_row
+    from trainkit.observe.group import GroupLook
+    from trainkit.observe.status import read_status
+    from trainkit.observe.words import table
+    from trainkit.submit.index import known_runs
+    from trainkit.submit.steer import ask_slurm, looks, slurm_ids
+
+    known = known_runs()
+    runs = [item.run for item in known if not item.is_group]
+    groups = {item.run.path: GroupLook(item.group) for item in known if item.is_group}
+    ids = slurm_ids(runs) + [job_id for look in groups.values() for job_id in look.open_ids]
+    jobs = ask_slurm(ids, _warn)
+    seen = {run.path: look for run, look in zip(runs, looks(runs, jobs), strict=True)}
+    rows, values = [], []
+    for item in known:
+        if item.is_group:
+            group = groups[item.run.path].status(jobs, _now())
+            rows.append(group_row(group))
+            values.append(group.to_dict(with_points=False))
+        else:
+            look = seen[item.run.path]
+            status = read_status(item.run, look.alive, _now(), look.job)
+            rows.append(_row(status))
+            values.append(status.to_dict())
+    if as_json:
+        click.echo(json.dumps(values, ensure_ascii=False))
+    elif rows:
+        click.echo(table([HEADING, *rows]))
     else:
         click.echo("no runs yet: `trainkit submit configs/quickstart.yaml` starts one", err=True)
     return EXIT_OK
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
 
 
 def _warn(text: str) -> None:

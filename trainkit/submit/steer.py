@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
 from typing import Any
@@ -56,16 +56,27 @@ class Look:
 
 def look_at(runs: Sequence[RunDir], warn: Callable[[str], None]) -> list[Look]:
     """A look at each run, with one question to Slurm for all of them; a Slurm that is away is warned of."""
-    entries = [newest_entry(run) for run in runs]
-    ids = [str(entry["job_id"]) for entry in entries if entry is not None and is_slurm(entry)]
-    jobs: dict[str, JobInfo] | None = {}
-    if ids:
-        try:
-            jobs = query_jobs(ids)
-        except TrainkitError as error:
-            jobs = None
-            warn(f"{error.message}: what Slurm does with {len(ids)} of these runs is not known")
-    return [_look(entry, jobs) for entry in entries]
+    return looks(runs, ask_slurm(slurm_ids(runs), warn))
+
+
+def slurm_ids(runs: Iterable[RunDir]) -> list[str]:
+    """The newest jobs of those runs that are on Slurm."""
+    entries = (newest_entry(run) for run in runs)
+    return [str(entry["job_id"]) for entry in entries if entry is not None and is_slurm(entry)]
+
+
+def ask_slurm(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
+    """What Slurm knows about these jobs; None, and a warning, when it is away."""
+    try:
+        return query_jobs(ids)
+    except TrainkitError as error:
+        warn(f"{error.message}: what Slurm does with {len(ids):,} of these runs is not known")
+        return None
+
+
+def looks(runs: Iterable[RunDir], jobs: Mapping[str, JobInfo] | None) -> list[Look]:
+    """A look at each run; `jobs` is what `ask_slurm` gave."""
+    return [_look(newest_entry(run), jobs) for run in runs]
 
 
 def _look(entry: Mapping[str, Any] | None, jobs: Mapping[str, JobInfo] | None) -> Look:
