@@ -44,8 +44,13 @@ def cancel_all(group: RunGroup, now: bool, wait: bool, as_json: bool) -> int:
         done = "cancelled" if ended else "cancelling"
     click.echo(_in_words(group, len(running), len(waiting), now, done, grace_s), err=True)
     if as_json:
-        value = {"run_dir": str(group.path), "job_id": array, "state": done}
-        value |= {"num_running": len(running), "num_waiting": len(waiting)}
+        value = {
+            "run_dir": str(group.path),
+            "job_id": array,
+            "state": done,
+            "num_running": len(running),
+            "num_waiting": len(waiting),
+        }
         click.echo(json.dumps(value, ensure_ascii=False))
     return EXIT_FAILED if wait and done == "cancelling" else EXIT_OK
 

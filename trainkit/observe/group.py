@@ -163,13 +163,12 @@ class GroupLook:
             return "unknown", "whether it was submitted is not known"
         job = None if jobs is None else jobs.get(look.job_id)
         is_known = job is not None and job.state is not JobState.UNKNOWN
-        if jobs is not None and not is_known and "cancelled_at" in self.group.record and not look.entry:
-            return "cancelled", "its group was cancelled before it started"
         alive = None if jobs is None else is_known and job is not None and not job.is_terminal
         if not look.entry:
             # Its task has not come so far as to make its folder.
-            state, reason = attempt_state({"attempt": 1}, {}, alive, job, [], False)
-            return state, reason
+            if alive is False and "cancelled_at" in self.group.record:
+                return "cancelled", "cancelled before it started"
+            return attempt_state({"attempt": 1}, {}, alive, job, [], False)
         run = self.group.run(look.point.index)
         events = last_records(run.events_file, RECENT_EVENTS) if alive else []
         return attempt_state(look.entry, look.end, alive, job, events, run.metrics_file.exists())
