@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from tests.cluster.cluster import Cluster
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORT = {
@@ -29,10 +31,11 @@ def blocks(kind: str) -> list[str]:
     return [text for fence, text in zip(parts[1::4], parts[2::4], strict=True) if fence == kind]
 
 
-def commands() -> list[str]:
+def commands(kind: str = "console") -> list[str]:
     """Every line of a console block that starts trainkit, without its comment."""
-    lines = [line for block in blocks("console") for line in block.splitlines()]
-    return [line[2:].split("    #")[0].strip() for line in lines if line.startswith("$ trainkit")]
+    lines = [line for block in blocks(kind) for line in block.splitlines()]
+    starts = ("$ trainkit", "$ srun")
+    return [line[2:].split("    #")[0].strip() for line in lines if line.startswith(starts)]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,18 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "mine.yaml").write_text(next(block for block in blocks("yaml") if "name: mine" in block))
     return folder
+
+
+@pytest.mark.slow
+def test_every_slurm_command_works(sandbox: Path, cluster: Cluster) -> None:
+    (sandbox / "train.py").write_text("import os\nprint(os.environ['RANK'])\n")
+    found = [command for command in commands("console slurm") if not command.startswith("trainkit shell")]
+    assert len(found) >= 5
+    # The GPUs of the cluster are not real.
+    short = {**SHORT, "TRAINKIT_DEVICE": "cpu", "TRAINKIT_TRAIN__STEPS": "3"}
+    for command in found:
+        done = run(command, sandbox, **{**cluster.environ, **short})
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
 def run(command: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
