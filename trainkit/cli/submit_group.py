@@ -52,7 +52,7 @@ def submit_many(request: ConfigRequest, group: GroupRequest, typed: Submission) 
     seed = None if base is None or typed.command is not None else base.config.seed
     spec, values = group.points(seed)
     planner = _Planner(request.path, typed)
-    planned = check_points(values, lambda point: group.load(request, point), planner)
+    planned = check_points(values, group.loader(request), planner)
     planned = [replace(point, plan=planner.waiting(point.plan)) for point in planned]
     click.echo(describe_plan(_common(planned), planned[0].config.name), err=True)
     click.echo(f"  {'points':<18}  {_in_words(spec, values, bool(group.sweeps))}", err=True)

@@ -57,14 +57,18 @@ class GroupRequest:
         limit = None if spec is None else spec.limit
         return ArraySpec(tuple(range(len(found))), limit), dict(enumerate(found))
 
-    def load(self, request: ConfigRequest, values: dict[str, Any]) -> LoadedConfig:
-        """The config of a point; ConfigError lists its problems."""
+    def loader(self, request: ConfigRequest) -> Callable[[dict[str, Any]], LoadedConfig]:
+        """What gives the config of a point with these values; ConfigError lists its problems."""
         from trainkit.plan.sweep import shown_value
 
-        if self.sweeps:
+        def swept(values: dict[str, Any]) -> LoadedConfig:
             typed = {key: (f"--sweep {key}={shown_value(value)}", value) for key, value in values.items()}
             return replace(request, flags={**request.flags, **typed}).load()
-        return _with_seed(request.load(), values.get("seed"))
+
+        if self.sweeps:
+            return swept
+        base = request.load()
+        return lambda values: _with_seed(base, values.get("seed"))
 
 
 def _with_seed(loaded: LoadedConfig, seed: int | None) -> LoadedConfig:

@@ -108,8 +108,9 @@ def _surroundings(
         ours: Any = {"argv": (sys.executable,), "options": PYTHON_OPTIONS}
         interpreter = replace(interpreter, **ours, host_argv=ours["argv"], host_options=ours["options"])
     runtime = None if launch.container is None else container_runtime(launch)
-    workdir, python_path = str(cwd), ()
+    workdir, python_path, folders = str(cwd), (), [str(cwd)]
     if code is not None:
+        folders.append(str(code["code"]))  # of a point it lies in the folder of the group
         python_path = tuple(code["import_path"])
         workdir = str(code["workdir"]) if plan.command is not None else workdir
     return make_surroundings(
@@ -120,7 +121,7 @@ def _surroundings(
         cwd=str(cwd),
         env=plan.env,
         python_path=python_path,
-        folders=[str(cwd)],
+        folders=folders,
         runtime=runtime,
         gpus=plan.device == "cuda",
     )

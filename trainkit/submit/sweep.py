@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,25 +106,24 @@ def _script_part(config: RunConfig) -> dict[str, Any]:
     return {f"launch.{key}": value for key, value in launch.items()}
 
 
-def script_config(points: Sequence[PlannedPoint]) -> RunConfig:
-    """The config that the array's script is made from: only variables that all points have alike."""
-    first = points[0].config
-    common = {
-        name: value
-        for name, value in first.launch.env.items()
-        if all(point.config.launch.env.get(name) == value for point in points)
-    }
-    return first.model_copy(update={"launch": first.launch.model_copy(update={"env": common})})
-
-
 def group_script(
     group: RunGroup, points: Sequence[PlannedPoint], array: str, code: Mapping[str, Any] | None
 ) -> JobScript:
     """The script of the array; UsageError when a secret would stand in it."""
-    config = script_config(points)
-    script = script_for(RunDir(group.path), 1, points[0].plan, config, Path.cwd(), code, array)
+    config, plan = points[0].config, points[0].plan
+    # Variables that differ are set by the agents of each point.
+    launch = config.launch.model_copy(update={"env": _common(point.config.launch.env for point in points)})
+    config = config.model_copy(update={"launch": launch})
+    plan = dataclasses.replace(plan, env=_common(point.plan.env for point in points))
+    script = script_for(RunDir(group.path), 1, plan, config, Path.cwd(), code, array)
     refuse_leaks(script.text, str(group.script_file), config.launch.secrets, os.environ)
     return script
+
+
+def _common(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """What all mappings hold alike, in the order of the first."""
+    first, *others = mappings
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
 
 def create_group(
@@ -187,7 +187,7 @@ def _keys(points: Iterable[PlannedPoint]) -> list[str]:
 
 
 def _compact(point: Point) -> dict[str, Any]:
-    return {key: value for key, value in asdict(point).items() if value != {} or key == "values"}
+    return {key: value for key, value in dataclasses.asdict(point).items() if value != {} or key == "values"}
 
 
 def submit_group(group: RunGroup) -> str:
