@@ -14,6 +14,7 @@ from trainkit.errors import EXIT_OK, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainkit.plan.launch import LaunchPlan
     from trainkit.rundir import AttemptDir, RunDir
 
 
@@ -87,16 +88,21 @@ def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[At
         if all_ranks:
             return sorted(attempt.logs_dir.glob("*.log"))
         if node is not None:
-            per_node = _workers_per_node(attempt)
-            ranks = range(node * per_node, (node + 1) * per_node)
+            plan = _plan(attempt)
+            if node >= plan.num_nodes:
+                raise UsageError(
+                    f"the run has no node {node}", hint=f"its nodes are 0 to {plan.num_nodes - 1}"
+                )
+            first = plan.first_rank_of(node)
+            ranks = range(first, first + plan.workers_of(node))
             return [attempt.node_log(node), *(attempt.rank_log(number) for number in ranks)]
         return [attempt.rank_log(rank or 0)]
 
     return logs_of
 
 
-def _workers_per_node(attempt: AttemptDir) -> int:
+def _plan(attempt: AttemptDir) -> LaunchPlan:
     from trainkit.plan.launch import LaunchPlan
     from trainkit.rundir import read_json
 
-    return LaunchPlan.from_dict(read_json(attempt.plan_file)).workers_per_node
+    return LaunchPlan.from_dict(read_json(attempt.plan_file))

@@ -81,17 +81,17 @@ def one_node_config_options(function: Command) -> Command:
         metavar="N",
         help="Worker processes: one a GPU, or CPU workers.",
     )
-    return _request_options(function, procs)
+    return _request_options(function, procs, chooses_backend=False)
 
 
-def _request_options(function: Command, shape: Callable[[Any], Any]) -> Command:
+def _request_options(function: Command, shape: Callable[[Any], Any], chooses_backend: bool = True) -> Command:
     @functools.wraps(function)
     def wrapper(
         config: str,
         profile: str | None,
         overrides: tuple[str, ...],
         name: str | None,
-        backend: str | None,
+        backend: str | None = None,
         nodes: int | None = None,
         gpus_per_node: int | None = None,
         **others: Any,
@@ -104,12 +104,13 @@ def _request_options(function: Command, shape: Callable[[Any], Any]) -> Command:
         return function(request=ConfigRequest(config, profile, overrides, flags), **others)
 
     decorated: Any = wrapper
+    backend = click.option(
+        "--backend",
+        type=click.Choice(["auto", "sbatch", "submitit", "local"]),
+        help="What starts the run; auto is Slurm where there is one, else this machine.",
+    )
     for decorate in (
-        click.option(
-            "--backend",
-            type=click.Choice(["auto", "sbatch", "submitit", "local"]),
-            help="What starts the run; auto is Slurm where there is one, else this machine.",
-        ),
+        *([backend] if chooses_backend else []),
         click.option("--name", metavar="NAME", help="Name of the run."),
         shape,
         set_option,
