@@ -166,10 +166,12 @@ def test_tasks_that_were_cancelled_while_they_waited_share_a_record(fake: FakeSl
     """As 22.05 shows them after `scancel --state=PENDING`: their numbers are gone."""
     rest = queue_line(9, 9, "N/A", "CANCELLED", reason="JobArrayTaskLimit", nodes="")
     prints(fake, "squeue", rest + queue_line(10, 9, "1"))
-    prints(fake, "sacct", accounting_line("9_0"))
-    jobs = query_jobs(["9_0", "9_1", "9_2"], environ=fake.environ)
-    assert states(jobs) == {"9_0": "completed", "9_1": "running", "9_2": "cancelled"}
+    prints(fake, "sacct", accounting_line("9_0") + accounting_line("9_[3-4]", "PENDING"))
+    jobs = query_jobs(["9_0", "9_1", "9_2", "9_3"], environ=fake.environ)
+    cancelled = {"9_2": "cancelled", "9_3": "cancelled"}
+    assert states(jobs) == {"9_0": "completed", "9_1": "running", **cancelled}
     assert jobs["9_2"].job_id == "9_2"
+    prints(fake, "sacct", accounting_line("9_0"))
     assert states(query_jobs(["9"], environ=fake.environ)) == {
         **{"9": "cancelled", "9_0": "completed", "9_1": "running"}
     }

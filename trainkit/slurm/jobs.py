@@ -107,17 +107,16 @@ def _picked(wanted: Sequence[str], known: Mapping[str, JobInfo], why: str) -> It
     for job_id in known:
         of_array.setdefault(base_id(job_id), []).append(job_id)
     for job_id in wanted:
-        rest = known.get(base_id(job_id))
         if job_id in of_array:
             for found in sorted(of_array[job_id], key=_task_number):
                 yield found, known[found]
-        elif job_id in known:
-            yield job_id, known[job_id]
-        elif rest is not None and rest.state is JobState.CANCELLED and why == NOBODY_KNOWS:
+            continue
+        info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN, reason=why))
+        rest = known.get(base_id(job_id), info)
+        if info.state is JobState.UNKNOWN and rest.state is JobState.CANCELLED and why == NOBODY_KNOWS:
             # Tasks that are cancelled before they start can become one record, which has the array's id.
-            yield job_id, replace(rest, job_id=job_id)
-        else:
-            yield job_id, JobInfo(job_id, JobState.UNKNOWN, reason=why)
+            info = replace(rest, job_id=job_id)
+        yield job_id, info
 
 
 def _task_number(job_id: str) -> int:
