@@ -1,42 +1,101 @@
-"""`trainkit check`: every problem of a config, at once."""
+"""`trainkit check`: every problem of a config, at once, and when its job would start."""
 
 from __future__ import annotations
 
 import json
+import os
+from typing import TYPE_CHECKING
 
 import click
 
 from trainkit.cli.options import ConfigRequest, config_options, examples, json_option
+from trainkit.errors import EXIT_OK, SlurmError, TrainkitError, UsageError
+
+if TYPE_CHECKING:
+    from trainkit.config import RunConfig
+    from trainkit.plan.cluster import Cluster
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.submit.wait import Wait
 
 
 @click.command(
     epilog=examples(
         "trainkit check configs/quickstart.yaml",
         "trainkit check configs/quickstart.yaml --nodes 2 --show-origin",
+        "trainkit check configs/quickstart.yaml --cluster example",
         "trainkit check configs/quickstart.yaml --set train.steps=100 --json",
     )
 )
 @config_options
 @click.option("--show-origin", is_flag=True, help="Print every value with where it came from.")
+@click.option(
+    "--wait/--no-wait",
+    "wait",
+    default=None,
+    help="Ask Slurm when the job would start in which partition; the default is to ask, and to go on without "
+    "an answer.",
+)
 @json_option
-def command(request: ConfigRequest, show_origin: bool, as_json: bool) -> None:
-    """Check CONFIG against the schema, this machine, the model's shape and the data.
+def command(request: ConfigRequest, show_origin: bool, wait: bool | None, as_json: bool) -> int:
+    """Check CONFIG against the schema, the model's shape, the data, and the cluster or this machine.
 
-    Prints what was derived and why; every problem is listed at once, with exit code 2.
+    Prints what was derived and why, and on a cluster when the job would start; every problem is listed at
+    once, with exit code 2.
     """
+    from trainkit.cli.launch import plan_for
     from trainkit.config.origin_table import origin_lines
-    from trainkit.plan.check import check_config
-    from trainkit.plan.machine import detect_machine
+    from trainkit.submit.target import make_target
+    from trainkit.submit.wait import wait_lines
 
     loaded = request.load()
-    plan = check_config(loaded, detect_machine())
+    target = make_target(loaded)
+    plan = plan_for(loaded, target=target)
+    if wait and plan.slurm is None:
+        raise UsageError("--wait asks Slurm, and this run would start here", hint="leave --wait out")
+    waits = None
+    if plan.slurm is not None and wait is not False and target.cluster is not None:
+        waits = _waits(plan, loaded.config, target.cluster, must=bool(wait))
     if as_json:
         config = loaded.config.model_dump(mode="json", by_alias=True)
-        value = {"config": config, "origins": loaded.origins, "plan": plan.to_dict()}
+        shown = None if waits is None else [item.to_dict() for item in waits]
+        value = {"config": config, "origins": loaded.origins, "plan": plan.to_dict(), "wait": shown}
         click.echo(json.dumps(value, ensure_ascii=False))
-        return
+        return EXIT_OK
     if show_origin:
         click.echo("\n".join(origin_lines(loaded)) + "\n")
     for name, reason in plan.reasons.items():
         click.echo(f"{name}: {reason}")
+    if waits:
+        click.echo("\n" + "\n".join(wait_lines(waits)))
     click.echo(f"{request.path}: no problems", err=True)
+    return EXIT_OK
+
+
+def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> list[Wait] | None:
+    """The estimate; None when Slurm does not answer, which is an error only where it `must`.
+
+    Raises UsageError when Slurm would not take the job.
+    """
+    from trainkit.slurm.glance import glance
+    from trainkit.submit.known_cluster import cluster_of
+    from trainkit.submit.look import differences
+    from trainkit.submit.wait import estimate_waits
+
+    try:
+        if cluster.trouble:  # it was asked a moment ago, and took its time not to answer
+            raise SlurmError(cluster.trouble, hint="`trainkit check` without --wait does not need it")
+        seen = glance(os.environ)
+        waits = estimate_waits(plan, config, cluster, seen.partitions, os.environ)
+    except TrainkitError as error:
+        if must:
+            raise
+        click.echo(f"when it would start is not known: {error.message.splitlines()[0]}", err=True)
+        return None
+    different = differences(cluster, cluster_of(seen)) if cluster.out_of_date_hint else []
+    if different:
+        words = f"the profile is not what Slurm says now: {', '.join(different)}"
+        click.echo(f"{words}; {cluster.out_of_date_hint}", err=True)
+    asked = [wait for wait in waits if wait.is_asked]
+    if asked and all(wait.refused for wait in asked):
+        raise UsageError(f"Slurm would not take the job: {asked[0].remark}")
+    return waits

@@ -166,8 +166,10 @@ class SlurmDraft(Draft):
         asked = asked_of(
             config.resources, workers_per_node=workers_per_node, device=device, threads=threads, per=per
         )
-        for trouble in troubles(asked, self.cluster):
-            self.problem(*trouble)
+        told = {problem.key for problem in self.problems}
+        for key, message, hint in troubles(asked, self.cluster):
+            if key not in told:
+                self.problem(key, message, hint)
         cpus = None if threads is None else threads * workers_per_node // tasks
         return make_request(
             config,

@@ -1,4 +1,4 @@
-"""Qualities of service as accounting knows them: their time limit, and which limits of partitions they lift."""
+"""QOS as accounting knows them: their time limit, and which limits of a partition they lift."""
 
 from __future__ import annotations
 

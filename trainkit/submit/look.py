@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from trainkit.errors import UsageError
-from trainkit.plan.cluster import Cluster, NodeKind, Partition
+from trainkit.plan.cluster import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.plan.permissions import listed
 from trainkit.plan.slurm_words import memory_text, time_text, version_text
 from trainkit.submit.known_cluster import accounts_of, gpu_option, partitions_of, qos_of
@@ -99,20 +99,21 @@ def _kind_words(kind: NodeKind) -> str:
 
 
 def differences(profile: Cluster, found: Cluster) -> list[str]:
-    """The sections of a profile that do not hold any more; what it leaves out is not compared."""
+    """The sections of a profile that do not hold any more; what either leaves out is not compared."""
     is_up = {item.name: item.is_up for item in found.partitions}
     known = {item.name: replace(item, is_up=is_up.get(item.name, True)) for item in profile.partitions}
-    now = {item.name: item for item in found.partitions}
-    different = [f"partition {name}" for name in {**known, **now} if known.get(name) != now.get(name)]
-    return [
-        *(different if profile.partitions else []),
-        *(["accounts"] if profile.accounts is not None and not _same_accounts(profile, found) else []),
-        *(["qos"] if profile.qos is not None and set(profile.qos) != set(found.qos or ()) else []),
-    ]
+    now = {item.name: _shortened(item) for item in found.partitions}
+    names = {**known, **now} if known and now else {}
+    different = [f"partition {name}" for name in names if known.get(name) != now.get(name)]
+    if None not in (profile.accounts, found.accounts) and _names(profile.accounts) != _names(found.accounts):
+        different.append("accounts")
+    if None not in (profile.qos, found.qos) and _names(profile.qos) != _names(found.qos):
+        different.append("qos")
+    return different
 
 
-def _same_accounts(profile: Cluster, found: Cluster) -> bool:
-    return {item.name for item in profile.accounts or ()} == {item.name for item in found.accounts or ()}
+def _names(items: Iterable[Account] | Iterable[Qos] | None) -> set[str]:
+    return {item.name for item in items or ()}
 
 
 def write_new(path: Path, text: str) -> bool:
