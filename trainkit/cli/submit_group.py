@@ -56,6 +56,12 @@ def submit_many(request: ConfigRequest, group: GroupRequest, typed: Submission) 
     planned = [replace(point, plan=planner.waiting(point.plan)) for point in planned]
     click.echo(describe_plan(_common(planned), planned[0].config.name), err=True)
     click.echo(f"  {'points':<18}  {_in_words(spec, values, bool(group.sweeps))}", err=True)
+    if typed.command is not None and any(not key.startswith("launch.env") for key in values[spec.indices[0]]):
+        click.echo(
+            "  note: a COMMAND sees only launch.env.NAME of what is swept; the rest stands in the config.yaml of"
+            " its run folder, $TRAINKIT_JOB_RUN_DIR",
+            err=True,
+        )
     if typed.dry_run or typed.test_only:
         return _show(planned, spec, typed)
     refuse_too_large(spec)

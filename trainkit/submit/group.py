@@ -37,8 +37,7 @@ def cancel_group(
             mark_cancelled(run)
     jobs = [*([] if group.job_id is None else [group.job_id]), *own_jobs]
     if now:
-        send_signal(jobs, "KILL", Receiver.ALL)
-        cancel(jobs)
+        cancel(jobs)  # SIGTERM, and SIGKILL after the cluster's KillWait: Slurm kills no job faster
     else:
         cancel_waiting(jobs)
         if running:
