@@ -56,12 +56,9 @@ def submit_many(request: ConfigRequest, group: GroupRequest, typed: Submission) 
     planned = [replace(point, plan=planner.waiting(point.plan)) for point in planned]
     click.echo(describe_plan(_common(planned), planned[0].config.name), err=True)
     click.echo(f"  {'points':<18}  {_in_words(spec, values, bool(group.sweeps))}", err=True)
-    if typed.command is not None and any(not key.startswith("launch.env") for key in values[spec.indices[0]]):
-        click.echo(
-            "  note: a COMMAND sees only launch.env.NAME of what is swept; the rest stands in the config.yaml of"
-            " its run folder, $TRAINKIT_JOB_RUN_DIR",
-            err=True,
-        )
+    if typed.command is not None and group.sweeps and not _all_seen(values):
+        hidden = "the rest stands in the config.yaml of its run folder, $TRAINKIT_JOB_RUN_DIR"
+        click.echo(f"  note: of a sweep a COMMAND sees only launch.env.NAME; {hidden}", err=True)
     if typed.dry_run or typed.test_only:
         return _show(planned, spec, typed)
     refuse_too_large(spec)
@@ -116,6 +113,11 @@ def _refuse_other_backends(backend: str, reason: str, path: str) -> None:
         raise UsageError(
             "submitit has arrays of its own kind, which trainkit does not make", hint="add --backend sbatch"
         )
+
+
+def _all_seen(points: dict[int, dict[str, Any]]) -> bool:
+    """Whether everything that is swept reaches a COMMAND, as a variable."""
+    return all(key.startswith("launch.env.") for values in points.values() for key in values)
 
 
 def _common(planned: Sequence[PlannedPoint]) -> LaunchPlan:
