@@ -39,7 +39,7 @@ def test_names_that_mean_something_else(name):
 
 def test_plan_text_is_the_plan(tmp_path):
     plan = LaunchPlan(
-        "local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 0.1, 1, 60.0, {"lr": "so"}, ("a", "b")
+        "local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 0.1, 1, 60.0, {"lr": "so"}, command=("a", "b")
     )
     assert LaunchPlan.from_dict(json.loads(plan_text(plan))) == plan
     assert plan_text(plan).endswith("}\n")

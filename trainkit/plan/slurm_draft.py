@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainkit.errors import SlurmError
@@ -171,7 +171,7 @@ class SlurmDraft(Draft):
             if key not in told:
                 self.problem(key, message, hint)
         cpus = None if threads is None else threads * workers_per_node // tasks
-        return make_request(
+        request = make_request(
             config,
             tasks_per_node=tasks,
             cpus_per_task=cpus,
@@ -179,6 +179,7 @@ class SlurmDraft(Draft):
             gpu_option=self.cluster.gpu_option,
             lead_s=lead_s,
         )
+        return replace(request, version=self.cluster.slurm_version)
 
     def _unknown(self, key: str, message: str, hint: str) -> None:
         """A value that only the cluster could tell: what is wrong is Slurm where it did not answer."""

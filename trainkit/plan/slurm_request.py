@@ -68,11 +68,13 @@ class SlurmRequest:
     """By long name; True stands for an option without a value."""
     srun: Options = field(default_factory=dict)
     """Of the step that starts the ranks."""
+    version: tuple[int, ...] = ()
+    """Of the Slurm that is asked; empty when it is not known."""
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> SlurmRequest:
         """The request that `dataclasses.asdict` wrote."""
-        return cls(dict(value["sbatch"]), dict(value["srun"]))
+        return cls(dict(value["sbatch"]), dict(value["srun"]), tuple(value.get("version", ())))
 
 
 def make_request(

@@ -119,6 +119,7 @@ def _surroundings(
         run_dir=str(run.path),
         workdir=workdir,
         cwd=str(cwd),
+        slurm_version=() if plan.slurm is None else plan.slurm.version,
         env=plan.env,
         python_path=python_path,
         folders=folders,
