@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,9 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _up(options: argparse.Namespace) -> int:
     packages.require()
-    began = time.monotonic()
     cluster = clusters.up(options.folder, not options.no_accounting, dict(options.set))
-    print(f"{cluster.name} is up after {time.monotonic() - began:.1f} s: {cluster.folder}", file=sys.stderr)
+    print(f"{cluster.name} is up after {cluster.state.up_s:.1f} s: {cluster.folder}", file=sys.stderr)
     print(f'use it: eval "$(python -m tests.cluster env --folder {cluster.folder})"', file=sys.stderr)
     print(cluster.folder)
     return 0

@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -35,12 +34,11 @@ def in_own_cluster(accounting: bool, options: Mapping[str, str]) -> None:
     """Start a cluster, run $SHELL in it, take it away; a closed terminal and SIGTERM take it away too."""
     for number in ENDING:
         signal.signal(number, _leave)
-    began = time.monotonic()
     print("starting a Slurm cluster …", file=sys.stderr)
     cluster = clusters.up(None, accounting, options, owner=Pid.of(os.getpid()))
     try:
         mine = f"{shlex.quote(sys.executable)} -m tests.cluster"
-        seconds = time.monotonic() - began
+        seconds = cluster.state.up_s
         welcome = WELCOME.format(num=len(cluster.hosts), seconds=seconds, folder=cluster.folder, mine=mine)
         print(welcome, flush=True)
         _run_shell(cluster)

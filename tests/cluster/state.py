@@ -30,6 +30,7 @@ class State:
     accounting: bool
     num_hosts: int
     port: int
+    up_s: float = 0
     owner: Pid | None = None
     options: dict[str, str] = field(default_factory=dict)
     processes: dict[str, Pid] = field(default_factory=dict)

@@ -57,6 +57,7 @@ def second(clusters_possible: None) -> Cluster:
 
 def test_a_second_one_without_accounting(cluster: Cluster, second: Cluster, tmp_path: Path) -> None:
     try:
+        assert max(second.state.up_s, cluster.state.up_s) < 30
         assert not set(cluster.hosts) & set(second.hosts)
         for one in (cluster, second):
             shown = one.run(["srun", "-N4", "hostname"], timeout_s=20, check=True).stdout
