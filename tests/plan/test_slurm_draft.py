@@ -1,0 +1,174 @@
+"""The plan of a Slurm job: what is asked of the cluster and what is derived from its nodes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import load_config
+from trainkit.errors import ConfigError, SlurmError
+from trainkit.plan.cluster import Cluster, NodeKind, Partition, Target
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.machine import Machine
+from trainkit.plan.make_plan import make_plan
+
+LOGIN = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
+GPU = Partition(
+    "gpu",
+    is_default=True,
+    max_time_s=86400,
+    default_time_s=600,
+    nodes=(NodeKind(2, 64, 512_000, {"h100": 8}), NodeKind(6, 30, 128_000, {"a100": 4})),
+)
+CPU = Partition("cpu", max_time_s=3600, nodes=(NodeKind(20, 96, 256_000),))
+WEST = Cluster("west", (GPU, CPU), slurm_version=(24, 5, 2), reason="west: somebody said so")
+
+
+def plan(*overrides: str, cluster: Cluster = WEST, per: str = "gpu") -> LaunchPlan:
+    given = ["train.global_batch_size=null", f"launch.per={per}", *overrides]
+    loaded = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere"))
+    return make_plan(loaded, LOGIN, Target("sbatch", "sbatch: it is there", cluster))
+
+
+def problems(*overrides: str, cluster: Cluster = WEST) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        plan(*overrides, cluster=cluster)
+    return [problem.render() for problem in error.value.problems]
+
+
+def test_everything_from_the_default_partition() -> None:
+    made = plan()
+    assert (made.device, made.workers_per_node, made.threads_per_worker, made.world_size) == ("cuda", 8, 8, 8)
+    assert made.slurm is not None
+    assert made.slurm.version == (24, 5, 2)
+    assert {
+        "gpus-per-node": "8",
+        "cpus-per-task": 8,
+        "ntasks-per-node": 8,
+    }.items() <= made.slurm.sbatch.items()
+    assert {
+        name: made.reasons[name] for name in ("cluster", "device", "workers_per_node", "threads_per_worker")
+    } == {
+        "cluster": "west: somebody said so",
+        "device": "cuda: the nodes of partition gpu have 8 GPUs",
+        "workers_per_node": "8: the GPUs of a node of partition gpu; others have 4",
+        "threads_per_worker": "8: 64 CPU cores for 8 GPUs in a node",
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "workers", "threads"),
+    [
+        (("resources.nodes=2",), 8, 8),
+        (("resources.nodes=3",), 4, 7),  # only two nodes have eight
+        (("resources.gpu_type=a100",), 4, 7),
+        (("resources.gpu_type=h100",), 8, 8),
+        (("resources.gpus_per_node=2",), 2, 7),  # what the smallest node has for a GPU
+        (("resources.gpus_per_node=6",), 6, 8),
+        (("resources.cpus_per_gpu=3",), 8, 3),
+    ],
+)
+def test_gpus_and_their_cores(overrides: tuple[str, ...], workers: int, threads: int) -> None:
+    made = plan(*overrides)
+    assert (made.workers_per_node, made.threads_per_worker) == (workers, threads)
+
+
+def test_a_partition_without_gpus() -> None:
+    made = plan("resources.partition=cpu", "resources.gpus_per_node=4")
+    assert (made.device, made.workers_per_node, made.threads_per_worker) == ("cpu", 4, None)
+    assert made.reasons["device"] == "cpu: the nodes of partition cpu have no GPU"
+    assert made.slurm is not None
+    assert not {"gpus-per-node", "gres", "cpus-per-task"} & set(made.slurm.sbatch)
+
+
+def test_gpus_are_asked_for_as_the_cluster_wants_it() -> None:
+    made = plan("resources.gpu_type=h100", cluster=replace(WEST, gpu_option="gres"))
+    assert made.slurm is not None
+    assert made.slurm.sbatch["gres"] == "gpu:h100:8"
+
+
+def test_the_default_time_of_the_partition() -> None:
+    made = plan("resources.time=null", "requeue.grace_s=200")
+    assert (
+        made.reasons["time"]
+        == "00:10:00: resources.time is null, and partition gpu gives that as its default"
+    )
+    assert (
+        made.reasons["notice"] == "150 s before the end: requeue.grace_s is 200, and the job has 600 s in all"
+    )
+    assert made.grace_s == 150
+    assert made.slurm is not None
+    assert "time" not in made.slurm.sbatch
+    longest = plan("resources.time=null", "resources.partition=cpu")
+    assert longest.reasons["time"] == "01:00:00: resources.time is null, and partition cpu gives that at most"
+
+
+def test_no_limit_at_all_needs_no_earlier_notice() -> None:
+    free = replace(WEST, partitions=(replace(GPU, max_time_s=None),))
+    made = plan("resources.time='0'", cluster=free)
+    assert "notice" not in made.reasons
+    assert made.grace_s == 120
+
+
+def test_problems_have_their_origin() -> None:
+    assert problems("resources.partition=gqu") == [
+        "--set resources.partition=gqu: resources.partition: is gqu, and west has no such partition\n"
+        "  hint: did you mean gpu? there is gpu and cpu"
+    ]
+
+
+def test_problems_of_cluster_and_config_together() -> None:
+    found = problems(
+        "resources.nodes=9", "resources.mem=1T", "train.global_batch_size=33", "resources.extra={wrap: x}"
+    )
+    assert [text.partition(": is")[0] for text in found] == [
+        "--set train.global_batch_size=33: train.global_batch_size",
+        "--set resources.extra={wrap: x}: resources.extra.wrap",
+        "--set resources.mem=1T: resources.mem",
+    ]
+
+
+def test_cuda_where_there_is_no_gpu_is_told_once() -> None:
+    assert problems("device=cuda", "resources.partition=cpu") == [
+        "resources.gpus_per_node: is auto, but the nodes of partition cpu have no GPU\n"
+        "  hint: name another partition, or say device: cpu"
+    ]
+
+
+def test_processes_that_no_node_has_a_core_for() -> None:
+    asked = ("resources.partition=cpu", "resources.gpus_per_node=97", "train.device_batch_size=1")
+    assert "every process needs one" in problems(*asked)[0]
+    assert plan(*asked, per="node").workers_per_node == 97  # one task, which Slurm gives one core
+    assert plan(*asked, "resources.extra={overcommit: true}").workers_per_node == 97
+
+
+def test_a_cluster_of_which_nothing_is_known() -> None:
+    unknown = Cluster("unknown", reason="unknown: nobody said anything")
+    assert problems(cluster=unknown) == [
+        "device: is auto, but what the nodes of this cluster have is not known\n"
+        "  hint: say device: cuda or device: cpu"
+    ]
+    made = plan("device=cuda", "resources.gpus_per_node=4", "resources.nodes=999", cluster=unknown)
+    assert (made.world_size, made.threads_per_worker) == (3996, None)
+
+
+@pytest.mark.parametrize("overrides", [(), ("device=cuda",)])
+def test_slurm_that_does_not_answer_is_not_the_fault_of_the_config(overrides: tuple[str, ...]) -> None:
+    away = Cluster("unknown", trouble="Slurm did not answer (connect failure)")
+    with pytest.raises(SlurmError, match=r"is auto, .* is not known: Slurm did not answer") as error:
+        plan(*overrides, cluster=away)
+    assert error.value.exit_code == 3
+    assert error.value.hint.startswith("try again, or say ")
+    assert plan("device=cpu", cluster=away).device == "cpu"
+
+
+def test_thousands_of_kinds_of_nodes() -> None:
+    kinds = tuple(NodeKind(1, 64, 512_000, {"h100": 8}, (f"rack{number}",)) for number in range(4096))
+    cluster = replace(WEST, partitions=(replace(GPU, nodes=kinds),))
+    begin = time.perf_counter()
+    made = plan("resources.nodes=4096", cluster=cluster)
+    assert made.world_size == 32768
+    assert time.perf_counter() - begin < 0.5
