@@ -79,7 +79,7 @@ def test_a_refusal_is_final(fake: FakeSlurm, script: Path) -> None:
 
 def test_answer_lost_and_the_job_is_there(fake: FakeSlurm, script: Path) -> None:
     fake.add("sbatch", LOST)
-    fake.add("squeue", f"{LISTING} 8 1700000000 other /x; {LISTING} 9 1700000000 'of mine {MARK}' /y")
+    fake.add("squeue", f"{LISTING} 8 1700000000 other /x; {LISTING} 9 $(/bin/date +%s) 'of mine {MARK}' /y")
     said: list[str] = []
     found = submit_script(script, mark=MARK, environ=fake.environ, cwd=script.parent, notify=said.append)
     assert found == "9"
@@ -88,16 +88,22 @@ def test_answer_lost_and_the_job_is_there(fake: FakeSlurm, script: Path) -> None
     assert said[0].endswith("looking whether the job was accepted")
 
 
+def test_a_job_of_an_earlier_run_of_the_same_name_is_not_the_one(fake: FakeSlurm, script: Path) -> None:
+    fake.add("sbatch", f"[ $n -gt 1 ] && echo 12 || {{ {LOST}; }}")
+    fake.add("squeue", f"{LISTING} 8 1700000000 {MARK} /x")
+    assert send(fake, script) == "12"
+
+
 def test_answer_lost_and_the_job_shows_later(fake: FakeSlurm, script: Path) -> None:
     fake.add("sbatch", LOST)
-    fake.add("squeue", f"[ $n -lt 4 ] || {LISTING} 9 1700000000 {MARK} /x")
+    fake.add("squeue", f"[ $n -lt 4 ] || {LISTING} 9 $(/bin/date +%s) {MARK} /x")
     assert send(fake, script) == "9"
     assert fake.programs.count("sbatch") == 1
 
 
 def test_answer_lost_while_the_controller_restarts(fake: FakeSlurm, script: Path) -> None:
     fake.add("sbatch", LOST)
-    fake.add("squeue", f"[ $n -ge 3 ] || {{ {AWAY}; }}; {LISTING} 9 1700000000 {MARK} /x")
+    fake.add("squeue", f"[ $n -ge 3 ] || {{ {AWAY}; }}; {LISTING} 9 $(/bin/date +%s) {MARK} /x")
     assert send(fake, script) == "9"
     assert fake.programs == ["sbatch", "squeue", "squeue", "squeue"]
 
@@ -115,7 +121,9 @@ def test_answer_lost_and_denied_for_long_enough(fake: FakeSlurm, script: Path) -
 def test_a_denial_before_the_controller_went_away_again_does_not_count(fake: FakeSlurm, script: Path) -> None:
     """Denied, away for longer than it takes to settle, then there: submitted once."""
     fake.add("sbatch", LOST)
-    fake.add("squeue", f"[ $n = 1 ] && exit; [ $n -ge 9 ] || {{ {AWAY}; }}; {LISTING} 9 1700000000 {MARK} /x")
+    fake.add(
+        "squeue", f"[ $n = 1 ] && exit; [ $n -ge 9 ] || {{ {AWAY}; }}; {LISTING} 9 $(/bin/date +%s) {MARK} /x"
+    )
     assert send(fake, script) == "9"
     assert fake.programs.count("sbatch") == 1
 
@@ -158,13 +166,13 @@ def test_lost_again_and_again_ends(fake: FakeSlurm, script: Path) -> None:
 
 def test_no_answer_at_all(fake: FakeSlurm, script: Path) -> None:
     fake.add("sbatch", "exec /bin/sleep 30")
-    fake.add("squeue", f"{LISTING} 9 1700000000 {MARK} /x")
+    fake.add("squeue", f"{LISTING} 9 $(/bin/date +%s) {MARK} /x")
     assert submit_script(script, mark=MARK, environ=fake.environ, cwd=script.parent, timeout_s=0.3) == "9"
 
 
 def test_an_answer_without_an_id_counts_as_lost(fake: FakeSlurm, script: Path) -> None:
     fake.add("sbatch", "echo 'a filter ate it'")
-    fake.add("squeue", f"{LISTING} 9 1700000000 {MARK} /x")
+    fake.add("squeue", f"{LISTING} 9 $(/bin/date +%s) {MARK} /x")
     assert send(fake, script) == "9"
 
 

@@ -53,9 +53,11 @@ class _Sought:
     script: str = ""
     since: float = 0.0
 
-    def is_script(self, command: str, submitted: str) -> bool:
-        recent = submitted.isdigit() and int(submitted) >= int(self.since) - CLOCK_SKEW_S
-        return bool(self.script) and command == self.script and recent
+    def is_found(self, comment: str, command: str, submitted: str) -> bool:
+        """Whether a job is the one, and not one of an earlier run of the same name."""
+        # Slurm without a time is one that is too old to tell: then the mark has to do.
+        recent = int(submitted) >= int(self.since) - CLOCK_SKEW_S if submitted.isdigit() else not self.since
+        return recent and (self.mark in comment.split() or (bool(self.script) and command == self.script))
 
 
 @dataclass(frozen=True)
@@ -165,13 +167,19 @@ def _open_question(script: str, lost: SlurmUnreachable) -> SlurmUnreachable:
 
 
 def find_marked(
-    mark: str, *, environ: Mapping[str, str] | None = None, patience_s: float = QUERY_PATIENCE_S
+    mark: str,
+    *,
+    since: float = 0.0,
+    environ: Mapping[str, str] | None = None,
+    patience_s: float = QUERY_PATIENCE_S,
 ) -> str | None:
     """The id of this user's job that carries the mark, or None; of an array, the id of the whole array.
 
+    `since` (Unix seconds) leaves out jobs that were submitted before: a run folder that was removed and made
+    again has the mark of the old one.
     Asks squeue, which knows jobs until some minutes after their end; raises SlurmUnreachable.
     """
-    return _find(_Sought(mark), environ, patience_s)
+    return _find(_Sought(mark, since=since), environ, patience_s)
 
 
 def _find(sought: _Sought, environ: Mapping[str, str] | None, patience_s: float) -> str | None:
@@ -180,7 +188,7 @@ def _find(sought: _Sought, environ: Mapping[str, str] | None, patience_s: float)
     for job_id, submitted, comment, command in records(
         query(argv, environ=environ, patience_s=patience_s).stdout, 4
     ):
-        if sought.mark in comment.split() or sought.is_script(command, submitted):
+        if sought.is_found(comment, command, submitted):
             return base_id(job_id)
     return None
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+from trainkit.errors import TrainkitError
 from trainkit.job.record import add_slurm_entry, open_attempt, read_job
 from trainkit.rundir import RunDir, log_event, write_atomic
 from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.submit import submit_script, would_start
+from trainkit.slurm.control import cancel
+from trainkit.slurm.submit import find_marked, submit_script, would_start
 from trainkit.submit.index import register
 from trainkit.submit.slurm_script import JobScript, job_mark
 
@@ -24,24 +28,47 @@ def start_slurm_attempt(
     A refused submission leaves no attempt behind. One whose answer was lost leaves it: the job may exist.
     """
     attempt = open_attempt(run, config_text, plan_text)
+    began = time.time()
+    mark = job_mark(run, attempt.number)
     try:
         for file in (attempt.script_file, run.script_file):
             write_atomic(file, script.text)
-        mark = job_mark(run, attempt.number)
         if backend == "submitit":
             from trainkit.submit.submitit_backend import submit_with_submitit
 
             job_id = submit_with_submitit(run, script, mark)
         else:
-            job_id = submit_script(attempt.script_file, mark=mark, environ=os.environ, cwd=run.path)
+            job_id = submit_script(
+                attempt.script_file, mark=mark, environ=os.environ, cwd=run.path, notify=_say
+            )
     except BaseException as error:
-        if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
+        arrived = isinstance(error, SlurmUnreachable) and error.may_have_arrived
+        if isinstance(error, KeyboardInterrupt):
+            arrived = not _taken_back(mark, began)
+        if not arrived:
             shutil.rmtree(attempt.path, ignore_errors=True)
         raise
     entry = add_slurm_entry(run, attempt.number, job_id, reason, backend)
     log_event(run, attempt.number, "submitted", job_id=job_id, reason=reason)
     register(run, str(read_job(run)["name"]))
     return entry
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _taken_back(mark: str, since: float) -> bool:
+    """After Ctrl-C: whether it is sure that no job with the mark is left."""
+    try:
+        found = find_marked(mark, since=since)
+        if found is not None:
+            cancel([found])
+            _say(f"{found} had been submitted already, and is cancelled")
+    except TrainkitError as error:
+        _say(f"whether the job was submitted is not known: {error.message}")
+        return False
+    return True
 
 
 def ask_slurm_about(script: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from trainkit.rundir import RunDir, write_json
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.submit import find_marked
+from trainkit.submit.quoting import directive
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor
@@ -35,6 +37,8 @@ def make_executor(run: RunDir, script: JobScript) -> AutoExecutor:
     from submitit import AutoExecutor
 
     for name, value in script.directives.items():
+        if value is not True:
+            directive(value)  # refuses what no #SBATCH line can hold, whoever writes it
         if "\\" in str(value):
             raise UsageError(
                 f"submitit cannot pass --{name}={value!r} on: it has a backslash",
@@ -75,6 +79,7 @@ def submit_with_submitit(run: RunDir, script: JobScript, mark: str) -> str:
     from submitit.core.utils import FailedJobError
 
     write_json(run.step_file, list(script.step))
+    began = time.time()
     executor = make_executor(run, script)
     inherited = dict(os.environ)
     os.environ.clear()
@@ -82,7 +87,7 @@ def submit_with_submitit(run: RunDir, script: JobScript, mark: str) -> str:
     try:
         job = executor.submit(BatchShell(str(run.path)))
     except FailedJobError as error:
-        found = find_marked(mark)
+        found = find_marked(mark, since=began)
         if found is None:
             raise _failure(error) from None
         return found
