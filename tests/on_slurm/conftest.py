@@ -1,0 +1,16 @@
+"""Fixtures of the tests that type `trainkit` on a real cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.on_slurm.login import Login
+
+
+@pytest.fixture
+def login(cluster: Cluster, tmp_path: Path) -> Login:
+    """A folder on the login node with a small config; its jobs are cancelled after the test."""
+    return Login(cluster, tmp_path)

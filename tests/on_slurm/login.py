@@ -1,0 +1,181 @@
+"""A person's folder on the login node of a cluster, in which `trainkit` is typed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.cluster.cluster import Cluster
+from tests.support.runs import FAST
+from trainkit.job.record import newest_entry, read_job
+from trainkit.rundir import RunDir, read_json, read_jsonl
+
+T = TypeVar("T")
+
+CONFIG = """
+name: small
+device: cpu
+requeue: {grace_s: 20}
+"""
+LISTENS = """
+import os, signal, sys, time
+asked = []
+for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+    signal.signal(number, lambda n, f: asked.append(signal.Signals(n).name))
+print("attempt", os.environ["TRAINKIT_JOB_ATTEMPT"], "rank", os.environ["RANK"], flush=True)
+while not asked:
+    time.sleep(0.02)
+print("asked by", asked[0], flush=True)
+sys.exit(75)
+"""
+"""A trainer that trains nothing: it says when it is asked to stop, and that it has saved."""
+
+BACKENDS = ("sbatch", "submitit")
+TIMEOUT_S = 60.0
+
+
+def wait_for(condition: Callable[[], T], what: str, timeout_s: float = TIMEOUT_S) -> T:
+    """The first true value of a condition."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.05)
+    return value
+
+
+def settings(*pairs: str) -> list[str]:
+    """``--set`` for each of these."""
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+def log_of(run: RunDir, rank: int = 0, attempt: int = 1) -> str:
+    """What a rank has printed so far."""
+    log = run.attempt(attempt).rank_log(rank)
+    return log.read_text() if log.exists() else ""
+
+
+def node_logs(run: RunDir, attempt: int = 1) -> str:
+    """What the agents have printed so far."""
+    return "\n".join(path.read_text() for path in sorted(run.attempt(attempt).logs_dir.glob("node-*.log")))
+
+
+def events(run: RunDir, attempt: int | None = None) -> list[str]:
+    """The names of the events of a run, or of one attempt, in order."""
+    return [
+        record["event"] for record in read_jsonl(run.events_file) if attempt in (None, record.get("attempt"))
+    ]
+
+
+class Login:
+    """A folder with a config and an own list of runs."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self.config = folder / "small.yaml"
+        self.config.write_text(CONFIG)
+        (folder / "listens.py").write_text(LISTENS)
+        self.env = {"XDG_STATE_HOME": str(folder / ".state"), "XDG_CONFIG_HOME": str(folder / ".config")}
+
+    def trains(self, *pairs: str) -> Path:
+        """A config with steps of milliseconds, and what is set besides."""
+        lines = ["name: fast", "requeue: {grace_s: 20}"]
+        path = self.folder / "fast.yaml"
+        path.write_text("\n".join(lines) + "\n")
+        self.fast = settings(*FAST, *pairs)
+        return path
+
+    def script(self, code: str, name: str = "script.py") -> str:
+        """A Python script in the folder, by its name."""
+        (self.folder / name).write_text(textwrap.dedent(code))
+        return name
+
+    def run(
+        self, argv: Sequence[str], timeout_s: float = TIMEOUT_S, **more: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """A command on the login node, in the folder."""
+        env = {**self.env, **more.pop("env", {})}
+        return self.cluster.run(argv, timeout_s=timeout_s, cwd=self.folder, env=env, **more)
+
+    def trainkit(self, *args: str, **more: Any) -> subprocess.CompletedProcess[str]:
+        return self.run([sys.executable, "-m", "trainkit", *args], **more)
+
+    def start(self, argv: Sequence[str], **more: Any) -> subprocess.Popen[str]:
+        """A command that goes on while the test does."""
+        given: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            **more,
+        }
+        environ = {**self.cluster.environ, **self.env}
+        return subprocess.Popen(list(argv), cwd=self.folder, env=environ, **given)
+
+    def submit(self, *args: str, config: Path | None = None, **more: Any) -> RunDir:
+        """The run that `trainkit submit` made."""
+        done = self.trainkit("submit", str(config or self.config), "--json", *args, **more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return RunDir(json.loads(done.stdout)["run_dir"])
+
+    def submit_listeners(self, *args: str, num_ranks: int = 2) -> RunDir:
+        """A run of ranks that do nothing but listen, when all of them do."""
+        run = self.submit(*args, "--", "python", "listens.py")
+        for rank in range(num_ranks):
+            self.wait_for_log(run, f"attempt 1 rank {rank}", rank)
+        return run
+
+    def wait_for_log(self, run: RunDir, text: str, rank: int = 0, attempt: int = 1) -> str:
+        """The log of a rank, when it has this in it."""
+        wait_for(lambda: text in log_of(run, rank, attempt), f"{text!r} of rank {rank}, attempt {attempt}")
+        return log_of(run, rank, attempt)
+
+    def wait_for_end(self, run: RunDir, attempt: int = 1, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+        """How an attempt ended."""
+        file = run.attempt(attempt).end_file
+        try:
+            wait_for(file.exists, f"the end of attempt {attempt}", timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; {self.told_by(run)}") from None
+        end: dict[str, Any] = read_json(file)
+        return end
+
+    def finish(self, run: RunDir, timeout_s: float = TIMEOUT_S) -> RunDir:
+        """Wait until a run has ended well."""
+        end = self.wait_for_end(run, timeout_s=timeout_s)
+        assert end["state"] == "finished", self.told_by(run)
+        return run
+
+    def job_id(self, run: RunDir) -> str:
+        """The job of a run's newest attempt."""
+        entry = newest_entry(run)
+        assert entry is not None
+        return str(entry["job_id"])
+
+    def status(self, run: RunDir) -> dict[str, Any]:
+        """What `trainkit status` says of a run."""
+        done = self.trainkit("status", str(run.path), "--json")
+        assert done.returncode == 0, done.stderr
+        value: dict[str, Any] = json.loads(done.stdout)
+        return value
+
+    def jobs(self) -> list[str]:
+        """The jobs that Slurm has in its queue."""
+        return self.run(["squeue", "--noheader", "--format=%i"], check=True).stdout.split()
+
+    def told_by(self, run: RunDir) -> str:
+        """Everything that a run has said, for a test that fails."""
+        logs = sorted(run.attempts_dir.glob("*/logs/*.log"))
+        texts = [f"--- {path}\n{path.read_text(errors='replace')}" for path in logs]
+        return "\n".join([json.dumps(read_job(run)["attempts"]), *texts])
+
+
+def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
+    """An environment without some variables."""
+    return {name: value for name, value in environ.items() if name not in names}

@@ -1,0 +1,110 @@
+"""Names and values that mean something to a shell, to sbatch or to Slurm's patterns: they are only names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.on_slurm.login import Login, log_of, settings
+from trainkit.rundir import RunDir
+
+EXECUTED = "executed"
+SHELL = f'$(touch {EXECUTED}) `touch {EXECUTED}`; touch {EXECUTED} & | >{EXECUTED} "${{HOME}}" $0'
+HOSTILE = {
+    "blanks": " a  b ",
+    "quotes": "'single' \"double\"",
+    "shell": SHELL.replace("/", ":"),
+    "newline": f"two\n#SBATCH --hold\ntouch {EXECUTED}",
+    "backslash": "back\\slash \\$(x) \\",
+    "percent": "%j %x 100%",
+    "unicode": "Größe 模型 🚀 \u2028",
+    "dashes": "--hold #SBATCH # -x",
+    "star": "* ? [a-z] {1,2} ~ !!",
+    "control": "tab\tbell\a escape\x1b[31m",
+}
+SHOWS = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ.get('VALUE'), os.getcwd()]))"
+NOT_FOR_SUBMITIT = {"backslash", "newline"}
+
+
+def hostile(login: Login, name: str) -> Login:
+    """A login whose folder has a hostile name."""
+    folder = login.folder / HOSTILE[name]
+    folder.mkdir()
+    return Login(login.cluster, folder)
+
+
+def in_env(value: str) -> list[str]:
+    """Puts a value into the environment of every rank."""
+    text = yaml.safe_dump(value, default_style='"', width=1_000_000).strip()
+    return settings(f"launch.env.VALUE={text}")
+
+
+def assert_nothing_was_executed(*folders: Path) -> None:
+    places = [*folders, Path("/"), Path.home(), Path.cwd()]
+    assert [place for place in places if (place / EXECUTED).exists()] == []
+
+
+CASES = [("sbatch", name) for name in HOSTILE]
+CASES += [("submitit", name) for name in ("quotes", "shell", "newline", "backslash", "percent")]
+
+
+@pytest.mark.parametrize(("backend", "name"), CASES)
+def test_folders_with_such_names(login: Login, backend: str, name: str) -> None:
+    there = hostile(login, name)
+    value = HOSTILE[name]
+    command = ["python", "-c", SHOWS, value, "", "*"]
+    args = ["--backend", backend, "--nodes", "2", "--run-dir", f"runs/{value}", *in_env(value)]
+    done = there.trainkit("submit", str(there.config), "--json", *args, "--", *command)
+    answer = json.loads(done.stdout)
+    if done.returncode:
+        assert done.returncode == 2
+        assert answer["hint"], answer
+        assert name == "newline" or (backend == "submitit" and name in NOT_FOR_SUBMITIT), answer
+        assert not (there.folder / "runs").exists() or list((there.folder / "runs").iterdir()) == []
+        assert there.jobs() == []
+    else:
+        run = there.finish(RunDir(answer["run_dir"]))
+        assert run.path == there.folder / "runs" / value
+        for rank in range(2):
+            assert json.loads(log_of(run, rank)) == [[value, "", "*"], value, str(run.code_dir)]
+        if name == "shell":
+            assert there.status(run)["state"] == "finished"
+            assert there.trainkit("logs", str(run.path)).stdout == log_of(run)
+    assert_nothing_was_executed(login.folder, *(path for path in login.folder.rglob("*") if path.is_dir()))
+
+
+REFUSED_NAMES = [value for key, value in HOSTILE.items() if key != "dashes"] + ["-x", "a/b", "..", ""]
+
+
+@pytest.mark.parametrize("name", REFUSED_NAMES)
+def test_job_names_are_letters_and_digits(login: Login, name: str) -> None:
+    done = login.trainkit("submit", str(login.config), f"--name={name}", "--", "true")
+    assert done.returncode == 2
+    assert "name: " in done.stderr
+    assert not (login.folder / "runs").exists()
+    assert_nothing_was_executed(login.folder)
+
+
+@pytest.mark.parametrize("backend", ["sbatch", "submitit"])
+def test_what_slurm_is_told_arrives_as_it_is(login: Login, backend: str) -> None:
+    comment = f'it\'s 100% "mine" {SHELL} ; 1#2 模型'
+    asked = ["--qos", "short", "--constraint", "rack1", "--account", "research", "--time", "5"]
+    given = settings(f"resources.comment={comment}", "resources.extra.hold=true")
+    run = login.submit("--backend", backend, *asked, *given, "--", "true")
+    shown = login.run(["squeue", "--noheader", "--format=%k", "--jobs", login.job_id(run)], check=True).stdout
+    assert shown.strip().partition(" ")[2] == comment
+    assert_nothing_was_executed(login.folder)
+
+
+@pytest.mark.parametrize("option", ["--partition", "--account", "--qos", "--constraint"])
+def test_such_values_of_options_are_refused(login: Login, option: str) -> None:
+    for value in (SHELL, "--wrap=touch executed", f"low\n#SBATCH --wrap=x\ntouch {EXECUTED}"):
+        done = login.trainkit("submit", str(login.config), option, value, "--", "true")
+        assert done.returncode == 2
+        assert "hint: " in done.stderr or "must be one line of text" in done.stderr
+        assert login.jobs() == []
+        assert not (login.folder / "runs").exists() or list((login.folder / "runs").iterdir()) == []
+        assert_nothing_was_executed(login.folder)

@@ -1,0 +1,77 @@
+"""What is shown is what Slurm gets; what is edited after that changes nothing in the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.on_slurm.login import BACKENDS, Login, log_of, settings
+from trainkit.slurm.submit import write_batch_script
+
+
+@pytest.fixture
+def quoted(login: Login) -> Login:
+    """A folder with a space and quotes in its name."""
+    folder = login.folder / """my "first" run's"""
+    folder.mkdir()
+    return Login(login.cluster, folder)
+
+
+@pytest.mark.parametrize("command", [(), ("--", "python", "listens.py", "two words")])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_dry_run_is_what_is_submitted(quoted: Login, backend: str, command: tuple[str, ...]) -> None:
+    setting = settings("resources.extra.hold=true", "launch.setup=['echo ü']", "resources.comment=it's %j")
+    args = ["--backend", backend, "--nodes", "2", *setting]
+    files = set(quoted.folder.rglob("*"))
+    shown = quoted.trainkit("submit", str(quoted.config), *args, "--dry-run", *command)
+    assert shown.returncode == 0, shown.stderr
+    assert set(quoted.folder.rglob("*")) == files
+    run = quoted.submit(*args, *command)
+    held = write_batch_script(quoted.job_id(run), environ=quoted.cluster.environ)
+    assert held.decode() == shown.stdout
+    assert run.script_file.read_bytes() == held
+    assert run.attempt(1).script_file.read_bytes() == held
+
+
+def test_editing_after_the_submit_changes_nothing(login: Login) -> None:
+    login.script("from lib.part import WORD\nprint('it says', WORD, open('data.txt').read())")
+    (login.folder / "lib").mkdir()
+    part, data = login.folder / "lib/part.py", login.folder / "data.txt"
+    part.write_text("WORD = 'before'\n")
+    data.write_text("before")
+    run = login.submit("--set", "resources.extra.hold=true", "--", "python", "script.py")
+    login.script("raise SystemExit('edited')")
+    part.write_text("WORD = 'after'\n")
+    data.write_text("after")
+    login.run(["scontrol", "release", login.job_id(run)], check=True)
+    login.finish(run)
+    assert log_of(run) == "it says before before\n"
+
+
+def test_without_a_copy_the_files_are_used_as_they_are(login: Login) -> None:
+    name = login.script("print('before')")
+    run = login.submit("--no-snapshot", "--set", "resources.extra.hold=true", "--", "python", name)
+    login.script("print('after')")
+    login.run(["scontrol", "release", login.job_id(run)], check=True)
+    login.finish(run)
+    assert log_of(run) == "after\n"
+    assert not run.code_dir.exists()
+
+
+def test_test_only_asks_slurm_and_submits_nothing(login: Login) -> None:
+    files = set(login.folder.rglob("*"))
+    done = login.trainkit("submit", str(login.config), "--nodes", "2", "--test-only")
+    assert done.returncode == 0, done.stderr
+    assert "to start at" in done.stdout
+    assert set(login.folder.rglob("*")) == files
+    assert login.jobs() == []
+
+
+def test_a_template_of_the_project_takes_the_place_of_a_shipped_one(login: Login) -> None:
+    partial = login.folder / "templates/partials/environment.sh.j2"
+    partial.parent.mkdir(parents=True)
+    shipped = Path(__file__).resolve().parents[2] / "templates/partials/environment.sh.j2"
+    partial.write_text(shipped.read_text() + "\nexport FROM_THE_PROJECT=yes\n")
+    run = login.finish(login.submit("--", "python", "-c", "import os; print(os.environ['FROM_THE_PROJECT'])"))
+    assert log_of(run) == "yes\n"
