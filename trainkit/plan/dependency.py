@@ -77,12 +77,12 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], job_ids: Sequence[st
             "--after lets a job wait in Slurm's queue, and this run would start here at once",
             hint="`trainkit logs RUN -f` returns when a run has ended",
         )
-    names = ", ".join(texts)
+    names, verb = ", ".join(texts), "has" if len(texts) == 1 else "have"
     if not job_ids:
         reasons = {**plan.reasons, "after": f"at once: {names} finished already"}
         return dataclasses.replace(plan, reasons=reasons)
     # Without kill-on-invalid-dep: a job whose wait became hopeless stays, and `status` says that it has.
     dependency = "afterok:" + ":".join(dict.fromkeys(job_ids))
-    reasons = {**plan.reasons, "after": f"{dependency}: starts when {names} has finished well"}
+    reasons = {**plan.reasons, "after": f"{dependency}: starts when {names} {verb} finished well"}
     slurm = dataclasses.replace(plan.slurm, sbatch={**plan.slurm.sbatch, "dependency": dependency})
     return dataclasses.replace(plan, slurm=slurm, reasons=reasons)

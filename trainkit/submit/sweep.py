@@ -14,8 +14,8 @@ from typing import Any
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import SlurmRequest, option_argv
-from trainkit.plan.sweep import difference, shown
+from trainkit.plan.slurm_request import option_argv
+from trainkit.plan.sweep import difference, shown, shown_value
 from trainkit.rundir import RunDir, utc_now, write_atomic, write_json
 from trainkit.rungroup import GROUP_VERSION, Point, RunGroup
 from trainkit.slurm.client import SlurmUnreachable
@@ -60,8 +60,9 @@ def check_points(
                 found.setdefault(problem, []).append(index)
     if found:
         raise ConfigError(list(_named(found, points)))
+    job = _job_of(checked[0])
     for point in checked[1:]:
-        _refuse_other_job(checked[0], point)
+        _refuse_other_job(checked[0], job, point)
     return checked
 
 
@@ -79,31 +80,34 @@ def _named(found: Mapping[Problem, list[int]], points: Mapping[int, dict[str, An
         yield Problem("", f"and {len(found) - MAX_SHOWN:,} more problems like these")
 
 
-def _refuse_other_job(first: PlannedPoint, point: PlannedPoint) -> None:
+def _refuse_other_job(first: PlannedPoint, before: Mapping[str, str], point: PlannedPoint) -> None:
     """One array has one script: what is asked of Slurm and what surrounds the ranks is the same for all."""
-    asked, other = _asked(first.plan.slurm), _asked(point.plan.slurm)
-    differing = [f"{a} or {b}" for a, b in zip(asked, other, strict=False) if a != b]
-    if not differing and first.plan.device != point.plan.device:
-        differing = [f"device {first.plan.device} or {point.plan.device}"]
-    if not differing and asked == other:
-        before, now = (_script_part(item.config) for item in (first, point))
-        differing = [f"another {key}" for key in now if now[key] != before[key]]
-    if differing or asked != other:
-        what = ", ".join(dict.fromkeys(differing)) or f"{' '.join(asked)} or {' '.join(other)}"
+    now = _job_of(point)
+    differing = [
+        f"{before.get(name, f'no {name}')} or {now.get(name, f'no {name}')}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
+    if differing:
         raise UsageError(
-            f"point {point.index} ({shown(point.values)}) needs another job than point {first.index}: {what}",
+            f"point {point.index} ({shown(point.values)}) needs another job than point {first.index}: "
+            + ", ".join(differing),
             hint="an array is one script with one size: submit a run, or a sweep, for each of these",
         )
 
 
-def _asked(request: SlurmRequest | None) -> list[str]:
-    return [] if request is None else option_argv(request.sbatch) + option_argv(request.srun)
-
-
-def _script_part(config: RunConfig) -> dict[str, Any]:
-    """What a script is made of besides the plan; variables and network are set by the agents."""
-    launch = config.launch.model_dump(exclude={"env", "network"})
-    return {f"launch.{key}": value for key, value in launch.items()}
+def _job_of(point: PlannedPoint) -> dict[str, str]:
+    """What the script of a point is made of, by name and as a person reads it."""
+    plan = point.plan
+    options = {} if plan.slurm is None else {**plan.slurm.srun, **plan.slurm.sbatch}
+    script = {f"--{name}": "".join(option_argv({name: value})) for name, value in options.items()}
+    # Variables and network are set by the agents.
+    launch = point.config.launch.model_dump(mode="json", exclude={"env", "network"})
+    return {
+        **script,
+        "device": f"device {plan.device}",
+        **{f"launch.{key}": f"launch.{key}: {shown_value(value)}" for key, value in launch.items()},
+    }
 
 
 def group_script(

@@ -1,0 +1,171 @@
+"""What a group is doing, from its files and from what Slurm knows."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.groups import SUBMITTED_AT, make_group
+from trainkit.job.points import open_point
+from trainkit.job.record import add_slurm_entry, claim_entry, run_lock
+from trainkit.observe.group import GroupLook, GroupStatus, most_telling
+from trainkit.rundir import RunDir, append_jsonl, log_event, write_json
+from trainkit.rungroup import RunGroup
+from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
+
+NOW = datetime(2026, 1, 1, 0, 0, 30, tzinfo=timezone.utc)
+LRS = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(4)}
+
+
+def jobs(**states: JobState) -> dict[str, JobInfo]:
+    """What Slurm says, by `_INDEX`."""
+    return {
+        f"12{task}": JobInfo(f"12{task}", state, slurm_state=state.name) for task, state in states.items()
+    }
+
+
+def status(group: RunGroup, known: dict[str, JobInfo] | None) -> GroupStatus:
+    return GroupLook(group).status(known, NOW)
+
+
+def states(group: RunGroup, known: dict[str, JobInfo] | None) -> list[str]:
+    return [point.state for point in status(group, known).points]
+
+
+def started(group: RunGroup, index: int) -> RunDir:
+    """A point whose task has started."""
+    run = group.run(index)
+    open_point(run)
+    claim_entry(run, 1, 1)
+    return run
+
+
+def ended(run: RunDir, state: str, best: float | None = None, attempt: int = 1, **more: Any) -> None:
+    value = None if best is None else {"metric": "val_loss", "value": best, "step": 5}
+    end = {"state": state, "action": state, "exit_code": 0, "reason": f"it {state}", "best": value, **more}
+    write_json(run.attempt(attempt).end_file, end)
+
+
+def test_points_without_a_folder_are_what_slurm_says(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS)
+    known = jobs(_0=JobState.PENDING, _1=JobState.RUNNING, _2=JobState.FAILED, _3=JobState.CANCELLED)
+    assert states(group, known) == ["pending", "starting", "died", "cancelled"]
+    assert [point.job_id for point in status(group, known).points] == ["12_0", "12_1", "12_2", "12_3"]
+    assert states(group, None) == ["unknown"] * 4
+    assert list(group.path.glob("[0-9]*")) == []
+
+
+def test_why_a_point_waits(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS)
+    known = {"12_0": JobInfo("12_0", JobState.PENDING, "PENDING", "DependencyNeverSatisfied")}
+    assert "will never start" in str(status(group, known).points[0].reason)
+
+
+def test_points_that_run_and_that_have_ended(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS)
+    ended(started(group, 0), "finished", 2.5)
+    running = started(group, 1)
+    append_jsonl(running.metrics_file, {"step": 1, "loss": 3.0})
+    log_event(running, 1, "evaluated", step=7, val_loss=2.25)
+    ended(started(group, 2), "stopped", action="requeue", reason="saved")
+    ended(started(group, 3), "failed", None)
+    known = jobs(_1=JobState.RUNNING, _2=JobState.REQUEUED)
+    seen = status(group, known)
+    assert [point.state for point in seen.points] == ["finished", "running", "requeueing", "failed"]
+    assert seen.states == {"failed": 1, "running": 1, "requeueing": 1, "finished": 1}
+    assert seen.best is not None
+    assert (seen.best.index, seen.best.best) == (1, {"metric": "val_loss", "value": 2.25, "step": 7})
+    assert seen.age_s == 30.0
+    assert [point.index for point in most_telling(seen.points, 3)] == [3, 1, 2]
+    assert GroupLook(group).open_ids == ["12_1", "12_2"]
+
+
+def test_a_loss_counts_where_nothing_was_validated(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS)
+    for index, loss in ((0, 3.0), (2, 2.0)):
+        best = {"metric": "loss", "value": loss, "step": 9}
+        ended(started(group, index), "finished", best=None)
+        write_json(
+            group.run(index).attempt(1).end_file, {"state": "finished", "action": "finished", "best": best}
+        )
+    found = status(group, jobs()).best
+    assert found is not None
+    assert found.index == 2
+    ended(group.run(0), "finished", 9.0)
+    found = status(group, jobs()).best
+    assert found is not None
+    assert found.index == 0
+
+
+def test_a_point_that_was_started_again_on_its_own(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS)
+    run = started(group, 0)
+    ended(run, "failed")
+    with run_lock(run):
+        run.attempt(2).create()
+        add_slurm_entry(run, 2, "99", "requeue", "sbatch")
+    look = GroupLook(group)
+    assert look.open_ids == ["99", "12_1", "12_2", "12_3"]
+    point = look.status({"99": JobInfo("99", JobState.PENDING)}, NOW).points[0]
+    assert (point.state, point.job_id) == ("pending", "99")
+
+
+def test_what_was_cancelled_and_forgotten_is_still_cancelled(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS, cancelled_at=SUBMITTED_AT)
+    known = jobs(_0=JobState.UNKNOWN, _1=JobState.CANCELLED, _2=JobState.RUNNING)
+    assert states(group, known)[:3] == ["cancelled", "cancelled", "starting"]
+
+
+def test_what_is_forgotten_is_not_taken_for_finished(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS)
+    started(group, 0)
+    known = jobs(_0=JobState.UNKNOWN, _1=JobState.UNKNOWN)
+    assert states(group, known)[:2] == ["died", "died"]
+
+
+def test_damaged_files_are_passed_over(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS)
+    run = started(group, 0)
+    run.job_file.write_text('{"attempts": [3')
+    run.attempt(1).end_file.write_text("[]")
+    (group.path / "99").mkdir()
+    assert states(group, jobs(_0=JobState.RUNNING))[0] == "starting"
+
+
+def test_json_has_everything(tmp_path: Path) -> None:
+    value = json.loads(json.dumps(status(make_group(tmp_path, LRS), jobs(_0=JobState.PENDING)).to_dict()))
+    assert list(value) == [
+        *("name", "run_dir", "job_id", "array", "keys", "num_nodes", "workers_per_node", "age_s"),
+        *("num_points", "states", "best", "points"),
+    ]
+    assert list(value["points"][0]) == ["index", "values", "state", "reason", "job_id", "best", "run_dir"]
+    assert (value["keys"], value["num_points"]) == (["optimizer.lr"], 4)
+
+
+@pytest.mark.parametrize("num_ended", [0, 10_000])
+def test_ten_thousand_points_are_looked_at_in_a_second(tmp_path: Path, num_ended: int) -> None:
+    group = make_group(tmp_path, {0: {"seed": 0}})
+    group.update(points=[{"index": index, "values": {"seed": index}} for index in range(10_000)])
+    best = {"metric": "val_loss", "value": 2.5, "step": 5}
+    end = json.dumps({"state": "finished", "action": "finished", "reason": "x" * 80, "best": best}, indent=2)
+    for index in range(num_ended):
+        attempt = group.path / str(index) / "attempts/001"
+        attempt.mkdir(parents=True)
+        (attempt.parent / "latest").symlink_to("001")
+        (attempt / "end.json").write_text(end)
+        entry = {"attempt": 1, "job_id": f"12_{index}", "backend": "sbatch", "code": ["x" * 80] * 20}
+        (group.path / str(index) / "job.json").write_text(json.dumps({"attempts": [entry]}, indent=2))
+    known = {f"12_{index}": JobInfo(f"12_{index}", JobState.PENDING) for index in range(num_ended, 10_000)}
+    fresh = RunGroup(group.path)
+    began_s = time.perf_counter()
+    seen = GroupLook(fresh).status(known, NOW + timedelta(seconds=1))
+    text = json.dumps(seen.to_dict())
+    assert time.perf_counter() - began_s < 1.0
+    assert seen.states == ({"finished": 10_000} if num_ended else {"pending": 10_000})
+    assert len(json.loads(text)["points"]) == 10_000

@@ -1,0 +1,134 @@
+"""What ``--sweep`` says, and how configs differ."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.errors import UsageError
+from trainkit.plan.sweep import (
+    Axis,
+    changed,
+    combinations,
+    difference,
+    parse_axes,
+    parse_axis,
+    short_keys,
+    shown,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("optimizer.lr=1e-4,3e-4", (1e-4, 3e-4)),
+        ("train.epochs=1, null", (1, None)),
+        ("parallel.compile=true,false", (True, False)),
+        ("resources.time=01:00:00,02:00:00", ("01:00:00", "02:00:00")),
+        ('data.source="a,b.txt",c d', ("a,b.txt", "c d")),
+        ("data.source=[a.txt,b.txt],[c.txt]", (["a.txt", "b.txt"], ["c.txt"])),
+        ("model={preset: nano},{preset: tiny}", ({"preset": "nano"}, {"preset": "tiny"})),
+        ("launch.env.LR=0x10,'1'", (16, "1")),
+        ("seed=1,2,", (1, 2)),
+        ("seed=7", (7,)),
+    ],
+)
+def test_values_are_those_of_a_yaml_list(text: str, values: tuple[Any, ...]) -> None:
+    axis = parse_axis(text)
+    assert (axis.key, axis.values) == (text.partition("=")[0], values)
+    assert [type(value) for value in axis.values] == [type(value) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("seed", "must look like section.key=VALUE,VALUE", "optimizer.lr=1e-4,3e-4"),
+        ("=1", "must look like", ""),
+        ("seed=", "there are no values", "--sweep seed=1,2,3"),
+        ("seed=1,,2", "'1,,2' is no list of YAML values", '"a,b"'),
+        ("seed=1],[2", "is no list of YAML values", ""),
+        ("seed=1 # 2", "is no list of YAML values", ""),
+        ("seed=1,2,1", "1 stands there twice", "a run of its own"),
+        ("optimizer.lrr=1", "there is no key optimizer.lrr", "did you mean optimizer.lr?"),
+        ("name=a,b", "name cannot be swept: every point has the name of its group", ""),
+    ],
+)
+def test_what_is_no_sweep(text: str, message: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_axis(text)
+    assert caught.value.message.startswith(f"--sweep {text}: ")
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_numbers_that_are_equal_but_not_the_same_value_are_two_points() -> None:
+    assert parse_axis("launch.env.A=1,1.0,true,'1'").values == (1, 1.0, True, "1")
+
+
+def test_every_combination_the_last_key_fastest() -> None:
+    axes = parse_axes(["optimizer.lr=1e-4,3e-4", "seed=1,2"])
+    assert combinations(axes) == [
+        {"optimizer.lr": 1e-4, "seed": 1},
+        {"optimizer.lr": 1e-4, "seed": 2},
+        {"optimizer.lr": 3e-4, "seed": 1},
+        {"optimizer.lr": 3e-4, "seed": 2},
+    ]
+
+
+def test_a_key_has_one_axis() -> None:
+    with pytest.raises(UsageError, match="--sweep seed stands there twice"):
+        parse_axes(["seed=1", "seed=2"])
+
+
+def test_a_typing_error_does_not_make_a_million_runs() -> None:
+    hundred = ",".join(map(str, range(100)))
+    with pytest.raises(UsageError, match="these are 1,000,000 combinations, and 100,000 are the most"):
+        parse_axes([f"seed={hundred}", f"train.steps={hundred}", f"data.seq_len={hundred}"])
+
+
+def test_for_people() -> None:
+    assert shown({"optimizer.lr": 0.1, "data.source": "a b", "train.epochs": None}) == (
+        "optimizer.lr=0.1, data.source=a b, train.epochs=null"
+    )
+    assert short_keys(["optimizer.lr", "train.steps"]) == ["lr", "steps"]
+    assert short_keys(["model.dropout", "other.dropout", "seed"]) == [
+        "model.dropout",
+        "other.dropout",
+        "seed",
+    ]
+    assert Axis("seed", (1,)) == parse_axis("seed=1")
+
+
+def test_a_difference_names_only_what_changed() -> None:
+    base = {"a": {"b": 1, "c": [1, 2]}, "d": None, "e": {"x": 1}}
+    other = {"a": {"b": 2, "c": [1, 2]}, "d": 0, "e": {"y": 1}, "f": {}}
+    assert difference(base, other) == {"a.b": 2, "d": 0, "e": {"y": 1}, "f": {}}
+    assert difference(base, base) == {}
+    assert difference({"a": 1}, {"a": True}) == {"a": True}
+    assert difference({"env": {"A": 1}}, {"env": {"A": 1, "b.c": 2}}) == {"env": {"A": 1, "b.c": 2}}
+
+
+def test_changes_leave_the_base_as_it_is() -> None:
+    base = {"a": {"b": {"c": 1}}}
+    assert changed(base, {"a.b.c": 2}) == {"a": {"b": {"c": 2}}}
+    assert base == {"a": {"b": {"c": 1}}}
+
+
+_NAMES = st.text("ab.c", min_size=1, max_size=3)
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 2) | st.lists(st.integers(0, 1), max_size=2),
+    lambda inner: st.dictionaries(_NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+_TOP = st.fixed_dictionaries({"x": _VALUES, "y": _VALUES, "z": _VALUES})
+
+
+@given(_TOP, _TOP)
+def test_any_difference_leads_from_one_to_the_other(base: dict[str, Any], other: dict[str, Any]) -> None:
+    assert json.dumps(changed(base, difference(base, other)), sort_keys=True) == json.dumps(
+        other, sort_keys=True
+    )

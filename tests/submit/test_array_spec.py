@@ -1,0 +1,83 @@
+"""``--array`` as it is typed, and as Slurm gets it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.errors import UsageError
+from trainkit.slurm.jobid import array_indices
+from trainkit.submit import array_spec
+from trainkit.submit.array_spec import ArraySpec, parse_array, refuse_too_large
+
+
+@pytest.mark.parametrize(
+    ("text", "indices", "limit", "directive"),
+    [
+        ("0-3", (0, 1, 2, 3), None, "0-3"),
+        ("0-9%4", tuple(range(10)), 4, "0-9%4"),
+        ("5,1,3", (1, 3, 5), None, "1,3,5"),
+        ("1-2,4,5-6%1", (1, 2, 4, 5, 6), 1, "1-2,4-6%1"),
+        ("0-20:10", (0, 10, 20), None, "0,10,20"),
+        ("7", (7,), None, "7"),
+        ("%4", (), 4, "%4"),
+    ],
+)
+def test_arrays(text: str, indices: tuple[int, ...], limit: int | None, directive: str) -> None:
+    spec = parse_array(text)
+    assert (spec.indices, spec.limit, spec.directive) == (indices, limit, directive)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not the indices of a job array: ''"),
+        ("a-b", "not the indices of a job array"),
+        ("0-9%", "'' is no number of tasks that run at once"),
+        ("0-9%0", "'0' is no number"),
+        ("0-9%x", "'x' is no number"),
+        ("1,1", "an index stands there twice"),
+        ("0-3,2", "an index stands there twice"),
+        ("9-0", "there are no tasks"),
+        ("0-200000", "these are 200,001 tasks, and 100,000 are the most"),
+        ("-1", "not the indices of a job array"),
+    ],
+)
+def test_no_arrays(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_array(text)
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_slurm_reads_the_same_indices(indices: set[int]) -> None:
+    spec = ArraySpec(tuple(sorted(indices)), None)
+    assert array_indices(spec.directive) == sorted(indices)
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "message"),
+    [
+        ({"MaxArraySize": "11"}, "0-10", None),
+        ({"MaxArraySize": "11"}, "0-11", "the array ends with index 11, and the largest here is 10"),
+        ({}, "0-1001", "the largest here is 1,000"),
+        ({"SchedulerParameters": "bf_x,max_array_tasks=5"}, "0-4", None),
+        (
+            {"SchedulerParameters": "max_array_tasks=5,x=1"},
+            "0-5",
+            "the array has 6 tasks, and the most here are 5",
+        ),
+    ],
+)
+def test_what_the_cluster_takes(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, str], text: str, message: str | None
+) -> None:
+    monkeypatch.setattr(array_spec, "show_config", lambda: config)
+    if message is None:
+        refuse_too_large(parse_array(text))
+        return
+    with pytest.raises(UsageError) as caught:
+        refuse_too_large(parse_array(text))
+    assert message in caught.value.message

@@ -1,0 +1,102 @@
+"""RUN on a command line can be a group, or a run of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.groups import make_group
+from trainkit.errors import UsageError
+from trainkit.job.record import add_slurm_entry, run_lock
+from trainkit.rundir import RunDir
+from trainkit.rungroup import RunGroup
+from trainkit.submit.index import find_run, find_run_or_group, known_runs, register
+
+POINTS: dict[int, dict[str, Any]] = {index: {"seed": index} for index in (3, 4)}
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> RunGroup:
+    made = make_group(tmp_path, POINTS)
+    register(RunDir(made.path), "group")
+    return made
+
+
+def test_a_group_by_folder_name_job_id_and_last(group: RunGroup) -> None:
+    for text in (str(group.path), "group", "12", "last"):
+        found = find_run_or_group(text)
+        assert isinstance(found, RunGroup)
+        assert found.path == group.path
+
+
+def test_a_run_of_a_group_is_made_when_it_is_named(group: RunGroup) -> None:
+    assert not group.run(4).exists()
+    for text in ("12_4", "group/4", str(group.path / "4")):
+        run = find_run(text)
+        assert run.path == group.run(4).path
+        assert run.exists()
+    assert not group.run(3).exists()
+
+
+def test_a_group_is_not_one_run(group: RunGroup) -> None:
+    with pytest.raises(UsageError) as caught:
+        find_run("group")
+    assert caught.value.message == "group is a group of 2 runs"
+    assert caught.value.hint == f"name one of them, for example {group.run(3).path}"
+
+
+@pytest.mark.parametrize("text", ["12_5", "group/5"])
+def test_no_such_point(group: RunGroup, text: str) -> None:
+    with pytest.raises(UsageError, match="has no point 5"):
+        find_run(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("13", "there is no run '13'"),
+        ("13_4", "there is no run '13_4'"),
+        ("grup/4", "there is no run 'grup'"),
+        ("group/x", "group/x does not hold a run"),
+        ("group/04", "group/04 does not hold a run"),
+        ("./group/4", "./group/4 does not hold a run"),
+    ],
+)
+def test_nothing_of_that_name(group: RunGroup, text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        find_run(text)
+    assert caught.value.message == message
+
+
+def test_a_group_is_one_entry_of_the_list(
+    group: RunGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_run("12_3")
+    assert [(known.name, known.is_group) for known in known_runs()] == [("group", True)]
+    (tmp_path / "runs").mkdir()
+    group.path.rename(tmp_path / "runs/moved")
+    monkeypatch.chdir(tmp_path)
+    assert [(known.name, known.is_group) for known in known_runs()] == [("moved", True)]
+
+
+def test_a_point_that_was_started_again_is_known_by_its_new_job(
+    group: RunGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = find_run("12_4")
+    with run_lock(run):
+        add_slurm_entry(run, 2, "99", "requeue", "sbatch")
+    register(run, "group/4")
+    for text in ("99", "12_4"):
+        assert find_run(text).path == run.path
+    assert isinstance(find_run_or_group("12"), RunGroup)
+    assert find_run("last").path == run.path
+    assert capsys.readouterr().err == ""

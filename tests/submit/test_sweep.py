@@ -1,0 +1,178 @@
+"""Points are checked before anything is written, and one script serves all of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.groups import make_group, planned
+from trainkit.errors import ConfigError, UsageError
+from trainkit.rundir import read_json
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
+from trainkit.submit import sweep
+from trainkit.submit.sweep import create_group, group_script, submit_group
+
+LRS: dict[int, dict[str, Any]] = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(3)}
+
+
+def problems(folder: Path, points: dict[int, dict[str, Any]]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        planned(folder, points)
+    return [problem.render() for problem in caught.value.problems]
+
+
+def test_a_bad_value_names_its_point(tmp_path: Path) -> None:
+    found = problems(tmp_path, {0: {"optimizer.lr": 0.1}, 1: {"optimizer.lr": -1}, 2: {"optimizer.lr": "x"}})
+    assert found == [
+        "point 1 (optimizer.lr=-1): --sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1",
+        'point 2 (optimizer.lr=x): --sweep optimizer.lr=x: optimizer.lr: must be a number above 0, not "x"',
+    ]
+
+
+def test_what_several_points_have_in_common_is_said_once(tmp_path: Path) -> None:
+    points = {
+        index: {"seed": index, "train.device_batch_size": size} for index, size in enumerate((1, 3, 3, 3))
+    }
+    (found,) = problems(tmp_path, points)
+    assert found.startswith("point 1 (seed=1, train.device_batch_size=3) and 2 more: small.yaml:4: train.")
+    assert "which is not a multiple of the 3 samples" in found
+
+
+def test_what_all_points_have_is_the_configs_own(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, {index: {"seed": index, "model.dropout": 2} for index in range(3)})
+    assert found.startswith("--sweep model.dropout=2: model.dropout: ")
+
+
+def test_problems_are_cut_off(tmp_path: Path) -> None:
+    found = problems(tmp_path, {index: {"optimizer.lr": -index} for index in range(30)})
+    assert len(found) == 11
+    assert found[-1] == "and 20 more problems like these"
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"resources.nodes": 2}, "--nodes=1 or --nodes=2"),
+        ({"resources.mem": "8G"}, "no --mem or --mem=8G"),
+        ({"launch.modules": ["cuda"]}, 'launch.modules: [] or launch.modules: ["cuda"]'),
+        ({"requeue.grace_s": 60}, "--signal=USR2@120 or --signal=USR2@60"),
+        ({"device": "cuda", "resources.gpus_per_node": 1}, "device cpu or device cuda"),
+    ],
+)
+def test_an_array_is_one_script(tmp_path: Path, values: dict[str, Any], what: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        planned(tmp_path, {0: {"seed": 1}, 1: {"seed": 2, **values}})
+    assert "point 1 (seed=2, " in caught.value.message
+    assert "needs another job than point 0" in caught.value.message
+    assert what in caught.value.message
+
+
+def test_layouts_may_differ_where_the_job_does_not(tmp_path: Path) -> None:
+    points = {0: {"parallel.dp_shard": 1}, 1: {"parallel.dp_shard": -1}, 2: {"launch.network": "lo"}}
+    assert [point.plan.layout.dp_shard for point in planned(tmp_path, points)] == [1, 1, 1]
+
+
+def test_the_script_finds_the_run_of_its_task(tmp_path: Path) -> None:
+    folder = tmp_path / "a b;'$(touch x)"
+    folder.mkdir()
+    group = make_group(folder, LRS)
+    lines = group.script_file.read_text().splitlines()
+    assert "#SBATCH --array=0,1,2" in lines
+    assert f'#SBATCH --output="{group.logs_dir}/%a.log"' in lines
+    assert lines.count('    "$run"') == 1
+    (assignment,) = [line for line in lines if line.startswith("run=")]
+    bash = f'{assignment}\nprintf %s "$run"'
+    environ = {"SLURM_ARRAY_TASK_ID": "2"}
+    done = subprocess.run(["bash", "-c", bash], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == str(group.run(2).path)
+    assert subprocess.run(["bash", "-c", bash], env={}, capture_output=True, check=False).returncode != 0
+    whole = subprocess.run(["bash", "-n", group.script_file], capture_output=True, text=True, check=False)
+    assert (whole.returncode, whole.stderr) == (0, "")
+
+
+def test_percent_signs_of_the_folder_are_not_slurms(tmp_path: Path) -> None:
+    folder = tmp_path / "100%a"
+    folder.mkdir()
+    text = make_group(folder, LRS).script_file.read_text()
+    assert f"#SBATCH --output={tmp_path}/100%%a/group/logs/%a.log" in text
+
+
+def test_a_backslash_would_give_all_tasks_one_log(tmp_path: Path) -> None:
+    folder = tmp_path / "a\\b"
+    folder.mkdir()
+    with pytest.raises(UsageError, match="cannot hold an array: with a backslash"):
+        make_group(folder, LRS)
+    assert not (folder / "group").exists()
+
+
+def test_variables_that_differ_are_not_in_the_script(tmp_path: Path) -> None:
+    points = {index: {"launch.env": {"SAME": "1", "OWN": str(index)}} for index in range(2)}
+    group = make_group(tmp_path, points)
+    text = group.script_file.read_text()
+    assert "export SAME=1" in text
+    assert "OWN" not in text
+    assert [group.points[index].config for index in range(2)] == [{}, {"launch.env.OWN": "1"}]
+    assert group.points[1].plan == {"env.OWN": "1"}
+
+
+def test_the_record_is_what_was_asked(tmp_path: Path) -> None:
+    record = read_json(make_group(tmp_path, LRS).sweep_file)
+    assert (record["version"], record["name"], record["job_id"]) == (1, "small", "12")
+    assert record["keys"] == ["optimizer.lr"]
+    assert [point["values"] for point in record["points"]] == list(LRS.values())
+    assert record["points"][0] == {"index": 0, "values": {"optimizer.lr": 0.1}}
+
+
+def test_no_secret_reaches_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh12345")
+    with pytest.raises(UsageError, match=r"the value of HF_TOKEN would be written into .*sweep\.json"):
+        make_group(tmp_path, {0: {"launch.env": {"X": "1"}}, 1: {"launch.env": {"X": "hf_abcdefgh12345"}}})
+    assert not (tmp_path / "group").exists()
+
+
+def test_a_folder_that_is_taken(tmp_path: Path) -> None:
+    group = make_group(tmp_path, LRS)
+    before = group.sweep_file.read_bytes()
+    with pytest.raises(UsageError, match="already holds a group of runs"):
+        make_group(tmp_path, LRS)
+    assert group.sweep_file.read_bytes() == before
+
+
+def test_the_same_script_whenever_it_is_asked_for(tmp_path: Path) -> None:
+    points = planned(tmp_path, LRS)
+    group = create_group(points, "0-2", tmp_path / "group", ["trainkit"], lambda run: None)
+    assert group_script(group, points, "0-2", None).text == group.script_file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"),
+    [
+        (SlurmRefused("no"), False),
+        (SlurmUnreachable("away"), False),
+        (SlurmUnreachable("lost", may_have_arrived=True), True),
+    ],
+)
+def test_a_group_that_slurm_does_not_take_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, is_kept: bool
+) -> None:
+    group = make_group(tmp_path, LRS, job_id=None)
+
+    def refuse(*args: object, **more: object) -> str:
+        raise error
+
+    monkeypatch.setattr(sweep, "submit_script", refuse)
+    with pytest.raises(type(error)):
+        submit_group(group)
+    assert group.path.exists() == is_kept
+
+
+def test_ten_thousand_points_are_four_files(tmp_path: Path) -> None:
+    (point,) = planned(tmp_path, {0: {"seed": 0}})
+    many = [sweep.PlannedPoint(index, {"seed": index}, point.config, point.plan) for index in range(10_000)]
+    group = create_group(many, "0-9999", tmp_path / "group", ["trainkit"], lambda run: None)
+    assert len(list(group.path.iterdir())) == 4
+    assert len(json.loads(group.sweep_file.read_text())["points"]) == 10_000

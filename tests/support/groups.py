@@ -1,0 +1,54 @@
+"""Groups of runs as `trainkit submit --sweep` leaves them, without a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainkit.config import LoadedConfig, load_config
+from trainkit.plan.cluster import Cluster, Target
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.machine import Machine
+from trainkit.plan.make_plan import make_plan
+from trainkit.rungroup import RunGroup
+from trainkit.submit.sweep import PlannedPoint, check_points, create_group
+
+SUBMITTED_AT = "2026-01-01T00:00:00.000Z"
+CONFIG = """
+name: small
+device: cpu
+train: {device_batch_size: 1, global_batch_size: 8}
+"""
+LOGIN_NODE = Machine(4, 0, (), "a login node")
+
+
+def planned(
+    folder: Path, points: dict[int, dict[str, Any]], command: tuple[str, ...] | None = None
+) -> list[PlannedPoint]:
+    """Points of a config in a folder; ConfigError and UsageError as `trainkit submit` gives them."""
+    config_file = folder / "small.yaml"
+    config_file.write_text(CONFIG)
+
+    def load(values: dict[str, Any]) -> LoadedConfig:
+        flags = {key: (f"--sweep {key}={value}", value) for key, value in values.items()}
+        return load_config(config_file, flags=flags, environ={}, cwd=folder)
+
+    def plan(loaded: LoadedConfig) -> LaunchPlan:
+        return make_plan(loaded, LOGIN_NODE, Target("sbatch", "a test", Cluster("unknown")), command)
+
+    return check_points(points, load, plan)
+
+
+def make_group(
+    folder: Path,
+    points: dict[int, dict[str, Any]],
+    job_id: str | None = "12",
+    command: tuple[str, ...] | None = None,
+    **record: Any,
+) -> RunGroup:
+    """A group at ``folder/group`` whose array is said to be a job, and what is changed in its sweep.json."""
+    array = ",".join(map(str, points))
+    argv = ["trainkit", "submit"]
+    group = create_group(planned(folder, points, command), array, folder / "group", argv, lambda run: None)
+    group.update(job_id=job_id, submitted_at=SUBMITTED_AT, **record)
+    return group
