@@ -13,7 +13,7 @@ from tests.support.groups import make_group, planned
 from trainkit.errors import ConfigError, UsageError
 from trainkit.rundir import read_json
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.submit import sweep
+from trainkit.submit import slurm_backend, sweep
 from trainkit.submit.sweep import create_group, group_script, submit_group
 
 LRS: dict[int, dict[str, Any]] = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(3)}
@@ -154,6 +154,7 @@ def test_the_same_script_whenever_it_is_asked_for(tmp_path: Path) -> None:
         (SlurmRefused("no"), False),
         (SlurmUnreachable("away"), False),
         (SlurmUnreachable("lost", may_have_arrived=True), True),
+        (OSError("disk"), False),
     ],
 )
 def test_a_group_that_slurm_does_not_take_leaves_no_trace(
@@ -164,7 +165,7 @@ def test_a_group_that_slurm_does_not_take_leaves_no_trace(
     def refuse(*args: object, **more: object) -> str:
         raise error
 
-    monkeypatch.setattr(sweep, "submit_script", refuse)
+    monkeypatch.setattr(slurm_backend, "submit_script", refuse)
     with pytest.raises(type(error)):
         submit_group(group)
     assert group.path.exists() == is_kept

@@ -16,7 +16,8 @@ from trainkit.submit.steer import write_cancelled
 def recall_job_id(group: RunGroup) -> str | None:
     """The id of a group's array, looked for where the command that submitted it never learned it."""
     if group.job_id is None:
-        found = find_marked(job_mark(RunDir(group.path), 1))
+        written = group.script_file.stat().st_mtime
+        found = find_marked(job_mark(RunDir(group.path), 1), since=written)
         if found is not None:
             group.update(job_id=found)
     return group.job_id

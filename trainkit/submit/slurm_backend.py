@@ -7,6 +7,8 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,8 @@ def start_slurm_attempt(
     A refused submission leaves no attempt behind. One whose answer was lost leaves it: the job may exist.
     """
     attempt = open_attempt(run, config_text, plan_text)
-    began = time.time()
     mark = job_mark(run, attempt.number)
-    try:
+    with removed_unless_submitted(attempt.path, mark):
         for file in (attempt.script_file, run.script_file):
             write_atomic(file, script.text)
         if backend == "submitit":
@@ -38,20 +39,31 @@ def start_slurm_attempt(
 
             job_id = submit_with_submitit(run, script, mark)
         else:
-            job_id = submit_script(
-                attempt.script_file, mark=mark, environ=os.environ, cwd=run.path, notify=_say
-            )
+            job_id = submit_file(attempt.script_file, mark, run.path)
+    entry = add_slurm_entry(run, attempt.number, job_id, reason, backend)
+    log_event(run, attempt.number, "submitted", job_id=job_id, reason=reason)
+    register(run, str(read_job(run)["name"]))
+    return entry
+
+
+def submit_file(script: Path, mark: str, cwd: Path) -> str:
+    """Submit a script once and give its job id; what takes long is said on stderr."""
+    return submit_script(script, mark=mark, environ=os.environ, cwd=cwd, notify=_say)
+
+
+@contextmanager
+def removed_unless_submitted(folder: Path, mark: str) -> Iterator[None]:
+    """Remove a folder when the job that is submitted within surely does not exist; pass the error on."""
+    began = time.time()
+    try:
+        yield
     except BaseException as error:
         arrived = isinstance(error, SlurmUnreachable) and error.may_have_arrived
         if isinstance(error, KeyboardInterrupt):
             arrived = not _taken_back(mark, began)
         if not arrived:
-            shutil.rmtree(attempt.path, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         raise
-    entry = add_slurm_entry(run, attempt.number, job_id, reason, backend)
-    log_event(run, attempt.number, "submitted", job_id=job_id, reason=reason)
-    register(run, str(read_job(run)["name"]))
-    return entry
 
 
 def _say(text: str) -> None:

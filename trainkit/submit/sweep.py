@@ -5,24 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
+from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import difference, shown, shown_value
 from trainkit.rundir import RunDir, utc_now, write_atomic, write_json
 from trainkit.rungroup import GROUP_VERSION, Point, RunGroup
-from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.submit import submit_script
 from trainkit.submit.create import new_place, write_provenance
 from trainkit.submit.index import register
 from trainkit.submit.secrets import refuse_leaks
+from trainkit.submit.slurm_backend import removed_unless_submitted, submit_file
 from trainkit.submit.slurm_script import JobScript, job_mark, script_for
 
 MAX_SHOWN = 10
@@ -200,12 +198,8 @@ def submit_group(group: RunGroup) -> str:
     Raises SlurmRefused, and SlurmUnreachable, which leaves the group when Slurm may have taken it.
     """
     mark = job_mark(RunDir(group.path), 1)
-    try:
-        job_id = submit_script(group.script_file, mark=mark, environ=os.environ, cwd=group.path)
-    except TrainkitError as error:
-        if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
-            shutil.rmtree(group.path, ignore_errors=True)
-        raise
+    with removed_unless_submitted(group.path, mark):
+        job_id = submit_file(group.script_file, mark, group.path)
     group.update(job_id=job_id, submitted_at=utc_now())
     register(RunDir(group.path), group.name)
     return job_id
