@@ -42,7 +42,7 @@ def schema_words(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         options = [schema_words(option) for option in schema["anyOf"]]
         if "allowed" in schema:
-            options[0] = schema["allowed"]
+            options = [schema["allowed"], *(word for word in options if word == "null")]
         return " or ".join(options)
     if "allowed" in schema:
         return str(schema["allowed"])

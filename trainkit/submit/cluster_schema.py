@@ -38,7 +38,9 @@ class NodesProfile(Section):
     cpus: AtLeastOne | None = Field(default=None, description="CPUs of each.")
     memory: Memory | None = Field(default=None, description="Memory of each that jobs can have.")
     gpus: dict[str, AtLeastOne] | AtLeastOne = Field(
-        default={}, description="GPUs of each by type, or their number where the cluster names no types."
+        default={},
+        description="GPUs of each by type, or their number where the cluster names no types.",
+        json_schema_extra={"allowed": 'a number, or numbers by type such as "{h100: 8}"'},
     )
     features: tuple[OneLine, ...] = list_field((), "What resources.constraint can name.")
 
