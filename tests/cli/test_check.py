@@ -26,7 +26,16 @@ def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFi
     lines = dict(line.split(": ", 1) for line in out.splitlines())
     assert lines["device"] == "device: cpu was asked for"
     assert lines["batch"] == "32 samples a step = 4 at once x 2 data-parallel x 4 accumulation"
-    assert set(lines) == {"device", "workers_per_node", "layout", "batch", "lr", "threads_per_worker"}
+    assert lines["backend"].startswith("local: ")
+    assert set(lines) == {
+        "backend",
+        "device",
+        "workers_per_node",
+        "layout",
+        "batch",
+        "lr",
+        "threads_per_worker",
+    }
     assert err == "a;b 'c.yaml: no problems\n"
 
 
@@ -93,3 +102,49 @@ def test_torch_is_never_loaded(config: str) -> None:
 def test_help_ends_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "-h"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("--set train.steps=100 --json")
+
+
+def test_what_slurm_alone_could_tell_is_not_asked_here(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", config, "--wait"]) == 2
+    assert capsys.readouterr().err.startswith("error: --wait asks Slurm, and this run would start here\n")
+
+
+def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A profile is enough to see what would be asked of a cluster that this machine does not belong to."""
+    args = ["check", config, "--cluster", "example", "--no-wait", "--set", "device=auto"]
+    assert main([*args, "--set", "train.device_batch_size=2", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["plan"]["device"], value["plan"]["world_size"]) == ("cuda", 16)
+    assert value["plan"]["slurm"]["sbatch"]["account"] == "physics"
+    assert value["config"]["launch"]["network"] == "ib"
+    assert value["origins"]["launch.network"].endswith("configs/clusters/example.yaml:19")
+    assert value["wait"] is None
+
+
+def test_problems_with_the_cluster_beside_all_others(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--cluster", "example", "--partition", "debgu", "--time", "9-0", "--set", "seed=-1"]
+    assert main(["check", config, *args[2:]]) == 2
+    assert "seed: must be" in capsys.readouterr().err
+    assert main(["check", config, *args[:6], "--set", "data.source=/nowhere"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(
+        "error: 2 problems\n\n--partition debgu: resources.partition: is debgu, and example has no"
+    )
+    assert "did you mean debug? there is gpu, cpu and debug; " in err
+    assert "data.source" in err
+
+
+def test_a_profile_that_is_wrong(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "mine.yaml").write_text("name: mine\npartition: {}\ndefaults: {sed: 3}\n")
+    assert main(["check", config, "--cluster", "mine"]) == 2
+    assert capsys.readouterr().err == (
+        "error: clusters/mine.yaml:2: partition: there is no such key\n  hint: did you mean partitions?\n"
+    )
+    (tmp_path / "clusters" / "mine.yaml").write_text("name: mine\ndefaults: {sed: 3}\n")
+    assert main(["check", config, "--cluster", "mine"]) == 2
+    assert capsys.readouterr().err == (
+        "error: clusters/mine.yaml:2: sed: there is no such key\n  hint: did you mean seed?\n"
+    )

@@ -57,9 +57,11 @@ def command(name: str | None, folder: str, as_json: bool) -> int:
     for path in kept:
         click.echo(f"{path} is there already and stays as it is{_difference(path, cluster)}", err=True)
     if not written:
+        one = len(kept) == 1
+        places = "--dir DIR" if one else "--cluster NAME and --dir DIR"
         raise UsageError(
-            f"nothing was written: {' and '.join(map(str, kept))} exist already",
-            hint="move them away, or give other places with --cluster NAME and --dir DIR",
+            f"nothing was written: {' and '.join(map(str, kept))} {'exists' if one else 'exist'} already",
+            hint=f"move {'it' if one else 'them'} away, or choose another place: {places}",
         )
     if as_json:
         value = {

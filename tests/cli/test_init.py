@@ -1,0 +1,58 @@
+"""`trainkit init` where there is no Slurm; on a cluster it is tested in tests/on_slurm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainkit.cli.main import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on a machine on which nothing of Slurm is installed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    return tmp_path
+
+
+def test_a_run_config_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "first-run.yaml\n"
+    assert err == "there is no Slurm here\n`trainkit check first-run.yaml` comes next\n"
+    assert sorted(path.name for path in folder.iterdir()) == ["first-run.yaml"]
+    assert main(["check", "first-run.yaml"]) == 0
+
+
+def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--dir", "a b", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"cluster": None, "written": ["a b/first-run.yaml"], "kept": []}
+    assert "`trainkit check 'a b/first-run.yaml'` comes next" in err
+
+
+def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "first-run.yaml").write_text("name: mine\n")
+    assert main(["init"]) == 2
+    assert capsys.readouterr().err == (
+        "there is no Slurm here\n"
+        "first-run.yaml is there already and stays as it is\n"
+        "error: nothing was written: first-run.yaml exists already\n\n"
+        "hint: move it away, or choose another place: --dir DIR\n"
+    )
+    assert (folder / "first-run.yaml").read_text() == "name: mine\n"
+
+
+def test_no_cluster_to_describe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--cluster", "west"]) == 2
+    assert "there is no Slurm here, so there is no cluster to describe as west" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
+def test_help_ends_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "-h"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("trainkit init --json")
