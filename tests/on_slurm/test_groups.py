@@ -1,0 +1,265 @@
+"""Sweeps and arrays on a real cluster: many runs, one job, and every command that takes a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.on_slurm.login import Login, settings, wait_for
+from tests.support.runs import FAST, losses
+from trainkit.job.record import read_job
+from trainkit.rundir import RunDir, read_json
+from trainkit.rungroup import RunGroup
+from trainkit.slurm.submit import write_batch_script
+
+HELD = settings("resources.extra.hold=true")
+TRAINED = ("train.steps=3", "train.eval_every=3", "checkpoint.every_steps=null")
+LISTENS = ("--", "python", "listens.py")
+SLURM_COMMANDS = ("squeue", "sacct", "scontrol", "scancel", "sinfo", "sacctmgr")
+
+
+def submit(login: Login, *args: str) -> RunGroup:
+    """The group that `trainkit submit` made."""
+    done = login.trainkit("submit", str(login.config), "--json", *args)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return RunGroup(json.loads(done.stdout)["run_dir"])
+
+
+def status(login: Login, group: RunGroup, **more: Any) -> dict[str, Any]:
+    done = login.trainkit("status", str(group.path), "--json", **more)
+    assert done.returncode == 0, done.stderr
+    value: dict[str, Any] = json.loads(done.stdout)
+    return value
+
+
+def wait_for_states(
+    login: Login, group: RunGroup, timeout_s: float = 60.0, **expected: int
+) -> dict[str, Any]:
+    """The status of a group when its points are in these states."""
+
+    def seen() -> dict[str, Any] | None:
+        now = status(login, group)
+        return now if now["states"] == expected else None
+
+    return wait_for(seen, f"{expected}, not {status(login, group)['states']}", timeout_s) or {}
+
+
+def counting_calls(login: Login) -> tuple[dict[str, str], Path]:
+    """An environment in which every command of Slurm is written down, and where."""
+    folder, log = login.folder / "counted", login.folder / "calls"
+    folder.mkdir()
+    path = login.cluster.variables["PATH"]
+    for name in SLURM_COMMANDS:
+        real = shutil.which(name, path=path)
+        script = folder / name
+        script.write_text(f'#!/bin/sh\necho {name} >> "{log}"\nexec {real} "$@"\n')
+        script.chmod(0o755)
+    return {"PATH": f"{folder}:{path}"}, log
+
+
+def test_a_sweep_trains_each_point_as_a_run_of_its_own(login: Login) -> None:
+    fast = settings(*FAST, *TRAINED)
+    args = [
+        *fast,
+        "--name",
+        "fast",
+        "--sweep",
+        "optimizer.lr=1e-3,1e-2",
+        "--sweep",
+        "train.device_batch_size=4",
+    ]
+    shown = login.trainkit("submit", str(login.config), *args, "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert "2 runs: optimizer.lr=0.001,0.01 x train.device_batch_size=4" in shown.stderr
+    assert not (login.folder / "runs").exists()
+    group = submit(login, *args)
+    assert group.job_id is not None
+    assert group.script_file.read_text() == shown.stdout
+    assert write_batch_script(group.job_id, environ=login.cluster.environ).decode() == shown.stdout
+    seen = wait_for_states(login, group, 120.0, finished=2)
+    assert [point["values"]["optimizer.lr"] for point in seen["points"]] == [1e-3, 1e-2]
+    assert [point["job_id"] for point in seen["points"]] == [f"{group.job_id}_0", f"{group.job_id}_1"]
+    assert seen["best"]["index"] == 1
+    assert seen["best"]["best"] == {
+        "metric": "val_loss",
+        "value": min(point["best"]["value"] for point in seen["points"]),
+        "step": 3,
+    }
+    here = [*fast, *settings("optimizer.lr=0.01"), "--name", "one", "--backend", "local", "--follow"]
+    alone = login.trainkit("submit", str(login.config), *here, timeout_s=120.0)
+    assert alone.returncode == 0, alone.stderr
+    assert losses(group.run(1).path) == pytest.approx(
+        losses(Path(alone.stdout.splitlines()[0])), rel=0, abs=1e-6
+    )
+    assert losses(group.run(0).path) != losses(group.run(1).path)
+    table = login.trainkit("status", "fast").stdout
+    assert "runs        2: 2 finished" in table
+    (row,) = [line for line in login.trainkit("status").stdout.splitlines() if line.startswith("fast")]
+    assert "2 finished" in row
+    assert "finished after step 3 of 3" in login.trainkit("logs", "fast/1").stdout
+
+
+def test_a_point_is_steered_alone(login: Login) -> None:
+    group = submit(login, "--array", "3-5", *LISTENS)
+    runs = {index: group.run(index) for index in (3, 4, 5)}
+    for run in runs.values():
+        login.wait_for_log(run, "attempt 1 rank 0")
+    assert login.trainkit("requeue", f"{group.job_id}_4").returncode == 0
+    login.wait_for_log(runs[4], "attempt 2 rank 0", attempt=2)
+    assert [run.attempt_numbers() for run in runs.values()] == [[1], [1, 2], [1]]
+    restarts = {index: login.cluster.job(f"{group.job_id}_{index}")["Restarts"] for index in runs}
+    assert restarts == {3: "0", 4: "1", 5: "0"}
+    assert {entry["job_id"] for entry in read_job(runs[4])["attempts"]} == {f"{group.job_id}_4"}
+    assert login.trainkit("cancel", "small/3", "--wait").returncode == 0
+    assert read_json(runs[3].attempt(1).end_file)["state"] == "cancelled"
+    done = login.trainkit("cancel", "small", "--wait")
+    assert done.returncode == 0, done.stderr
+    assert "2 runs are ended" in done.stderr
+    assert status(login, group)["states"] == {"cancelled": 3}
+    assert "asked by" in (runs[5].attempt(1).rank_log(0)).read_text()
+    # A point goes on as a job of its own, and the group knows.
+    again = login.trainkit("requeue", "small/5", "--json")
+    assert again.returncode == 0, again.stderr
+    own_job = json.loads(again.stdout)["job_id"]
+    login.wait_for_log(runs[5], "attempt 2 rank 0", attempt=2)
+    point = status(login, group)["points"][2]
+    assert (point["state"], point["job_id"]) == (login.status(runs[5])["state"], own_job)
+    assert login.trainkit("cancel", "small").returncode == 0
+    wait_for_states(login, group, cancelled=3)
+
+
+def test_tasks_know_their_index_and_a_limit_holds(login: Login) -> None:
+    code = "echo $SLURM_ARRAY_TASK_ID $RANK $VALUE; sleep 1"
+    values = ["--sweep", "launch.env.VALUE=a,'b c',d", "--array", "%1"]
+    group = submit(login, *values, "--", "bash", "-c", code)
+    most = 0
+
+    def all_ended() -> bool:
+        nonlocal most
+        states = status(login, group)["states"]
+        most = max(most, sum(states.get(state, 0) for state in ("starting", "running")))
+        return states == {"finished": 3}
+
+    wait_for(all_ended, "all to finish")
+    assert most == 1
+    texts = [group.run(index).attempt(1).rank_log(0).read_text() for index in range(3)]
+    assert texts == ["0 0 a\n", "1 0 b c\n", "2 0 d\n"]
+
+
+def test_points_that_wait(login: Login) -> None:
+    group = submit(login, "--array", "0-9%4", *HELD, *LISTENS)
+    assert [path.name for path in group.path.iterdir() if path.is_dir()] == ["logs"] or (
+        sorted(path.name for path in group.path.iterdir() if path.is_dir()) == ["code", "logs"]
+    )
+    text = login.trainkit("status", str(group.job_id)).stdout
+    assert f"job         {group.job_id} [0-9%4], submitted" in text
+    assert "runs        10: 10 pending" in text
+    assert "is held by its user" in text
+    run = login.trainkit("status", f"{group.job_id}_7", "--json")
+    assert (json.loads(run.stdout)["state"], json.loads(run.stdout)["name"]) == ("pending", "small/7")
+    refused = login.trainkit("logs", f"{group.path}/7")
+    assert (refused.returncode, "has no such log" in refused.stderr) == (2, True)
+    assert login.trainkit("cancel", "small/7").returncode == 0
+    assert status(login, group)["states"] == {"pending": 9, "cancelled": 1}
+    for command in ("logs", "requeue", "resume"):
+        done = login.trainkit(command, "small")
+        assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: small is a group of 10 runs")
+    done = login.trainkit("cancel", "small", "--json")
+    assert json.loads(done.stdout)["num_waiting"] == 9
+    assert status(login, group)["states"] == {"cancelled": 10}
+    assert login.jobs() == []
+
+
+def test_ten_thousand_tasks_in_two_seconds_and_two_calls(login: Login) -> None:
+    group = submit(login, "--array", "0-9999", *HELD, *LISTENS)
+    counted, log = counting_calls(login)
+    for state in ("pending", "cancelled"):
+        log.unlink(missing_ok=True)
+        began_s = time.monotonic()
+        seen = status(login, group, env=counted)
+        took_s = time.monotonic() - began_s
+        assert seen["states"] == {state: 10_000}
+        calls = Counter(log.read_text().split())
+        assert calls.total() <= 2, calls
+        assert took_s < 2.0
+        began_s = time.monotonic()
+        assert "10,000" in login.trainkit("status", env=counted).stdout
+        assert time.monotonic() - began_s < 2.0
+        login.trainkit("cancel", str(group.path))
+
+
+def test_an_array_that_is_too_large_is_refused_before_anything_is_written(login: Login) -> None:
+    done = login.trainkit("submit", str(login.config), "--array", "0,10001", *LISTENS)
+    assert done.returncode == 2
+    assert "the array ends with index 10,001, and the largest here is 10,000" in done.stderr
+    assert not (login.folder / "runs").exists()
+    assert login.jobs() == []
+
+
+def test_a_task_that_fails_before_its_run_begins(login: Login) -> None:
+    group = submit(login, "--array", "0-1", *settings("launch.setup=['echo looking; exit 9']"), *LISTENS)
+    seen = wait_for_states(login, group, died=2)
+    assert seen["points"][0]["reason"] == "Slurm says FAILED"
+    log = login.trainkit("logs", f"{group.job_id}_0", "--all").stdout
+    assert "supervisor | looking" in log
+
+
+def test_a_group_whose_job_id_was_never_learned(login: Login) -> None:
+    group = submit(login, "--array", "0-1", *HELD, *LISTENS)
+    job_id = group.job_id
+    group.update(job_id=None)
+    seen = status(login, group)
+    assert (seen["job_id"], seen["states"]) == (job_id, {"pending": 2})
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--sweep", "optimizer.lr=1,x"],
+            "point 1 (optimizer.lr=x): --sweep optimizer.lr=x: optimizer.lr: must be",
+        ),
+        (["--sweep", "seed=1,2", "--array", "0-3"], "a sweep counts its points itself"),
+        (["--array", "%4"], "but not which there are"),
+        (["--array", "0-3", "--follow"], "--follow shows one run"),
+        (["--array", "0-3", "--backend", "submitit"], "submitit has arrays of its own kind"),
+        (["--array", "0-3", "--backend", "local"], "would start on this machine"),
+    ],
+)
+def test_what_is_refused(login: Login, args: list[str], message: str) -> None:
+    done = login.trainkit("submit", str(login.config), *args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (login.folder / "runs").exists()
+
+
+def test_test_only_asks_slurm(login: Login) -> None:
+    done = login.trainkit("submit", str(login.config), "--array", "0-3", "--test-only")
+    assert done.returncode == 0, done.stderr
+    assert "to start at" in done.stdout
+    assert not (login.folder / "runs").exists()
+
+
+def test_points_without_accounting(login: Login, cluster: Cluster) -> None:
+    group = submit(login, "--array", "0-1", "--", "true")
+    wait_for_states(login, group, finished=2)
+    cluster.stop_accounting()
+    for index in (0, 1):
+        assert group.run(index).attempt(1).end_file.exists()
+    assert status(login, group)["states"] == {"finished": 2}
+
+
+def test_run_dir(login: Login) -> None:
+    folder = login.folder / "a b;'$(touch x)"
+    group = submit(login, "--array", "0-1", "--run-dir", str(folder), "--", "true")
+    assert group.path == folder
+    wait_for_states(login, group, finished=2)
+    assert RunDir(folder / "1").exists()
+    assert not (login.folder / "x").exists()
