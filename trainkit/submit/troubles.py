@@ -6,13 +6,15 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from trainkit.config.running import LaunchConfig
 from trainkit.errors import UsageError
 from trainkit.submit.containers import container_troubles
 from trainkit.submit.interpreters import Trouble, find_interpreter
 from trainkit.submit.surroundings import launch_troubles
+
+SHELLS = ("sh", "bash", "dash", "zsh")
 
 
 def command_python(launch: LaunchConfig, cwd: Path) -> tuple[str, ...]:
@@ -29,7 +31,9 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
             f"there is no program {command[0]!r} on PATH",
             hint="name it by its path, or say launch.venv, conda, modules or container in the config",
         )
-    script = next((word for word in command if word.endswith(".py")), None)
+    # What a shell is given is a program, in which a file may be named any way: `cd there && python x.py`.
+    is_shell = PurePath(command[0]).name in SHELLS
+    script = None if is_shell else next((word for word in command if word.endswith(".py")), None)
     if script is not None and launch.container is None and not (cwd / script).exists():
         raise UsageError(f"there is no {script} in {cwd}", hint="commands are started from this folder")
 

@@ -1,0 +1,127 @@
+"""``--after`` on a real cluster: a run that waits for another one, or for a group."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.on_slurm.login import BACKENDS, Login, wait_for
+from trainkit.rundir import RunDir, read_json
+from trainkit.rungroup import RunGroup
+
+WAITS = """
+import pathlib, sys, time
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
+sys.exit(int(pathlib.Path("go").read_text() or 0))
+"""
+
+
+def start_waiter(login: Login, *args: str) -> Path:
+    """The folder of a run, or of a group, whose ranks wait for a file and end with the code in it."""
+    script = login.script(WAITS, "waits.py")
+    folder = str(login.folder)
+    command = ["--no-snapshot", *args, "--", "bash", "-c", f"cd '{folder}' && python {script}"]
+    done = login.trainkit("submit", str(login.config), "--name", "first", "--json", *command)
+    assert done.returncode == 0, done.stderr
+    return Path(json.loads(done.stdout)["run_dir"])
+
+
+def let_go(login: Login, code: int) -> None:
+    partial = login.folder / "go.partial"
+    partial.write_text(str(code))
+    partial.rename(login.folder / "go")
+
+
+def state_of(login: Login, run: RunDir) -> str:
+    return str(login.status(run)["state"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_starts_when_the_other_has_finished(login: Login, backend: str) -> None:
+    first = RunDir(start_waiter(login))
+    job_id = login.job_id(first)
+    run = login.submit("--after", "first", "--name", "second", "--backend", backend, "--", "true")
+    assert login.cluster.job(login.job_id(run))["Dependency"] == f"afterok:{job_id}(unfulfilled)"
+    seen = login.status(run)
+    assert (seen["state"], seen["reason"]) == ("pending", "waits for the jobs that it depends on")
+    assert f"#SBATCH --dependency=afterok:{job_id}" in run.script_file.read_text()
+    let_go(login, 0)
+    login.finish(run)
+    assert read_json(first.attempt(1).end_file)["state"] == "finished"
+    again = login.submit("--after", "first", "--after", job_id, "--name", "third", "--", "true")
+    assert "dependency" not in again.script_file.read_text()
+    reasons = read_json(again.plan_file)["reasons"]
+    assert reasons["after"] == f"at once: first, {job_id} finished already"
+    login.finish(again)
+    # What it waited for is over: a requeue of it does not wait again.
+    assert login.trainkit("requeue", "second").returncode == 0
+    login.wait_for_end(run, attempt=2)
+    assert "dependency" not in run.attempt(2).script_file.read_text()
+
+
+def test_a_run_whose_wait_is_hopeless_says_so(login: Login) -> None:
+    start_waiter(login)
+    run = login.submit("--after", "first", "--name", "second", "--", "true")
+    let_go(login, 3)
+    seen = wait_for(
+        lambda: (found := login.status(run))["reason"] and "never" in found["reason"] and found, "the reason"
+    )
+    assert seen["state"] == "pending"
+    assert seen["reason"] == "will never start: a job that it depends on did not end as needed; cancel it"
+    refused = login.trainkit("submit", str(login.config), "--after", "first", "--", "true")
+    assert refused.returncode == 2
+    assert "error: --after first: " in refused.stderr
+    assert "is failed (a worker ended with exit code 3)" in refused.stderr
+    assert "trainkit resume" in refused.stderr
+    assert login.trainkit("cancel", "second").returncode == 0
+    assert state_of(login, run) == "cancelled"
+
+
+def test_a_run_starts_when_a_whole_group_has_finished(login: Login) -> None:
+    group = RunGroup(start_waiter(login, "--array", "0-2"))
+    run = login.submit("--after", "first", "--name", "second", "--", "true")
+    assert f"--dependency=afterok:{group.job_id}\n" in run.script_file.read_text()
+    one = login.submit("--after", "first/1", "--name", "third", "--", "true")
+    assert f"--dependency=afterok:{group.job_id}_1\n" in one.script_file.read_text()
+    many = login.trainkit("submit", str(login.config), "--after", "first", "--array", "0-1", "--", "true")
+    assert many.returncode == 0, many.stderr
+    waiting = RunGroup(many.stdout.splitlines()[0])
+    assert "waits for the jobs that it depends on" in login.trainkit("status", str(waiting.path)).stdout
+    let_go(login, 0)
+    for waiter in (run, one, waiting.run(0), waiting.run(1)):
+        login.finish(waiter)
+    assert login.trainkit("cancel", "first").returncode == 0
+    done = login.trainkit("submit", str(login.config), "--after", "first", "--dry-run", "--", "true")
+    assert "at once: first finished already" in done.stderr
+
+
+def test_a_group_of_which_a_run_failed_is_refused(login: Login) -> None:
+    script = "exit $SLURM_ARRAY_TASK_ID"
+    done = login.trainkit(
+        *("submit", str(login.config), "--name", "first", "--array", "0-2", "--", "bash", "-c", script)
+    )
+    group = RunGroup(done.stdout.splitlines()[0])
+    for index in range(3):
+        login.wait_for_end(group.run(index))
+    refused = login.trainkit("submit", str(login.config), "--after", "first", "--", "true")
+    assert refused.returncode == 2
+    named = f"{group.run(1).path} is failed, {group.run(2).path} is failed, of 3 runs"
+    assert refused.stderr.startswith(f"error: --after first: {named}\n")
+
+
+def test_a_run_that_slurm_cannot_wait_for(login: Login) -> None:
+    here = ["--backend", "local", "--name", "here"]
+    local = login.trainkit("submit", str(login.config), *here, "--", "python", "listens.py")
+    assert local.returncode == 0, local.stderr
+    refused = login.trainkit("submit", str(login.config), "--after", "here", "--", "true")
+    assert refused.returncode == 2
+    assert "runs on this machine, and Slurm cannot wait for it" in refused.stderr
+    reverse = login.trainkit("submit", str(login.config), "--after", "here", "--backend", "local")
+    assert reverse.returncode == 2
+    assert "--after lets a job wait in Slurm's queue" in reverse.stderr
+    nobody = login.trainkit("submit", str(login.config), "--after", "nobody", "--", "true")
+    assert (nobody.returncode, nobody.stderr.splitlines()[0]) == (2, "error: there is no run 'nobody'")
+    assert login.trainkit("cancel", "here", "--wait").returncode == 0
