@@ -7,12 +7,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.cluster.cluster import Cluster
-from tests.support.runs import FAST
 from trainkit.job.record import newest_entry, read_job
 from trainkit.rundir import RunDir, read_json, read_jsonl
 
@@ -36,6 +35,14 @@ sys.exit(75)
 """
 """A trainer that trains nothing: it says when it is asked to stop, and that it has saved."""
 
+DEAF = """
+import signal, time
+for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(600)
+"""
+TRAINKIT = (sys.executable, "-m", "trainkit")
 BACKENDS = ("sbatch", "submitit")
 TIMEOUT_S = 60.0
 
@@ -83,14 +90,6 @@ class Login:
         (folder / "listens.py").write_text(LISTENS)
         self.env = {"XDG_STATE_HOME": str(folder / ".state"), "XDG_CONFIG_HOME": str(folder / ".config")}
 
-    def trains(self, *pairs: str) -> Path:
-        """A config with steps of milliseconds, and what is set besides."""
-        lines = ["name: fast", "requeue: {grace_s: 20}"]
-        path = self.folder / "fast.yaml"
-        path.write_text("\n".join(lines) + "\n")
-        self.fast = settings(*FAST, *pairs)
-        return path
-
     def script(self, code: str, name: str = "script.py") -> str:
         """A Python script in the folder, by its name."""
         (self.folder / name).write_text(textwrap.dedent(code))
@@ -104,7 +103,7 @@ class Login:
         return self.cluster.run(argv, timeout_s=timeout_s, cwd=self.folder, env=env, **more)
 
     def trainkit(self, *args: str, **more: Any) -> subprocess.CompletedProcess[str]:
-        return self.run([sys.executable, "-m", "trainkit", *args], **more)
+        return self.run([*TRAINKIT, *args], **more)
 
     def start(self, argv: Sequence[str], **more: Any) -> subprocess.Popen[str]:
         """A command that goes on while the test does."""
@@ -165,6 +164,10 @@ class Login:
         value: dict[str, Any] = json.loads(done.stdout)
         return value
 
+    def job_state(self, run: RunDir) -> str:
+        """Slurm's word for what the job of a run is doing."""
+        return self.cluster.job(self.job_id(run))["JobState"]
+
     def jobs(self) -> list[str]:
         """The jobs that Slurm has in its queue."""
         return self.run(["squeue", "--noheader", "--format=%i"], check=True).stdout.split()
@@ -174,8 +177,3 @@ class Login:
         logs = sorted(run.attempts_dir.glob("*/logs/*.log"))
         texts = [f"--- {path}\n{path.read_text(errors='replace')}" for path in logs]
         return "\n".join([json.dumps(read_job(run)["attempts"]), *texts])
-
-
-def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
-    """An environment without some variables."""
-    return {name: value for name, value in environ.items() if name not in names}

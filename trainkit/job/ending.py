@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from trainkit.job.decision import COMEBACK_SIGNAL, Decision, decide
+from trainkit.job.decision import COMEBACK_SIGNAL, Decision, decide, signal_exit_code
 from trainkit.job.failures import agent_verdict, find_verdict
 from trainkit.job.outcome import Outcome
-from trainkit.job.record import find_entry, num_comebacks
+from trainkit.job.record import KILLED, is_cancelled, num_comebacks
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, read_json, utc_now, write_json
 
@@ -16,10 +16,13 @@ from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, read_jso
 def judge(attempt: AttemptDir, outcome: Outcome) -> Decision:
     """What happens after an attempt that ended so."""
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    entry = find_entry(attempt.run, attempt.number)
     request = outcome.request
-    if request == COMEBACK_SIGNAL and entry is not None and "cancelled_at" in entry:
-        request = signal.SIGTERM.name
+    if is_cancelled(attempt):
+        killed = signal_exit_code(signal.SIGKILL)
+        if request is None and killed in outcome.exit_codes:
+            return Decision("stopped", KILLED, killed)
+        if request == COMEBACK_SIGNAL:
+            request = signal.SIGTERM.name
     return decide(
         outcome.exit_codes, request, num_comebacks(attempt.run), plan.max_requeues, outcome.out_of_time
     )
@@ -32,8 +35,7 @@ def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None
     if decision.action == "failed":
         verdict = find_verdict(attempt) or agent_verdict(outcome.first_failure, decision.reason)
     state: str = "stopped" if decision.action == "requeue" else decision.action
-    entry = find_entry(run, number)
-    if state != "finished" and entry is not None and "cancelled_at" in entry:
+    if state != "finished" and is_cancelled(attempt):
         state = "cancelled"
     # The one file that tells how it ended comes first; the events follow from it.
     write_json(

@@ -24,6 +24,9 @@ PROC = Path("/proc")
 COMEBACK = "comeback"
 """The reason of an attempt that the supervisor starts itself."""
 
+KILLED = "killed by cancel --now"
+"""The reason of an end that was not to wait for anything to be saved."""
+
 
 class Liveness(str, enum.Enum):
     """Whether a process is there, as far as this host can know."""

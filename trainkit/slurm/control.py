@@ -96,12 +96,30 @@ def send_signal(
     _scancel(options, job_ids, patience_s, environ)
 
 
+def kill_step(
+    job_id: str,
+    step_id: str,
+    *,
+    patience_s: float = QUERY_PATIENCE_S,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """End a step at once. SIGKILL for a whole job is SIGTERM first, and KillWait later (30 s) SIGKILL."""
+    if not step_id.isdigit():
+        raise UsageError(f"{step_id!r} is no number of a step")
+    _scancel_these(["--signal=KILL"], [f"{checked_job_id(job_id)}.{step_id}"], patience_s, environ)
+
+
 def _scancel(
     options: list[str], job_ids: Sequence[str], patience_s: float, environ: Mapping[str, str] | None
 ) -> None:
-    if not job_ids:
-        return
-    argv = ["scancel", *options, *map(checked_job_id, job_ids)]
+    if job_ids:
+        _scancel_these(options, [checked_job_id(job_id) for job_id in job_ids], patience_s, environ)
+
+
+def _scancel_these(
+    options: list[str], names: Sequence[str], patience_s: float, environ: Mapping[str, str] | None
+) -> None:
+    argv = ["scancel", *options, *names]
     try:
         query(argv, environ=environ, patience_s=patience_s)
     except SlurmRefused as error:

@@ -15,6 +15,7 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.children import descendants, dies_with
 from trainkit.job.interpreter import module_argv
 from trainkit.job.record import (
+    KILLED,
     Liveness,
     add_entry,
     is_leaving,
@@ -131,7 +132,7 @@ def kill_job(run: RunDir, entry: dict[str, Any]) -> None:
         "state": "cancelled",
         "action": "stopped",
         "exit_code": 137,
-        "reason": "killed by cancel --now",
+        "reason": KILLED,
         "verdict": None,
         "time": utc_now(),
     }

@@ -11,10 +11,10 @@ from shlex import quote
 from typing import Any
 
 from trainkit.errors import SlurmError, TrainkitError, UsageError
-from trainkit.job.record import Liveness, is_leaving, is_slurm, newest_entry
+from trainkit.job.record import KILLED, Liveness, is_leaving, is_slurm, newest_entry
 from trainkit.job.record import liveness as local_liveness
-from trainkit.rundir import RunDir, log_event, utc_now, write_json
-from trainkit.slurm.control import Receiver, cancel, send_signal
+from trainkit.rundir import RunDir, log_event, read_json, utc_now, write_json
+from trainkit.slurm.control import Receiver, cancel, kill_step, send_signal
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
 from trainkit.submit import local
@@ -138,11 +138,24 @@ def kill(run: RunDir, entry: Mapping[str, Any]) -> None:
     if not is_slurm(entry):
         local.kill_job(run, dict(entry))
         return
-    job_id = str(entry["job_id"])
-    with contextlib.suppress(UsageError):
-        send_signal([job_id], "KILL", Receiver.ALL)
+    job_id, step_id = str(entry["job_id"]), _step_of(run, entry)
+    if step_id is not None:
+        # Slurm gives the job that it cancels SIGTERM first, and then its ranks would begin to save.
+        with contextlib.suppress(UsageError):
+            kill_step(job_id, step_id)
     cancel([job_id])
-    write_cancelled(run, entry, "killed by cancel --now")
+    write_cancelled(run, entry, KILLED)
+
+
+def _step_of(run: RunDir, entry: Mapping[str, Any]) -> str | None:
+    """The number of the step that the ranks of an attempt are; None where they have not met yet."""
+    if "step_id" in entry:
+        return str(entry["step_id"])
+    try:
+        found = str(read_json(run.attempt(entry["attempt"]).rendezvous_file)["step_id"])
+    except (OSError, ValueError, KeyError):
+        return None
+    return found
 
 
 def write_cancelled(run: RunDir, entry: Mapping[str, Any], reason: str) -> None:

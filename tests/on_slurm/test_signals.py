@@ -1,0 +1,148 @@
+"""Jobs that are told to end: they save, and come back where that is asked for. No step is done twice."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.on_slurm.login import BACKENDS, DEAF, TRAINKIT, Login, events, log_of, settings, wait_for
+from trainkit.manifest import published
+from trainkit.rundir import RunDir, read_jsonl
+
+ENDLESS = settings(
+    *("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=8"),
+    *("train.steps=1000000", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=null"),
+    *("precision.dtype=fp32", "logging.tensorboard=false"),
+)
+ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
+
+
+def steps_of(run: RunDir) -> list[tuple[int, int]]:
+    """(attempt, step) of every line of the metrics, as they were written."""
+    return [(record["attempt"], record["step"]) for record in read_jsonl(run.metrics_file)]
+
+
+def train(login: Login, *args: str) -> RunDir:
+    """A training without end that has done a few steps."""
+    run = login.submit(*ON_TWO_HOSTS, *ENDLESS, *args)
+    wait_for(lambda: len(steps_of(run)) >= 3, "the first steps")
+    return run
+
+
+def saved_step(run: RunDir) -> int:
+    """The step of the newest checkpoint; 0 while there is none."""
+    return max((checkpoint.step for checkpoint in published(run.checkpoints_dir)), default=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_preemption_that_tells_only_the_ranks_saves(login: Login, backend: str) -> None:
+    run = train(login, "--backend", backend, "--partition", "low")
+    preempting = [
+        "sbatch",
+        "--parsable",
+        "--partition=high",
+        "--nodes=4",
+        "--exclusive",
+        "--output=/dev/null",
+    ]
+    login.run([*preempting, "--wrap=sleep 1"], check=True)
+    end = login.wait_for_end(run)
+    assert (end["state"], end["reason"], end["exit_code"]) == ("stopped", "saved after SIGTERM", 75)
+    assert saved_step(run) == steps_of(run)[-1][1]
+    assert login.status(run)["state"] == "stopped"
+
+
+def test_a_requeued_job_goes_on_as_the_next_attempt(login: Login) -> None:
+    run = train(login)
+    reader = login.start([*TRAINKIT, "logs", str(run.path), "--follow"])
+    refused = login.trainkit("resume", str(run.path))
+    assert (refused.returncode, "is running as" in refused.stderr) == (2, True)
+    asked = login.trainkit("requeue", str(run.path), "--json")
+    assert json.loads(asked.stdout)["attempt"] == 2
+    wait_for(lambda: steps_of(run)[-1][0] == 2, "a step of attempt 2")
+    assert login.trainkit("cancel", str(run.path), "--wait").returncode == 0
+    assert login.wait_for_end(run, 2)["state"] == "cancelled"
+    shown, _ = reader.communicate(timeout=30)
+    assert shown == log_of(run, attempt=1) + log_of(run, attempt=2)
+    resumed = login.trainkit("resume", str(run.path))
+    assert resumed.returncode == 0, resumed.stderr
+    wait_for(lambda: steps_of(run)[-1][0] == 3, "a step of attempt 3")
+    steps = [step for _, step in steps_of(run)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert [attempt for attempt, _ in steps_of(run)] == sorted(attempt for attempt, _ in steps_of(run))
+    assert "requeue_decision" in events(run, 1)
+
+
+def test_requeue_under_submitit(login: Login) -> None:
+    run = login.submit_listeners("--backend", "submitit", *ON_TWO_HOSTS)
+    job_id = login.job_id(run)
+    assert login.trainkit("requeue", str(run.path)).returncode == 0
+    for rank in range(2):
+        login.wait_for_log(run, f"attempt 2 rank {rank}", rank, attempt=2)
+    assert login.job_id(run) == job_id
+    assert log_of(run) == "attempt 1 rank 0\nasked by SIGUSR2\n"
+    done = login.trainkit("cancel", str(run.path), "--wait")
+    assert done.returncode == 0, done.stderr
+    assert login.wait_for_end(run, 2)["state"] == "cancelled"
+    assert log_of(run, attempt=2).splitlines()[-1] == "asked by SIGTERM"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cancel_saves(login: Login, backend: str) -> None:
+    run = login.submit_listeners("--backend", backend, *ON_TWO_HOSTS)
+    done = login.trainkit("cancel", "last", "--wait")
+    assert done.returncode == 0, done.stderr
+    end = login.wait_for_end(run)
+    assert (end["state"], end["reason"]) == ("cancelled", "saved after SIGTERM")
+    assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
+    wait_for(lambda: login.jobs() == [], "an empty queue")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scancel_by_hand_saves_too(login: Login, backend: str) -> None:
+    run = login.submit_listeners("--backend", backend, *ON_TWO_HOSTS)
+    login.run(["scancel", login.job_id(run)], check=True)
+    end = login.wait_for_end(run)
+    assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cancel_now_kills(login: Login, backend: str) -> None:
+    run = login.submit_listeners("--backend", backend, *ON_TWO_HOSTS)
+    assert login.trainkit("cancel", str(run.path), "--now").returncode == 0
+    assert login.status(run)["state"] == "cancelled"
+    wait_for(lambda: login.jobs() == [], "an empty queue", 20)
+    assert login.wait_for_end(run)["state"] == "cancelled"
+    assert log_of(run) == "attempt 1 rank 0\n"
+    assert login.wait_for_end(run)["reason"] == "killed by cancel --now"
+
+
+def test_what_does_not_listen_is_killed_after_the_grace_time(login: Login) -> None:
+    deaf = login.script(DEAF)
+    run = login.submit("--set", "requeue.grace_s=1", *ON_TWO_HOSTS, "--", "python", deaf)
+    login.wait_for_log(run, "deaf")
+    login.trainkit("cancel", str(run.path))
+    end = login.wait_for_end(run)
+    assert end["state"] == "cancelled"
+    assert end["reason"].startswith("killed: not all workers ended within the grace time")
+    assert end["verdict"] is None
+
+
+def test_cancel_of_a_job_that_waits(login: Login) -> None:
+    run = login.submit("--set", "resources.extra.hold=true", "--", "python", "listens.py")
+    assert login.status(run)["state"] == "pending"
+    done = login.trainkit("cancel", str(run.path))
+    assert "is taken out of the queue" in done.stderr
+    assert login.jobs() == []
+    assert login.status(run)["state"] == "cancelled"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cancel_of_a_job_that_just_starts(login: Login, backend: str) -> None:
+    run = login.submit("--backend", backend, *ON_TWO_HOSTS, "--", "python", "listens.py")
+    wait_for(lambda: login.job_state(run) == "RUNNING", "the start of the job")
+    done = login.trainkit("cancel", str(run.path), "--wait")
+    assert done.returncode == 0, done.stderr + login.told_by(run)
+    assert login.wait_for_end(run)["state"] == "cancelled"
+    wait_for(lambda: login.jobs() == [], "an empty queue", 20)
