@@ -1,0 +1,321 @@
+"""`check`, `submit` and `init` on a real cluster: what they know of it, and what Slurm says to that."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.config_files import MEM_MB
+from tests.on_slurm.login import Login
+from trainkit.rundir import RunDir
+from trainkit.slurm.discover import NODES_ARGV, PARTITIONS_ARGV
+from trainkit.slurm.glance import parse_assoc_mgr
+
+QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs/quickstart.yaml")
+
+
+def profile_of(login: Login) -> Path:
+    return login.folder / ".config" / "trainkit" / "clusters" / f"{login.cluster.name}.yaml"
+
+
+@pytest.fixture(params=["asked", "profile"])
+def knowing(request: pytest.FixtureRequest, login: Login) -> Login:
+    """The cluster as Slurm tells it each time, and as its profile does."""
+    if request.param == "profile":
+        done = login.trainkit("init")
+        assert done.returncode == 0, done.stderr
+    return login
+
+
+def problems(login: Login, *args: str) -> list[str]:
+    """What `submit` refuses, in lines; `check` says the same, and nothing is made."""
+    before = sorted(login.folder.rglob("*"))
+    said = [login.trainkit(command, QUICKSTART, *args) for command in ("submit", "check")]
+    assert [done.returncode for done in said] == [2, 2], said[0].stdout + said[0].stderr
+    assert said[0].stderr == said[1].stderr
+    assert sorted(login.folder.rglob("*")) == before
+    assert login.jobs() == []
+    return [line for line in said[0].stderr.removeprefix("error: ").splitlines() if not line.startswith("  ")]
+
+
+def test_everything_that_slurm_takes_and_never_starts(knowing: Login) -> None:
+    args = ["--partition", "debug", "--nodes", "2", "--time", "00:10:00", "--set", "device=cpu"]
+    assert problems(knowing, *args) == [
+        "2 problems",
+        "",
+        "--time 00:10:00: resources.time: is 00:10:00, but partition debug allows at most 00:05:00",
+        "--nodes 2: resources.nodes: is 2, but a job in partition debug has at most 1",
+    ]
+    options = ["--partition=debug", "--time=10", "--nodes=1", "--test-only", "--wrap=true"]
+    assert knowing.run(["sbatch", *options]).returncode == 0  # as Slurm sees it nothing is wrong
+
+
+@pytest.mark.parametrize(
+    ("args", "problem", "hint"),
+    [
+        (
+            ("--partition", "hgih"),
+            "--partition hgih: resources.partition: is hgih, and {name} has no such partition",
+            "did you mean high? there is low, high and debug",
+        ),
+        (
+            ("--account", "reserch"),
+            "--account reserch: resources.account: is reserch, and you have no such account on {name}",
+            "did you mean research? you have ",
+        ),
+        (
+            ("--qos", "shrt"),
+            "--qos shrt: resources.qos: is shrt, and {name} has no such QOS",
+            "did you mean short? there is normal and short",
+        ),
+        (
+            ("--qos", "short", "--time", "20"),
+            "--time 20: resources.time: is 20, but QOS short allows at most 00:10:00",
+            "--time 00:10:00 fits",
+        ),
+        (
+            ("--time", "1-00:00:01"),
+            "--time 1-00:00:01: resources.time: is 1-00:00:01, but partition low allows at most 1-00:00:00",
+            "--time 1-00:00:00 fits",
+        ),
+        (
+            ("--gpus-per-node", "8"),
+            "--gpus-per-node 8: resources.gpus_per_node: is 8, but the nodes of partition low have at most 4 "
+            "GPUs",
+            "--nodes 2 --gpus-per-node 4 has as many",
+        ),
+        (
+            ("--set", "resources.gpu_type=h10"),
+            "--set resources.gpu_type=h10: resources.gpu_type: is h10, and no node of partition low has "
+            "such a GPU",
+            "did you mean h100? they have h100",
+        ),
+        (
+            ("--set", "resources.cpus_per_gpu=3"),
+            "--set resources.cpus_per_gpu=3: resources.cpus_per_gpu: is 3: 4 x 3 = 12 CPUs a node, but the "
+            "nodes of partition low have 8",
+            "",
+        ),
+        (
+            ("--set", "resources.mem=63G"),
+            f"--set resources.mem=63G: resources.mem: is 63G, but the nodes of partition low have {MEM_MB}M",
+            "",
+        ),
+        (
+            ("--nodes", "8", "--set", "train.global_batch_size=null"),
+            "--nodes 8: resources.nodes: is 8, but partition low has 4 nodes",
+            "",
+        ),
+        (
+            ("--constraint", "rack1", "--nodes", "4", "--set", "train.global_batch_size=null"),
+            "--nodes 4: resources.nodes: is 4, but partition low has 2 nodes with 4 GPUs and 8 CPUs and "
+            "rack1",
+            "",
+        ),
+        (
+            ("--constraint", "rakc1"),
+            "--constraint rakc1: resources.constraint: names rakc1, and no node of partition low has that "
+            "feature",
+            "did you mean rack1? they have rack1 and rack2",
+        ),
+    ],
+)
+def test_one_thing_too_much(login: Login, args: Sequence[str], problem: str, hint: str) -> None:
+    done = login.trainkit("submit", QUICKSTART, *args)
+    assert done.returncode == 2
+    first, _, second = done.stderr.partition("\n  hint: ")
+    assert first.rstrip("\n") == "error: " + problem.format(name=login.cluster.name)
+    assert second.startswith(hint)
+    assert not (login.folder / "runs").exists()
+
+
+def test_a_node_is_taken_as_it_is(knowing: Login) -> None:
+    done = knowing.trainkit("submit", QUICKSTART, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    asked = {"--gpus-per-node=4", "--ntasks-per-node=4", "--cpus-per-task=2"}
+    assert asked <= {line.removeprefix("#SBATCH ") for line in done.stdout.splitlines()}
+    assert "cuda: the nodes of partition low have 4 GPUs" in done.stderr
+    source = str(profile_of(knowing).relative_to(knowing.folder))
+    expected = (
+        f"{source}, because slurm.conf" if profile_of(knowing).exists() else "no profile of it, so Slurm was"
+    )
+    assert expected in done.stderr
+
+
+def test_the_time_that_the_partition_gives(knowing: Login) -> None:
+    done = knowing.trainkit("submit", QUICKSTART, "--set", "resources.time=null", "--dry-run")
+    assert "00:10:00: resources.time is null, and partition low gives that as its default" in done.stderr
+    assert "#SBATCH --time" not in done.stdout
+    assert "#SBATCH --signal=USR2@120\n" in done.stdout
+
+
+def test_when_it_would_start(knowing: Login) -> None:
+    fills = ["--nodes=4", "--exclusive", "--time=60", "--partition=high", "--wrap=sleep 600"]
+    job = knowing.run(["sbatch", "--parsable", *fills], check=True).stdout.strip()
+    knowing.cluster.wait_for_job(job, "RUNNING")
+    done = knowing.trainkit("check", QUICKSTART, "--nodes", "2", "--set", "device=cpu", "--time", "20")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.partition("\n\n")[2].splitlines()
+    assert [line.split("  ")[0] for line in table] == ["partition", "low (asked for)", "high", "debug"]
+    assert re.search(r"  in (1 h|59 min|58 min).* \(\d{4}-", table[1])
+    assert "no " in table[3]
+    assert "resources.time: is 20, but partition debug allows at most 00:05:00" in table[3]
+    args = ["--set", "device=cpu", "--time", "5", "--json"]
+    value = json.loads(knowing.trainkit("check", QUICKSTART, *args).stdout)
+    assert [(item["partition"], item["is_asked"]) for item in value["wait"]] == [
+        *(("low", True), ("high", False), ("debug", False))
+    ]
+    assert value["wait"][0]["start_time"].endswith("+00:00")
+
+
+def test_what_slurm_would_not_take(login: Login) -> None:
+    done = login.trainkit("check", QUICKSTART, "--set", "resources.reservation=nope")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: Slurm would not take the job: ")
+    assert "reservation" in done.stderr
+    assert (
+        login.trainkit("check", QUICKSTART, "--set", "resources.reservation=nope", "--no-wait").returncode
+        == 0
+    )
+
+
+def test_nodes_out_of_service_are_no_problem_of_the_config(knowing: Login) -> None:
+    name = knowing.cluster.hosts[0]
+    knowing.run(["scontrol", "update", f"nodename={name}", "state=drain", "reason=test"], check=True)
+    args = ["--partition", "debug", "--time", "5", "--set", "device=cpu"]
+    done = knowing.trainkit("check", QUICKSTART, *args)
+    assert done.returncode == 0, done.stderr
+    assert "not now: 1 of its 1 nodes are out of service" in done.stdout
+
+
+def test_slurm_that_is_away(login: Login) -> None:
+    login.cluster.stop_slurmctld()
+    done = login.trainkit("check", QUICKSTART, "--set", "device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert "cluster: unknown: Slurm did not answer" in done.stdout
+    assert "when it would start is not known: Slurm did not answer" in done.stderr
+    for args in (["--wait", "--set", "device=cpu"], []):
+        done = login.trainkit("check", QUICKSTART, *args)
+        assert done.returncode == 3, done.stdout
+    assert done.stderr.startswith(
+        "error: device is auto, but what the nodes of this cluster have is not known"
+    )
+    assert login.trainkit("init").returncode == 3
+    assert list(login.folder.glob("**/first-run.yaml")) == []
+
+
+def test_init(login: Login) -> None:
+    done = login.trainkit("init")
+    assert done.returncode == 0, done.stderr
+    profile = profile_of(login)
+    assert done.stdout.splitlines() == [str(profile), "first-run.yaml"]
+    assert "low (default)  4      4 h100, 8 CPUs, 64000M  1-00:00:00" in done.stderr
+    assert "accounts: research (default)" in done.stderr
+    assert login.trainkit("check", "first-run.yaml").returncode == 0
+    run = (
+        login.submit("first-run.yaml", "--set", "train.steps=2", "--set", "device=cpu", config=None)
+        if 0
+        else None
+    )
+    assert run is None
+
+
+def test_the_first_run_runs_as_it_is_but_for_the_gpus_that_are_none(login: Login) -> None:
+    assert login.trainkit("init").returncode == 0
+    short = ("train.steps=2", "train.eval_every=null", "device=cpu", "model.preset=nano", "data.seq_len=32")
+    options = [word for pair in short for word in ("--set", pair)]
+    done = login.trainkit("submit", "first-run.yaml", "--json", *options)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(json.loads(done.stdout)["run_dir"])
+    login.finish(run)
+    assert login.cluster.job(login.job_id(run))["Partition"] == "low"
+
+
+def test_init_again(login: Login) -> None:
+    assert login.trainkit("init").returncode == 0
+    texts = {path: path.read_text() for path in (profile_of(login), login.folder / "first-run.yaml")}
+    done = login.trainkit("init")
+    assert done.returncode == 2
+    assert f"{profile_of(login)} is there already and stays as it is\n" in done.stderr
+    assert done.stderr.endswith("choose another place: --cluster NAME and --dir DIR\n")
+    profile_of(login).write_text(
+        texts[profile_of(login)].replace("max_time: '12:00:00'", "max_time: '13:00:00'")
+    )
+    done = login.trainkit("init", "--dir", "other")
+    assert done.returncode == 0
+    assert done.stdout == "other/first-run.yaml\n"
+    assert "although it is not what Slurm says now: partition high\n" in done.stderr
+    checked = login.trainkit("check", "other/first-run.yaml")
+    assert "the profile is not what Slurm says now: partition high; " in checked.stderr
+    done = login.trainkit("init", "--cluster", "mine", "--dir", "third", "--json")
+    assert [Path(path).name for path in json.loads(done.stdout)["written"]] == ["mine.yaml", "first-run.yaml"]
+    assert (login.folder / "first-run.yaml").read_text() == texts[login.folder / "first-run.yaml"]
+
+
+def test_defaults_of_the_profile_reach_the_job(login: Login) -> None:
+    assert login.trainkit("init").returncode == 0
+    text = profile_of(login).read_text()
+    text = text.replace("    env: {}", "    env: {SITE: 'a b', OTHER: '1'}").replace(
+        "  # resources:\n", "  resources: {account: teaching}\n"
+    )
+    profile_of(login).write_text(text)
+    script = (
+        "import os; print('found', os.environ['SITE'], os.environ['OTHER'], os.environ['SLURM_JOB_ACCOUNT'])"
+    )
+    args = ["--set", "launch.env={OTHER: '2'}", "--", "python", login.script(script)]
+    run = login.submit(*args)
+    login.finish(run)
+    login.wait_for_log(run, "found a b 2 teaching")
+
+
+def test_without_accounting(cluster_without_accounting: Cluster, tmp_path: Path) -> None:
+    login = Login(cluster_without_accounting, tmp_path)
+    done = login.trainkit("init")
+    assert done.returncode == 0, done.stderr
+    assert "accounts: not checked" in done.stderr
+    assert (
+        login.trainkit("check", "first-run.yaml", "--account", "any", "--qos", "any", "--no-wait").returncode
+        == 0
+    )
+    assert problems(login, "--partition", "hgih")
+
+
+def test_asking_costs_little(login: Login) -> None:
+    """What a submission asks takes about as long as the slowest of its questions alone."""
+    code = """
+        import time
+        from trainkit.slurm.client import run_slurm
+        from trainkit.slurm.glance import glance
+
+        def least(call):
+            times = []
+            for _ in range(10):
+                begin = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - begin)
+            return min(times)
+
+        one = least(lambda: run_slurm(["sinfo", "--all"], 10))
+        print(one, least(lambda: glance(with_accounts=True)))
+    """
+    done = login.run([sys.executable, login.script(code)], check=True)
+    one, all_of_them = map(float, done.stdout.split())
+    assert all_of_them < 0.05 + 2 * one
+
+
+def test_an_ordinary_user_is_told_as_much(login: Login) -> None:
+    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    for question in (NODES_ARGV, PARTITIONS_ARGV):
+        assert login.run([*nobody, *question], check=True).stdout == login.run(question).stdout
+    assert "ClusterName" in login.run([*nobody, "scontrol", "show", "config"], check=True).stdout
+    argv = ["scontrol", "--oneliner", "show", "assoc_mgr", "users=root", "flags=assoc,qos"]
+    associations, qos = parse_assoc_mgr(login.run([*nobody, *argv], check=True).stdout, "root")
+    assert {item.account for item in associations} >= {"research", "teaching"}
+    assert [item.account for item in associations if item.is_default] == ["research"]
+    assert ("short", 600) in [(item.name, item.max_time_s) for item in qos]
