@@ -76,9 +76,9 @@ def find_slurm_place(environ: Mapping[str, str] = os.environ) -> SlurmPlace | No
     """
     if why_no_task(environ) is not None:
         return None
-    if int(environ.get("SLURM_HET_SIZE") or 1) > 1:
+    if int(environ.get("SLURM_HET_SIZE") or 1) > 1 and not _is_in_one_component(environ):
         raise UsageError(
-            "this is a component of a heterogeneous job, which trainkit cannot train across",
+            "this step spans components of a heterogeneous job, which trainkit cannot train across",
             hint="ask for nodes of one kind, or start the ranks in one component with srun --het-group=0",
         )
     tasks = tuple(tasks_per_node(_text(environ, "SLURM_STEP_TASKS_PER_NODE")))
@@ -105,6 +105,16 @@ def find_slurm_place(environ: Mapping[str, str] = os.environ) -> SlurmPlace | No
             hint="variables of another job may have been exported into this one",
         )
     return place
+
+
+def _is_in_one_component(environ: Mapping[str, str]) -> bool:
+    """Whether the step of a heterogeneous job is on nodes of one component: then it is like any other."""
+    hosts = expand_hosts(_text(environ, "SLURM_STEP_NODELIST"))
+    components = [
+        expand_hosts(nodes) for name, nodes in environ.items() if name.startswith("SLURM_NODELIST_HET_GROUP_")
+    ]
+    # Components can share a node; a step across them then names it twice.
+    return len(set(hosts)) == len(hosts) and any(set(hosts) <= set(nodes) for nodes in components)
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:
