@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -268,11 +268,14 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def best_result(run: RunDir) -> dict[str, Any] | None:
-    """The lowest validation loss of a run as ``metric, value, step``; without one, its newest loss."""
+def best_result(run: RunDir, events: Iterable[dict[str, Any]] | None = None) -> dict[str, Any] | None:
+    """The lowest validation loss of a run as ``metric, value, step``; without one, its newest loss.
+
+    `events` are all of the run's for who has read them already.
+    """
     evaluated = [
         record
-        for record in read_jsonl(run.events_file)
+        for record in (read_jsonl(run.events_file) if events is None else events)
         if record.get("event") == "evaluated" and isinstance(record.get("val_loss"), (int, float))
     ]
     if evaluated:

@@ -12,9 +12,8 @@ from datetime import datetime
 from typing import Any
 
 from trainkit.observe.status import attempt_state, seconds_between
-from trainkit.observe.tail import last_records
 from trainkit.plan.sweep import shown
-from trainkit.rundir import best_result
+from trainkit.rundir import best_result, read_jsonl
 from trainkit.rungroup import Point, RunGroup, is_index
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -22,7 +21,6 @@ from trainkit.slurm.states import JobState
 NUM_READERS = 8
 """Points read at a time: a network filesystem takes a millisecond for each file."""
 POINTS_A_READER = 100
-RECENT_EVENTS = 50
 FAILED = ("failed", "died", "unknown")
 """States that somebody has to look at, the worst first."""
 ORDER = (
@@ -145,18 +143,22 @@ class GroupLook:
 
     def _point_status(self, look: PointLook, jobs: Mapping[str, JobInfo] | None) -> PointStatus:
         run = self.group.run(look.point.index)
-        state, reason = self._state(look, jobs)
+        # Read once: of those that run there can be many.
+        events = list(read_jsonl(run.events_file)) if look.entry and not look.is_over else []
+        state, reason = self._state(look, jobs, events)
         return PointStatus(
             index=look.point.index,
             values=look.point.values,
             state=state,
             reason=reason,
             job_id=look.job_id,
-            best=look.end.get("best") if look.is_over else best_result(run) if look.entry else None,
+            best=look.end.get("best") if look.is_over else best_result(run, events) if look.entry else None,
             run_dir=str(run.path),
         )
 
-    def _state(self, look: PointLook, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
+    def _state(
+        self, look: PointLook, jobs: Mapping[str, JobInfo] | None, events: list[dict[str, Any]]
+    ) -> tuple[str, str | None]:
         if look.is_over:
             return str(look.end.get("state") or "unknown"), look.end.get("reason")
         if look.job_id is None:
@@ -169,9 +171,8 @@ class GroupLook:
             if alive is False and "cancelled_at" in self.group.record:
                 return "cancelled", "cancelled before it started"
             return attempt_state({"attempt": 1}, {}, alive, job, [], False)
-        run = self.group.run(look.point.index)
-        events = last_records(run.events_file, RECENT_EVENTS) if alive else []
-        return attempt_state(look.entry, look.end, alive, job, events, run.metrics_file.exists())
+        has_metrics = self.group.run(look.point.index).metrics_file.exists()
+        return attempt_state(look.entry, look.end, alive, job, events, has_metrics)
 
 
 def _look_at_points(group: RunGroup) -> list[PointLook]:
