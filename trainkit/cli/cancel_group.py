@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.errors import EXIT_FAILED, EXIT_OK
+from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from trainkit.rungroup import RunGroup
@@ -28,6 +28,11 @@ def cancel_all(group: RunGroup, now: bool, wait: bool, as_json: bool) -> int:
     from trainkit.submit.group import cancel_group, recall_job_id
 
     array = recall_job_id(group)
+    if array is None:
+        raise UsageError(
+            f"whether {group.path} was submitted is not known: its sweep.json has no job id",
+            hint="`squeue --me` lists your jobs",
+        )
     look = GroupLook(group)
     jobs = query_jobs(look.open_ids)
     status = look.status(jobs, datetime.now(timezone.utc))
