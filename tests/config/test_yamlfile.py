@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.yamlfile import read_yaml_file
+from trainkit.config.yamlfile import parse_value, read_yaml_file
 from trainkit.errors import ConfigError
 
 
@@ -109,3 +109,14 @@ def test_folder(tmp_path: Path) -> None:
     assert problem(tmp_path).endswith("this is a folder, not a file\n  hint: give a YAML file")
     (tmp_path / "a.yaml").touch()
     assert problem(tmp_path).endswith("this is a folder, not a file\n  hint: it holds a.yaml")
+
+
+@pytest.mark.parametrize("text", ["a # b", "#x", "[1, 2] # c"])
+def test_what_yaml_would_drop_on_a_command_line_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="would be a comment in YAML and get lost"):
+        parse_value(text)
+
+
+def test_a_quoted_hash_is_no_comment() -> None:
+    assert parse_value("'a # b'") == "a # b"
+    assert parse_value("a#b") == "a#b"

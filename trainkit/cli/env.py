@@ -62,6 +62,7 @@ def look() -> Found:
     Raises UsageError when variables contradict each other.
     """
     from trainkit.job.rank_env import find_rank_env
+    from trainkit.job.rendezvous import LOCAL_ADDR
     from trainkit.job.slurm_place import find_slurm_place, why_no_task
 
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
@@ -94,5 +95,5 @@ def look() -> Found:
         node_rank=place.node_rank,
         num_nodes=place.num_nodes,
         hosts=place.hosts,
-        master_addr=place.hosts[0],
+        master_addr=LOCAL_ADDR if place.num_nodes == 1 else place.hosts[0],
     )

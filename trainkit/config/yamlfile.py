@@ -49,6 +49,9 @@ def parse_value(text: str) -> Any:
         node = yaml.compose(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{text} is not a YAML value: {_reason(error)}") from None
+    rest = text[0 if node is None else node.end_mark.index :].strip()
+    if rest.startswith("#"):
+        raise ValueError(f"{rest} would be a comment in YAML and get lost; put the value into quotes")
     if node is None:
         return None
     builder = _Builder("")
