@@ -26,8 +26,9 @@ class FakeSlurm:
             "#!/bin/sh\n"
             f"here='{self.folder}'\n"
             f"n=0; [ -e '{counter}' ] && read n < '{counter}'; n=$((n + 1)); echo $n > '{counter}'\n"
-            f"exec 9>> '{self.calls_file}'; printf %s {program} >&9\n"
-            "[ $# = 0 ] || printf '\\001%s' \"$@\" >&9; printf '\\002' >&9\n"
+            # Written at once, because some are called at the same time; the dot keeps newlines at the end.
+            f"call=$(printf %s {program}; [ $# = 0 ] || printf '\\001%s' \"$@\"; printf '\\002.')\n"
+            f"printf %s \"${{call%.}}\" >> '{self.calls_file}'\n"
             f"{body}\n"
         )
         path = self.folder / "bin" / program

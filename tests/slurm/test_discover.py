@@ -15,6 +15,8 @@ from trainkit.slurm.discover import (
     parse_gpus,
     parse_node_types,
     parse_partitions,
+    parse_usable,
+    with_usable,
 )
 from trainkit.slurm.records import FIELD, RECORD
 
@@ -86,7 +88,7 @@ def test_facts(fake: FakeSlurm) -> None:
 
 def test_few_calls(fake: FakeSlurm) -> None:
     discovered(fake)
-    assert sorted(fake.programs) == ["sacctmgr", "scontrol", "scontrol", "sinfo", "srun"]
+    assert sorted(fake.programs) == ["sacctmgr", "scontrol", "scontrol", "scontrol", "sinfo", "srun"]
     assert "name=me" in next(call for call in fake.calls if call[0] == "sacctmgr")
 
 
@@ -165,3 +167,30 @@ def test_has_slurm(fake: FakeSlurm, body: str | None, answer: bool) -> None:
     if body is not None:
         fake.add("sbatch", body)
     assert has_slurm(fake.environ) is answer
+
+
+USABLE = """\
+NodeName=c1 CPUAlloc=0 CPUEfctv=30 CPUTot=32 RealMemory=128000 AllocMem=0 MemSpecLimit=8000 OS=Linux
+NodeName=g1 CPUAlloc=0 CPUTot=128 RealMemory=1000000 AllocMem=0 State=IDLE
+NodeName=down CPUTot=0 RealMemory=1
+"""
+
+
+def test_what_jobs_can_have_of_a_node() -> None:
+    assert parse_usable(USABLE) == {"c1": (30, 120000), "g1": (128, 1000000)}
+
+
+def test_one_node_of_each_kind_is_asked_what_jobs_can_have(fake: FakeSlurm) -> None:
+    fake.add("scontrol", prints(fake, "scontrol", USABLE))
+    types = with_usable(parse_node_types(NODES), fake.environ, 10)
+    assert [call[-1] for call in fake.calls] == ["c1,g1,g2"]
+    assert [(kind.cpus, kind.memory_mib) for kind in types["cpu"]] == [(30, 120000)]
+    assert [(kind.cpus, kind.memory_mib) for kind in types["gpu"]] == [(128, 1000000), (64, 500000)]
+
+
+def test_where_it_is_not_said_everything_can_be_had(fake: FakeSlurm) -> None:
+    fake.add("scontrol", "exit 1")
+    types = parse_node_types(NODES)
+    assert with_usable(types, fake.environ, 10) == types
+    assert with_usable({}, fake.environ, 10) == {}
+    assert len(fake.calls) == 1

@@ -60,6 +60,7 @@ def test_without_accounts(fake: FakeSlurm) -> None:
     assert (secret.max_cpus_per_node, secret.is_hidden) == (None, True)
     assert (seen.associations, seen.qos) == (None, None)
     assert sorted(call[:3] for call in fake.calls) == [
+        ["scontrol", "--oneliner", "show"],
         ["scontrol", "show", "config"],
         ["scontrol", "show", "partition"],
         ["sinfo", "--all", "--noheader"],
@@ -73,7 +74,7 @@ def test_with_accounts(fake: FakeSlurm) -> None:
         Association("chem", False, "gpu", (), ""),
     )
     assert seen.qos == (QosLimit("normal", None), QosLimit("brief", 600))
-    assert len(fake.calls) == 4
+    assert len(fake.calls) == 5
 
 
 def test_accounts_that_nobody_insists_on(fake: FakeSlurm) -> None:
@@ -94,7 +95,7 @@ def test_a_user_whom_accounting_does_not_show(fake: FakeSlurm) -> None:
 
 def test_all_are_asked_at_the_same_time(fake: FakeSlurm) -> None:
     slurm(fake).add("sinfo", '/bin/sleep 0.5; /bin/cat "$here/nodes"')
-    fake.add("scontrol", '/bin/sleep 0.5; /bin/cat "$here/$2"')
+    fake.add("scontrol", '[ "$1" = show ] || exit 1; /bin/sleep 0.5; /bin/cat "$here/$2"')
     begin = time.monotonic()
     assert glance(fake.environ).name == "west"
     assert time.monotonic() - begin < 0.95

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.slurm.conftest import FakeSlurm
 from trainkit.errors import UsageError
-from trainkit.slurm.hosts import expand_hosts, expand_without_slurm, tasks_per_node
+from trainkit.slurm.hosts import expand_hosts, expand_without_slurm, first_host, tasks_per_node
 
 HOST_LISTS = {
     "node1": ["node1"],
@@ -126,3 +126,12 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
 def test_no_counts(text: str) -> None:
     with pytest.raises(UsageError, match="not a list of counts"):
         tasks_per_node(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [("a", "a"), ("n[18-19,1-2],m", "n18"), ("r[02-03]n[007,9]-ib", "r02n007-ib"), ("m,n[1-2]", "m")],
+)
+def test_first_host(text: str, host: str) -> None:
+    assert first_host(text) == host
+    assert host in expand_without_slurm(text)

@@ -75,7 +75,7 @@ def test_from_slurm(slurm: FakeSlurm) -> None:
         slurm_version=(23, 11, 4),
         reason="west: there is no profile of it, so Slurm was asked (`trainkit init` writes one)",
     )
-    assert sorted(slurm.programs) == ["scontrol", "scontrol", "sinfo"]
+    assert sorted(slurm.programs) == ["scontrol", "scontrol", "scontrol", "sinfo"]
 
 
 def test_accounts_only_where_one_is_named(slurm: FakeSlurm) -> None:

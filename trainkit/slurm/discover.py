@@ -7,14 +7,17 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainkit.errors import TrainkitError
-from trainkit.slurm.client import SlurmUnreachable, plain_environ, query, run_slurm
+from trainkit.slurm.client import QUERY_TIMEOUT_S, SlurmUnreachable, plain_environ, query, run_slurm
 from trainkit.slurm.control import Version, parse_version, show_config
+from trainkit.slurm.hosts import first_host
 from trainkit.slurm.records import FIELD, RECORD, records, seconds_of
 
+MAX_KINDS = 32
+"""Of a partition: of so many the usable CPUs and memory are asked for."""
 _NODE_FIELDS = ("%R", "%D", "%c", "%m", "%T", "%N", "%G", "%f")
 # With --all: a partition that Slurm does not list can still be named by a job.
 NODES_ARGV = ("sinfo", "--all", "--noheader", "--exact", f"--format={FIELD.join(_NODE_FIELDS)}{RECORD}")
@@ -38,7 +41,9 @@ class NodeType:
     in_service: int
     """How many of them can run jobs now or later, because they are not down or drained."""
     cpus: int
+    """That jobs can have: without those that Slurm keeps for itself, where that was asked."""
     memory_mib: int
+    """As for CPUs."""
     gpus: dict[str, int]
     """How many GPUs a node has, by type; the type is empty where the site names none."""
     features: tuple[str, ...]
@@ -140,12 +145,13 @@ def has_slurm(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def cluster_facts(environ: Mapping[str, str] | None = None, user: str | None = None) -> ClusterFacts:
-    """Asks Slurm's controller three times, accounting once and srun's help once; raises SlurmUnreachable."""
+    """Asks Slurm's controller four times, accounting once and srun's help once; raises SlurmUnreachable."""
     environ = os.environ if environ is None else environ
     config = show_config(environ)
     nodes = query(NODES_ARGV, environ=environ).stdout
     listing = query(PARTITIONS_ARGV, environ=environ).stdout
-    partitions = parse_partitions(listing, parse_node_types(nodes))
+    node_types = with_usable(parse_node_types(nodes), environ, QUERY_TIMEOUT_S)
+    partitions = parse_partitions(listing, node_types)
     return ClusterFacts(
         name=config.get("ClusterName", ""),
         version=parse_version(config["SLURM_VERSION"]),
@@ -220,6 +226,53 @@ def parse_node_types(text: str) -> dict[str, tuple[NodeType, ...]]:
             hosts=f"{before.hosts},{hosts}" if before else hosts,
         )
     return {partition: tuple(kinds.values()) for partition, kinds in merged.items()}
+
+
+def with_usable(
+    node_types: Mapping[str, tuple[NodeType, ...]], environ: Mapping[str, str], timeout_s: float
+) -> dict[str, tuple[NodeType, ...]]:
+    """The nodes with the CPUs and the memory that jobs can have, of which sinfo does not tell.
+
+    One node of each kind is asked about. Where Slurm does not say, everything counts as usable.
+    """
+    hosts = {
+        _hardware(kind): first_host(kind.hosts)
+        for kinds in node_types.values()
+        for kind in kinds[:MAX_KINDS]
+        if kind.hosts
+    }
+    if not hosts:
+        return dict(node_types)
+    argv = ["scontrol", "--oneliner", "show", "node", ",".join(dict.fromkeys(hosts.values()))]
+    try:
+        usable = parse_usable(run_slurm(argv, timeout_s, environ=plain_environ(environ)))
+    except TrainkitError:
+        return dict(node_types)
+    return {
+        name: tuple(
+            replace(kind, cpus=found[0], memory_mib=found[1])
+            if (found := usable.get(hosts.get(_hardware(kind), "")))
+            else kind
+            for kind in kinds
+        )
+        for name, kinds in node_types.items()
+    }
+
+
+def _hardware(kind: NodeType) -> tuple[object, ...]:
+    return kind.cpus, kind.memory_mib, *sorted(kind.gpus.items())
+
+
+def parse_usable(text: str) -> dict[str, tuple[int, int]]:
+    """(CPUs, MiB) that jobs can have of each node in what `scontrol --oneliner show node` prints."""
+    usable = {}
+    for line in text.splitlines():
+        values = {match["name"]: match["value"] for match in _TOKEN.finditer(line)}
+        cpus = _number(values.get("CPUEfctv", "")) or _number(values.get("CPUTot", ""))
+        memory = _number(values.get("RealMemory", ""))
+        if cpus and memory and "NodeName" in values:
+            usable[values["NodeName"]] = cpus, memory - (_number(values.get("MemSpecLimit", "")) or 0)
+    return usable
 
 
 def parse_gpus(gres: str) -> dict[str, int]:

@@ -19,6 +19,7 @@ from trainkit.slurm.discover import (
     Partition,
     parse_node_types,
     parse_partitions,
+    with_usable,
 )
 
 GLANCE_TIMEOUT_S = 10.0
@@ -57,7 +58,7 @@ def glance(
     user: str | None = None,
     timeout_s: float = GLANCE_TIMEOUT_S,
 ) -> Glance:
-    """Asks Slurm's controller three or four things side by side, each once.
+    """Asks Slurm's controller three or four things side by side, each once, and then of a node of each kind.
 
     Raises SlurmUnreachable after `timeout_s`.
     """
@@ -65,7 +66,8 @@ def glance(
     questions: list[Sequence[str]] = [_CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV]
     if with_accounts:
         questions.append(["scontrol", "--oneliner", "show", "assoc_mgr", f"users={user}", "flags=assoc,qos"])
-    answers = _ask_all(questions, plain_environ(os.environ if environ is None else environ), timeout_s)
+    environ = plain_environ(os.environ if environ is None else environ)
+    answers = _ask_all(questions, environ, timeout_s)
     for answer in answers[:3]:
         if isinstance(answer, TrainkitError):
             raise answer
@@ -73,12 +75,13 @@ def glance(
     config = parse_config(settings)
     accounts = answers[3] if with_accounts else None
     associations, qos = parse_assoc_mgr(accounts, user) if isinstance(accounts, str) else ((), ())
+    node_types = with_usable(parse_node_types(nodes), environ, timeout_s)
     is_enforced = "associations" in config.get("AccountingStorageEnforce", "")
     return Glance(
         name=config.get("ClusterName", ""),
         version=parse_version(config["SLURM_VERSION"]),
         config=config,
-        partitions=tuple(parse_partitions(partitions, parse_node_types(nodes))),
+        partitions=tuple(parse_partitions(partitions, node_types)),
         associations=associations if associations and is_enforced else None,
         qos=qos or None,
     )

@@ -69,6 +69,13 @@ def _by_scontrol(text: str, environ: Mapping[str, str] | None) -> list[str]:
         return []
 
 
+def first_host(text: str) -> str:
+    """One host of a host list, the first that it names; asks nobody."""
+    _check(text)
+    item = _split_outside_brackets(text)[0]
+    return _BRACKETS.sub(lambda found: re.split(r"[-,]", found[0][1:-1])[0], item)
+
+
 def expand_without_slurm(text: str) -> list[str]:
     """`expand_hosts` by ClusterShell, one range at a time, because its sets forget the order."""
     text = text.strip()
