@@ -1,0 +1,170 @@
+"""`srun … trainkit run`, steps of every shape, and what a process in a job is."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.on_slurm.login import Login, log_of, node_logs, settings, wait_for
+from tests.support.runs import losses
+from trainkit.errors import EXIT_NO_RESTART
+from trainkit.rundir import RunDir, read_json
+
+NANO = """
+name: nano
+device: cpu
+model: {preset: nano}
+data: {seq_len: 64}
+train: {steps: 2, device_batch_size: 4, global_batch_size: 40, log_every: 1, eval_every: null}
+checkpoint: {every_steps: null}
+precision: {dtype: fp32}
+logging: {tensorboard: false}
+requeue: {grace_s: 20}
+"""
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture
+def nano(login: Login) -> Login:
+    """A config that trains for two steps, in the current folder."""
+    (login.folder / "nano.yaml").write_text(NANO)
+    return login
+
+
+def env_of(printed: str) -> list[dict[str, object]]:
+    """What every task of a step said about itself, by rank."""
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return sorted(found, key=lambda one: one["rank"])
+
+
+def test_srun_trainkit_run(nano: Login) -> None:
+    batch = settings("train.global_batch_size=32")
+    argv = ["srun", "--nodes=2", "--ntasks-per-node=4", "trainkit", "run", "nano.yaml", *batch]
+    done = nano.run(argv, TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(done.stdout.splitlines()[0])
+    assert run.path == nano.folder / "runs/nano"
+    assert "step=2/2" in done.stdout
+    assert done.stdout.count("step=1/2") == 1
+    assert list(losses(run.path)) == [1, 2]
+    assert len(list(run.attempt(1).logs_dir.glob("rank-*.log"))) == 8
+    assert read_json(run.attempt(1).end_file)["state"] == "finished"
+    assert nano.status(run)["state"] == "finished"
+    assert list((nano.folder / "runs/.steps").iterdir()) == []
+
+
+def test_nodes_with_different_numbers_of_ranks_beside_another_step(nano: Login) -> None:
+    """Five tasks on two nodes, and at the same time two on the same ones, in one allocation."""
+    script = "srun -n 5 -N 2 --overlap trainkit run nano.yaml --set name=five & "
+    script += "srun -n 2 -N 2 --overlap trainkit run nano.yaml --set name=two & wait"
+    done = nano.run(["salloc", "--nodes=3", "--ntasks=12", "bash", "-c", script], TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    five, two = (RunDir(nano.folder / "runs" / name) for name in ("five", "two"))
+    for run in (five, two):
+        assert read_json(run.attempt(1).end_file)["state"] == "finished", nano.told_by(run)
+        hosts = re.findall(r"^node \d is (\S+);", node_logs(run), re.MULTILINE)
+        assert set(hosts) == set(nano.cluster.hosts[:2])
+    assert sorted(read_json(five.plan_file)["node_sizes"]) in ([1, 4], [2, 3])
+    assert losses(five.path) == pytest.approx(losses(two.path), rel=0, abs=1e-5)
+    ports = {read_json(run.attempt(1).rendezvous_file)["port"] for run in (five, two)}
+    assert len(ports) == 2
+
+
+def test_a_config_that_is_wrong_ends_all_tasks(nano: Login) -> None:
+    argv = ["srun", "--ntasks=3", "--nodes=2", "trainkit", "run", "nano.yaml", "--set", "train.steps=none"]
+    done = nano.run(argv)
+    assert done.returncode == 2
+    assert done.stderr.count("error: --set train.steps=none") == 1
+    assert not (nano.folder / "runs").exists() or not RunDir(nano.folder / "runs/nano").exists()
+
+
+def test_what_a_process_is_in_the_batch_shell_and_in_steps(login: Login) -> None:
+    job = login.script(
+        """
+        #SBATCH --nodes=3 --ntasks=6 --ntasks-per-node=2 --output=out
+        trainkit env --json > batch
+        srun trainkit env --json > all
+        srun --nodes=2 --ntasks=2 --nodelist=$(scontrol show hostnames | tail -1) trainkit env --json > some
+        srun --ntasks=1 --nodes=1 trainkit env --json > one
+        srun --ntasks=5 --nodes=2 --overcommit trainkit env --json > uneven
+        srun --distribution=cyclic trainkit env --json > cyclic
+        touch done
+        """
+    )
+    script = login.folder / job
+    script.write_text("#!/bin/bash" + script.read_text())
+    login.run(["sbatch", job], check=True)
+    wait_for((login.folder / "done").exists, "the end of the job")
+    read = lambda name: env_of((login.folder / name).read_text())  # noqa: E731
+    [batch] = read("batch")
+    assert (batch["is_rank"], batch["rank"]) == (False, None)
+    assert "not a task of a step" in str(batch["reason"])
+    for name, sizes in (("all", [2, 2, 2]), ("some", [1, 1]), ("one", [1]), ("cyclic", [2, 2, 2])):
+        found = read(name)
+        assert [one["rank"] for one in found] == list(range(sum(sizes)))
+        assert [one["node_rank"] for one in found] == [
+            node for node, size in enumerate(sizes) for _ in range(size)
+        ]
+        first = found[0]["hosts"][0] if len(sizes) > 1 else "127.0.0.1"
+        assert {one["master_addr"] for one in found} == {first}
+        assert all(one["world_size"] == sum(sizes) and one["num_nodes"] == len(sizes) for one in found)
+    assert login.cluster.hosts[2] in read("some")[0]["hosts"]
+    uneven = read("uneven")
+    assert [one["rank"] for one in uneven] == list(range(5))
+    assert sorted(one["local_rank"] for one in uneven if one["node_rank"] == 0) in ([0, 1, 2], [0, 1, 2, 3])
+
+
+def test_a_heterogeneous_step_is_refused_and_one_component_of_it_is_not(login: Login) -> None:
+    components = ["salloc", "--ntasks=1", ":", "--ntasks=2", "srun"]
+    for command in (["env"], ["run", str(login.config)]):
+        done = login.run([*components, "--het-group=0,1", "trainkit", *command])
+        assert done.returncode == 2
+        assert "error: this step spans components of a heterogeneous job" in done.stderr
+        assert "hint: ask for nodes of one kind" in done.stderr
+    done = login.run([*components, "--het-group=1", "trainkit", "env", "--json"])
+    assert [one["world_size"] for one in env_of(done.stdout)] == [2, 2]
+    assert not (login.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("per", "written", "edited", "words"),
+    [
+        (
+            "gpu",
+            "--ntasks=4",
+            "--ntasks=3",
+            "2 nodes with 2 tasks each (--per gpu), but Slurm gave 2 nodes with 2,1 tasks",
+        ),
+        (
+            "node",
+            "--ntasks=2",
+            "--ntasks=4",
+            "2 nodes with 1 task each (--per node), but Slurm gave 2 nodes with 2 tasks each",
+        ),
+    ],
+)
+def test_a_step_that_is_not_the_plan_ends_for_good(
+    login: Login, per: str, written: str, edited: str, words: str
+) -> None:
+    """Somebody edits the srun line of the script and submits that."""
+    hold = settings("resources.extra.hold=true")
+    run = login.submit("--per", per, "--nodes", "2", "--gpus-per-node", "2", *hold, "--", "true")
+    lines = run.script_file.read_text().splitlines()
+    kept = [line for line in lines if not line.startswith("    --ntasks-per-node")]
+    assert f"    {written}" in kept
+    script = login.folder / "edited.sbatch"
+    script.write_text("\n".join(kept).replace(f"    {written}", f"    {edited} --overcommit"))
+    job_id = login.run(["sbatch", "--parsable", str(script)], check=True).stdout.strip()
+    login.run(["scancel", login.job_id(run)], check=True)
+    run.job_file.write_text(run.job_file.read_text().replace(f'"{login.job_id(run)}"', f'"{job_id}"'))
+    login.run(["scontrol", "release", job_id], check=True)
+    end = login.wait_for_end(run)
+    assert (end["state"], end["exit_code"]) == ("failed", EXIT_NO_RESTART)
+    assert words in end["verdict"]["message"]
+    assert words in node_logs(run)
+    assert log_of(run) == ""
+    wait_for(lambda: login.job_state(run) == "FAILED", "the end of the job")
+    assert login.cluster.job(job_id)["ExitCode"] == f"{EXIT_NO_RESTART}:0"
+    assert login.status(run)["verdict"]["message"] == end["verdict"]["message"]
