@@ -172,12 +172,13 @@ def test_has_slurm(fake: FakeSlurm, body: str | None, answer: bool) -> None:
 USABLE = """\
 NodeName=c1 CPUAlloc=0 CPUEfctv=30 CPUTot=32 RealMemory=128000 AllocMem=0 MemSpecLimit=8000 OS=Linux
 NodeName=g1 CPUAlloc=0 CPUTot=128 RealMemory=1000000 AllocMem=0 State=IDLE
+NodeName=g2 CPUEfctv=64 CPUTot=64 CoreSpecCount=4 ThreadsPerCore=2 RealMemory=500000
 NodeName=down CPUTot=0 RealMemory=1
 """
 
 
 def test_what_jobs_can_have_of_a_node() -> None:
-    assert parse_usable(USABLE) == {"c1": (30, 120000), "g1": (128, 1000000)}
+    assert parse_usable(USABLE) == {"c1": (30, 120000), "g1": (128, 1000000), "g2": (56, 500000)}
 
 
 def test_one_node_of_each_kind_is_asked_what_jobs_can_have(fake: FakeSlurm) -> None:
@@ -185,7 +186,7 @@ def test_one_node_of_each_kind_is_asked_what_jobs_can_have(fake: FakeSlurm) -> N
     types = with_usable(parse_node_types(NODES), fake.environ, 10)
     assert [call[-1] for call in fake.calls] == ["c1,g1,g2"]
     assert [(kind.cpus, kind.memory_mib) for kind in types["cpu"]] == [(30, 120000)]
-    assert [(kind.cpus, kind.memory_mib) for kind in types["gpu"]] == [(128, 1000000), (64, 500000)]
+    assert [(kind.cpus, kind.memory_mib) for kind in types["gpu"]] == [(128, 1000000), (56, 500000)]
 
 
 def test_where_it_is_not_said_everything_can_be_had(fake: FakeSlurm) -> None:

@@ -28,6 +28,7 @@ _OUT_OF_SERVICE = re.compile(r"down|drain|fail|maint|unk|power(?:ed_down|ing_dow
 _MODULE_SIGNS = ("MODULESHOME", "LMOD_CMD", "BASH_FUNC_module%%")
 _MODULE_FILES = (Path("/etc/profile.d/lmod.sh"), Path("/etc/profile.d/modules.sh"))
 _CONTAINER_PROGRAMS = ("apptainer", "singularity", "enroot")
+_USABLE = ("CPUTot", "CPUEfctv", "CoreSpecCount", "ThreadsPerCore", "RealMemory", "MemSpecLimit")
 _ASSOCIATION_FIELDS = "DefaultAccount,Account,Partition,QOS,DefaultQOS"
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LOCAL_TIMEOUT_S = 10.0
@@ -268,10 +269,13 @@ def parse_usable(text: str) -> dict[str, tuple[int, int]]:
     usable = {}
     for line in text.splitlines():
         values = {match["name"]: match["value"] for match in _TOKEN.finditer(line)}
-        cpus = _number(values.get("CPUEfctv", "")) or _number(values.get("CPUTot", ""))
-        memory = _number(values.get("RealMemory", ""))
-        if cpus and memory and "NodeName" in values:
-            usable[values["NodeName"]] = cpus, memory - (_number(values.get("MemSpecLimit", "")) or 0)
+        numbers = {key: _number(values.get(key, "")) or 0 for key in _USABLE}
+        # Before 22.05 CPUEfctv is not told, and after a restart with other settings it can be too large.
+        cpus = numbers["CPUTot"] - numbers["CoreSpecCount"] * (numbers["ThreadsPerCore"] or 1)
+        cpus = min(cpus, numbers["CPUEfctv"] or cpus)
+        memory = numbers["RealMemory"] - numbers["MemSpecLimit"]
+        if cpus > 0 and memory > 0 and "NodeName" in values:
+            usable[values["NodeName"]] = cpus, memory
     return usable
 
 
