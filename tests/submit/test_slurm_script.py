@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
 from trainkit.rundir import RunDir
+from trainkit.submit.containers import container_program
 from trainkit.submit.slurm_script import JobScript, job_mark, script_for
 
 LOGIN_NODE = Machine(4, 0, (), "a login node")
@@ -137,3 +139,27 @@ def test_a_template_of_the_project_takes_the_place_of_ours(tmp_path: Path) -> No
     found = script(tmp_path)
     assert found.text.startswith("#!/bin/bash\n# mine\nsrun\n")
     assert found.own_templates == (own,)
+
+
+@pytest.mark.parametrize(
+    ("has", "program", "shown"),
+    [
+        (("apptainer",), "apptainer", "    apptainer\n    exec\n"),
+        (("singularity",), "singularity", "    singularity\n    exec\n"),
+        (("pyxis", "enroot"), "pyxis", "    --container-image="),
+    ],
+)
+def test_what_the_cluster_has_runs_the_container(
+    tmp_path: Path, has: tuple[str, ...], program: str, shown: str
+) -> None:
+    config_file = tmp_path / "mine.yaml"
+    config_file.write_text("name: mine\nlaunch: {container: nvcr.io/nvidia/pytorch}\n")
+    overrides = ["device=cpu", "train.global_batch_size=null"]
+    loaded = load_config(config_file, overrides=overrides, environ={}, cwd=tmp_path)
+    target = Target("sbatch", "a test", Cluster("unknown", containers=has))
+    found = container_program(loaded.config.launch, has)
+    assert found == program
+    plan = replace(make_plan(loaded, LOGIN_NODE, target), container_program=found)
+    text = script_for(RunDir(tmp_path / "runs/mine"), 1, plan, loaded.config, tmp_path, None).text
+    assert shown in text
+    assert "\nexec python3" not in text, "the supervisor runs on the node, with the interpreter that submits"

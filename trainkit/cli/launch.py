@@ -64,13 +64,20 @@ def plan_for(
     if target.backend in ("sbatch", "submitit"):
         from trainkit.submit.troubles import find_troubles
 
-        problems = [loaded.problem(*trouble) for trouble in find_troubles(loaded.config.launch, Path.cwd())]
+        launch = loaded.config.launch
+        containers = () if target.cluster is None else target.cluster.containers
+        problems = [loaded.problem(*trouble) for trouble in find_troubles(launch, Path.cwd(), containers)]
     try:
         plan = check_config(loaded, detect_machine(), target, command, launcher, look or look_at_data)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
     if problems:
         raise ConfigError(problems)
+    if loaded.config.launch.container is not None and target.cluster is not None:
+        from trainkit.submit.containers import container_program
+
+        program = container_program(loaded.config.launch, target.cluster.containers)
+        plan = dataclasses.replace(plan, container_program=program)
     if command is None:
         return plan
     from trainkit.submit.troubles import command_python, refuse_missing

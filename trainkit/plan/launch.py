@@ -75,6 +75,8 @@ class LaunchPlan:
     """What starts the processes of `command`: ``python`` one a rank, ``torchrun`` and others one a node."""
     python: tuple[str, ...] | None = None
     """The interpreter that `launcher` runs with; None is that of the agent."""
+    container_program: str | None = None
+    """What runs `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
     slurm: SlurmRequest | None = None
     """What is asked of Slurm; None for a local job."""
     node_sizes: tuple[int, ...] | None = None

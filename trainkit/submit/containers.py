@@ -32,6 +32,18 @@ def container_runtime(launch: LaunchConfig, available: Sequence[str] = ()) -> st
     return known[0] if len(known) == 1 else None
 
 
+def container_program(launch: LaunchConfig, available: Sequence[str]) -> str | None:
+    """What runs the image: the runtime, by the older of its two names where the cluster has only that."""
+    runtime = container_runtime(launch, runtimes(available))
+    older = "singularity" in available and "apptainer" not in available
+    return "singularity" if runtime == "apptainer" and older else runtime
+
+
+def runtimes(available: Sequence[str]) -> tuple[str, ...]:
+    """The runtimes among what a cluster has; singularity is the older name of apptainer."""
+    return tuple(dict.fromkeys("apptainer" if name == "singularity" else name for name in available))
+
+
 def whole_image(image: str, runtime: str, cwd: str) -> str:
     """An image as the step can name it wherever it runs: a file's path becomes whole, a name stays.
 

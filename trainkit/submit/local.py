@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from trainkit.errors import TrainkitError, UsageError
@@ -87,17 +86,6 @@ def live_entry(run: RunDir, what: str) -> dict[str, Any] | None:
             hint=f"type `trainkit {what} {run.path}` on that host",
         )
     return entry if state is Liveness.ALIVE else None
-
-
-def refuse_live(run: RunDir, what: str) -> None:
-    """Raise UsageError when the run is running, or may be."""
-    entry = live_entry(run, what)
-    if entry is not None:
-        raise UsageError(
-            f"{run.path} is running as {entry['job_id']}",
-            hint=f"`trainkit cancel {quote(str(run.path))}` ends it; "
-            f"`trainkit requeue {quote(str(run.path))}` saves and starts it again",
-        )
 
 
 def send(entry: dict[str, Any], number: signal.Signals) -> None:

@@ -18,7 +18,6 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
 from trainkit.rundir import RunDir
 from trainkit.rungroup import RunGroup
-from trainkit.submit.containers import container_runtime
 from trainkit.submit.interpreters import find_interpreter
 from trainkit.submit.quoting import log_path, quote
 from trainkit.submit.surroundings import Surroundings, make_surroundings
@@ -107,7 +106,7 @@ def _surroundings(
         # A command may have an environment that knows nothing of trainkit; the agent has its own.
         ours: Any = {"argv": (sys.executable,), "options": PYTHON_OPTIONS}
         interpreter = replace(interpreter, **ours, host_argv=ours["argv"], host_options=ours["options"])
-    runtime = None if launch.container is None else container_runtime(launch)
+    program = plan.container_program
     workdir, python_path, folders = str(cwd), (), [str(cwd)]
     if code is not None:
         folders.append(str(code["code"]))  # of a point it lies in the folder of the group
@@ -123,7 +122,8 @@ def _surroundings(
         env=plan.env,
         python_path=python_path,
         folders=folders,
-        runtime=runtime,
+        runtime=program if program in (None, "pyxis") else "apptainer",
+        container_program=program or "apptainer",
         gpus=plan.device == "cuda",
     )
 

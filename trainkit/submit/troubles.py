@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from trainkit.config.running import LaunchConfig
 from trainkit.errors import UsageError
-from trainkit.submit.containers import container_troubles
+from trainkit.submit.containers import container_troubles, runtimes
 from trainkit.submit.interpreters import Trouble, find_interpreter
 from trainkit.submit.surroundings import launch_troubles
 
@@ -38,8 +38,11 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
         raise UsageError(f"there is no {script} in {cwd}", hint="commands are started from this folder")
 
 
-def find_troubles(launch: LaunchConfig, cwd: Path) -> Iterator[Trouble]:
-    """(key, message, hint) for everything that would fail in the job: modules, interpreter, container."""
+def find_troubles(launch: LaunchConfig, cwd: Path, containers: Sequence[str]) -> Iterator[Trouble]:
+    """(key, message, hint) for everything that would fail in the job: modules, interpreter, container.
+
+    `containers` is what the cluster has to run them with.
+    """
     yield from launch_troubles(launch)
     yield from find_interpreter(launch, sys.executable, os.environ, cwd)[1]
-    yield from container_troubles(launch, [str(cwd)], cwd=str(cwd))
+    yield from container_troubles(launch, [str(cwd)], runtimes(containers), cwd=str(cwd))
