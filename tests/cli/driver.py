@@ -10,7 +10,9 @@ real_plan_for = launch.plan_for
 
 
 def plan_for(loaded, *args, **kwargs):
-    return dataclasses.replace(real_plan_for(loaded, *args, **kwargs), command=(sys.executable, "-u", sys.argv[1]))
+    return dataclasses.replace(
+        real_plan_for(loaded, *args, **kwargs), command=(sys.executable, "-u", sys.argv[1])
+    )
 
 
 if __name__ == "__main__":
