@@ -168,7 +168,7 @@ def test_slurm_that_does_not_answer_is_not_the_fault_of_the_config(overrides: tu
 def test_thousands_of_kinds_of_nodes() -> None:
     kinds = tuple(NodeKind(1, 64, 512_000, {"h100": 8}, (f"rack{number}",)) for number in range(4096))
     cluster = replace(WEST, partitions=(replace(GPU, nodes=kinds),))
-    begin = time.perf_counter()
+    begin = time.process_time()
     made = plan("resources.nodes=4096", cluster=cluster)
     assert made.world_size == 32768
-    assert time.perf_counter() - begin < 0.5
+    assert time.process_time() - begin < 0.5

