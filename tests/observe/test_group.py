@@ -148,7 +148,7 @@ def test_json_has_everything(tmp_path: Path) -> None:
     assert (value["keys"], value["num_points"]) == (["optimizer.lr"], 4)
 
 
-@pytest.mark.parametrize("num_ended", [0, 10_000])
+@pytest.mark.parametrize("num_ended", [0, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_ten_thousand_points_are_looked_at_in_a_second(tmp_path: Path, num_ended: int) -> None:
     group = make_group(tmp_path, {0: {"seed": 0}})
     group.update(points=[{"index": index, "values": {"seed": index}} for index in range(10_000)])
