@@ -26,13 +26,18 @@ def ephemeral_range(path: str = "/proc/sys/net/ipv4/ip_local_port_range") -> tup
         return DEFAULT_EPHEMERAL
 
 
+def port_pool(ephemeral: tuple[int, int]) -> list[int]:
+    """All ports outside the ephemeral range that ranks may meet at."""
+    low, high = ephemeral
+    return [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
+
+
 def candidate_ports(job_id: str, attempt: int, ephemeral: tuple[int, int]) -> list[int]:
     """Ports outside the ephemeral range, in an order that differs from job to job and attempt to attempt.
 
     Empty when the ephemeral range leaves none.
     """
-    low, high = ephemeral
-    pool = [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
+    pool = port_pool(ephemeral)
     if not pool:
         return []
     digest = hashlib.sha256(f"{job_id}/{attempt}".encode()).digest()

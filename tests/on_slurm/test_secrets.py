@@ -1,0 +1,64 @@
+"""Secrets reach the ranks through their environment, and no file and no output on the way."""
+
+from __future__ import annotations
+
+import stat
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from tests.on_slurm.login import BACKENDS, Login, log_of
+from trainkit.slurm.submit import write_batch_script
+
+SECRETS = {"HF_TOKEN": "hf_verysecretvalue123", "WANDB_API_KEY": 'it\'s $ecret "value" é'}
+TELLS = """
+import hashlib, os, sys
+for name in ("HF_TOKEN", "WANDB_API_KEY"):
+    print(name, hashlib.sha256(os.environ[name].encode()).hexdigest())
+"""
+
+
+def files_with(folder: Path, value: str) -> list[Path]:
+    """Every file below a folder in which a value stands."""
+    needle = value.encode()
+    return [path for path in folder.rglob("*") if path.is_file() and needle in path.read_bytes()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_secrets_reach_the_ranks_and_no_file(login: Login, backend: str) -> None:
+    (login.folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in SECRETS.items()))
+    login.script(TELLS)
+    args = ["--backend", backend, "--nodes", "2", "--set", "resources.extra.hold=true"]
+    command = ["--", "python", "script.py"]
+    shown = login.trainkit("submit", str(login.config), *args, "--dry-run", *command, env=SECRETS)
+    assert shown.returncode == 0, shown.stderr
+    run = login.submit(*args, *command, env=SECRETS)
+    script = write_batch_script(login.job_id(run), environ=login.cluster.environ).decode()
+    job = login.run(["scontrol", "--details", "show", "job", login.job_id(run)], check=True).stdout
+    login.run(["scontrol", "release", login.job_id(run)], check=True)
+    login.finish(run)
+    told = "".join(f"{name} {sha256(value.encode()).hexdigest()}\n" for name, value in SECRETS.items())
+    assert [log_of(run, rank) for rank in range(2)] == [told, told]
+    for value in SECRETS.values():
+        assert files_with(run.path, value) == []
+        assert value not in shown.stdout + shown.stderr + script + job
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+
+
+def test_a_secret_on_the_command_line_is_refused(login: Login) -> None:
+    token = SECRETS["HF_TOKEN"]
+    for args in (
+        ["--set", f"launch.env.WORDS={token}", "--", "true"],
+        ["--", "python", "train.py", f"--token={token}"],
+        ["--set", f"resources.comment={token}", "--", "true"],
+        ["--set", f"launch.setup=['export T={token}']", "--", "true"],
+    ):
+        login.script("pass", "train.py")
+        done = login.trainkit("submit", str(login.config), *args, env=SECRETS)
+        assert done.returncode == 2, args
+        assert "the value of HF_TOKEN would be written into" in done.stderr
+        shown = login.trainkit("submit", str(login.config), "--dry-run", *args, env=SECRETS)
+        assert token not in done.stdout + done.stderr + shown.stdout
+    assert login.jobs() == []
+    assert files_with(login.folder, token) == []
