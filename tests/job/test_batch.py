@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from trainkit.errors import EXIT_STOPPED
 from trainkit.job import batch
 from trainkit.job.batch import supervise, take_attempt
 from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, read_job
+from trainkit.job.step_watch import StepWatch
+from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, log_event, read_json, read_jsonl, write_json
+from trainkit.slurm.client import SlurmRefused
 
 
 @pytest.fixture
@@ -104,6 +109,26 @@ def test_the_code_is_that_of_what_began_it(run: RunDir, monkeypatch: pytest.Monk
     )
     assert code == 5
     assert end["verdict"]["rank"] == 3
+
+
+def test_a_job_that_slurm_does_not_start_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(job_id: str) -> None:
+        raise SlurmRefused(f"scontrol: Job {job_id} may not be requeued")
+
+    monkeypatch.setattr(batch, "requeue", refuse)
+    told = lambda: log_event(run, 1, "signal", signal="SIGUSR2")  # noqa: E731
+    result, end = step(run, monkeypatch, f"raise SystemExit({EXIT_STOPPED})", told)
+    assert (result, end["state"], end["action"]) == (EXIT_STOPPED, "stopped", "stopped")
+    assert end["reason"] == ("saved after SIGUSR2; not started again: scontrol: Job 7 may not be requeued")
+
+
+def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepWatch, "look_every_s", 0.1)
+    plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))
+    watch = StepWatch(run.attempt(1), plan, ["sleep", "60"])
+    threading.Timer(0.3, shutil.rmtree, (run.attempt(1).path,)).start()
+    watch.work()
+    assert [code for _, code in watch.outcome.ends] == [137]
 
 
 def test_a_step_that_cannot_start(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,13 @@ def test_an_array_that_is_too_large_is_refused_before_anything_is_written(login:
     assert login.jobs() == []
 
 
+def test_an_array_that_is_too_large_is_refused_before_its_points_are_planned(login: Login) -> None:
+    began_s = time.monotonic()
+    done = login.trainkit("submit", str(login.config), "--array", "0-99999")
+    assert "the array ends with index 99,999" in done.stderr
+    assert time.monotonic() - began_s < 15  # more than 100 s with the planning
+
+
 def test_a_task_that_fails_before_its_run_begins(login: Login) -> None:
     group = submit(login, "--array", "0-1", *settings("launch.setup=['echo looking; exit 9']"), *LISTENS)
     seen = wait_for_states(login, group, died=2)

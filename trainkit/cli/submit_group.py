@@ -39,7 +39,6 @@ class Submission:
 
 def submit_many(request: ConfigRequest, group: GroupRequest, typed: Submission) -> int:
     """Submit a group, or show what would be submitted."""
-    from trainkit.submit.array_spec import refuse_too_large
     from trainkit.submit.describe import describe_plan
     from trainkit.submit.sweep import check_points
 
@@ -51,7 +50,7 @@ def submit_many(request: ConfigRequest, group: GroupRequest, typed: Submission) 
     base = request.load() if not group.sweeps else None
     seed = None if base is None or typed.command is not None else base.config.seed
     spec, values = group.points(seed)
-    planner = _Planner(request.path, typed)
+    planner = _Planner(request.path, typed, spec)
     planned = check_points(values, group.loader(request), planner)
     planned = [replace(point, plan=planner.waiting(point.plan)) for point in planned]
     click.echo(describe_plan(_common(planned), planned[0].config.name), err=True)
@@ -61,27 +60,30 @@ def submit_many(request: ConfigRequest, group: GroupRequest, typed: Submission) 
         click.echo(f"  note: of a sweep a COMMAND sees only launch.env.NAME; {hidden}", err=True)
     if typed.dry_run or typed.test_only:
         return _show(planned, spec, typed)
-    refuse_too_large(spec)
     return _submit(planned, spec, typed)
 
 
 class _Planner:
     """Plans the points one after the other; what is the same for all is looked at once."""
 
-    def __init__(self, path: str, typed: Submission) -> None:
+    def __init__(self, path: str, typed: Submission, spec: ArraySpec) -> None:
         self.path = path
         self.typed = typed
+        self.spec = spec
         self._target: Any = None
         self._looks: dict[str, Any] = {}
         self._awaited: list[str] | None = None
 
     def __call__(self, loaded: LoadedConfig) -> LaunchPlan:
         from trainkit.cli import launch
+        from trainkit.submit.array_spec import refuse_too_large
         from trainkit.submit.target import make_target
 
         if self._target is None:
             self._target = make_target(loaded)
             _refuse_other_backends(self._target.backend, self._target.reason, self.path)
+            if not self.typed.dry_run:
+                refuse_too_large(self.spec)  # before a minute is spent on planning its points
         return launch.plan_for(loaded, self.typed.command, self.typed.launcher, self._target, self._look)
 
     def _look(self, data: Any) -> Any:
@@ -152,7 +154,6 @@ def _in_words(spec: ArraySpec, points: dict[int, dict[str, Any]], is_sweep: bool
 def _show(planned: Sequence[PlannedPoint], spec: ArraySpec, typed: Submission) -> int:
     """Print the bytes that would be submitted, or what Slurm says to them."""
     from trainkit.rungroup import RunGroup
-    from trainkit.submit.array_spec import refuse_too_large
     from trainkit.submit.code import planned_code
     from trainkit.submit.create import future_run
     from trainkit.submit.slurm_backend import ask_slurm_about
@@ -163,7 +164,6 @@ def _show(planned: Sequence[PlannedPoint], spec: ArraySpec, typed: Submission) -
     code = planned_code(run, config, plan, Path.cwd())
     script = group_script(RunGroup(run.path), planned, spec.directive, code)
     if typed.test_only:
-        refuse_too_large(spec)
         click.echo(ask_slurm_about(script.text))
     else:
         click.echo(script.text, nl=False)

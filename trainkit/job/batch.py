@@ -90,8 +90,23 @@ def supervise(run: RunDir, step: Sequence[str]) -> int:
     except OSError as error:
         print(f"attempt {attempt.number}: its end could not be written ({error})", flush=True)
     if decision.action == "requeue":
+        return _come_back(attempt, outcome, decision, job_id)
+    return decision.exit_code
+
+
+def _come_back(attempt: AttemptDir, outcome: Outcome, decision: Decision, job_id: str) -> int:
+    """Have Slurm start the job again; the exit code of this start."""
+    try:
         requeue(job_id)
-        _await_slurm()
+    except TrainkitError as error:
+        # Forbidden by an administrator, or no controller for a minute: it has saved, and ends here.
+        saved = decision.reason.partition(";")[0]
+        ended = Decision("stopped", f"{saved}; not started again: {error.message}", decision.exit_code)
+        print(f"attempt {attempt.number}: {ended.action}: {ended.reason}", flush=True)
+        with contextlib.suppress(OSError):
+            write_end(attempt, outcome, ended)
+        return ended.exit_code
+    _await_slurm()
     return decision.exit_code
 
 

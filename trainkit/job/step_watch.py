@@ -65,6 +65,10 @@ class StepWatch(Crew):
         self.end_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
     def look_around(self) -> None:
+        if not self.attempt.path.is_dir():
+            # Its folder was deleted: whatever it still computes, nobody can ever find.
+            self.end_within(0.0)
+            return
         self._catch_up_on_a_cancel()
         self._end_after_a_failure()
 
