@@ -62,7 +62,12 @@ def test_byte_order_mark_and_crlf(tmp_path: Path) -> None:
         (b"a: 1\nb: [1\n", None),
         (b"a: 1\n---\nb: 2\n", None),
         (b"a: \x00\n", None),
-        (b"\ttrain: 1\n", None),
+        (b"a: @x\n", None),
+        (
+            b"train:\n\tsteps: 1\n",
+            "a.yaml:2: this is not YAML: while scanning for the next token, found character that cannot "
+            "start any token\n  hint: YAML is indented with spaces, and this line with a tab",
+        ),
         (b"seed: 1\nname: a\nseed: 2\n", "a.yaml:3: seed: the key stands here twice, first in line 1"),
         (
             b"train:\n  steps: 1\n  steps: 2\n",

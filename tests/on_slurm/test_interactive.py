@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 from tests.on_slurm.login import TRAINKIT, Login, wait_for
 from tests.on_slurm.terminal import Terminal
@@ -46,6 +47,13 @@ def test_a_shell_needs_a_terminal(login: Login) -> None:
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: there is no terminal for a shell")
     assert not (login.folder / "runs").exists()
     assert login.jobs() == []
+
+
+def test_what_a_shell_would_start_can_be_copied(login: Login) -> None:
+    done = login.trainkit("shell", "--nodes", "1", "--constraint", "rack1|rack2", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "--constraint=rack1|rack2" in shlex.split(done.stdout.splitlines()[0])
+    assert "'--constraint=rack1|rack2'" in done.stdout
 
 
 def test_attach_to_a_node_of_a_busy_job(login: Login) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -53,7 +54,7 @@ def command(
     loaded = ConfigRequest(config or str(shipped_configs() / "shell.yaml"), profile, overrides, flags).load()
     start_file = shell_start_file(loaded.config, Path.cwd())
     if dry_run:
-        click.echo(" ".join(shell_argv(loaded, "START_FILE")))
+        click.echo(shlex.join(shell_argv(loaded, "START_FILE")))
         click.echo(start_file, nl=False)
         return 0
     if not sys.stdin.isatty():

@@ -24,7 +24,8 @@ def read_yaml_file(path: Path, shown: str) -> Entry:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         origin = f"{shown}:{mark.line + 1}" if mark else shown
-        raise ConfigError([Problem("", f"this is not YAML: {_reason(error)}", origin)]) from None
+        hint = "YAML is indented with spaces, and this line with a tab" if _is_tabbed(text, mark) else ""
+        raise ConfigError([Problem("", f"this is not YAML: {_reason(error)}", origin, hint)]) from None
     except yaml.YAMLError as error:
         raise ConfigError([Problem("", f"this is not YAML: {_reason(error)}", shown)]) from None
     except RecursionError:
@@ -59,6 +60,14 @@ def parse_value(text: str) -> Any:
     if builder.problems:
         raise ValueError(builder.problems[0].message)
     return value
+
+
+def _is_tabbed(text: str, mark: yaml.Mark | None) -> bool:
+    """Whether a tab stands at the beginning of the line that a mark is in."""
+    if mark is None or mark.line >= text.count("\n") + 1:
+        return False
+    line = text.split("\n")[mark.line]
+    return "\t" in line[: len(line) - len(line.lstrip())]
 
 
 def _reason(error: yaml.YAMLError) -> str:
