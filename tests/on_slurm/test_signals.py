@@ -146,3 +146,13 @@ def test_cancel_of_a_job_that_just_starts(login: Login, backend: str) -> None:
     assert done.returncode == 0, done.stderr + login.told_by(run)
     assert login.wait_for_end(run)["state"] == "cancelled"
     wait_for(lambda: login.jobs() == [], "an empty queue", 20)
+
+
+def test_a_damaged_record_is_named(login: Login) -> None:
+    run = login.finish(login.submit("--gpus-per-node", "1", "--", "true"))
+    run.job_file.write_text("garbage")
+    done = login.trainkit("resume", str(run.path))
+    assert done.returncode == 2
+    assert f"error: {run.job_file} cannot be read" in done.stderr
+    assert login.jobs() == []
+    assert run.attempt_numbers() == [1]

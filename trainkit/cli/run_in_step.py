@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import threading
 from dataclasses import replace
@@ -43,7 +45,7 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, place: SlurmPlace) 
     try:
         announced = _make_run(request, run_dir, place)
     except TrainkitError as error:
-        announce(folder, place, {"exit_code": error.exit_code})
+        _end_the_others(folder, place, error)
         raise
     announce(folder, place, {"run_dir": str(announced.run.path), "attempt": announced.attempt})
     sys.stdout.flush()
@@ -56,6 +58,19 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, place: SlurmPlace) 
     withdraw(folder, place)
     tell_end(announced.run)
     return _quietly(exit_code_of(decision, announced.run.attempt(announced.attempt)))
+
+
+def _end_the_others(folder: Path, place: SlurmPlace, error: TrainkitError) -> None:
+    """Tell the other tasks that there is nothing to run; where no file can tell them, end the step."""
+    from trainkit.job.step_run import announce
+    from trainkit.slurm.control import kill_step
+
+    try:
+        announce(folder, place, {"exit_code": error.exit_code})
+    except OSError:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this task has still to say what is wrong
+        with contextlib.suppress(TrainkitError):
+            kill_step(place.job_id, place.step_id, "TERM")
 
 
 def _quietly(code: int) -> int:

@@ -65,5 +65,4 @@ def _deepspeed(place: RankEnv) -> tuple[str, ...]:
 
 
 _LAUNCHERS = {"torchrun": _torchrun, "accelerate": _accelerate, "deepspeed": _deepspeed}
-LAUNCHERS = ("python", *_LAUNCHERS)
 """How the processes of a command can be started."""

@@ -69,12 +69,6 @@ def liveness(entry: Mapping[str, Any]) -> Liveness:
     return Liveness.ALIVE if alive else Liveness.GONE
 
 
-def run_liveness(run: RunDir) -> Liveness:
-    """Whether the newest attempt of a run has a live supervisor."""
-    entry = newest_entry(run)
-    return Liveness.UNKNOWN if entry is None else liveness(entry)
-
-
 def _boot_id() -> str:
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()

@@ -99,14 +99,18 @@ def send_signal(
 def kill_step(
     job_id: str,
     step_id: str,
+    signal: str = "KILL",
     *,
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """End a step at once. SIGKILL for a whole job is SIGTERM first, and KillWait later (30 s) SIGKILL."""
+    """End a step at once, by SIGKILL or another signal.
+
+    SIGKILL for a whole job is SIGTERM first, and KillWait later (30 s) SIGKILL.
+    """
     if not step_id.isdigit():
         raise UsageError(f"{step_id!r} is no number of a step")
-    _scancel_these(["--signal=KILL"], [f"{checked_job_id(job_id)}.{step_id}"], patience_s, environ)
+    _scancel_these([f"--signal={signal}"], [f"{checked_job_id(job_id)}.{step_id}"], patience_s, environ)
 
 
 def _scancel(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from trainkit.config import RunConfig, dump_effective
+from trainkit.errors import UsageError
 from trainkit.job.record import next_attempt_number, read_job
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
@@ -32,6 +34,11 @@ def start_attempt(
     from trainkit.submit.slurm_script import script_for
 
     job = read_job(run)
+    if "cwd" not in job:
+        raise UsageError(
+            f"{run.job_file} cannot be read, so where the run was submitted and with which code is not known",
+            hint=f"`trainkit resume {quote(str(run.path))} --as DIR` goes on in a new folder",
+        )
     script = script_for(run, next_attempt_number(run), plan, config, Path(str(job["cwd"])), job.get("code"))
     refuse_leaks(script.text, str(run.script_file), config.launch.secrets, os.environ)
     return start_slurm_attempt(run, config_text, plan_text(plan), script, reason, plan.backend)
