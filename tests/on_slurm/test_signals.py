@@ -8,7 +8,7 @@ import pytest
 
 from tests.on_slurm.login import BACKENDS, DEAF, TRAINKIT, Login, events, log_of, settings, wait_for
 from trainkit.manifest import published
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.rundir import RunDir, read_json, read_jsonl, write_json
 
 ENDLESS = settings(
     *("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=8"),
@@ -156,3 +156,16 @@ def test_a_damaged_record_is_named(login: Login) -> None:
     assert f"error: {run.job_file} cannot be read" in done.stderr
     assert login.jobs() == []
     assert run.attempt_numbers() == [1]
+
+
+def test_a_job_whose_id_was_never_learned_is_found(login: Login) -> None:
+    run = login.submit("--gpus-per-node", "1", *settings("resources.extra.hold=true"), "--", "true")
+    job_id = login.job_id(run)
+    job = read_json(run.job_file)
+    write_json(run.job_file, {**job, "attempts": []})
+    refused = login.trainkit("resume", str(run.path))
+    assert (refused.returncode, f"is running as {job_id}" in refused.stderr) == (2, True)
+    write_json(run.job_file, {**job, "attempts": []})
+    cancelled = login.trainkit("cancel", str(run.path))
+    assert (cancelled.returncode, "is taken out of the queue" in cancelled.stderr) == (0, True)
+    assert login.jobs() == []

@@ -31,7 +31,7 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     from trainkit.rundir import read_json
     from trainkit.rungroup import RunGroup
     from trainkit.submit.index import find_run_or_group
-    from trainkit.submit.steer import kill, live_entry, tell, wait_until_gone
+    from trainkit.submit.steer import kill, live_entry, recall, tell, wait_until_gone
 
     run = find_run_or_group(run_name)
     if isinstance(run, RunGroup):
@@ -40,6 +40,7 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
         return cancel_all(run, now, wait, as_json)
     told = ""
     with run_lock(run):
+        recall(run)
         entry = live_entry(run, "cancel")
         if entry is not None:
             try:

@@ -27,12 +27,13 @@ def command(run_name: str, as_json: bool) -> int:
     from trainkit.cli.launch import print_started, started
     from trainkit.job.record import read_job, run_lock
     from trainkit.submit.index import find_run
-    from trainkit.submit.steer import live_entry, tell
+    from trainkit.submit.steer import live_entry, recall, tell
 
     run = find_run(run_name)
     job = read_job(run)
     value = {"run_dir": str(run.path), "name": job["name"]}
     with run_lock(run):
+        recall(run)
         entry = live_entry(run, "requeue")
         if entry is None:
             value |= started(_start_again(run), str(job["backend"]))

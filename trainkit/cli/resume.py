@@ -85,9 +85,10 @@ def _go_on(
     from trainkit.job.record import read_job, run_lock
     from trainkit.submit.code import renew_code
     from trainkit.submit.start import start_attempt
-    from trainkit.submit.steer import refuse_live
+    from trainkit.submit.steer import recall, refuse_live
 
     with run_lock(run):
+        recall(run)
         refuse_live(run, "resume")  # again: another command may have been faster
         if new_code:
             renew_code(run, loaded.config, plan)

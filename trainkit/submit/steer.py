@@ -11,12 +11,21 @@ from shlex import quote
 from typing import Any
 
 from trainkit.errors import SlurmError, TrainkitError, UsageError
-from trainkit.job.record import KILLED, Liveness, is_leaving, is_slurm, newest_entry
+from trainkit.job.record import (
+    KILLED,
+    Liveness,
+    add_slurm_entry,
+    find_entry,
+    is_leaving,
+    is_slurm,
+    newest_entry,
+)
 from trainkit.job.record import liveness as local_liveness
 from trainkit.rundir import RunDir, log_event, read_json, utc_now, write_json
 from trainkit.slurm.control import Receiver, cancel, kill_step, send_signal
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
+from trainkit.slurm.submit import find_marked
 from trainkit.submit import local
 
 ASK_EVERY_S = 10.0
@@ -101,6 +110,23 @@ def live_entry(run: RunDir, what: str) -> dict[str, Any] | None:
     if entry is None or not is_slurm(entry):
         return local.live_entry(run, what)
     return entry if liveness(entry) is Liveness.ALIVE else None
+
+
+def recall(run: RunDir) -> None:
+    """Find the job of the newest attempt where the command that submitted it never learned its id.
+
+    Writes it into job.json; call with the lock held. Raises SlurmUnreachable when nobody can tell.
+    """
+    attempt = run.attempt(max(run.attempt_numbers(), default=0))
+    if not attempt.script_file.exists() or attempt.end_file.exists() or find_entry(run, attempt.number):
+        return
+    from trainkit.submit.slurm_script import job_mark
+
+    written = attempt.script_file.stat().st_mtime
+    job_id = find_marked(job_mark(run, attempt.number), since=written)
+    if job_id is not None:
+        backend = str(read_json(attempt.plan_file)["backend"])
+        add_slurm_entry(run, attempt.number, job_id, "submit", backend)
 
 
 def refuse_live(run: RunDir, what: str) -> None:
