@@ -97,7 +97,7 @@ def command(
 
 def _show(loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, test_only: bool) -> int:
     """Print the bytes that would be submitted, or what Slurm says to them."""
-    from trainkit.submit.create import future_run, plan_text
+    from trainkit.submit.create import config_text, future_run, plan_text
 
     if plan.backend == "local":
         if test_only:
@@ -111,7 +111,9 @@ def _show(loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, test_only
     run = future_run(loaded.config.name, None if run_dir is None else Path(run_dir))
     code = planned_code(run, loaded.config, plan, Path.cwd())
     script = script_for(run, 1, plan, loaded.config, Path.cwd(), code)
-    refuse_leaks(script.text, "the script", loaded.config.launch.secrets, os.environ)
+    texts = {"the script": script.text, "plan.json": plan_text(plan), "config.yaml": config_text(loaded)}
+    for where, text in texts.items():
+        refuse_leaks(text, where, loaded.config.launch.secrets, os.environ)
     if not test_only:
         click.echo(script.text, nl=False)
         return EXIT_OK

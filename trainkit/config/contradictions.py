@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import Problem
@@ -24,7 +25,10 @@ def _secrets(loaded: LoadedConfig) -> Iterator[Problem]:
         if name in launch.secrets or LOOKS_SECRET.search(name):
             message = "looks like a secret, and a config is written into the run folder"
             hint = f"export {name} in the shell instead: the job inherits it"
-            yield loaded.problem(f"launch.env.{name}", message, hint)
+            problem = loaded.problem(f"launch.env.{name}", message, hint)
+            # What was typed holds the secret itself, and errors end up in logs.
+            shown = problem.origin.replace(launch.env[name], "***") if launch.env[name] else problem.origin
+            yield replace(problem, origin=shown)
 
 
 def _length(loaded: LoadedConfig) -> Iterator[Problem]:
