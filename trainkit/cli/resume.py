@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.options import examples, json_option, run_argument, set_option, shape_flags, shape_options
+from trainkit.cli.options import (
+    examples,
+    json_option,
+    run_argument,
+    set_option,
+    shape_flags,
+    shape_options,
+    slurm_flags,
+    slurm_options,
+)
 from trainkit.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
 )
 @run_argument
 @shape_options
+@slurm_options
 @set_option
 @click.option(
     "--new-code",
@@ -44,6 +54,7 @@ def command(
     fork_dir: str | None,
     follow: bool,
     as_json: bool,
+    **slurm: object,
 ) -> int:
     """Go on with RUN from its newest good checkpoint, possibly on another number of nodes or GPUs.
 
@@ -61,9 +72,8 @@ def command(
     source = find_run(run_name)
     if fork_dir is None:
         refuse_live(source, "resume")
-    loaded = load_config(
-        source.config_file, overrides=overrides, flags=shape_flags(nodes, gpus_per_node), layers=False
-    )
+    flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
+    loaded = load_config(source.config_file, overrides=overrides, flags=flags, layers=False)
     before = LaunchPlan.from_dict(read_json(source.plan_file))
     plan = launch.plan_for(loaded, before.command, before.launcher)
     refuse_incompatible(source, loaded)

@@ -108,9 +108,23 @@ def kill_step(
 
     SIGKILL for a whole job is SIGTERM first, and KillWait later (30 s) SIGKILL.
     """
-    if not step_id.isdigit():
-        raise UsageError(f"{step_id!r} is no number of a step")
-    _scancel_these([f"--signal={signal}"], [f"{checked_job_id(job_id)}.{step_id}"], patience_s, environ)
+    kill_steps([(job_id, step_id)], signal, patience_s=patience_s, environ=environ)
+
+
+def kill_steps(
+    steps: Sequence[tuple[str, str]],
+    signal: str = "KILL",
+    *,
+    patience_s: float = QUERY_PATIENCE_S,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """End steps, each as its job and its number, as `kill_step` does, in one call."""
+    for _, step_id in steps:
+        if not step_id.isdigit():
+            raise UsageError(f"{step_id!r} is no number of a step")
+    names = [f"{checked_job_id(job_id)}.{step_id}" for job_id, step_id in steps]
+    if names:
+        _scancel_these([f"--signal={signal}"], names, patience_s, environ)
 
 
 def _scancel(

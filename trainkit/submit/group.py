@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
+from trainkit.errors import UsageError
 from trainkit.job.record import mark_cancelled, newest_entry, run_lock
 from trainkit.rundir import RunDir, utc_now
 from trainkit.rungroup import RunGroup
-from trainkit.slurm.control import Receiver, cancel, cancel_waiting, send_signal
+from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.submit import find_marked
 from trainkit.submit.slurm_script import job_mark
-from trainkit.submit.steer import write_cancelled
+from trainkit.submit.steer import step_of, write_cancelled
 
 
 def recall_job_id(group: RunGroup) -> str | None:
@@ -38,7 +40,10 @@ def cancel_group(
             mark_cancelled(run)
     jobs = [*([] if group.job_id is None else [group.job_id]), *own_jobs]
     if now:
-        cancel(jobs)  # SIGTERM, and SIGKILL after the cluster's KillWait: Slurm kills no job faster
+        # Slurm gives the jobs that it cancels SIGTERM first, and then their ranks would begin to save.
+        with contextlib.suppress(UsageError):
+            kill_steps(_steps([run for run in made if int(run.name) in running]))
+        cancel(jobs)
     else:
         cancel_waiting(jobs)
         if running:
@@ -48,3 +53,14 @@ def cancel_group(
         entry = newest_entry(run)
         if entry is not None and (now or int(run.name) in waiting):
             write_cancelled(run, entry, "killed by cancel --now" if now else "cancelled before it started")
+
+
+def _steps(runs: Sequence[RunDir]) -> list[tuple[str, str]]:
+    """Job and step of the ranks of each run that have met."""
+    found = []
+    for run in runs:
+        entry = newest_entry(run)
+        step_id = None if entry is None else step_of(run, entry)
+        if entry is not None and step_id is not None:
+            found.append((str(entry["job_id"]), step_id))
+    return found

@@ -164,7 +164,7 @@ def kill(run: RunDir, entry: Mapping[str, Any]) -> None:
     if not is_slurm(entry):
         local.kill_job(run, dict(entry))
         return
-    job_id, step_id = str(entry["job_id"]), _step_of(run, entry)
+    job_id, step_id = str(entry["job_id"]), step_of(run, entry)
     if step_id is not None:
         # Slurm gives the job that it cancels SIGTERM first, and then its ranks would begin to save.
         with contextlib.suppress(UsageError):
@@ -173,7 +173,7 @@ def kill(run: RunDir, entry: Mapping[str, Any]) -> None:
     write_cancelled(run, entry, KILLED)
 
 
-def _step_of(run: RunDir, entry: Mapping[str, Any]) -> str | None:
+def step_of(run: RunDir, entry: Mapping[str, Any]) -> str | None:
     """The number of the step that the ranks of an attempt are; None where they have not met yet."""
     if "step_id" in entry:
         return str(entry["step_id"])
