@@ -99,7 +99,7 @@ def test_second_ctrl_c_reaches_the_workers_too(start_job):
     os.kill(job.entry["pid"], signal.SIGINT)
     wait_for(lambda: "signal" in job.events())
     os.kill(job.entry["pid"], signal.SIGINT)
-    assert job.end()["reason"] == "ended by SIGINT without saving"
+    assert job.end()["reason"] == "ended by SIGINT, and no worker said that it saved"
 
 
 def test_comeback_and_its_cap(start_job):

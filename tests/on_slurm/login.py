@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -70,6 +71,12 @@ def log_of(run: RunDir, rank: int = 0, attempt: int = 1) -> str:
 def node_logs(run: RunDir, attempt: int = 1) -> str:
     """What the agents have printed so far."""
     return "\n".join(path.read_text() for path in sorted(run.attempt(attempt).logs_dir.glob("node-*.log")))
+
+
+def agents_of(run: RunDir) -> list[tuple[int, str]]:
+    """(node rank, host) of every agent, by node rank, as they said it."""
+    found = re.findall(r"^node (\d+) is (\S+);", node_logs(run), re.MULTILINE)
+    return [(int(node), host) for node, host in found]
 
 
 def events(run: RunDir, attempt: int | None = None) -> list[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.cluster import Cluster
-from tests.on_slurm.login import BACKENDS, Login, node_logs, settings
+from tests.on_slurm.login import BACKENDS, Login, agents_of, settings
 from tests.support.runs import losses
 from trainkit.rundir import RunDir
 
@@ -43,10 +42,7 @@ def test_eight_ranks_on_four_hosts(
     login: Login, local_losses: dict[int, float], backend: str, per: str
 ) -> None:
     run = quickstart(login, "--nodes", "4", "--gpus-per-node", "2", "--backend", backend, "--per", per)
-    agents = re.findall(r"^node (\d) is (\S+);", node_logs(run), re.MULTILINE)
-    agents_of_a_node = 2 if per == "gpu" else 1
-    assert agents == [
-        (str(node), host) for node, host in enumerate(login.cluster.hosts) for _ in range(agents_of_a_node)
-    ]
+    each = 2 if per == "gpu" else 1
+    assert agents_of(run) == [pair for pair in enumerate(login.cluster.hosts) for _ in range(each)]
     assert len(local_losses) == 3
     assert losses(run.path) == pytest.approx(local_losses, rel=0, abs=1e-5)

@@ -17,10 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.crew import PEER_S, Crew
-from trainkit.job.decision import combine, describe_exit
+from trainkit.job.decision import combine, describe_exit, signal_exit_code
 from trainkit.job.failures import record_refusal, record_silent_death
 from trainkit.job.launchers import worker_argv
 from trainkit.job.network import network_environ
@@ -44,14 +44,20 @@ class Agent(Crew):
         self.station = station
         self.codes: list[int] = []
         """Exit codes in the order of the ends."""
+        self.received: signal.Signals | None = None
+        """The newest notice."""
+
+    @property
+    def has_launcher(self) -> bool:
+        """Whether its one child is a launcher, which starts the ranks of the node itself."""
+        return self.plan.launcher != "python"
 
     def start(self) -> None:
         run, station = self.attempt.run, self.station
         network, reason = network_environ(self.plan.network, station.peer)
         if self.plan.backend != "local":
             print(f"node {station.node_rank} is {socket.gethostname()}; {reason}", flush=True)
-        # A launcher starts the ranks of its node itself.
-        local_ranks = station.local_ranks if self.plan.launcher == "python" else station.local_ranks[:1]
+        local_ranks = station.local_ranks[:1] if self.has_launcher else station.local_ranks
         for local_rank in local_ranks:
             place = worker_rank(
                 self.plan, station.node_rank, local_rank, station.master_addr, station.master_port
@@ -71,9 +77,25 @@ class Agent(Crew):
                     environ=environ,
                     output=log,
                     keeps_mask=self.plan.command is None,
+                    # Of SIGUSR2 torchrun would die, and leave its ranks to themselves.
+                    ignored=(signal.SIGUSR2,) if self.has_launcher else (),
                 )
 
+    def tell(self, received: signal.Signals) -> None:
+        """Pass a notice on to the ranks, past a launcher: one that is told twice kills what still saves."""
+        if not self.has_launcher:
+            super().tell(received)
+            return
+        for launcher in self.running.values():
+            ranks = children.ranks_below(launcher.pid)
+            for pid in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, received)
+            if not ranks:
+                os.kill(launcher.pid, signal.SIGTERM)
+
     def told(self, received: signal.Signals) -> None:
+        self.received = received
         if self.station.leads and self.plan.backend != "local" and self.deadline_s is None:
             # The supervisor is not a task of the step: Slurm's signal to the tasks does not reach it.
             with contextlib.suppress(OSError):  # the ranks are told and have their time, disk or no disk
@@ -87,12 +109,27 @@ class Agent(Crew):
             self.end_within(PEER_S)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
+        if self.has_launcher and self.received is not None and code == EXIT_FAILED:
+            # Whatever its ranks end with, a launcher ends with 1: they did what they were asked.
+            self.codes.append(signal_exit_code(self.received))
+            return
         self.codes.append(code)
         if killed or code in (EXIT_OK, EXIT_STOPPED):
             return  # a worker that was killed from here is no failure of its own
         with contextlib.suppress(OSError):  # a full disk must not keep us from ending the others
             print(f"rank {rank} ended with {describe_exit(code)}", flush=True)
             record_silent_death(self.attempt, rank, self.station.node_rank, code)
+
+    def work(self) -> None:
+        if not self.has_launcher:
+            super().work()
+            return
+        # Ranks of torchrun have sessions of their own: they are found only as our descendants.
+        children.adopt_orphans()
+        try:
+            super().work()
+        finally:
+            children.end_descendants()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

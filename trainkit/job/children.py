@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -65,14 +65,18 @@ def start_child(
     environ: Mapping[str, str],
     output: IO[bytes],
     keeps_mask: bool,
+    ignored: Collection[signal.Signals] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a process in a group of its own that is killed when this one dies.
 
-    `keeps_mask` starts it with the notice signals blocked; it must unblock or await them itself.
+    `keeps_mask` starts it with the notice signals blocked; it must unblock or await them itself. Those that
+    are `ignored` do nothing to it, or to what it starts, unless that installs a handler.
     """
 
     def before_exec() -> None:
         os.setpgid(0, 0)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD} if keeps_mask else WATCHED)
 
     return subprocess.Popen(
@@ -119,15 +123,33 @@ def end_descendants() -> None:
         time.sleep(0.005)
 
 
+def ranks_below(pid: int) -> list[int]:
+    """What a launcher has made ranks of: processes below it that have RANK, and whose parents have not."""
+    ranks = {child for child in descendants(pid) if _has_rank(child)}
+    return sorted(child for child in ranks if _parent(child) not in ranks)
+
+
+def _has_rank(pid: int) -> bool:
+    try:
+        return any(
+            line.startswith(b"RANK=") for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        )
+    except OSError:
+        return False  # it ended while we looked
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return None  # it ended while we looked
+
+
 def descendants(pid: int) -> list[int]:
     """All processes below one, nearest first, as they are at this moment."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, IndexError):
-                continue  # it ended while we looked
+        if folder.name.isdigit() and (parent := _parent(int(folder.name))) is not None:
             children.setdefault(parent, []).append(int(folder.name))
     found = list(children.get(pid, []))
     for child in found:

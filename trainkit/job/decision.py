@@ -48,7 +48,7 @@ def decide(
         elif EXIT_STUCK in exit_codes:
             how = f"stuck: the workers left shortly before the grace time after {request} was over"
         else:
-            how = f"ended by {request} without saving"
+            how = f"ended by {request}, and no worker said that it saved"
         return _after_request(how, request, num_requeues, max_requeues)
     code = next(code for code in exit_codes if code not in (EXIT_OK, EXIT_STOPPED))
     return Decision("failed", f"a worker ended with {describe_exit(code)}", code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 
@@ -53,6 +54,12 @@ def worker_environ(
         environ["CUDA_VISIBLE_DEVICES"] = gpu_slice(plan, place.node_rank, visible)
     if plan.launcher == "python":
         environ.update(place.to_environ())
+    else:
+        # How long torchrun, when it is told to end, waits for its ranks; it waits 30 s by itself.
+        environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(plan.grace_s)))
+        if plan.launcher == "accelerate" and plan.device == "cpu":
+            # Without it, where there is no GPU, each rank takes itself for the only one.
+            environ.setdefault("ACCELERATE_USE_CPU", "true")
     environ[RUN_DIR_VARIABLE] = run_dir
     environ[ATTEMPT_VARIABLE] = str(attempt)
     return environ

@@ -1,0 +1,126 @@
+"""Other trainers than the built-in one, with launchers of their own, over two hosts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.on_slurm.login import BACKENDS, Login, agents_of, log_of, settings, wait_for
+from trainkit.rundir import RunDir
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SHAPE = ("--nodes", "2", "--gpus-per-node", "2")
+TIMEOUT_S = 90.0
+SAVES_SLOWLY = """
+import os, signal, sys, time
+asked = []
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda n, f: asked.append(signal.Signals(n).name))
+rank, attempt = os.environ["RANK"], os.environ["TRAINKIT_JOB_ATTEMPT"]
+print("rank", rank, "of", os.environ["WORLD_SIZE"], "attempt", attempt, flush=True)
+while not asked:
+    time.sleep(0.02)
+time.sleep(1.5)
+open(f"{os.environ['TRAINKIT_JOB_RUN_DIR']}/saved-{attempt}-{rank}", "w").write(asked[0])
+sys.exit(75)
+"""
+
+
+@pytest.fixture
+def examples(login: Login) -> Login:
+    """A folder with a copy of the examples."""
+    shutil.copytree(EXAMPLES, login.folder / "examples")
+    return login
+
+
+def done_lines(run: RunDir) -> list[str]:
+    """What the ranks said at their end."""
+    logs = "".join(log_of(run, rank) for rank in range(4))
+    return sorted(line for line in logs.splitlines() if line.endswith("is done"))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "script"),
+    [("torchrun", "ddp_torchrun.py"), ("accelerate", "accelerate_train.py")],
+)
+def test_the_examples_over_two_hosts(examples: Login, launcher: str, script: str) -> None:
+    args = [*SHAPE, "--launcher", launcher, "--", f"examples/{script}", "--steps", "20"]
+    run = examples.finish(examples.submit(*args), TIMEOUT_S)
+    assert done_lines(run) == [f"rank {rank} of 4 is done" for rank in range(4)]
+    first, last = (float(log_of(run).split(f"step={step} loss=")[1].split()[0]) for step in (1, 20))
+    assert last < first / 10
+    assert agents_of(run) == list(enumerate(examples.cluster.hosts[:2]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_command_is_a_rank_with_everything_that_trainers_read(login: Login, backend: str) -> None:
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "OMP_NUM_THREADS",
+    )
+    script = login.script(
+        f"import os, socket\nprint(*(os.environ[name] for name in {names}), socket.gethostname())"
+    )
+    # What the shell of the submitter has set is somebody else's rank.
+    stale = {
+        "RANK": "7",
+        "WORLD_SIZE": "99",
+        "MASTER_ADDR": "elsewhere",
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "9",
+    }
+    stale |= {"SBATCH_PARTITION": "debug", "SLURM_PROCID": "5", "SLURM_STEP_ID": "3"}
+    args = ["--backend", backend, *SHAPE, *settings("resources.cpus_per_gpu=2")]
+    run = login.finish(login.submit(*args, "--", "python", script, env=stale))
+    first, second = login.cluster.hosts[:2]
+    assert [log_of(run, rank).split() for rank in range(4)] == [
+        [str(rank), str(rank % 2), "4", "2", str(rank // 2), first, "2", first if rank < 2 else second]
+        for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize("per", ["gpu", "node"])
+def test_a_command_that_fails_is_the_verdict(login: Login, per: str) -> None:
+    script = login.script("import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(9)\ntime.sleep(600)")
+    run = login.submit("--per", per, *SHAPE, "--", "python", script)
+    end = login.wait_for_end(run)
+    assert (end["state"], end["exit_code"], end["verdict"]["rank"]) == ("failed", 9, 3)
+    assert end["verdict"]["host"] == login.cluster.hosts[1]
+    assert end["verdict"]["message"] == "ended with exit code 9"
+    wait_for(lambda: login.job_state(run) == "FAILED", "the end of the job")
+    assert login.cluster.job(login.job_id(run))["ExitCode"] == "9:0"
+
+
+def test_a_launcher_gives_its_ranks_their_time_and_comes_back(login: Login) -> None:
+    """torchrun itself dies of SIGUSR2, and kills its ranks when it is told twice to end."""
+    script = login.script(SAVES_SLOWLY)
+    run = login.submit(*SHAPE, "--launcher", "torchrun", "--", script)
+    for attempt, command, received in ((1, "requeue", "SIGUSR2"), (2, "cancel", "SIGTERM")):
+        for rank in range(4):
+            login.wait_for_log(run, f"rank {rank} of 4 attempt {attempt}", rank - rank % 2, attempt)
+        assert login.trainkit(command, str(run.path)).returncode == 0
+        login.wait_for_end(run, attempt)
+        saved = [run.path / f"saved-{attempt}-{rank}" for rank in range(4)]
+        assert [file.read_text() for file in saved if file.exists()] == [received] * 4, login.told_by(run)
+    assert login.wait_for_end(run, 1)["action"] == "requeue"
+    assert login.wait_for_end(run, 2)["state"] == "cancelled"
+    assert login.wait_for_end(run, 2)["verdict"] is None
+
+
+def test_a_command_that_does_not_exist_is_refused(login: Login) -> None:
+    for command, words in (
+        (["no-such-program"], "there is no program 'no-such-program' on PATH"),
+        (["python", "no/such.py"], "there is no no/such.py in"),
+    ):
+        done = login.trainkit("submit", str(login.config), "--", *command)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert "hint: " in done.stderr
+    assert not (login.folder / "runs").exists()
