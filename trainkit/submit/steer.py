@@ -69,9 +69,13 @@ def look_at(runs: Sequence[RunDir], warn: Callable[[str], None]) -> list[Look]:
 
 
 def slurm_ids(runs: Iterable[RunDir]) -> list[str]:
-    """The newest jobs of those runs that are on Slurm."""
-    entries = (newest_entry(run) for run in runs)
-    return [str(entry["job_id"]) for entry in entries if entry is not None and is_slurm(entry)]
+    """The newest jobs of those runs that are on Slurm and have not written how they ended."""
+    pairs = ((run, newest_entry(run)) for run in runs)
+    return [
+        str(entry["job_id"])
+        for run, entry in pairs
+        if entry is not None and is_slurm(entry) and not is_leaving(run, entry)
+    ]
 
 
 def ask_slurm(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
@@ -109,7 +113,12 @@ def live_entry(run: RunDir, what: str) -> dict[str, Any] | None:
     entry = newest_entry(run)
     if entry is None or not is_slurm(entry):
         return local.live_entry(run, what)
-    return entry if liveness(entry) is Liveness.ALIVE else None
+    try:
+        return entry if liveness(entry) is Liveness.ALIVE else None
+    except SlurmError:
+        if is_leaving(run, entry):
+            return None
+        raise
 
 
 def recall(run: RunDir) -> None:
