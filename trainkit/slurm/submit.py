@@ -90,17 +90,40 @@ def submit_script(
     SlurmUnreachable: with `may_have_arrived` it is open whether the job exists, and `find_marked(mark)` has
     to answer before the script is submitted again.
     """
-    if not _MARK.fullmatch(mark):
-        raise ValueError(f"a mark has to be one word: {mark!r}")
     environ = scrubbed(environ)
     script = path.absolute()
     argv = ["sbatch", "--parsable", *extra_argv, str(script)]
-    sought = _Sought(mark, str(script), time.time())
+
+    def submit() -> str:
+        return _job_id(run_slurm(argv, timeout_s, environ=environ, cwd=cwd))
+
+    return submit_once(
+        submit, mark=mark, environ=environ, script=str(script), patience_s=patience_s, notify=notify
+    )
+
+
+def submit_once(
+    submit: Callable[[], str],
+    *,
+    mark: str,
+    environ: Mapping[str, str],
+    script: str = "",
+    patience_s: float = SUBMIT_PATIENCE_S,
+    notify: Callable[[str], None] | None = None,
+) -> str:
+    """The id of the one job that there is in the end, whatever became of the answers to `submit`.
+
+    `submit` gives a job id or raises SlurmRefused or SlurmUnreachable; it is called again when Slurm denies
+    for long enough that it has the job. For all else see `submit_script`.
+    """
+    if not _MARK.fullmatch(mark):
+        raise ValueError(f"a mark has to be one word: {mark!r}")
+    sought = _Sought(mark, script, time.time())
     give_up = time.monotonic() + patience_s
     pause_s = FIRST_PAUSE_S
     while True:
         try:
-            return _job_id(run_slurm(argv, timeout_s, environ=environ, cwd=cwd))
+            return submit()
         except SlurmUnreachable as lost:
             if notify is not None:
                 notify(_what_now(lost))

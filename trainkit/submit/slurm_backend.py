@@ -37,7 +37,7 @@ def start_slurm_attempt(
         if backend == "submitit":
             from trainkit.submit.submitit_backend import submit_with_submitit
 
-            job_id = submit_with_submitit(run, script, mark)
+            job_id = submit_with_submitit(run, script, mark, _say)
         else:
             job_id = submit_file(attempt.script_file, mark, run.path)
     entry = add_slurm_entry(run, attempt.number, job_id, reason, backend)

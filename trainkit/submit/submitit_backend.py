@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from trainkit.job.submitit_shell import BatchShell
 from trainkit.rundir import RunDir, write_json
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.environment import scrubbed
-from trainkit.slurm.submit import find_marked
+from trainkit.slurm.submit import submit_once
 from trainkit.submit.quoting import directive
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def make_executor(run: RunDir, script: JobScript) -> AutoExecutor:
             )
     try:
         executor = AutoExecutor(
-            folder=run.path / "submitit", cluster="slurm", slurm_python=shlex.join(script.host_python)
+            folder=_folder(run), cluster="slurm", slurm_python=shlex.join(script.host_python)
         )
     except RuntimeError as error:
         raise UsageError(f"submitit: {error}", hint="start from a login node of the cluster") from None
@@ -71,30 +72,64 @@ def submitit_text(run: RunDir, script: JobScript) -> str:
     return text
 
 
-def submit_with_submitit(run: RunDir, script: JobScript, mark: str) -> str:
-    """Submit, and give the job id.
+def submit_with_submitit(
+    run: RunDir, script: JobScript, mark: str, notify: Callable[[str], None] = lambda text: None
+) -> str:
+    """Submit, and give the job id; `notify` gets a sentence when that takes long.
 
     Raises TrainkitError when Slurm refuses, SlurmUnreachable when it may or may not have taken the job.
     """
     from submitit.core.utils import FailedJobError
 
     write_json(run.step_file, list(script.step))
-    began = time.time()
     executor = make_executor(run, script)
+    clean = scrubbed(os.environ)
+
+    def submit() -> str:
+        try:
+            with _environment(clean):
+                return str(executor.submit(BatchShell(str(run.path))).job_id)
+        except FailedJobError as error:
+            raise _failure(error) from None
+
+    job_id = submit_once(submit, mark=mark, environ=clean, notify=notify)
+    _put_in_place(run, job_id)
+    return job_id
+
+
+@contextmanager
+def _environment(environ: Mapping[str, str]) -> Iterator[None]:
+    """Another environment for a while, in place of this process's own."""
     inherited = dict(os.environ)
     os.environ.clear()
-    os.environ.update(scrubbed(inherited))
+    os.environ.update(environ)
     try:
-        job = executor.submit(BatchShell(str(run.path)))
-    except FailedJobError as error:
-        found = find_marked(mark, since=began)
-        if found is None:
-            raise _failure(error) from None
-        return found
+        yield
     finally:
         os.environ.clear()
         os.environ.update(inherited)
-    return str(job.job_id)
+
+
+def _put_in_place(run: RunDir, job_id: str) -> None:
+    """Give submitit's files the names that its job looks for, for 60 s.
+
+    It does so itself, unless the answer with the job's id was lost.
+    """
+    from submitit.core.utils import JobPaths
+
+    paths = JobPaths(_folder(run), job_id)
+    if paths.submitted_pickle.exists():
+        return
+    for pattern, name in (
+        ("[0-9a-f]" * 32 + ".pkl", "submitted_pickle"),
+        (".submission*.sh", "submission_file"),
+    ):
+        files = [file for file in _folder(run).glob(pattern) if not file.is_symlink()]
+        paths.move_temporary_file(max(files, key=lambda file: file.stat().st_mtime), name)
+
+
+def _folder(run: RunDir) -> Path:
+    return run.path / "submitit"
 
 
 def _failure(error: Exception) -> TrainkitError:
@@ -109,4 +144,4 @@ def _failure(error: Exception) -> TrainkitError:
 
 def script_of(run: RunDir, job_id: str) -> Path:
     """Where submitit has put the script of a job."""
-    return run.path / "submitit" / f"{job_id}_submission.sh"
+    return _folder(run) / f"{job_id}_submission.sh"
