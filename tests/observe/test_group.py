@@ -149,7 +149,7 @@ def test_json_has_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ended", [0, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_ten_thousand_points_are_looked_at_in_a_second(tmp_path: Path, num_ended: int) -> None:
+def test_ten_thousand_points_cost_little_more_than_reading_them(tmp_path: Path, num_ended: int) -> None:
     group = make_group(tmp_path, {0: {"seed": 0}})
     group.update(points=[{"index": index, "values": {"seed": index}} for index in range(10_000)])
     best = {"metric": "val_loss", "value": 2.5, "step": 5}
@@ -164,8 +164,15 @@ def test_ten_thousand_points_are_looked_at_in_a_second(tmp_path: Path, num_ended
     known = {f"12_{index}": JobInfo(f"12_{index}", JobState.PENDING) for index in range(num_ended, 10_000)}
     fresh = RunGroup(group.path)
     began_s = time.process_time()
+    for index in range(num_ended):
+        json.loads((group.path / str(index) / "job.json").read_text())
+        json.loads((group.path / str(index) / "attempts/001/end.json").read_text())
+    by_hand_s = time.process_time() - began_s
+    began_s = time.process_time()
     seen = GroupLook(fresh).status(known, NOW + timedelta(seconds=1))
     text = json.dumps(seen.to_dict())
-    assert time.process_time() - began_s < 1.0
+    took_s = time.process_time() - began_s
+    # Little more than reading the two files of each point, which nobody can do without.
+    assert took_s < 0.4 + 2.5 * by_hand_s, (took_s, by_hand_s)
     assert seen.states == ({"finished": 10_000} if num_ended else {"pending": 10_000})
     assert len(json.loads(text)["points"]) == 10_000
