@@ -182,6 +182,10 @@ class AttemptDir:
         self.path.mkdir(mode=0o700)
         for folder in (self.logs_dir, self.errors_dir):
             folder.mkdir(mode=0o700)
+        self.make_latest()
+
+    def make_latest(self) -> None:
+        """Point the link ``attempts/latest`` at this attempt."""
         latest = self.run.attempts_dir / "latest"
         staged = self.run.attempts_dir / f".latest-{self.number:03d}"
         staged.symlink_to(self.path.name)

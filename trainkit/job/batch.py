@@ -66,7 +66,7 @@ def supervise(run: RunDir, step: Sequence[str]) -> int:
         return error.exit_code
     attempt = take_attempt(run, job_id)
     if attempt is None:
-        print(f"{job_id} was cancelled before it started", flush=True)
+        _say(f"{job_id} was cancelled before it started")
         with contextlib.suppress(OSError):
             newest = run.attempt(_entries_of(run, job_id)[-1]["attempt"])
             write_end(newest, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
@@ -84,14 +84,20 @@ def supervise(run: RunDir, step: Sequence[str]) -> int:
             decision = judge(attempt, outcome)
     except (OSError, ValueError, TrainkitError) as error:
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
-    print(f"attempt {attempt.number}: {decision.action}: {decision.reason}", flush=True)
+    _say(f"attempt {attempt.number}: {decision.action}: {decision.reason}")
     try:
         write_end(attempt, outcome, decision)
     except OSError as error:
-        print(f"attempt {attempt.number}: its end could not be written ({error})", flush=True)
+        _say(f"attempt {attempt.number}: its end could not be written ({error})")
     if decision.action == "requeue":
         return _come_back(attempt, outcome, decision, job_id)
     return decision.exit_code
+
+
+def _say(text: str) -> None:
+    """Print a line; a disk that is full must not change what the job ends with."""
+    with contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), f"{text}\n".encode(errors="replace"))
 
 
 def _come_back(attempt: AttemptDir, outcome: Outcome, decision: Decision, job_id: str) -> int:
@@ -102,7 +108,7 @@ def _come_back(attempt: AttemptDir, outcome: Outcome, decision: Decision, job_id
         # Forbidden by an administrator, or no controller for a minute: it has saved, and ends here.
         saved = decision.reason.partition(";")[0]
         ended = Decision("stopped", f"{saved}; not started again: {error.message}", decision.exit_code)
-        print(f"attempt {attempt.number}: {ended.action}: {ended.reason}", flush=True)
+        _say(f"attempt {attempt.number}: {ended.action}: {ended.reason}")
         with contextlib.suppress(OSError):
             write_end(attempt, outcome, ended)
         return ended.exit_code

@@ -6,10 +6,12 @@ by the time it is looked at, and what another host is doing cannot be seen from 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import fcntl
 import itertools
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -250,3 +252,22 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
         write_atomic(own, text)
         write_atomic(newest, text)
     return attempt
+
+
+def discard_attempt(attempt: AttemptDir) -> None:
+    """Remove the newest attempt, which was never started: the one before it is the run's newest again."""
+    run = attempt.run
+    shutil.rmtree(attempt.path, ignore_errors=True)
+    earlier = run.attempt_numbers()
+    if not earlier:
+        return
+    before = run.attempt(earlier[-1])
+    with contextlib.suppress(OSError):  # on a full disk the newest files may not have been touched either
+        before.make_latest()
+        for own, newest in (
+            (before.config_file, run.config_file),
+            (before.plan_file, run.plan_file),
+            (before.script_file, run.script_file),
+        ):
+            if own.exists():
+                write_atomic(newest, own.read_text(encoding="utf-8"))

@@ -12,9 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import TrainkitError
-from trainkit.job.record import add_slurm_entry, open_attempt, read_job
-from trainkit.rundir import RunDir, log_event, write_atomic
+from trainkit.errors import TrainkitError, UsageError
+from trainkit.job.record import (
+    add_slurm_entry,
+    discard_attempt,
+    next_attempt_number,
+    open_attempt,
+    read_job,
+)
+from trainkit.rundir import AttemptDir, RunDir, log_event, write_atomic
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel
 from trainkit.slurm.submit import find_marked, submit_script, would_start
@@ -27,23 +33,51 @@ def start_slurm_attempt(
 ) -> dict[str, Any]:
     """Submit a run's next attempt and give its job.json entry; call with the run's lock held.
 
-    A refused submission leaves no attempt behind. One whose answer was lost leaves it: the job may exist.
+    A refused submission leaves the run as it was. One whose answer was lost leaves the attempt: the job may
+    exist. Raises UsageError when the run folder cannot be written.
     """
-    attempt = open_attempt(run, config_text, plan_text)
+    attempt = _write_attempt(run, config_text, plan_text, script)
     mark = job_mark(run, attempt.number)
-    with removed_unless_submitted(attempt.path, mark):
-        for file in (attempt.script_file, run.script_file):
-            write_atomic(file, script.text)
-        if backend == "submitit":
-            from trainkit.submit.submitit_backend import submit_with_submitit
+    try:
+        with removed_unless_submitted(attempt.path, mark):
+            if backend == "submitit":
+                from trainkit.submit.submitit_backend import submit_with_submitit
 
-            job_id = submit_with_submitit(run, script, mark, _say)
-        else:
-            job_id = submit_file(attempt.script_file, mark, run.path)
-    entry = add_slurm_entry(run, attempt.number, job_id, reason, backend)
-    log_event(run, attempt.number, "submitted", job_id=job_id, reason=reason)
+                job_id = submit_with_submitit(run, script, mark, _say)
+            else:
+                job_id = submit_file(attempt.script_file, mark, run.path)
+    except BaseException:
+        if not attempt.path.exists():
+            discard_attempt(attempt)
+        raise
+    try:
+        entry = add_slurm_entry(run, attempt.number, job_id, reason, backend)
+        log_event(run, attempt.number, "submitted", job_id=job_id, reason=reason)
+    except OSError as error:
+        raise TrainkitError(
+            f"{job_id} was submitted, but {run.path} cannot be written: {error.strerror}",
+            hint=f"make space there: the job needs it too; `scancel {job_id}` takes it back",
+        ) from error
     register(run, str(read_job(run)["name"]))
     return entry
+
+
+def _write_attempt(run: RunDir, config_text: str, plan_text: str, script: JobScript) -> AttemptDir:
+    """The run's next attempt with all its files; nothing of it is left when they cannot be written."""
+    attempt = run.attempt(next_attempt_number(run))
+    try:
+        open_attempt(run, config_text, plan_text)
+        for file in (attempt.script_file, run.script_file):
+            write_atomic(file, script.text)
+    except FileExistsError:
+        raise  # another command was faster: it is not ours
+    except OSError as error:
+        discard_attempt(attempt)
+        raise UsageError(
+            f"{run.path} cannot be written: {error.strerror or error}; nothing was submitted",
+            hint="check its disk and your quota, or name another place with --run-dir",
+        ) from error
+    return attempt
 
 
 def submit_file(script: Path, mark: str, cwd: Path) -> str:

@@ -79,7 +79,7 @@ def submit_with_submitit(
 
     Raises TrainkitError when Slurm refuses, SlurmUnreachable when it may or may not have taken the job.
     """
-    from submitit.core.utils import FailedJobError
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     write_json(run.step_file, list(script.step))
     executor = make_executor(run, script)
@@ -91,6 +91,8 @@ def submit_with_submitit(
                 return str(executor.submit(BatchShell(str(run.path))).job_id)
         except FailedJobError as error:
             raise _failure(error) from None
+        except FailedSubmissionError as error:  # sbatch printed no job id
+            raise SlurmUnreachable(f"submitit: {error}", may_have_arrived=True) from None
 
     job_id = submit_once(submit, mark=mark, environ=clean, notify=notify)
     _put_in_place(run, job_id)
