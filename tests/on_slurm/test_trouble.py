@@ -1,0 +1,209 @@
+"""Slurm's daemons away, answers lost, folders deleted, disks full: it is said, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.on_slurm.login import BACKENDS, TRAINKIT, Login, log_of, settings, wait_for
+from tests.on_slurm.shared_disk import shared_small_disk
+from tests.support.disks import fill
+from trainkit.errors import EXIT_STOPPED
+from trainkit.job.record import read_job
+from trainkit.rundir import RunDir
+
+ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
+TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+REFUSED = "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy"
+SAVES_SLOWLY = """
+import os, signal, sys, time
+asked = []
+signal.signal(signal.SIGUSR2, lambda n, f: asked.append(n))
+print("attempt", os.environ["TRAINKIT_JOB_ATTEMPT"], flush=True)
+while not asked:
+    time.sleep(0.02)
+print("asked", flush=True)
+time.sleep(3)
+sys.exit(75)
+"""
+
+
+class FakeSbatch:
+    """Stands before the real sbatch, which does everything until `does` is called."""
+
+    def __init__(self, folder: Path, real: str) -> None:
+        self.folder = folder
+        self.real = real
+        self.does('exec $real "$@"')
+
+    def does(self, body: str) -> None:
+        """What it does instead; `$real` is the real one."""
+        program = self.folder / "sbatch"
+        program.write_text(f"#!/bin/bash\necho >> {self.folder}/calls\nreal={self.real}\n{body}\n")
+        program.chmod(0o755)
+
+    @property
+    def num_calls(self) -> int:
+        return len((self.folder / "calls").read_text().splitlines())
+
+
+@pytest.fixture
+def sbatch(login: Login) -> FakeSbatch:
+    """What `trainkit` finds as sbatch in this test."""
+    folder = login.folder / "bin"
+    folder.mkdir()
+    path = login.cluster.environ["PATH"]
+    login.env["PATH"] = f"{folder}:{path}"
+    return FakeSbatch(folder, str(shutil.which("sbatch", path=path)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_answer_that_was_lost_is_one_job(login: Login, sbatch: FakeSbatch, backend: str) -> None:
+    sbatch.does(f'$real "$@" > /dev/null; echo "{TIMED_OUT}" >&2; exit 1')
+    done = login.trainkit(
+        "submit", str(login.config), "--backend", backend, "--json", "--", "python", "-c", "print('ran')"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "looking whether the job was accepted" in done.stderr
+    run = login.finish(RunDir(json.loads(done.stdout)["run_dir"]))
+    assert log_of(run) == "ran\n"
+    assert sbatch.num_calls == 1
+    jobs = login.run(["squeue", "--noheader", "--states=all", "--name=small", "--format=%i %o"], check=True)
+    assert len([line for line in jobs.stdout.splitlines() if str(login.folder) in line]) == 1
+
+
+def test_what_slurm_never_took_is_submitted_again(login: Login, sbatch: FakeSbatch) -> None:
+    seen = f"{sbatch.folder}/seen-$PPID"
+    sbatch.does(f'if [ ! -e {seen} ]; then touch {seen}; echo "{TIMED_OUT}" >&2; exit 1; fi; exec $real "$@"')
+    starts = [
+        login.start([*TRAINKIT, "submit", str(login.config), "--backend", backend, "--json", "--", "true"])
+        for backend in BACKENDS
+    ]
+    for start in starts:
+        printed, said = start.communicate(timeout=60)
+        assert start.returncode == 0, said
+        run = login.finish(RunDir(json.loads(printed)["run_dir"]))
+        assert len(read_job(run)["attempts"]) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_refusal_leaves_the_run_as_it_was(login: Login, sbatch: FakeSbatch, backend: str) -> None:
+    run = login.finish(login.submit("--backend", backend, "--", "true"))
+    sbatch.does(f'echo "{REFUSED}" >&2; exit 1')
+    changing = {"events.jsonl", ".lock", "step.json"}
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    refused = login.trainkit("resume", str(run.path), *settings("requeue.grace_s=7", "resources.time='5'"))
+    assert refused.returncode == 2
+    assert "accounting/QOS policy" in refused.stderr
+    after = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    assert {path for path in before if after.get(path) != before[path] and path.name not in changing} == set()
+    assert (run.attempts_dir / "latest").resolve() == run.attempt(1).path
+    assert run.attempt_numbers() == [1]
+    refused = login.trainkit("submit", str(login.config), "--name", "new", "--backend", backend, "--", "true")
+    assert refused.returncode == 2
+    assert not (login.folder / "runs/new").exists()
+
+
+def test_the_controller_is_restarted_during_a_submit(login: Login) -> None:
+    login.cluster.stop_slurmctld()
+    starts = []
+    for backend in BACKENDS:
+        log = (login.folder / f"{backend}.err").open("w+")
+        argv = [*TRAINKIT, "submit", str(login.config), "--backend", backend, "--json", "--", "true"]
+        starts.append((login.start(argv, stderr=log), Path(log.name)))
+    asked = login.start([*TRAINKIT, "submit", str(login.config), "--test-only"])
+    for _, log_file in starts:
+        wait_for(lambda file=log_file: "trying again" in file.read_text(), "the first try")  # type: ignore[misc]
+    _, said = asked.communicate(timeout=60)
+    assert asked.returncode == 3, said
+    assert "hint: `scontrol ping` tells whether Slurm's controller is up" in said
+    login.cluster.start_slurmctld()
+    for start, log_file in starts:
+        printed, _ = start.communicate(timeout=60)
+        assert start.returncode == 0, log_file.read_text()
+        login.finish(RunDir(json.loads(printed)["run_dir"]))
+    ended = login.run(["squeue", "--noheader", "--states=all", "--name=small", "--format=%o"], check=True)
+    assert len([line for line in ended.stdout.splitlines() if str(login.folder) in line]) == 2
+
+
+def test_the_controller_is_restarted_while_a_job_saves_to_come_back(login: Login) -> None:
+    run = login.submit(*ON_TWO_HOSTS, "--", "python", login.script(SAVES_SLOWLY))
+    for rank in range(2):
+        login.wait_for_log(run, "attempt 1", rank)
+    assert login.trainkit("requeue", str(run.path)).returncode == 0
+    login.cluster.restart_slurmctld()
+    assert login.wait_for_end(run)["reason"] == "saved after SIGUSR2; starting again, comeback 1"
+    for rank in range(2):
+        login.wait_for_log(run, "attempt 2", rank, attempt=2)
+
+
+def test_a_cluster_without_accounting(login: Login) -> None:
+    login.cluster.stop_accounting()
+    run = login.submit_listeners(*ON_TWO_HOSTS)
+    assert login.status(run)["state"] == "starting"
+    assert login.trainkit("cancel", str(run.path), "--wait").returncode == 0
+    assert login.status(run)["state"] == "cancelled"
+    lost = login.submit("--set", "resources.extra.hold=true", "--", "true")
+    login.run(["scancel", login.job_id(lost)], check=True)
+    assert login.status(lost)["state"] == "cancelled"
+    # As if squeue had forgotten it.
+    lost.job_file.write_text(lost.job_file.read_text().replace(f'"{login.job_id(lost)}"', '"99999"'))
+    status = login.status(lost)
+    assert status["state"] == "unknown"
+    assert "squeue has forgotten it, and accounting does not answer" in status["reason"]
+    assert login.trainkit("status").returncode == 0
+
+
+def test_the_log_folder_is_deleted_before_the_start(login: Login) -> None:
+    run = login.submit("--set", "resources.extra.hold=true", "--", "true")
+    shutil.rmtree(run.attempt(1).logs_dir)
+    login.run(["scontrol", "release", login.job_id(run)], check=True)
+    wait_for(lambda: login.job_state(run) not in ("PENDING", "RUNNING", "COMPLETING"), "the end of the job")
+    status = login.status(run)
+    assert (status["state"], status["step"]) == ("died", None)
+    assert "could not be launched" in status["reason"]
+
+
+def test_the_log_folder_is_deleted_while_it_runs(login: Login) -> None:
+    run = login.submit_listeners(*ON_TWO_HOSTS)
+    shutil.rmtree(run.attempt(1).logs_dir)
+    assert login.trainkit("cancel", str(run.path), "--wait").returncode == 0
+    assert login.wait_for_end(run)["reason"] == "saved after SIGTERM"
+
+
+def test_a_full_disk_at_submit(login: Login) -> None:
+    with shared_small_disk(login.cluster, login.folder / "disk", "1m") as disk:
+        for leave_bytes in (0, 8_000, 16_000, 24_000, 32_000, 40_000):
+            filler = fill(disk, leave_bytes)
+            args = ["--run-dir", str(disk / "run"), "--set", "resources.extra.hold=true", "--", "true"]
+            done = login.trainkit("submit", str(login.config), *args)
+            assert done.returncode == 2, (leave_bytes, done.stderr)
+            assert "No space left on device" in done.stderr
+            assert "hint: " in done.stderr
+            assert login.jobs() == []
+            assert list(disk.iterdir()) == [filler]
+            filler.unlink()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_disk_that_gets_full_while_it_runs(login: Login, backend: str) -> None:
+    with shared_small_disk(login.cluster, login.folder / "disk", "1m") as disk:
+        run = login.submit_listeners(*ON_TWO_HOSTS, "--backend", backend, "--run-dir", str(disk / "run"))
+        filler = fill(disk)
+        done = login.trainkit("cancel", str(run.path), "--wait")
+        assert "the wish to cancel could not be written down" in done.stderr
+        job_id = login.job_id(run)
+        wait_for(lambda: login.cluster.job(job_id)["JobState"] == "FAILED", "the end of the job")
+        assert login.cluster.job(job_id)["ExitCode"] == f"{EXIT_STOPPED}:0"
+        assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
+        filler.unlink()
+        status = login.status(run)
+        assert status["state"] == "died"
+        assert "exit code 75" in status["reason"]
+        assert login.trainkit("resume", str(run.path)).returncode == 0
+        login.wait_for_log(run, "attempt 2 rank 0", attempt=2)
+        login.trainkit("cancel", str(run.path), "--now")
+        wait_for(lambda: login.jobs() == [], "an empty queue")
