@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from trainkit.rundir import AttemptDir
 
 POLL_S = 0.1
+SRUN_READS_S = 1.0
 
 
 def run_in_step(request: ConfigRequest, run_dir: str | None, place: SlurmPlace) -> int:
@@ -45,8 +47,9 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, place: SlurmPlace) 
     try:
         announced = _make_run(request, run_dir, place)
     except TrainkitError as error:
-        _end_the_others(folder, place, error)
-        raise
+        if _tell_the_others(folder, place, error):
+            raise
+        return _end_the_step(place, error)
     announce(folder, place, {"run_dir": str(announced.run.path), "attempt": announced.attempt})
     sys.stdout.flush()
     terminal = [os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
@@ -60,17 +63,28 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, place: SlurmPlace) 
     return _quietly(exit_code_of(decision, announced.run.attempt(announced.attempt)))
 
 
-def _end_the_others(folder: Path, place: SlurmPlace, error: TrainkitError) -> None:
-    """Tell the other tasks that there is nothing to run; where no file can tell them, end the step."""
+def _tell_the_others(folder: Path, place: SlurmPlace, error: TrainkitError) -> bool:
+    """Tell the other tasks that there is nothing to run; whether they could be told."""
     from trainkit.job.step_run import announce
-    from trainkit.slurm.control import kill_step
 
     try:
         announce(folder, place, {"exit_code": error.exit_code})
     except OSError:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this task has still to say what is wrong
-        with contextlib.suppress(TrainkitError):
-            kill_step(place.job_id, place.step_id, "TERM")
+        return False
+    return True
+
+
+def _end_the_step(place: SlurmPlace, error: TrainkitError) -> int:
+    """Say what is wrong, and then end all tasks of the step: nothing else reaches the others."""
+    from trainkit.slurm.control import kill_step
+
+    click.echo(error.render(), err=True)
+    # What a task has printed is lost when srun ends its step before it has read that.
+    time.sleep(SRUN_READS_S)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(TrainkitError):
+        kill_step(place.job_id, place.step_id, "TERM")
+    return error.exit_code
 
 
 def _quietly(code: int) -> int:
