@@ -152,7 +152,7 @@ def test_a_cluster_without_accounting(login: Login) -> None:
     # As if squeue had forgotten it.
     lost.job_file.write_text(lost.job_file.read_text().replace(f'"{login.job_id(lost)}"', '"99999"'))
     status = login.status(lost)
-    assert status["state"] == "unknown"
+    assert status["state"] == "died"
     assert "squeue has forgotten it, and accounting does not answer" in status["reason"]
     assert login.trainkit("status").returncode == 0
 

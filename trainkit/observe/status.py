@@ -9,11 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 from trainkit.config import read_effective
-from trainkit.errors import TrainkitError
+from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.manifest import published
 from trainkit.observe.tail import last_records
 from trainkit.rundir import RunDir, read_json, read_jsonl
 from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.reasons import reason_sentence
 from trainkit.slurm.states import JobState
 
 STALE_S = 60.0
@@ -149,9 +150,21 @@ def _slurm_state(state: str, reason: str | None, job: JobInfo, was_started: bool
     if job.state.is_waiting:
         return ("requeueing" if was_started else "pending"), job.sentence or None
     if job.is_terminal:
-        ended = job.sentence or f"Slurm says {job.slurm_state}"
-        return ("cancelled" if job.state is JobState.CANCELLED else "died"), ended
+        return ("cancelled" if job.state is JobState.CANCELLED else "died"), _slurms_words(job)
+    if job.state is JobState.UNKNOWN:
+        return state, job.sentence or reason
     return state, reason
+
+
+def _slurms_words(job: JobInfo) -> str:
+    """What Slurm says about a job that has ended."""
+    words = [f"Slurm says {job.slurm_state}"]
+    if job.exit_code:
+        meaning = ", which means that it saved" if job.exit_code == EXIT_STOPPED else ""
+        words.append(f"exit code {job.exit_code}{meaning}")
+    if job.reason and job.reason != "NonZeroExitCode":
+        words.append(f"the job {reason_sentence(job.reason)}")
+    return "; ".join(words)
 
 
 def _val_loss(events: Iterable[Mapping[str, Any]]) -> float | None:
