@@ -45,8 +45,9 @@ def test_a_run_starts_when_the_other_has_finished(login: Login, backend: str) ->
     job_id = login.job_id(first)
     run = login.submit("--after", "first", "--name", "second", "--backend", backend, "--", "true")
     assert login.cluster.job(login.job_id(run))["Dependency"] == f"afterok:{job_id}(unfulfilled)"
-    seen = login.status(run)
-    assert (seen["state"], seen["reason"]) == ("pending", "waits for the jobs that it depends on")
+    # Slurm writes the reason down when it next looks at its queue.
+    wait_for(lambda: login.status(run)["reason"] == "waits for the jobs that it depends on", "the reason")
+    assert login.status(run)["state"] == "pending"
     assert f"#SBATCH --dependency=afterok:{job_id}" in run.script_file.read_text()
     let_go(login, 0)
     login.finish(run)
@@ -89,7 +90,8 @@ def test_a_run_starts_when_a_whole_group_has_finished(login: Login) -> None:
     many = login.trainkit("submit", str(login.config), "--after", "first", "--array", "0-1", "--", "true")
     assert many.returncode == 0, many.stderr
     waiting = RunGroup(many.stdout.splitlines()[0])
-    assert "waits for the jobs that it depends on" in login.trainkit("status", str(waiting.path)).stdout
+    said = "waits for the jobs that it depends on"
+    wait_for(lambda: said in login.trainkit("status", str(waiting.path)).stdout, "the reason")
     let_go(login, 0)
     for waiter in (run, one, waiting.run(0), waiting.run(1)):
         login.finish(waiter)
