@@ -1,5 +1,7 @@
 # Everything is installed into .venv. `PYTHON=python3.12 make …` makes it with another Python.
 BIN := .venv/bin
+# Those on the cluster, which wait most of the time, beside those that compute.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast lint bench cluster clean venv venv-test
@@ -31,10 +33,10 @@ demo: venv ## Train a small model as a two-node job on this machine.
 
 test: lint ## Everything that has to hold: style, types and all tests, on a real Slurm cluster too when root.
 	$(BIN)/python -m tests.cluster install
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: venv-test ## The tests that start no training, in less than two minutes.
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: venv-test ## Style and types.
 	$(BIN)/python -m ruff check

@@ -210,4 +210,5 @@ def test_demo_is_the_quickstart_on_two_nodes() -> None:
 
 def test_ci_runs_all_tests() -> None:
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "make test"
-    assert ".venv/bin/python -m pytest" in make("--dry-run", "test").splitlines()
+    tests = ".venv/bin/python -m pytest --numprocesses 2 --dist loadgroup"
+    assert tests in make("--dry-run", "test").splitlines()

@@ -11,19 +11,18 @@ from tests.cluster import packages
 from tests.cluster.cluster import Cluster, up
 from tests.cluster.processes import Pid
 
-NOT_POSSIBLE = pytest.StashKey[str]()
+PLACE_OF_SKIPS = (__file__, 1)
 
 
 @pytest.fixture(scope="session")
-def clusters_possible(request: pytest.FixtureRequest) -> None:
+def clusters_possible() -> None:
     """Skips the test where no cluster can run; fails it instead where CI is true."""
     try:
         packages.require()
     except packages.NotPossible as error:
-        request.config.stash[NOT_POSSIBLE] = f"{error} ({error.hint})"
         if os.environ.get("CI") == "true":
             pytest.fail(f"CI=true wants every test to run, and no Slurm cluster can: {error}", pytrace=False)
-        pytest.skip(f"no Slurm cluster: {error}")
+        pytest.skip(f"no Slurm cluster: {error} ({error.hint})")
 
 
 @pytest.fixture(scope="session")
@@ -57,27 +56,35 @@ def _clusters_are_left_as_found(request: pytest.FixtureRequest) -> Iterator[None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test that has a cluster, before `-m` chooses."""
+    """Mark every test that has a cluster, before `-m` chooses.
+
+    They mostly wait, one after another; the others compute meanwhile in another process.
+    """
     for item in items:
         if _has_cluster(item):
             item.add_marker("cluster")
             item.add_marker("slow")
+            item.add_marker(pytest.mark.xdist_group("cluster"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Tests skipped for want of a cluster have one place, so that they are one line at the end."""
     report = yield
-    if report.skipped and _has_cluster(item) and NOT_POSSIBLE in item.config.stash:
-        assert isinstance(report.longrepr, tuple)
-        report.longrepr = (__file__, 1, report.longrepr[2])
+    if report.skipped and _has_cluster(item) and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if "no Slurm cluster: " in reason:
+            report.longrepr = (*PLACE_OF_SKIPS, reason)
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The loud line."""
-    if reason := config.stash.get(NOT_POSSIBLE, ""):
-        terminalreporter.write_line(f"NOTHING WAS TESTED ON SLURM: {reason}", red=True, bold=True)
+    for report in terminalreporter.stats.get("skipped", []):
+        if tuple(report.longrepr[:2]) == PLACE_OF_SKIPS:
+            reason = report.longrepr[2].partition("no Slurm cluster: ")[2]
+            terminalreporter.write_line(f"NOTHING WAS TESTED ON SLURM: {reason}", red=True, bold=True)
+            return
 
 
 def _has_cluster(item: pytest.Item) -> bool:

@@ -32,6 +32,7 @@ print("attempt", os.environ["TRAINKIT_JOB_ATTEMPT"], "rank", os.environ["RANK"],
 while not asked:
     time.sleep(0.02)
 print("asked by", asked[0], flush=True)
+time.sleep(0.3)
 sys.exit(75)
 """
 """A trainer that trains nothing: it says when it is asked to stop, and that it has saved."""
@@ -46,14 +47,19 @@ time.sleep(600)
 TRAINKIT = (sys.executable, "-m", "trainkit")
 BACKENDS = ("sbatch", "submitit")
 TIMEOUT_S = 60.0
+POLL_S = 0.05
+ASK_SLURM_S = 0.3
+"""A question to Slurm takes a tenth of a core when it is asked so often."""
 
 
-def wait_for(condition: Callable[[], T], what: str, timeout_s: float = TIMEOUT_S) -> T:
+def wait_for(
+    condition: Callable[[], T], what: str, timeout_s: float = TIMEOUT_S, poll_s: float = POLL_S
+) -> T:
     """The first true value of a condition."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.05)
+        time.sleep(poll_s)
     return value
 
 
@@ -171,9 +177,17 @@ class Login:
         value: dict[str, Any] = json.loads(done.stdout)
         return value
 
-    def job_state(self, run: RunDir) -> str:
-        """Slurm's word for what the job of a run is doing."""
-        return self.cluster.job(self.job_id(run))["JobState"]
+    def wait_for_job(self, run: RunDir, *states: str, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
+        """What Slurm says of the job of a run, when it has one of these states."""
+        job_id = self.job_id(run)
+        wait_for(
+            lambda: self.cluster.job(job_id)["JobState"] in states, f"job {job_id}", timeout_s, ASK_SLURM_S
+        )
+        return self.cluster.job(job_id)
+
+    def wait_until_idle(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until there is no job any more."""
+        wait_for(lambda: self.jobs() == [], "an empty queue", timeout_s, ASK_SLURM_S)
 
     def jobs(self) -> list[str]:
         """The jobs that Slurm has in its queue."""

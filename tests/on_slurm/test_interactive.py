@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
-from tests.on_slurm.login import TRAINKIT, Login, wait_for
+from tests.on_slurm.login import TRAINKIT, Login
 from tests.on_slurm.terminal import Terminal
 
 
@@ -38,7 +38,7 @@ def test_a_shell_in_an_allocation_of_two_nodes(login: Login) -> None:
         ]
         assert ranks[0]["hosts"] == login.cluster.hosts[:2]
         assert shell.close() == 0
-    wait_for(lambda: login.jobs() == [], "an empty queue", 20)
+    login.wait_until_idle(20)
     assert not list((login.folder / "runs").glob(".shell*"))
 
 

@@ -54,7 +54,7 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login: Login, backend: str
 
 
 def test_a_requeued_job_goes_on_as_the_next_attempt(login: Login) -> None:
-    run = train(login)
+    run = train(login, "--nodes", "1")
     reader = login.start([*TRAINKIT, "logs", str(run.path), "--follow"])
     refused = login.trainkit("resume", str(run.path))
     assert (refused.returncode, "is running as" in refused.stderr) == (2, True)
@@ -68,24 +68,10 @@ def test_a_requeued_job_goes_on_as_the_next_attempt(login: Login) -> None:
     resumed = login.trainkit("resume", str(run.path))
     assert resumed.returncode == 0, resumed.stderr
     wait_for(lambda: steps_of(run)[-1][0] == 3, "a step of attempt 3")
-    steps = [step for _, step in steps_of(run)]
-    assert steps == list(range(1, len(steps) + 1))
-    assert [attempt for attempt, _ in steps_of(run)] == sorted(attempt for attempt, _ in steps_of(run))
+    done = steps_of(run)
+    assert [step for _, step in done] == list(range(1, len(done) + 1))
+    assert done == sorted(done)
     assert "requeue_decision" in events(run, 1)
-
-
-def test_requeue_under_submitit(login: Login) -> None:
-    run = login.submit_listeners("--backend", "submitit", *ON_TWO_HOSTS)
-    job_id = login.job_id(run)
-    assert login.trainkit("requeue", str(run.path)).returncode == 0
-    for rank in range(2):
-        login.wait_for_log(run, f"attempt 2 rank {rank}", rank, attempt=2)
-    assert login.job_id(run) == job_id
-    assert log_of(run) == "attempt 1 rank 0\nasked by SIGUSR2\n"
-    done = login.trainkit("cancel", str(run.path), "--wait")
-    assert done.returncode == 0, done.stderr
-    assert login.wait_for_end(run, 2)["state"] == "cancelled"
-    assert log_of(run, attempt=2).splitlines()[-1] == "asked by SIGTERM"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -96,7 +82,7 @@ def test_cancel_saves(login: Login, backend: str) -> None:
     end = login.wait_for_end(run)
     assert (end["state"], end["reason"]) == ("cancelled", "saved after SIGTERM")
     assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
-    wait_for(lambda: login.jobs() == [], "an empty queue")
+    login.wait_until_idle()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -107,12 +93,21 @@ def test_scancel_by_hand_saves_too(login: Login, backend: str) -> None:
     assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
 
 
+def test_a_notice_for_the_batch_shell_alone_reaches_the_ranks(login: Login) -> None:
+    run = login.submit_listeners(*ON_TWO_HOSTS)
+    login.run(["scancel", "--batch", "--signal=TERM", login.job_id(run)], check=True)
+    end = login.wait_for_end(run)
+    assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
+    # Through srun, which would end the whole step at once on SIGTERM.
+    assert log_of(run).splitlines()[-1] == "asked by SIGUSR2"
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cancel_now_kills(login: Login, backend: str) -> None:
     run = login.submit_listeners("--backend", backend, *ON_TWO_HOSTS)
     assert login.trainkit("cancel", str(run.path), "--now").returncode == 0
     assert login.status(run)["state"] == "cancelled"
-    wait_for(lambda: login.jobs() == [], "an empty queue", 20)
+    login.wait_until_idle(20)
     assert login.wait_for_end(run)["state"] == "cancelled"
     assert log_of(run) == "attempt 1 rank 0\n"
     assert login.wait_for_end(run)["reason"] == "killed by cancel --now"
@@ -141,11 +136,11 @@ def test_cancel_of_a_job_that_waits(login: Login) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cancel_of_a_job_that_just_starts(login: Login, backend: str) -> None:
     run = login.submit("--backend", backend, *ON_TWO_HOSTS, "--", "python", "listens.py")
-    wait_for(lambda: login.job_state(run) == "RUNNING", "the start of the job")
+    wait_for(lambda: login.cluster.job(login.job_id(run))["JobState"] == "RUNNING", "the start of the job")
     done = login.trainkit("cancel", str(run.path), "--wait")
     assert done.returncode == 0, done.stderr + login.told_by(run)
     assert login.wait_for_end(run)["state"] == "cancelled"
-    wait_for(lambda: login.jobs() == [], "an empty queue", 20)
+    login.wait_until_idle(20)
 
 
 def test_a_damaged_record_is_named(login: Login) -> None:

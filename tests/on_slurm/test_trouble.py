@@ -129,15 +129,22 @@ def test_the_controller_is_restarted_during_a_submit(login: Login) -> None:
     assert len([line for line in ended.stdout.splitlines() if str(login.folder) in line]) == 2
 
 
-def test_the_controller_is_restarted_while_a_job_saves_to_come_back(login: Login) -> None:
-    run = login.submit(*ON_TWO_HOSTS, "--", "python", login.script(SAVES_SLOWLY))
-    for rank in range(2):
-        login.wait_for_log(run, "attempt 1", rank)
-    assert login.trainkit("requeue", str(run.path)).returncode == 0
+def test_the_controller_is_restarted_while_jobs_save_to_come_back(login: Login) -> None:
+    command = [*ON_TWO_HOSTS, "--", "python", login.script(SAVES_SLOWLY)]
+    runs = [login.submit("--backend", backend, *command) for backend in BACKENDS]
+    job_ids = [login.job_id(run) for run in runs]
+    for run in runs:
+        for rank in range(2):
+            login.wait_for_log(run, "attempt 1", rank)
+        assert login.trainkit("requeue", str(run.path)).returncode == 0
     login.cluster.restart_slurmctld()
-    assert login.wait_for_end(run)["reason"] == "saved after SIGUSR2; starting again, comeback 1"
-    for rank in range(2):
-        login.wait_for_log(run, "attempt 2", rank, attempt=2)
+    for run in runs:
+        assert login.wait_for_end(run)["reason"] == "saved after SIGUSR2; starting again, comeback 1"
+        for rank in range(2):
+            login.wait_for_log(run, "attempt 2", rank, attempt=2)
+    assert [login.job_id(run) for run in runs] == job_ids
+    assert login.trainkit("cancel", str(runs[1].path), "--now").returncode == 0
+    assert login.wait_for_end(runs[1], 2)["state"] == "cancelled"
 
 
 def test_a_cluster_without_accounting(login: Login) -> None:
@@ -161,7 +168,7 @@ def test_the_log_folder_is_deleted_before_the_start(login: Login) -> None:
     run = login.submit("--set", "resources.extra.hold=true", "--", "true")
     shutil.rmtree(run.attempt(1).logs_dir)
     login.run(["scontrol", "release", login.job_id(run)], check=True)
-    wait_for(lambda: login.job_state(run) not in ("PENDING", "RUNNING", "COMPLETING"), "the end of the job")
+    login.wait_for_job(run, "FAILED")
     status = login.status(run)
     assert (status["state"], status["step"]) == ("died", None)
     assert "could not be launched" in status["reason"]
@@ -195,9 +202,7 @@ def test_a_disk_that_gets_full_while_it_runs(login: Login, backend: str) -> None
         filler = fill(disk)
         done = login.trainkit("cancel", str(run.path), "--wait")
         assert "the wish to cancel could not be written down" in done.stderr
-        job_id = login.job_id(run)
-        wait_for(lambda: login.cluster.job(job_id)["JobState"] == "FAILED", "the end of the job")
-        assert login.cluster.job(job_id)["ExitCode"] == f"{EXIT_STOPPED}:0"
+        assert login.wait_for_job(run, "FAILED")["ExitCode"] == f"{EXIT_STOPPED}:0"
         assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
         filler.unlink()
         status = login.status(run)
@@ -206,4 +211,4 @@ def test_a_disk_that_gets_full_while_it_runs(login: Login, backend: str) -> None
         assert login.trainkit("resume", str(run.path)).returncode == 0
         login.wait_for_log(run, "attempt 2 rank 0", attempt=2)
         login.trainkit("cancel", str(run.path), "--now")
-        wait_for(lambda: login.jobs() == [], "an empty queue")
+        login.wait_until_idle()

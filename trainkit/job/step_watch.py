@@ -43,7 +43,8 @@ class StepWatch(Crew):
         self.step = step
         self.outcome = Outcome()
         self._failed_s: float | None = None
-        self._cancelled_s: float | None = None
+        self._unheard_s: float | None = None
+        """Since when there is a notice that perhaps no rank has heard."""
 
     def start(self) -> None:
         environ = {
@@ -57,7 +58,9 @@ class StepWatch(Crew):
             )
 
     def tell(self, received: signal.Signals) -> None:
-        os.kill(self.running[SRUN].pid, signal.SIGUSR2)
+        """Nothing yet: Slurm tells the ranks too, and a second notice would hit one that is just leaving."""
+        if self._unheard_s is None:
+            self._unheard_s = time.monotonic()
 
     def told(self, received: signal.Signals) -> None:
         if self.outcome.request in (None, COMEBACK_SIGNAL):
@@ -69,18 +72,22 @@ class StepWatch(Crew):
             # Its folder was deleted: whatever it still computes, nobody can ever find.
             self.end_within(0.0)
             return
-        self._catch_up_on_a_cancel()
+        self._pass_on()
         self._end_after_a_failure()
 
-    def _catch_up_on_a_cancel(self) -> None:
-        """Pass the wish to cancel on when Slurm had no step yet to signal: then nobody has heard of it."""
-        if self.outcome.request is not None or not is_cancelled(self.attempt):
+    def _pass_on(self) -> None:
+        """Tell the ranks what only this shell was told, or that a cancel came before there was a step."""
+        if self._unheard_s is None:
+            if self.outcome.request is None and is_cancelled(self.attempt):
+                self._unheard_s = time.monotonic()
             return
-        if self._cancelled_s is None:
-            self._cancelled_s = time.monotonic()
-        elif time.monotonic() > self._cancelled_s + HEARD_S and self._signal_of_the_ranks() is None:
-            self.tell(signal.SIGTERM)
-            self.told(signal.SIGTERM)
+        if time.monotonic() < self._unheard_s + HEARD_S:
+            return
+        self._unheard_s = float("inf")
+        if self._signal_of_the_ranks() is None and SRUN in self.running:
+            os.kill(self.running[SRUN].pid, signal.SIGUSR2)
+            if self.outcome.request is None:
+                self.told(signal.SIGTERM)
 
     def _end_after_a_failure(self) -> None:
         """End the step when a rank has failed: its peers may wait for it in a collective for ever."""
