@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,10 @@ from typing import Any
 CHECKPOINT_PREFIX = "step-"
 PARTIAL_SUFFIX = ".partial"
 REJECTED_SUFFIX = ".rejected"
+
+
+COMEBACK_ACTIONS = ("restart", "requeue", "resubmit", "follow_up")
+"""What end.json calls an end after which the run goes on by itself."""
 
 
 class RunDir:
@@ -151,8 +155,19 @@ class AttemptDir:
         return self.errors_dir / f"rank-{rank:04d}.json"
 
     @property
+    def hangs_dir(self) -> Path:
+        """Made by the first rank that comes no further."""
+        return self.path / "hangs"
+
+    def rank_hang(self, rank: int) -> Path:
+        return self.hangs_dir / f"rank-{rank:04d}.json"
+
+    @property
     def stacks_dir(self) -> Path:
         return self.path / "stacks"
+
+    def rank_stacks(self, rank: int) -> Path:
+        return self.stacks_dir / f"rank-{rank:04d}.txt"
 
     @property
     def profile_dir(self) -> Path:
@@ -190,6 +205,11 @@ class AttemptDir:
         staged = self.run.attempts_dir / f".latest-{self.number:03d}"
         staged.symlink_to(self.path.name)
         staged.replace(latest)
+
+
+def goes_on(end: Mapping[str, Any]) -> bool:
+    """Whether an end.json says that the run goes on by itself."""
+    return end.get("action") in COMEBACK_ACTIONS
 
 
 def utc_now() -> str:

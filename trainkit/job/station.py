@@ -86,9 +86,8 @@ def _shape(tasks: tuple[int, ...]) -> str:
 def publish_port(attempt: AttemptDir, place: SlurmPlace, addr: str) -> int:
     """Choose a free port on this host, which is rank 0's, and tell the other tasks."""
     port = choose_port(place.key, attempt.number)
-    write_json(
-        attempt.rendezvous_file, {"step": place.key, "step_id": place.step_id, "addr": addr, "port": port}
-    )
+    told = {"step": place.key, "step_id": place.step_id, "addr": addr, "port": port}
+    write_json(attempt.rendezvous_file, {**told, "hosts": list(place.hosts)})
     return port
 
 
