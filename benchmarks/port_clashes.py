@@ -113,8 +113,10 @@ def start(folder: Path, number: int, hosts: list[str]) -> list[RunDir]:
         "run",
         str(folder / "meet.yaml"),
     ]
+    step = f"srun --overlap --ntasks=2 --nodes=2 {' '.join(mine)} --run-dir"
+    # Now and then Slurm itself fails to start one of two steps ("aborted before step completely launched").
     steps = [
-        f"srun --overlap --ntasks=2 --nodes=2 {' '.join(mine)} --run-dir {run.path} > {run.path}.out 2>&1 &"
+        f"until {step} {run.path} > {run.path}.out 2>&1 || [[ -e {run.path} ]]; do sleep 1; done &"
         for run in runs[2:]
     ]
     script = folder / f"steps-{number}.sh"
