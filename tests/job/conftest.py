@@ -16,7 +16,7 @@ import trainkit
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.job.record import Liveness, liveness, newest_entry, run_lock
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.rundir import RunDir, write_json
 from trainkit.submit.local import kill_job, start_attempt
 
@@ -52,7 +52,8 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             grace_s=grace_s,
             reasons={},
             command=(sys.executable, "-u", str(worker)),
-            max_requeues=config.get("requeue", {}).get("max", 100),
+            # A worker that fails is the end, where a test does not say otherwise.
+            requeue=RequeuePolicy(**{"on": (), **config.get("requeue", {})}),
             env=config.get("launch", {}).get("env", {}),
         )
         write_json(run.job_file, {"backend": "local", "name": "run", "cwd": str(tmp_path), "attempts": []})

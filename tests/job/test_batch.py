@@ -6,6 +6,8 @@ import os
 import shutil
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,56 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.errors import EXIT_STOPPED
-from trainkit.job import batch
-from trainkit.job.batch import supervise, take_attempt
+from trainkit.job import allocation, batch, comeback, take
+from trainkit.job.batch import supervise
 from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, read_job
 from trainkit.job.step_watch import StepWatch
+from trainkit.job.take import take_attempt
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, log_event, read_json, read_jsonl, write_json
 from trainkit.slurm.client import SlurmRefused
+from trainkit.slurm.job_now import JobNow
+from trainkit.slurm.states import JobState
+
+
+@dataclass
+class Slurm:
+    """What Slurm says and was told."""
+
+    job: JobNow | None = None
+    lost: tuple[str, ...] | None = ()
+    refuses: bool = False
+    requeued: int = 0
+
+    def requeue(self, job_id: str, patience_s: float) -> None:
+        if self.refuses:
+            raise SlurmRefused(f"scontrol: Job {job_id} may not be requeued")
+        self.requeued += 1
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(batch, "ENTRY_TIMEOUT_S", 0.2)
-    return make_attempt(tmp_path / "run").run
+    monkeypatch.setattr(take, "ENTRY_TIMEOUT_S", 0.2)
+    return make_attempt(tmp_path / "run", ["requeue.max_crashes=1"]).run
+
+
+RUNNING = JobNow(JobState.RUNNING, "RUNNING", is_preempted=False, may_requeue=True, end_time=None, restarts=0)
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """A Slurm that says what a test wants, with a job of one host."""
+    slurm = Slurm()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
+    monkeypatch.setattr(batch, "write_to", lambda log: None)
+    monkeypatch.setattr(batch.children, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(allocation, "expand_hosts", lambda text: [text])
+    monkeypatch.setattr(allocation, "look_at_job", lambda job_id: slurm.job)
+    monkeypatch.setattr(allocation, "lost_hosts", lambda job_id, hosts: slurm.lost)
+    monkeypatch.setattr(allocation.shutil, "which", lambda program: program)
+    monkeypatch.setattr(comeback, "requeue", slurm.requeue)
+    return slurm
 
 
 def reasons(run: RunDir) -> list[tuple[int, str, str]]:
@@ -63,63 +102,115 @@ def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) ->
     assert take_attempt(run, "7") is None
 
 
-def step(run: RunDir, monkeypatch: pytest.MonkeyPatch, code: str, *writes: Any) -> tuple[int, dict[str, Any]]:
-    """The exit code of a job whose step runs some Python, and end.json."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(batch, "write_to", lambda log: None)
-    monkeypatch.setattr(batch.children, "adopt_orphans", lambda: None)
+def step(run: RunDir, code: str, *writes: Any) -> tuple[int, dict[str, Any]]:
+    """The exit code of a job whose step runs some Python, and the newest end.json."""
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     for write in writes:
         write()
     result = supervise(run, [sys.executable, "-c", code])
-    end = read_json(run.attempt(1).end_file)
+    end = read_json(run.attempt(run.attempt_numbers()[-1]).end_file)
     assert end["exit_code"] == result
     return result, end
 
 
-def test_a_step_that_ends_well(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert step(run, monkeypatch, "pass")[0] == 0
+def told(run: RunDir, name: str) -> Callable[[], None]:
+    return lambda: log_event(run, 1, "signal", signal=name)
+
+
+def test_a_step_that_ends_well(run: RunDir, slurm: Slurm) -> None:
+    assert step(run, "pass")[0] == 0
     events = [event["event"] for event in read_jsonl(run.events_file)]
     assert events == ["started", "finished"]
 
 
-def test_a_notice_that_only_the_ranks_got(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, end = step(
-        run, monkeypatch, "raise SystemExit(75)", lambda: log_event(run, 1, "signal", signal="SIGTERM")
-    )
-    assert code == EXIT_STOPPED
-    assert end["reason"] == "saved after SIGTERM"
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (RUNNING, "saved after SIGTERM"),
+        (replace(RUNNING, state=JobState.CANCELLED), "saved after SIGTERM"),
+    ],
+)
+def test_a_person_who_tells_only_the_ranks(run: RunDir, slurm: Slurm, job: JobNow, words: str) -> None:
+    slurm.job = job
+    code, end = step(run, "raise SystemExit(75)", told(run, "SIGTERM"))
+    assert (code, end["state"], end["reason"], slurm.requeued) == (EXIT_STOPPED, "stopped", words, 0)
 
 
-def test_the_code_is_that_of_what_began_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("job", "asked"),
+    [
+        (replace(RUNNING, is_preempted=True), 1),
+        # In the queue again already: Slurm does it by itself.
+        (replace(RUNNING, state=JobState.COMPLETING, restarts=1), 0),
+        (None, 1),
+    ],
+)
+def test_a_preemption_brings_the_job_back(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobNow | None, asked: int
+) -> None:
+    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    slurm.job = job
+    code, end = step(run, "raise SystemExit(75)", told(run, "SIGTERM"))
+    assert (code, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "preempted")
+    assert slurm.requeued == asked
+    assert run.attempt_numbers() == [1]
+
+
+def test_a_crash_starts_the_step_again_in_the_allocation(run: RunDir, slurm: Slurm) -> None:
+    code = "import os; raise SystemExit(5 if os.environ['TRAINKIT_JOB_ATTEMPT'] == '1' else 0)"
+    assert step(run, code)[1]["state"] == "finished"
+    first = read_json(run.attempt(1).end_file)
+    assert (first["state"], first["action"], first["cause"]) == ("failed", "restart", "crash")
+    assert first["exit_code"] == EXIT_STOPPED
+    assert reasons(run) == [(1, "7", "submit"), (2, "7", COMEBACK)]
+    events = [event["event"] for event in read_jsonl(run.events_file)]
+    assert events.count("started") == 2
+    assert "restart" in events
+
+
+def test_a_host_that_is_lost_is_no_place_to_start_again(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    monkeypatch.setattr("trainkit.job.bad_nodes.exclude_from", lambda *args: ())
+    slurm.job, slurm.lost = RUNNING, ("node1",)
+    end = step(run, "raise SystemExit(137)")[1]
+    assert (end["action"], end["cause"]) == ("requeue", "node_fail")
+    assert end["reason"] == "lost node1; starting again, comeback 1"
+
+
+def test_the_code_is_that_of_what_began_it(run: RunDir, slurm: Slurm) -> None:
     record = {
         "rank": 3,
         "node_rank": 1,
         "host": "b",
         "time": "1",
-        "type": "exit",
+        "type": "ValueError",
         "message": "m",
         "exit_code": 5,
+        "final": True,
     }
-    code, end = step(
-        run,
-        monkeypatch,
-        "raise SystemExit(137)",
-        lambda: write_json(run.attempt(1).rank_error(3), record),
-    )
+    write = lambda: write_json(run.attempt(1).rank_error(3), record)  # noqa: E731
+    code, end = step(run, "raise SystemExit(137)", write)
     assert code == 5
     assert end["verdict"]["rank"] == 3
+    assert end["reason"].endswith("it would fail in the same way again")
 
 
-def test_a_job_that_slurm_does_not_start_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(job_id: str) -> None:
-        raise SlurmRefused(f"scontrol: Job {job_id} may not be requeued")
-
-    monkeypatch.setattr(batch, "requeue", refuse)
-    told = lambda: log_event(run, 1, "signal", signal="SIGUSR2")  # noqa: E731
-    result, end = step(run, monkeypatch, f"raise SystemExit({EXIT_STOPPED})", told)
+def test_a_job_that_slurm_does_not_start_again(run: RunDir, slurm: Slurm) -> None:
+    slurm.job, slurm.refuses = RUNNING, True
+    result, end = step(run, f"raise SystemExit({EXIT_STOPPED})", told(run, "SIGUSR2"))
     assert (result, end["state"], end["action"]) == (EXIT_STOPPED, "stopped", "stopped")
-    assert end["reason"] == ("saved after SIGUSR2; not started again: scontrol: Job 7 may not be requeued")
+    assert end["reason"] == "saved after SIGUSR2; not started again: scontrol: Job 7 may not be requeued"
+
+
+def test_a_host_that_died_has_its_end_written(run: RunDir, slurm: Slurm) -> None:
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    assert take_attempt(run, "7") is not None
+    assert supervise(run, [sys.executable, "-c", "pass"]) == 0
+    first, second = (read_json(run.attempt(number).end_file) for number in (1, 2))
+    assert (first["state"], first["action"], first["cause"]) == ("failed", "requeue", "node_fail")
+    assert second["state"] == "finished"
 
 
 def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +222,7 @@ def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: p
     assert [code for _, code in watch.outcome.ends] == [137]
 
 
-def test_a_step_that_cannot_start(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(batch, "write_to", lambda log: None)
-    monkeypatch.setattr(batch.children, "adopt_orphans", lambda: None)
+def test_a_step_that_cannot_start(run: RunDir, slurm: Slurm) -> None:
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     assert supervise(run, ["/no/such/srun"]) == 1
     assert "No such file" in read_json(run.attempt(1).end_file)["reason"]

@@ -1,43 +1,181 @@
 import pytest
 
-from trainkit.job.decision import combine, decide, describe_exit
+from trainkit.job.decision import End, Failure, Means, Past, combine, decide, describe_exit
+from trainkit.plan.launch import RequeuePolicy
+
+POLICY = RequeuePolicy()
+HERE = Means(restart=True, requeue=True)
+NAN = Failure("ValueError: bad", 37)
+
+
+def after(end, *past, policy=POLICY, means=HERE):
+    return decide(end, past, policy, means)
 
 
 @pytest.mark.parametrize(
-    ("codes", "request_name", "action", "exit_code"),
+    ("codes", "request_name", "cause", "action", "exit_code"),
     [
-        ([0, 0], None, "finished", 0),
-        ([0, 0], "SIGTERM", "finished", 0),
-        ([75, 75], None, "stopped", 75),
-        ([75, 0], "SIGTERM", "stopped", 75),
-        ([75, 75], "SIGUSR2", "requeue", 75),
-        ([75, 78], "SIGUSR2", "failed", 78),
-        ([143, 75], "SIGTERM", "stopped", 75),
-        ([140, 75], "SIGUSR2", "requeue", 75),
-        ([130, 143], "SIGTERM", "stopped", 75),
-        ([70, 70], "SIGUSR2", "requeue", 75),
-        ([70, 75], None, "failed", 70),
-        ([1, 75], "SIGTERM", "failed", 1),
-        ([143, 0], None, "failed", 143),
-        ([75, 137, 1], None, "failed", 137),
+        ([0, 0], None, None, "finished", 0),
+        ([0, 0], "SIGTERM", "preempted", "finished", 0),
+        ([75, 75], None, None, "stopped", 75),
+        ([75, 0], "SIGTERM", None, "stopped", 75),
+        ([75, 0], "SIGTERM", "preempted", "requeue", 75),
+        ([75, 75], "SIGUSR2", "timeout", "requeue", 75),
+        ([75, 75], "SIGUSR2", "asked", "requeue", 75),
+        ([75, 78], "SIGUSR2", "timeout", "failed", 78),
+        ([143, 75], "SIGTERM", None, "stopped", 75),
+        ([143, 75], "SIGTERM", "node_fail", "requeue", 75),
+        ([140, 75], "SIGUSR2", "asked", "requeue", 75),
+        ([130, 143], "SIGTERM", None, "stopped", 75),
+        ([70, 70], "SIGUSR2", "timeout", "requeue", 75),
+        ([70, 75], None, None, "restart", 75),
+        ([1, 75], "SIGTERM", None, "failed", 1),
+        ([1, 75], "SIGTERM", "preempted", "requeue", 75),
+        ([143, 0], None, None, "restart", 75),
+        ([75, 137, 1], None, None, "restart", 75),
     ],
 )
-def test_decide(codes, request_name, action, exit_code):
-    decision = decide(codes, request_name, num_requeues=0, max_requeues=1)
+def test_what_follows(codes, request_name, cause, action, exit_code):
+    decision = after(End(codes, request_name, cause))
     assert (decision.action, decision.exit_code) == (action, exit_code)
 
 
+@pytest.mark.parametrize(
+    ("end", "cause", "words"),
+    [
+        (End([137]), "crash", "a worker ended with SIGKILL; starting again, comeback 1"),
+        (End([143], hung=True), "hang", "no progress; starting again, comeback 1"),
+        (End([143], hung=True, lost_nodes=("n2",)), "node_fail", "lost n2; starting again, comeback 1"),
+        (
+            End([75], "SIGTERM", "preempted"),
+            "preempted",
+            "saved after SIGTERM at a preemption; starting again, comeback 1",
+        ),
+        (
+            End([75], "SIGUSR2", "timeout"),
+            "timeout",
+            "saved after SIGUSR2 before the time limit; starting again, comeback 1",
+        ),
+        (
+            End([137], "SIGTERM", "preempted", out_of_time=True),
+            "preempted",
+            "killed: not all workers ended within the grace time after SIGTERM at a preemption;"
+            " starting again, comeback 1",
+        ),
+    ],
+)
+def test_each_cause_has_its_words(end, cause, words):
+    decision = after(end)
+    assert (decision.cause, decision.reason) == (cause, words)
+
+
+@pytest.mark.parametrize(
+    ("means", "action"),
+    [
+        (Means(restart=True, requeue=True, resubmit=True, follow_up=True), "restart"),
+        (Means(requeue=True, resubmit=True, follow_up=True), "requeue"),
+        (Means(resubmit=True, follow_up=True), "follow_up"),
+        (Means(resubmit=True), "resubmit"),
+        (Means(why_not="nobody"), "failed"),
+    ],
+)
+def test_the_nearest_way_back_from_a_crash(means, action):
+    assert after(End([1]), means=means).action == action
+
+
+def test_what_is_taken_away_is_no_place_to_start_again():
+    assert after(End([75], "SIGTERM", "preempted"), means=Means(restart=True)).action == "stopped"
+    assert after(End([1], "SIGTERM", "preempted"), means=HERE).action == "requeue"
+    assert after(End([75], "SIGUSR2", "asked"), means=Means(restart=True)).action == "restart"
+
+
+def test_without_a_way_back_the_failure_stands():
+    decision = after(End([9]), means=Means(why_not="there is no scontrol"))
+    assert (decision.action, decision.exit_code) == ("failed", 9)
+    assert decision.reason == "a worker ended with exit code 9; not started again: there is no scontrol"
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        (End([75], "SIGTERM", "preempted"), "preempted"),
+        (End([75], "SIGUSR2", "timeout"), "timeout"),
+        (End([1]), "crash"),
+        (End([1], hung=True), "hang"),
+        (End([1], lost_nodes=("n1",)), "node_fail"),
+    ],
+)
+def test_requeue_on_says_what_starts_again(end, cause):
+    others = RequeuePolicy(on=tuple(word for word in POLICY.on if word != cause))
+    decision = after(end, policy=others)
+    assert not decision.comes_back
+    assert decision.reason.endswith(f"not started again: requeue.on leaves {cause} out")
+    assert after(end, policy=RequeuePolicy(on=(cause,))).comes_back
+
+
+def test_who_asks_gets_it_whatever_the_config_says():
+    assert after(End([75], "SIGUSR2", "asked"), policy=RequeuePolicy(on=())).action == "requeue"
+
+
+def test_the_same_failure_at_the_same_step_is_no_accident():
+    decision = after(End([1], failure=NAN, mark=30), Past("crash", 20, 37, NAN))
+    assert decision.action == "failed"
+    assert decision.reason.endswith("the same failure at step 37 as in the attempt before")
+    assert after(End([1], failure=NAN), Past("crash", 0, 36, Failure(NAN.what, 36))).comes_back
+    assert after(End([1], failure=NAN), Past("crash", 0, 37, Failure("other", 37))).comes_back
+    # Another end between them shows that it is an accident.
+    assert after(End([1], failure=NAN), Past("crash", 0, 37, NAN), Past("preempted", 30)).comes_back
+
+
+def test_a_failure_at_an_unknown_step_is_the_same_when_nothing_was_saved_between():
+    unknown = Failure("exit: ended with exit code 1", None)
+    assert not after(End([1], failure=unknown, mark=5), Past("crash", 5, None, unknown)).comes_back
+    assert after(End([1], failure=unknown, mark=6), Past("crash", 5, None, unknown)).comes_back
+
+
+def test_what_cannot_get_better_is_not_tried():
+    decision = after(End([1], failure=Failure("ImportError: no x", None, final=True)))
+    assert (decision.action, decision.exit_code) == ("failed", 1)
+    assert decision.reason.endswith("it would fail in the same way again")
+
+
+def test_crashes_without_progress_are_counted():
+    crashes = [Past("crash", 10, step) for step in (11, 12, 13)]
+    assert after(End([1], mark=10, step=14), *crashes[:2]).comes_back
+    decision = after(End([1], mark=10, step=14), *crashes)
+    assert decision.action == "failed"
+    assert decision.reason.endswith("requeue.max_crashes is 3, and nothing new was saved in 4 attempts")
+    assert after(End([1], mark=20, step=24), *crashes).comes_back
+
+
+def test_three_ends_at_one_step_are_enough():
+    policy = RequeuePolicy(max_crashes=10)
+    two = [Past("hang", 10, 15), Past("crash", 10, 15)]
+    decision = after(End([1], mark=10, step=15), *two, policy=policy)
+    assert (decision.action, "3 attempts in a row ended at step 15" in decision.reason) == ("failed", True)
+    assert after(End([1], mark=10, step=16), *two, policy=policy).comes_back
+    timeouts = [Past("timeout", 10, 10)] * 2
+    decision = after(End([75], "SIGUSR2", "timeout", mark=10, step=10), *timeouts)
+    assert (decision.action, decision.exit_code) == ("stopped", 75)
+    preempted = [Past("preempted", 10, 10)] * 9
+    assert after(End([75], "SIGTERM", "preempted", mark=10, step=10), *preempted).comes_back
+
+
+def test_waits_grow_while_nothing_new_is_saved():
+    policy = RequeuePolicy(max_crashes=100)
+    delays = []
+    for count in range(9):
+        past = [Past("crash", 10, 11 + number) for number in range(count)]
+        delays.append(after(End([1], mark=10, step=90), *past, policy=policy).delay_s)
+    assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+
+
 def test_cap_on_comebacks():
-    decision = decide([75], "SIGUSR2", num_requeues=3, max_requeues=3)
+    decision = after(End([75], "SIGUSR2", "asked"), *[Past("preempted", 1)] * 3, policy=RequeuePolicy(max=3))
     assert decision.action == "stopped"
     assert (
         decision.reason == "saved after SIGUSR2; not started again: requeue.max is 3 and it came back 3 times"
     )
-
-
-def test_out_of_time():
-    decision = decide([137], "SIGTERM", 0, 1, killed=True)
-    assert decision.reason == "killed: not all workers ended within the grace time after SIGTERM"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ def test_first_in_time(attempt):
         "step": 3,
         "type": "E",
         "message": "m",
+        "exit_code": None,
+        "final": False,
     }
 
 

@@ -109,13 +109,13 @@ def test_comeback_and_its_cap(start_job):
         os.kill(job.entry["pid"], signal.SIGUSR2)
     job.wait()
     first, second = (read_json(job.run.attempt(number).end_file) for number in (1, 2))
-    assert (first["action"], second["action"]) == ("requeue", "stopped")
+    assert (first["action"], second["action"]) == ("restart", "stopped")
     assert "requeue.max is 1" in second["reason"]
     entries = read_json(job.run.job_file)["attempts"]
     assert [(entry["attempt"], entry["reason"]) for entry in entries] == [(1, "submit"), (2, "comeback")]
     assert job.run.attempt(2).config_file.read_text() == job.run.config_file.read_text()
     decisions = [e["action"] for e in read_jsonl(job.run.events_file) if e["event"] == "requeue_decision"]
-    assert decisions == ["requeue", "stopped"]
+    assert decisions == ["restart", "stopped"]
 
 
 def test_being_told_to_end_beats_being_told_to_come_back(start_job):

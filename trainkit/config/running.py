@@ -106,7 +106,9 @@ class ResourcesConfig(Section):
         default={},
         description="Further sbatch options by their long names; true stands for an option without a value.",
     )
-    spare_nodes: NotNegative = Field(default=0, description="Extra nodes that stand in for a failed one.")
+    spare_nodes: NotNegative = Field(
+        default=0, description="Nodes that the job gets beyond `nodes`, to stand in for those that fail."
+    )
 
 
 class LaunchConfig(Section):
@@ -161,10 +163,18 @@ class RequeueConfig(Section):
     )
     max: NotNegative = Field(default=100, description="Most restarts of a run.")
     max_crashes: NotNegative = Field(default=3, description="Most restarts after a crash without progress.")
-    signal: Literal["USR1", "USR2", "TERM"] = Field(
-        default="USR2", description="Signal that announces the end."
+    signal: Literal["USR2", "TERM"] = Field(
+        default="USR2", description="Signal that announces the end; not USR1, which NCCL catches."
     )
     grace_s: Positive = Field(default=120.0, description="Seconds from that signal to the end.")
+    hang_factor: Positive | None = Field(
+        default=20.0, description="A step hangs when it takes so many times as long as usual; null for never."
+    )
+    hang_min_s: Positive = Field(default=300.0, description="No step hangs before it took so many seconds.")
+    follow_ups: NotNegative = Field(
+        default=0,
+        description="Jobs that wait in the queue to go on one after another, where nodes have no scontrol.",
+    )
 
 
 class LoggingConfig(Section):

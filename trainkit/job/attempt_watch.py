@@ -11,16 +11,20 @@ from trainkit.job import children
 from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import Crew
 from trainkit.job.decision import COMEBACK_SIGNAL
+from trainkit.job.hang_watch import HangWatch
 from trainkit.job.interpreter import module_argv
 from trainkit.job.outcome import Outcome
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, log_event
 
 SECOND_INTERRUPT_S = 1.0
+LOOK_EVERY_S = 1.0
 
 
 class AttemptWatch(Crew):
     """The agents of one attempt."""
+
+    look_every_s = LOOK_EVERY_S
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan, master_port: int) -> None:
         super().__init__()
@@ -29,6 +33,7 @@ class AttemptWatch(Crew):
         self.master_port = master_port
         self.outcome = Outcome()
         self.requested_s = 0.0
+        self._hangs = HangWatch(attempt)
 
     def start(self) -> None:
         for node_rank in range(self.plan.num_nodes):
@@ -44,6 +49,9 @@ class AttemptWatch(Crew):
         if not self.attempt.path.is_dir():
             # Its folder was deleted: whatever it still computes, nobody can ever find.
             self.end_within(0.0)
+        elif self._hangs.is_over():
+            self.outcome.hung = True
+            self.end_within(0.0)
 
     def told(self, received: signal.Signals) -> None:
         outcome = self.outcome
@@ -55,6 +63,7 @@ class AttemptWatch(Crew):
             self.end_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
         if outcome.request in (None, COMEBACK_SIGNAL):
             outcome.request = received.name  # being told to end is stronger than being told to come back
+            outcome.cause = "asked" if received.name == COMEBACK_SIGNAL else None
         try:
             log_event(self.attempt.run, self.attempt.number, "signal", signal=received.name)
         except OSError as error:

@@ -1,9 +1,10 @@
-"""The supervisor of a Slurm job, which runs in its batch shell: starts the step, judges its end.
+"""The supervisor of a Slurm job, in its batch shell: starts the step, judges its end, starts it again.
 
 ``python -m trainkit.job.batch RUN_DIR --step srun … python -m trainkit.job.agent RUN_DIR``
 
-One start of the job is one attempt: the first was opened when the job was submitted, each requeue opens the
-next. Whatever happens, the exit code says so: 0 finished, 75 saved and could go on, anything else failed.
+The first attempt was opened when the job was submitted; each restart of the step inside the allocation and
+each start of the job by Slurm opens the next. Whatever happens, the exit code says so: 0 finished, 75 saved
+and could go on, anything else failed.
 """
 
 from __future__ import annotations
@@ -12,35 +13,23 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
-from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.agent import write_to
-from trainkit.job.decision import Decision
-from trainkit.job.ending import judge, write_end
+from trainkit.job.allocation import Allocation
+from trainkit.job.comeback import leave
+from trainkit.job.decision import FAILURES, Action, Decision
+from trainkit.job.ending import close_dead_attempts, judge, write_end
 from trainkit.job.outcome import Outcome
-from trainkit.job.record import (
-    COMEBACK,
-    add_slurm_entry,
-    become_sole_supervisor,
-    claim_entry,
-    is_cancelled,
-    open_attempt,
-    read_job,
-    run_lock,
-)
+from trainkit.job.record import become_sole_supervisor, is_cancelled
 from trainkit.job.slurm_place import slurm_job_id
 from trainkit.job.step_watch import StepWatch
+from trainkit.job.take import entries_of, take_attempt, take_next
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
-from trainkit.slurm.control import requeue
 
-ENTRY_TIMEOUT_S = 20.0
-"""How long the command that submitted us may take to write our job id down."""
-POLL_S = 0.05
 CANCELLED = "cancelled before the ranks were started"
 LOCK_TIMEOUT_S = 120.0
 """A node that died holds its locks on a network filesystem for about 90 s more."""
@@ -66,111 +55,99 @@ def supervise(run: RunDir, step: Sequence[str]) -> int:
         return error.exit_code
     attempt = take_attempt(run, job_id)
     if attempt is None:
-        _say(f"{job_id} was cancelled before it started")
-        with contextlib.suppress(OSError):
-            newest = run.attempt(_entries_of(run, job_id)[-1]["attempt"])
-            write_end(newest, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
+        say(f"there is nothing to do for {job_id}: it was cancelled before it started, or the run has ended")
+        if mine := entries_of(run, job_id):
+            with contextlib.suppress(OSError):
+                ended = Decision("stopped", CANCELLED, EXIT_STOPPED)
+                write_end(run.attempt(mine[-1]["attempt"]), Outcome(), ended)
         return EXIT_OK
     write_to(attempt.supervisor_log)
-    outcome = Outcome()
-    try:
-        if not become_sole_supervisor(run, LOCK_TIMEOUT_S):
-            reason = "another supervisor carries this run, although job.json does not say so"
-            decision = Decision("failed", reason, EXIT_FAILED)
-        elif is_cancelled(attempt):
-            decision = Decision("stopped", CANCELLED, EXIT_STOPPED)
-        else:
-            outcome = _run_step(attempt, step)
-            decision = judge(attempt, outcome)
-    except (OSError, ValueError, TrainkitError) as error:
-        decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
-    _say(f"attempt {attempt.number}: {decision.action}: {decision.reason}")
+    if not become_sole_supervisor(run, LOCK_TIMEOUT_S):
+        reason = "another supervisor carries this run, although job.json does not say so"
+        return _conclude(attempt, Outcome(), Decision("failed", reason, EXIT_FAILED))
+    return Supervisor(job_id, step).carry(attempt)
+
+
+class Supervisor:
+    """Carries one start of a job through its attempts."""
+
+    def __init__(self, job_id: str, step: Sequence[str]) -> None:
+        self.job_id = job_id
+        self.step = step
+        self.allocation = Allocation(job_id)
+
+    def carry(self, attempt: AttemptDir) -> int:
+        """Run attempts until one is the last of this start; the exit code of the job."""
+        with contextlib.suppress(OSError):
+            close_dead_attempts(attempt)
+        while True:
+            outcome, decision = self._try(attempt)
+            code = _conclude(attempt, outcome, decision)
+            if decision.comes_back and decision.action != "restart":
+                return self._leave(attempt, outcome, decision)
+            if decision.action != "restart":
+                return code
+            following = self._await_next(attempt, decision)
+            if isinstance(following, Decision):
+                return _conclude(attempt, outcome, following)
+            attempt = following
+            write_to(attempt.supervisor_log)
+
+    def _leave(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
+        """Give the allocation back so that the run goes on in another; the exit code of this start."""
+        plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+        trouble = leave(attempt.run, plan, decision, self.allocation)
+        if trouble is None:
+            return decision.exit_code
+        saved = decision.reason.partition(";")[0]
+        action: Action = "failed" if decision.cause in FAILURES else "stopped"
+        ended = Decision(action, f"{saved}; not started again: {trouble}", decision.exit_code, decision.cause)
+        return _conclude(attempt, outcome, ended)
+
+    def _try(self, attempt: AttemptDir) -> tuple[Outcome, Decision]:
+        """One attempt, from the start of the step to the decision what follows."""
+        if is_cancelled(attempt):
+            return Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED)
+        try:
+            plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+            log_event(
+                attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
+            )
+            watch = StepWatch(attempt, plan, self.allocation.step_argv(self.step, plan))
+            watch.work()
+            outcome = watch.outcome
+            self.allocation.look(plan, outcome)
+            return outcome, judge(attempt, outcome, self.allocation.means(plan, attempt.run))
+        except (OSError, ValueError, TrainkitError) as error:
+            return Outcome(), Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
+
+    def _await_next(self, attempt: AttemptDir, decision: Decision) -> AttemptDir | Decision:
+        """The attempt in which the step is started again, or the end that was asked for meanwhile."""
+        received = children.wait_unless_told(decision.delay_s)
+        if received is not None:
+            reason = f"told to stop by {received.name} before it was started again"
+            return Decision("stopped", reason, EXIT_STOPPED)
+        try:
+            following = take_next(attempt, self.job_id)
+        except (OSError, TrainkitError) as error:
+            return Decision("failed", f"could not be started again: {error}", EXIT_FAILED, decision.cause)
+        return following or Decision("stopped", "cancelled before it was started again", EXIT_STOPPED)
+
+
+def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
+    """Say and write down how an attempt ended; its exit code."""
+    say(f"attempt {attempt.number}: {decision.action}: {decision.reason}")
     try:
         write_end(attempt, outcome, decision)
     except OSError as error:
-        _say(f"attempt {attempt.number}: its end could not be written ({error})")
-    if decision.action == "requeue":
-        return _come_back(attempt, outcome, decision, job_id)
+        say(f"attempt {attempt.number}: its end could not be written ({error})")
     return decision.exit_code
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Print a line; a disk that is full must not change what the job ends with."""
     with contextlib.suppress(OSError):
         os.write(sys.stdout.fileno(), f"{text}\n".encode(errors="replace"))
-
-
-def _come_back(attempt: AttemptDir, outcome: Outcome, decision: Decision, job_id: str) -> int:
-    """Have Slurm start the job again; the exit code of this start."""
-    try:
-        requeue(job_id)
-    except TrainkitError as error:
-        # Forbidden by an administrator, or no controller for a minute: it has saved, and ends here.
-        saved = decision.reason.partition(";")[0]
-        ended = Decision("stopped", f"{saved}; not started again: {error.message}", decision.exit_code)
-        _say(f"attempt {attempt.number}: {ended.action}: {ended.reason}")
-        with contextlib.suppress(OSError):
-            write_end(attempt, outcome, ended)
-        return ended.exit_code
-    _await_slurm()
-    return decision.exit_code
-
-
-def _await_slurm() -> None:
-    """Return when Slurm ends this shell to put the job back into the queue.
-
-    At once then: the next start of the job waits for the lock that this process holds.
-    """
-    give_up_s = time.monotonic() + LOCK_TIMEOUT_S
-    while (left_s := give_up_s - time.monotonic()) > 0:
-        if children.wait_for_signal(left_s) == signal.SIGTERM:
-            return
-
-
-def take_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
-    """The attempt that this start of the job is; None when it was cancelled while it waited."""
-    deadline_s = time.monotonic() + ENTRY_TIMEOUT_S
-    while True:
-        mine = _entries_of(run, job_id)
-        if mine or time.monotonic() > deadline_s:
-            break
-        time.sleep(POLL_S)
-    with run_lock(run):
-        mine = _entries_of(run, job_id)
-        if any("cancelled_at" in entry for entry in mine):
-            return None
-        if mine and "pid" not in mine[-1]:
-            claim_entry(run, mine[-1]["attempt"], os.getpid())
-            return run.attempt(mine[-1]["attempt"])
-        newest = run.attempt(run.attempt_numbers()[-1])
-        taken = {entry["attempt"] for entry in read_job(run)["attempts"]}
-        if newest.number in taken:
-            newest = open_attempt(
-                run,
-                newest.config_file.read_text(encoding="utf-8"),
-                newest.plan_file.read_text(encoding="utf-8"),
-            )
-        # Not in job.json yet: the job came back, or the command that submitted it never learned its id.
-        reason = COMEBACK if mine else "submit"
-        add_slurm_entry(
-            run, newest.number, job_id, reason, LaunchPlan.from_dict(read_json(newest.plan_file)).backend
-        )
-        claim_entry(run, newest.number, os.getpid())
-    log_event(run, newest.number, "submitted", job_id=job_id, reason=reason)
-    return newest
-
-
-def _entries_of(run: RunDir, job_id: str) -> list[dict[str, Any]]:
-    """The attempts in job.json that a job carries, oldest first."""
-    return [entry for entry in read_job(run)["attempts"] if entry["job_id"] == job_id]
-
-
-def _run_step(attempt: AttemptDir, step: Sequence[str]) -> Outcome:
-    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    log_event(attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes)
-    watch = StepWatch(attempt, plan, step)
-    watch.work()
-    return watch.outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:

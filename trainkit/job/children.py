@@ -39,6 +39,21 @@ def wait_for_signal(timeout_s: float) -> signal.Signals | None:
     return None if taken is None else signal.Signals(taken.si_signo)
 
 
+def wait_unless_told(delay_s: float) -> signal.Signals | None:
+    """Wait before the run starts again; the notice that came meanwhile and that is to be obeyed.
+
+    The one that asks for a new start is only a reason not to wait any longer.
+    """
+    deadline_s = time.monotonic() + delay_s
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        received = wait_for_signal(left_s)
+        if received == signal.SIGUSR2:
+            return None
+        if received not in (None, signal.SIGCHLD):
+            return received
+    return None
+
+
 def dies_with(
     parent_pid: int, number: signal.Signals, before_exec: Callable[[], None] | None = None
 ) -> Callable[[], None]:

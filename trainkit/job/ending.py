@@ -5,57 +5,98 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from trainkit.job.decision import COMEBACK_SIGNAL, Decision, decide, signal_exit_code
+from trainkit.errors import EXIT_FAILED
+from trainkit.job.decision import FAILURES, Decision, End, Means, decide, signal_exit_code
 from trainkit.job.failures import agent_verdict, find_verdict
+from trainkit.job.hangs import hang_verdict, read_hangs
+from trainkit.job.history import failure_of, last_step, mark_of, past_attempts
 from trainkit.job.outcome import Outcome
-from trainkit.job.record import KILLED, is_cancelled, num_comebacks
+from trainkit.job.record import KILLED, is_cancelled, read_job
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, read_json, utc_now, write_json
 
 
-def judge(attempt: AttemptDir, outcome: Outcome) -> Decision:
-    """What happens after an attempt that ended so."""
+def judge(attempt: AttemptDir, outcome: Outcome, means: Means) -> Decision:
+    """What happens after an attempt that ended so; its verdict goes into the outcome."""
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    request = outcome.request
+    cause, killed = outcome.cause, signal_exit_code(signal.SIGKILL)
     if is_cancelled(attempt):
-        killed = signal_exit_code(signal.SIGKILL)
-        if request is None and killed in outcome.exit_codes:
+        if outcome.request is None and killed in outcome.exit_codes:
             return Decision("stopped", KILLED, killed)
-        if request == COMEBACK_SIGNAL:
-            request = signal.SIGTERM.name
-    return decide(
-        outcome.exit_codes, request, num_comebacks(attempt.run), plan.max_requeues, outcome.out_of_time
+        cause = None
+    outcome.verdict = _verdict(attempt, plan, outcome)
+    end = End(
+        exit_codes=outcome.exit_codes,
+        request=outcome.request,
+        cause=cause,
+        out_of_time=outcome.out_of_time,
+        hung=outcome.hung,
+        lost_nodes=outcome.lost_nodes,
+        mark=mark_of(attempt),
+        step=last_step(attempt, outcome.verdict),
+        failure=None if outcome.verdict is None else failure_of(outcome.verdict),
     )
+    return decide(end, past_attempts(attempt), plan.requeue, means)
+
+
+def _verdict(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
+    """The first failing rank, or in a hang the one that the others wait for."""
+    if outcome.hung and not outcome.lost_nodes:
+        return hang_verdict(attempt, plan, read_hangs(attempt))
+    return find_verdict(attempt)
+
+
+def close_dead_attempts(attempt: AttemptDir) -> None:
+    """Write the end of this job's earlier attempts that could not do so themselves: their host died."""
+    entries = read_job(attempt.run)["attempts"]
+    job_ids = {entry["job_id"] for entry in entries if entry["attempt"] == attempt.number}
+    for entry in entries:
+        dead = attempt.run.attempt(entry["attempt"])
+        if dead.number < attempt.number and entry["job_id"] in job_ids and not dead.end_file.exists():
+            reason = "ended without a word: its host died, or its supervisor was killed"
+            write_end(dead, Outcome(), Decision("requeue", reason, EXIT_FAILED, "node_fail"))
 
 
 def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None:
-    """Write down how the attempt ended: verdict, end.json, events."""
+    """Write down how the attempt ended and what follows: verdict, end.json, events."""
     run, number = attempt.run, attempt.number
     verdict = None
-    if decision.action == "failed":
-        verdict = find_verdict(attempt) or agent_verdict(outcome.first_failure, decision.reason)
-    state: str = "stopped" if decision.action == "requeue" else decision.action
-    if state != "finished" and is_cancelled(attempt):
-        state = "cancelled"
+    if decision.action == "failed" or decision.cause in FAILURES:
+        verdict = outcome.verdict or agent_verdict(outcome.first_failure, decision.reason)
     # The one file that tells how it ended comes first; the events follow from it.
+    state = _state(attempt, decision)
     write_json(
         attempt.end_file,
         {
             "state": state,
             "action": decision.action,
+            "cause": decision.cause,
             "exit_code": decision.exit_code,
             "reason": decision.reason,
             "verdict": verdict,
+            "mark": mark_of(attempt),
+            "step": last_step(attempt, verdict),
             "best": _best(run),
             "time": utc_now(),
         },
     )
     if verdict is not None:
         log_event(run, number, "rank_failed", **{key: verdict[key] for key in verdict if key != "time"})
-    if outcome.request == COMEBACK_SIGNAL:
-        log_event(run, number, "requeue_decision", action=decision.action, reason=decision.reason)
+    if outcome.hung:
+        log_event(run, number, "hang", message=None if verdict is None else verdict["message"])
+    if decision.cause is not None:
+        words = {"action": decision.action, "cause": decision.cause, "reason": decision.reason}
+        log_event(run, number, "requeue_decision", **words, delay_s=decision.delay_s)
     event = "finished" if state == "finished" else "stopped"
     log_event(run, number, event, state=state, exit_code=decision.exit_code, reason=decision.reason)
+
+
+def _state(attempt: AttemptDir, decision: Decision) -> str:
+    if decision.action == "finished":
+        return "finished"
+    if decision.comes_back:
+        return "failed" if decision.cause in FAILURES else "stopped"
+    return "cancelled" if is_cancelled(attempt) else str(decision.action)
 
 
 def _best(run: RunDir) -> dict[str, Any] | None:

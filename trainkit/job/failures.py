@@ -70,7 +70,10 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
 
 
 def find_verdict(attempt: AttemptDir) -> dict[str, Any] | None:
-    """The failure that came first, without its traceback: ``rank node_rank host time step type message``.
+    """The failure that came first, without its traceback.
+
+    Its keys: ``rank node_rank host time step type message exit_code final``; `final` says that starting
+    again cannot help.
 
     A rank that was killed comes before any exception: its peers may notice its closed connections
     before its agent can write the record. None when no rank left a record.
@@ -78,8 +81,8 @@ def find_verdict(attempt: AttemptDir) -> dict[str, Any] | None:
     first = _first_record(attempt)
     if first is None:
         return None
-    keys = ("rank", "node_rank", "host", "time", "step", "type", "message")
-    return {key: first.get(key) for key in keys}
+    keys = ("rank", "node_rank", "host", "time", "step", "type", "message", "exit_code")
+    return {**{key: first.get(key) for key in keys}, "final": bool(first.get("final"))}
 
 
 def first_exit_code(attempt: AttemptDir) -> int | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.job.decision import Cause
 
 
 @dataclass
@@ -13,8 +15,18 @@ class Outcome:
 
     request: str | None = None
     """The signal that asked the job to stop, if one did."""
+    shell_was_told: bool = False
+    """The supervisor got that signal too; at a preemption Slurm tells only the steps."""
+    cause: Cause | None = None
+    """What stood behind the request; None when a person wants the job to end."""
+    hung: bool = False
+    """A rank reported that it came no further, and the others were ended."""
+    lost_nodes: tuple[str, ...] = ()
+    """Hosts that do not answer any more."""
     out_of_time: bool = False
     """Some were still running when the grace time was over."""
+    verdict: dict[str, Any] | None = None
+    """What went wrong first; None until it is judged, and when nothing did."""
     ends: list[tuple[int, int]] = field(default_factory=list)
     """(node rank, exit code) in the order in which the agents ended."""
 

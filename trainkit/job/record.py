@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import UsageError
-from trainkit.rundir import AttemptDir, RunDir, read_json, utc_now, write_atomic, write_json
+from trainkit.rundir import AttemptDir, RunDir, goes_on, read_json, utc_now, write_atomic, write_json
 
 PROC = Path("/proc")
 COMEBACK = "comeback"
@@ -218,7 +218,7 @@ def is_leaving(run: RunDir, entry: Mapping[str, Any]) -> bool:
         end = read_json(run.attempt(entry["attempt"]).end_file)
     except (OSError, ValueError):
         return False
-    return isinstance(end, dict) and end.get("action") != "requeue"
+    return isinstance(end, dict) and not goes_on(end)
 
 
 def mark_cancelled(run: RunDir) -> None:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, TrainkitError
 from trainkit.job import children
 from trainkit.job.agent import run_slurm_task
-from trainkit.job.decision import Decision
+from trainkit.job.decision import Decision, Means
 from trainkit.job.ending import judge, write_end
 from trainkit.job.outcome import Outcome
 from trainkit.job.slurm_place import SlurmPlace
@@ -27,6 +27,7 @@ from trainkit.job.worker_env import ATTEMPT_VARIABLE
 from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
 
 ANNOUNCE_TIMEOUT_S = 300.0
+NO_WAY_BACK = Means(why_not="nobody starts an interactive step again")
 POLL_S = 0.05
 
 
@@ -102,14 +103,11 @@ def carry_first(found: Announced, show: Callable[[AttemptDir, threading.Event], 
         code = carry(found)
         outcome.ends.append((0, code))
         outcome.request = _request(attempt)
-        decision = judge(attempt, outcome)
+        decision = judge(attempt, outcome, NO_WAY_BACK)
     except (OSError, ValueError, TrainkitError) as error:
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
     ended.set()
     shower.join()
-    if decision.action == "requeue":
-        # Nobody starts an interactive step again.
-        decision = Decision("stopped", decision.reason.partition(";")[0], EXIT_STOPPED)
     write_end(attempt, outcome, decision)
     return decision
 

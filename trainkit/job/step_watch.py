@@ -15,6 +15,7 @@ from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import PEER_S, Crew
 from trainkit.job.decision import COMEBACK_SIGNAL
 from trainkit.job.failures import first_exit_code
+from trainkit.job.hang_watch import HangWatch
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import is_cancelled
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
@@ -42,6 +43,7 @@ class StepWatch(Crew):
         self.plan = plan
         self.step = step
         self.outcome = Outcome()
+        self._hangs = HangWatch(attempt)
         self._failed_s: float | None = None
         self._unheard_s: float | None = None
         """Since when there is a notice that perhaps no rank has heard."""
@@ -63,6 +65,7 @@ class StepWatch(Crew):
             self._unheard_s = time.monotonic()
 
     def told(self, received: signal.Signals) -> None:
+        self.outcome.shell_was_told |= received != signal.SIGUSR2
         if self.outcome.request in (None, COMEBACK_SIGNAL):
             self.outcome.request = received.name
         self.end_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
@@ -74,6 +77,9 @@ class StepWatch(Crew):
             return
         self._pass_on()
         self._end_after_a_failure()
+        if not self.outcome.hung and self._hangs.is_over():
+            self.outcome.hung = True
+            self._end_step()
 
     def _pass_on(self) -> None:
         """Tell the ranks what only this shell was told, or that a cancel came before there was a step."""
@@ -87,16 +93,22 @@ class StepWatch(Crew):
         if self._signal_of_the_ranks() is None and SRUN in self.running:
             os.kill(self.running[SRUN].pid, signal.SIGUSR2)
             if self.outcome.request is None:
-                self.told(signal.SIGTERM)
+                self.outcome.request = signal.SIGTERM.name
+                self.end_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
     def _end_after_a_failure(self) -> None:
         """End the step when a rank has failed: its peers may wait for it in a collective for ever."""
         if self._failed_s is None:
             if any(self.attempt.errors_dir.glob("rank-*.json")):
                 self._failed_s = time.monotonic()
-        elif time.monotonic() > self._failed_s + PEER_S and SRUN in self.running:
-            os.kill(self.running[SRUN].pid, signal.SIGTERM)
+        elif time.monotonic() > self._failed_s + PEER_S:
             self._failed_s = float("inf")
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Have srun kill what is left of the step."""
+        if SRUN in self.running:
+            os.kill(self.running[SRUN].pid, signal.SIGTERM)
             self.end_within(KILL_MARGIN_S)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:

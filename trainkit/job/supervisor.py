@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from trainkit.errors import EXIT_FAILED, TrainkitError
 from trainkit.job import children
 from trainkit.job.attempt_watch import AttemptWatch
-from trainkit.job.decision import Decision
+from trainkit.job.decision import Decision, Means
 from trainkit.job.ending import judge, write_end
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import (
@@ -34,6 +34,9 @@ from trainkit.job.record import (
 from trainkit.job.rendezvous import choose_port
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
+
+HERE = Means(restart=True)
+"""Nodes that are this machine need not be asked for again."""
 
 
 def supervise(run: RunDir, number: int) -> int:
@@ -56,7 +59,7 @@ def supervise(run: RunDir, number: int) -> int:
         attempt = run.attempt(number)
         try:
             outcome = _run_attempt(attempt)
-            decision = judge(attempt, outcome)
+            decision = judge(attempt, outcome, HERE)
         except (OSError, ValueError, TrainkitError) as error:
             # No folder, no disk, no port: nothing of the job is left running, and that much is said.
             outcome = Outcome()
@@ -77,9 +80,9 @@ def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int 
     """Write down how an attempt ended; the number of the next one when the job comes back."""
     print(f"attempt {attempt.number}: {decision.action}: {decision.reason}", flush=True)
     write_end(attempt, outcome, decision)
-    if decision.action != "requeue":
+    if not decision.comes_back:
         return None
-    following = _next_attempt(attempt)
+    following = _next_attempt(attempt) if children.wait_unless_told(decision.delay_s) is None else None
     if following is None:
         cancelled = Decision("stopped", "cancelled before it came back", decision.exit_code)
         write_end(attempt, outcome, cancelled)
@@ -120,6 +123,7 @@ def _next_attempt(attempt: AttemptDir) -> int | None:
         )
         entry = add_entry(run, following.number, os.getpid(), COMEBACK)
     log_event(run, following.number, "submitted", job_id=entry["job_id"], reason=COMEBACK)
+    log_event(run, following.number, "restart")
     with following.supervisor_log.open("ab") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.observe.tail import LogTail, start_of_last
-from trainkit.rundir import AttemptDir, RunDir, read_json
+from trainkit.rundir import AttemptDir, RunDir, goes_on, read_json
 
 POLL_S = 0.1
 LISTING_S = 1.0
@@ -40,7 +40,7 @@ def is_over(run: RunDir, alive: bool | None) -> bool:
     if not numbers or alive is False:
         return True
     end = end_of(run.attempt(numbers[-1]))
-    return end is not None and end.get("action") != "requeue"
+    return end is not None and not goes_on(end)
 
 
 def follow(

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainkit.observe.status import attempt_state, seconds_between
 from trainkit.plan.sweep import shown
-from trainkit.rundir import best_result, read_jsonl
+from trainkit.rundir import best_result, goes_on, read_jsonl
 from trainkit.rungroup import Point, RunGroup, is_index
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -28,6 +28,7 @@ ORDER = (
     "stopping",
     "running",
     "starting",
+    "restarting",
     "requeueing",
     "pending",
     "stopped",
@@ -51,7 +52,7 @@ class PointLook:
     @property
     def is_over(self) -> bool:
         """Whether its newest attempt wrote its end, after which nothing follows by itself."""
-        return bool(self.end) and self.end.get("action") != "requeue"
+        return bool(self.end) and not goes_on(self.end)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.manifest import published
 from trainkit.observe.tail import last_records
-from trainkit.rundir import RunDir, read_json, read_jsonl
+from trainkit.rundir import RunDir, goes_on, read_json, read_jsonl
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.reasons import reason_sentence
 from trainkit.slurm.states import JobState
@@ -30,9 +30,9 @@ class RunStatus:
     name: str
     run_dir: str
     state: str
-    """``pending starting running stopping requeueing finished stopped cancelled failed``; ``died`` when the
-    supervisor is gone without a word; ``unknown`` when this host cannot tell; ``incomplete`` when the
-    run was never started."""
+    """``pending starting running stopping restarting requeueing finished stopped cancelled failed``;
+    ``died`` when the supervisor is gone without a word; ``unknown`` when this host cannot tell;
+    ``incomplete`` when the run was never started."""
     reason: str | None
     attempt: int | None
     job_id: str | None
@@ -117,7 +117,7 @@ def attempt_state(
     """State and reason of an attempt: of its job.json entry, its end.json and what Slurm knows of its job."""
     state = _state(entry.get("attempt"), end, alive, events, has_metrics)
     reason = end.get("reason")
-    if slurm_job is not None and (not end or end.get("action") == "requeue"):
+    if slurm_job is not None and (not end or goes_on(end)):
         return _slurm_state(state, reason, slurm_job, "started_at" in entry)
     return state, reason
 
@@ -132,8 +132,9 @@ def _state(
     if not isinstance(attempt, int):
         return "incomplete"
     if end:
-        if end.get("action") == "requeue":
-            return {True: "requeueing", False: "died", None: "unknown"}[alive]
+        if goes_on(end):
+            waits = "restarting" if end["action"] == "restart" else "requeueing"
+            return {True: waits, False: "died", None: "unknown"}[alive]
         return str(end.get("state") or "unknown")
     if alive is None:
         return "unknown"

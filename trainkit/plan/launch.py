@@ -43,6 +43,18 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class RequeuePolicy:
+    """When the run may start again by itself."""
+
+    on: tuple[str, ...] = ("preempted", "timeout", "node_fail", "crash", "hang")
+    max: int = 100
+    max_crashes: int = 3
+    hang_factor: float | None = 20.0
+    """A step hangs when it takes so many times as long as the median step; None for never."""
+    hang_min_s: float = 300.0
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     """What will run, and why the derived values are what they are."""
 
@@ -65,8 +77,9 @@ class LaunchPlan:
     """Variables of every worker."""
     network: str = "auto"
     """A preset, or the name of an interface."""
-    max_requeues: int = 100
-    """How often the job may come back by itself."""
+    requeue: RequeuePolicy = RequeuePolicy()
+    spare_nodes: int = 0
+    """Nodes that Slurm gives beyond `num_nodes`, to stand in for those that fail."""
     per: str = "node"
     """What a Slurm task stands for: ``gpu`` (one worker) or ``node`` (all workers of a node)."""
     command: tuple[str, ...] | None = None
@@ -121,6 +134,8 @@ class LaunchPlan:
             )
         fields["layout"] = Layout(**fields["layout"])
         fields["batch"] = Batch(**fields["batch"])
+        requeue = fields.get("requeue", {})
+        fields["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
         for name in ("command", "python", "node_sizes"):
             if fields.get(name) is not None:
                 fields[name] = tuple(fields[name])

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainkit.config.loaded import LoadedConfig
+from trainkit.config.running import RequeueConfig
 from trainkit.errors import ConfigError
 from trainkit.plan.cluster import LOCAL, Cluster, Target
 from trainkit.plan.draft import Draft
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.plan.machine import Machine
 from trainkit.plan.slurm_draft import SlurmDraft
 from trainkit.plan.step_draft import StepDraft
@@ -59,7 +60,8 @@ def make_plan(
         workers_per_node=workers_per_node,
         env=dict(config.launch.env),
         network=config.launch.network,
-        max_requeues=config.requeue.max,
+        requeue=_policy(config.requeue),
+        spare_nodes=0 if slurm is None else config.resources.spare_nodes,
         per=per,
         device=device,
         layout=layout,
@@ -81,3 +83,13 @@ def _draft(loaded: LoadedConfig, machine: Machine, target: Target) -> Draft:
     if target.backend == "local":
         return Draft(loaded, machine)
     return SlurmDraft(loaded, machine, cluster=target.cluster or Cluster("unknown"))
+
+
+def _policy(requeue: RequeueConfig) -> RequeuePolicy:
+    return RequeuePolicy(
+        on=requeue.on,
+        max=requeue.max,
+        max_crashes=requeue.max_crashes,
+        hang_factor=requeue.hang_factor,
+        hang_min_s=requeue.hang_min_s,
+    )

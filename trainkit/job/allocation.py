@@ -1,0 +1,93 @@
+"""The hosts and the time that Slurm has given to this start of a job, and what can be done with them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from datetime import datetime, timezone
+
+from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.job.decision import Means
+from trainkit.job.nodes import choose_hosts, lost_hosts, step_argv
+from trainkit.job.outcome import Outcome
+from trainkit.job.record import read_job
+from trainkit.job.why import look_at_job, why_told
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import RunDir
+from trainkit.slurm.hosts import expand_hosts
+from trainkit.slurm.job_now import JobNow
+
+START_S = 30.0
+"""An allocation with less time than this, besides what saving takes, is no place to start again in."""
+
+
+class Allocation:
+    """What one start of a job has."""
+
+    def __init__(self, job_id: str) -> None:
+        self.job_id = job_id
+        self.hosts = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
+        self.bad: dict[str, str] = {}
+        """Hosts that no step is started on any more, with the reason."""
+        self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        """How often Slurm had started the job again when this start of it began."""
+        self.job: JobNow | None = None
+        """What Slurm said last; None when it did not answer."""
+
+    def step_argv(self, step: Sequence[str], plan: LaunchPlan) -> list[str]:
+        """The argv of the step on hosts that are good; as it stands in the script where all are needed."""
+        return step_argv(step, plan, choose_hosts(self.hosts, self.bad, plan.num_nodes))
+
+    def look(self, plan: LaunchPlan, outcome: Outcome) -> None:
+        """Ask Slurm about the job and its hosts after a step that did not just finish."""
+        if all(code == EXIT_OK for code in outcome.exit_codes):
+            return
+        self.job = look_at_job(self.job_id)
+        if all(code in (EXIT_OK, EXIT_STOPPED) for code in outcome.exit_codes) and outcome.request is None:
+            return
+        # What Slurm does not say is no reason to give a host up: the next start will show.
+        lost = lost_hosts(self.job_id, [host for host in self.hosts if host not in self.bad]) or ()
+        self.bad |= dict.fromkeys(lost, "lost")
+        outcome.lost_nodes = lost
+        if outcome.request is not None:
+            outcome.cause = why_told(
+                outcome.request,
+                self.job,
+                plan.grace_s,
+                shell_was_told=outcome.shell_was_told,
+                restarts=self.restarts,
+                lost=bool(lost),
+            )
+
+    def means(self, plan: LaunchPlan, run: RunDir) -> Means:
+        """The ways in which the run can start again at this moment."""
+        job = self.job
+        num_good = sum(host not in self.bad for host in self.hosts)
+        left_s = self.time_left_s()
+        may_requeue = job is None or job.may_requeue
+        return Means(
+            restart=num_good >= plan.num_nodes and (left_s is None or left_s > plan.grace_s + START_S),
+            requeue=may_requeue and shutil.which("scontrol") is not None,
+            resubmit=not may_requeue and shutil.which("sbatch") is not None,
+            follow_up=bool(follow_ups_of(run, self.job_id)),
+            why_not="this host has neither scontrol nor sbatch, and requeue.follow_ups is 0",
+        )
+
+    @property
+    def is_being_requeued(self) -> bool:
+        """Whether Slurm starts the job again without being asked to."""
+        return self.job is not None and (self.job.restarts > self.restarts or self.job.state.is_waiting)
+
+    def time_left_s(self) -> float | None:
+        """Seconds until Slurm ends the job; None when that is not known."""
+        if self.job is None or self.job.end_time is None:
+            return None
+        return (self.job.end_time - datetime.now(timezone.utc)).total_seconds()
+
+
+def follow_ups_of(run: RunDir, job_id: str) -> list[str]:
+    """The jobs that wait to carry the run on after this one."""
+    job = read_job(run)
+    begun = {entry["job_id"] for entry in job["attempts"]}
+    return [other for other in job.get("follow_ups", []) if other not in begun and other != job_id]

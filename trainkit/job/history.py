@@ -1,0 +1,102 @@
+"""What a run went through since a person last started it, and how far it has come: read from its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from trainkit.job.decision import Failure, Past, signal_exit_code
+from trainkit.job.record import find_entry, num_comebacks
+from trainkit.manifest import published
+from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl
+
+LONG_S = 1800.0
+"""A trainer of which we see no checkpoint has come further when it ran so long."""
+RANDOM_TYPES = ("Hang", "PreflightFailed", "OutOfMemory")
+"""Failures that can happen twice in the same words and still be bad luck."""
+
+
+def past_attempts(attempt: AttemptDir) -> list[Past]:
+    """The attempts before this one since a person last started the run, oldest first."""
+    run = attempt.run
+    earlier = [number for number in run.attempt_numbers() if number < attempt.number]
+    count = num_comebacks(run)
+    return [_past(run.attempt(number)) for number in earlier[len(earlier) - count :]]
+
+
+def _past(attempt: AttemptDir) -> Past:
+    end = read_end(attempt)
+    if end is None:
+        # It died with its host, without a word.
+        return Past("node_fail", mark_of(attempt))
+    verdict = end.get("verdict")
+    step = end.get("step")
+    return Past(
+        cause=end.get("cause"),
+        mark=int(end.get("mark") or 0),
+        step=step if isinstance(step, int) else None,
+        failure=failure_of(verdict) if isinstance(verdict, dict) else None,
+    )
+
+
+def read_end(attempt: AttemptDir) -> dict[str, Any] | None:
+    """How an attempt ended; None while it runs and after a death without a word."""
+    try:
+        end = read_json(attempt.end_file)
+    except (OSError, ValueError):
+        return None
+    return end if isinstance(end, dict) else None
+
+
+def failure_of(verdict: Mapping[str, Any]) -> Failure | None:
+    """A verdict as what may happen again; None for what strikes from outside."""
+    code = verdict.get("exit_code")
+    killed = isinstance(code, int) and code > 128 and code != signal_exit_code(6)
+    if killed or verdict.get("type") in RANDOM_TYPES:
+        return None
+    step = verdict.get("step")
+    return Failure(
+        what=f"{verdict.get('type')}: {verdict.get('message')}",
+        step=step if isinstance(step, int) else None,
+        final=bool(verdict.get("final")),
+    )
+
+
+def mark_of(attempt: AttemptDir) -> int:
+    """How far the run has come: the step of its newest checkpoint; without any, how often it ran for long."""
+    checkpoints = published(attempt.run.checkpoints_dir)
+    if checkpoints:
+        return checkpoints[-1].step
+    before = [number for number in attempt.run.attempt_numbers() if number < attempt.number]
+    last = (read_end(attempt.run.attempt(before[-1])) or {}).get("mark") if before else None
+    return (last if isinstance(last, int) else 0) + (_seconds(attempt) >= LONG_S)
+
+
+def _seconds(attempt: AttemptDir) -> float:
+    """How long an attempt has run, from its events."""
+    entry = find_entry(attempt.run, attempt.number) or {}
+    started = entry.get("started_at") or entry.get("submitted_at")
+    if not isinstance(started, str):
+        return 0.0
+    begun = datetime.fromisoformat(started.replace("Z", "+00:00"))
+    return (datetime.now(begun.tzinfo) - begun).total_seconds()
+
+
+def last_step(attempt: AttemptDir, verdict: Mapping[str, Any] | None) -> int | None:
+    """The step at which an attempt ended: that of the failure, else the last that it has logged or saved."""
+    if verdict is not None and isinstance(verdict.get("step"), int):
+        return int(verdict["step"])
+    steps = [
+        record["step"]
+        for file in (attempt.run.metrics_file, attempt.run.events_file)
+        for record in read_jsonl(file)
+        if record.get("attempt") == attempt.number and isinstance(record.get("step"), int)
+    ]
+    return max(steps, default=None)
+
+
+def newest_run_end(run: RunDir) -> dict[str, Any] | None:
+    """How the run's newest attempt ended."""
+    numbers = run.attempt_numbers()
+    return read_end(run.attempt(numbers[-1])) if numbers else None

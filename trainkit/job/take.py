@@ -1,0 +1,89 @@
+"""Which attempt of its run a start of a Slurm job is."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from trainkit.job.history import read_end
+from trainkit.job.record import (
+    COMEBACK,
+    add_slurm_entry,
+    claim_entry,
+    is_cancelled,
+    open_attempt,
+    read_job,
+    run_lock,
+)
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir, RunDir, goes_on, log_event, read_json
+
+ENTRY_TIMEOUT_S = 20.0
+"""How long the command that submitted us may take to write our job id down."""
+POLL_S = 0.05
+
+
+def take_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
+    """The attempt that this start of the job is; None when there is nothing left to do for it.
+
+    That is so when it was cancelled while it waited, and for a follow-up of a run that has ended meanwhile.
+    """
+    deadline_s = time.monotonic() + ENTRY_TIMEOUT_S
+    while not (entries_of(run, job_id) or is_follow_up(run, job_id)) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    with run_lock(run):
+        mine = entries_of(run, job_id)
+        follows = not mine and is_follow_up(run, job_id)
+        if any("cancelled_at" in entry for entry in mine) or (follows and _has_ended(run)):
+            return None
+        if mine and "pid" not in mine[-1]:
+            claim_entry(run, mine[-1]["attempt"], os.getpid())
+            return run.attempt(mine[-1]["attempt"])
+        newest = run.attempt(run.attempt_numbers()[-1])
+        if newest.number in {entry["attempt"] for entry in read_job(run)["attempts"]}:
+            newest = _reopen(newest)
+        # Not in job.json yet: the job came back, or the command that submitted it never learned its id.
+        reason = COMEBACK if mine or follows else "submit"
+        backend = LaunchPlan.from_dict(read_json(newest.plan_file)).backend
+        add_slurm_entry(run, newest.number, job_id, reason, backend)
+        claim_entry(run, newest.number, os.getpid())
+    log_event(run, newest.number, "submitted", job_id=job_id, reason=reason)
+    return newest
+
+
+def take_next(attempt: AttemptDir, job_id: str) -> AttemptDir | None:
+    """The attempt in which the same start of the job goes on; None when it was cancelled meanwhile."""
+    run = attempt.run
+    with run_lock(run):
+        if is_cancelled(attempt):
+            return None
+        following = _reopen(attempt)
+        backend = LaunchPlan.from_dict(read_json(following.plan_file)).backend
+        add_slurm_entry(run, following.number, job_id, COMEBACK, backend)
+        claim_entry(run, following.number, os.getpid())
+    log_event(run, following.number, "submitted", job_id=job_id, reason=COMEBACK)
+    log_event(run, following.number, "restart")
+    return following
+
+
+def _reopen(attempt: AttemptDir) -> AttemptDir:
+    """The next attempt, with the config and plan of this one."""
+    texts = [file.read_text(encoding="utf-8") for file in (attempt.config_file, attempt.plan_file)]
+    return open_attempt(attempt.run, *texts)
+
+
+def _has_ended(run: RunDir) -> bool:
+    """Whether the newest attempt has written an end after which nothing follows."""
+    end = read_end(run.attempt(run.attempt_numbers()[-1]))
+    return end is not None and not goes_on(end)
+
+
+def is_follow_up(run: RunDir, job_id: str) -> bool:
+    """Whether a job was submitted to carry the run on after another."""
+    return job_id in read_job(run).get("follow_ups", [])
+
+
+def entries_of(run: RunDir, job_id: str) -> list[dict[str, Any]]:
+    """The attempts in job.json that a job carries, oldest first."""
+    return [entry for entry in read_job(run)["attempts"] if entry["job_id"] == job_id]
