@@ -22,6 +22,7 @@ ALLOWED = {
     "resources": {"errors"},
     "rundir": {"errors"},
     "rungroup": {"errors", "rundir"},
+    "state": set(),
     "manifest": {"errors", "rundir"},
     # What is asked for, and what will run: pure.
     "config": {"errors", "resources"},
@@ -29,19 +30,23 @@ ALLOWED = {
     "plan": {"errors", "resources", "config", "data.checks"},
     # How it gets there and goes on. A local run is a process tree: submit starts it and names its signals.
     "slurm": {"errors"},
-    "job": {"errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm"},
+    "job": {"errors", "state", "rundir", "rungroup", "manifest", "config", "plan", "slurm"},
     "submit": {
-        *("errors", "resources", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
+        *("errors", "resources", "state", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
         *("job.record", "job.points", "job.children", "job.signals", "job.interpreter"),
-        "job.submitit_shell",
+        *("job.submitit_shell", "job.mark", "job.bad_nodes"),
         "data.checks",  # the size of the vocabulary, which a resume compares
     },
     "observe": {"errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm", "job.record"},
+    # Interrupts runs on purpose, as their owner could by hand.
+    "drill": {
+        *("errors", "rundir", "manifest", "config", "plan", "slurm", "job", "submit", "observe"),
+    },
     # The only one with torch. It is named in argv, never imported.
     "trainer": {"errors", "rundir", "manifest", "config", "data", "plan", "job.signals", "job.rank_env"},
     "cli": {
         *("errors", "resources", "rundir", "rungroup", "manifest", "config", "data", "plan"),
-        *("slurm", "job", "submit", "observe"),
+        *("slurm", "job", "submit", "observe", "drill"),
     },
     "__main__": {"cli"},
 }

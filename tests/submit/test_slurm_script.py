@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import load_config
+from trainkit.job.mark import job_mark
 from trainkit.plan.cluster import Cluster, Target
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
 from trainkit.rundir import RunDir
 from trainkit.submit.containers import container_program
-from trainkit.submit.slurm_script import JobScript, job_mark, script_for
+from trainkit.submit.slurm_script import JobScript, script_for
 
 LOGIN_NODE = Machine(4, 0, (), "a login node")
 

@@ -16,8 +16,6 @@ _ROWS: tuple[tuple[str, object, str], ...] = (
     ("parallel.pp", 1, "pipeline parallelism"),
     ("parallel.cp", 1, "context parallelism"),
     ("parallel.offload", False, "offloading to host memory"),
-    ("requeue.signal", "USR2", "another signal for the early notice"),
-    ("resources.spare_nodes", 0, "spare nodes"),
     ("logging.mlflow", None, "logging to MLflow"),
     ("logging.wandb", None, "logging to Weights & Biases"),
 )

@@ -27,6 +27,12 @@ class Asked:
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
+    spare_nodes: int = 0
+    """Nodes beyond those that train."""
+
+    @property
+    def all_nodes(self) -> int:
+        return self.nodes + self.spare_nodes
 
 
 def asked_of(
@@ -48,6 +54,7 @@ def asked_of(
         account=resources.account,
         qos=resources.qos,
         constraint=resources.constraint,
+        spare_nodes=resources.spare_nodes,
     )
 
 

@@ -100,6 +100,12 @@ class Cluster:
     """What to do should it not be true any more."""
     trouble: str = ""
     """Why nothing is known: what Slurm said, or that it did not answer."""
+    expedited_requeue: bool | None = None
+    """Whether jobs ask for the expedited requeue of Slurm 25.11; None where the site has not enabled it."""
+    bad_nodes: dict[str, str] = field(default_factory=dict)
+    """Hosts that failed here a short while ago, with the reason; the newest first."""
+    forget_hint: str = ""
+    """What to do to have them used again."""
 
     def partition(self, name: str | None) -> Partition | None:
         """A partition by its name, None for the default one; None when it is not known."""

@@ -43,12 +43,21 @@ def partition_troubles(asked: Asked, cluster: Cluster, partition: Partition) -> 
     yield from permission_troubles(asked, cluster, partition)
     yield from _time_troubles(asked, cluster, partition, qos)
     most = partition.max_nodes
-    if most is not None and asked.nodes > most and _holds("nodes", qos):
-        message = f"is {asked.nodes}, but a job in partition {partition.name} has at most {most}"
-        yield "resources.nodes", message, _fitting_partition(asked, cluster, partition)
-        asked = replace(asked, nodes=1)  # that there are not as many either goes without saying
+    if most is not None and asked.all_nodes > most and _holds("nodes", qos):
+        key, words = _too_many_nodes(asked, most)
+        message = f"{words}, but a job in partition {partition.name} has at most {most}"
+        yield key, message, _fitting_partition(asked, cluster, partition)
+        asked = replace(asked, nodes=1, spare_nodes=0)  # that there are not as many goes without saying
     if partition.nodes:
         yield from _node_troubles(asked, cluster, partition)
+
+
+def _too_many_nodes(asked: Asked, most: int) -> tuple[str, str]:
+    """The key that asks for more nodes than there are, and what it says."""
+    if asked.nodes > most:
+        return "resources.nodes", f"is {asked.nodes}"
+    words = f"is {asked.spare_nodes}: {asked.nodes} + {asked.spare_nodes} = {asked.all_nodes} nodes"
+    return "resources.spare_nodes", words
 
 
 def _holds(limit: Literal["time", "nodes"], qos: Qos | None) -> bool:
@@ -96,13 +105,27 @@ def _node_troubles(asked: Asked, cluster: Cluster, partition: Partition) -> Iter
     for key, message, hint in single:
         yield key, message, with_source(hint or _fitting_partition(asked, cluster, partition), cluster)
     count = sum(kind.count for kind in kinds if _is_enough(asked, partition, kind))
-    if not single and count < asked.nodes:
+    if not single and count < asked.all_nodes:
         what = "1 node" if count == 1 else f"{count} nodes"
-        message = f"is {asked.nodes}, but partition {partition.name} has {what}"
+        key, words = _too_many_nodes(asked, count)
+        message = f"{words}, but partition {partition.name} has {what}"
         if count < partition.num_nodes:
             message += f" with {_needs(asked)}"
         hint = _fitting_partition(asked, cluster, partition)
-        yield "resources.nodes", message, with_source(hint, cluster)
+        yield key, message, with_source(hint, cluster)
+
+
+def spare_capacity(asked: Asked, cluster: Cluster) -> int | None:
+    """How many nodes a job could do without where it may run; None when that is not known."""
+    partitions = cluster.asked(asked.partition)
+    if not partitions or not all(partition.nodes for partition in partitions):
+        return None
+    gpu_type = asked.gpu_type if asked.gpus_per_node else None
+    counts = []
+    for item in partitions:
+        kinds = fitting_nodes(item, asked.constraint, gpu_type)
+        counts.append(sum(kind.count for kind in kinds if _is_enough(asked, item, kind)))
+    return max(0, max(counts) - asked.all_nodes)
 
 
 def _single_troubles(asked: Asked, partition: Partition, kinds: tuple[NodeKind, ...]) -> Iterator[Trouble]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainkit.errors import SlurmError
-from trainkit.plan.asked import asked_of, fitting_nodes
+from trainkit.plan.asked import Asked, asked_of, fitting_nodes
 from trainkit.plan.cluster import Cluster, NodeKind, Partition
 from trainkit.plan.draft import Draft
-from trainkit.plan.limits import troubles
-from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options
+from trainkit.plan.limits import spare_capacity, troubles
+from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options, with_excluded
 from trainkit.plan.slurm_words import time_limit_s, time_text
 
 SHARE_OF_TIME = 4
@@ -37,6 +37,12 @@ class SlurmDraft(Draft):
             return ()
         resources = self.loaded.config.resources
         return fitting_nodes(self.partition, resources.constraint, resources.gpu_type) or self.partition.nodes
+
+    @property
+    def _all_nodes(self) -> int:
+        """Those that train and those that stand by."""
+        resources = self.loaded.config.resources
+        return resources.nodes + resources.spare_nodes
 
     @property
     def _gpu_type(self) -> str | None:
@@ -90,7 +96,7 @@ class SlurmDraft(Draft):
         counts = sorted({kind.num_gpus(gpu_type) for kind in self.nodes}, reverse=True)
         for count in filter(None, counts):
             nodes = sum(kind.count for kind in self.nodes if kind.num_gpus(gpu_type) >= count)
-            if nodes >= self.loaded.config.resources.nodes:
+            if nodes >= self._all_nodes:
                 return count
         return max(counts, default=0)
 
@@ -178,8 +184,27 @@ class SlurmDraft(Draft):
             gpus_per_node=workers_per_node if device == "cuda" else None,
             gpu_option=self.cluster.gpu_option,
             lead_s=lead_s,
+            expedite=bool(self.cluster.expedited_requeue),
         )
+        spare = config.resources.spare_nodes
+        if spare:
+            self.reasons["spare_nodes"] = (
+                f"{spare}: the job gets {self._all_nodes} nodes, and {config.resources.nodes} of them train"
+            )
+        request = with_excluded(request, self._bad_nodes(asked))
         return replace(request, version=self.cluster.slurm_version)
+
+    def _bad_nodes(self, asked: Asked) -> list[str]:
+        """The hosts that failed a short while ago, as many of them as the job can do without."""
+        bad, capacity = self.cluster.bad_nodes, spare_capacity(asked, self.cluster)
+        left_out = list(bad)[:capacity]
+        if left_out:
+            reasons = "; ".join(f"{host}: {bad[host]}" for host in left_out)
+            self.reasons["exclude"] = f"{reasons}; {self.cluster.forget_hint}"
+        if len(left_out) < len(bad):
+            kept = [host for host in bad if host not in left_out]
+            self.reasons["include"] = f"{', '.join(kept)} failed too, but the job needs as many nodes"
+        return left_out
 
     def _unknown(self, key: str, message: str, hint: str) -> None:
         """A value that only the cluster could tell: what is wrong is Slurm where it did not answer."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ SBATCH_KEYS = {
     "mail-user": "resources.mail_user",
     "mail-type": "resources.mail_type",
     "nodes": "resources.nodes",
+    "no-kill": "resources.spare_nodes",
     "ntasks-per-node": "resources.gpus_per_node",
     "ntasks": "resources.gpus_per_node",
     "gpus-per-node": "resources.gpus_per_node",
@@ -57,7 +58,11 @@ OWN_OPTIONS = (
 SRUN_OWN = (
     *("nodes", "ntasks", "ntasks-per-node", "output", "error", "input", "kill-on-bad-exit", "wait"),
     *("chdir", "pty", "multi-prog", "label", "jobid", "overlap", "signal"),
+    *("nodelist", "nodefile", "exclude", "relative", "no-kill"),
 )
+
+SLURM_COMES_BACK = ("preempted", "node_fail")
+"""Ends after which Slurm starts a job again by itself, if it may."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +90,21 @@ def make_request(
     gpus_per_node: int | None,
     gpu_option: str,
     lead_s: int,
+    expedite: bool = False,
 ) -> SlurmRequest:
     """The request of a config.
 
     `gpu_option` is how the cluster wants GPUs to be asked for: ``gpus-per-node`` or ``gres``. `lead_s` is how
-    many seconds before the time limit the job is told.
+    many seconds before the time limit the job is told. `expedite`: by the expedited requeue of Slurm 25.11.
     """
     resources = config.resources
     sbatch: Options = {
         "job-name": config.name,
-        "nodes": resources.nodes,
+        "nodes": resources.nodes + resources.spare_nodes,
         "ntasks-per-node": tasks_per_node,
     }
+    if resources.spare_nodes:
+        sbatch["no-kill"] = True  # the job outlives a host that is lost
     if cpus_per_task is not None:
         sbatch["cpus-per-task"] = cpus_per_task
     if gpus_per_node is not None:
@@ -108,13 +116,13 @@ def make_request(
         if (
             section == "resources"
             and option not in sbatch
-            and name not in ("nodes", "gpus_per_node", "cpus_per_gpu")
+            and name not in ("nodes", "spare_nodes", "gpus_per_node", "cpus_per_gpu")
         ):
             value = getattr(resources, name)
             if value is not None:
                 sbatch[option] = value
     sbatch["signal"] = f"{config.requeue.signal}@{lead_s}"
-    sbatch["requeue"] = True
+    sbatch |= _requeue_option(config.requeue.on, expedite)
     sbatch |= resources.extra
     srun: Options = {
         "nodes": resources.nodes,
@@ -125,6 +133,21 @@ def make_request(
         **config.launch.srun_extra,
     }
     return SlurmRequest(sbatch, srun)
+
+
+def _requeue_option(on: Collection[str], expedite: bool) -> Options:
+    """Whether Slurm may start the job again by itself."""
+    if not any(cause in on for cause in SLURM_COMES_BACK):
+        return {"no-requeue": True}
+    return {"requeue": "expedite" if expedite else True}
+
+
+def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
+    """The request that leaves out these hosts too."""
+    before = str(request.sbatch.get("exclude") or "")
+    new = [host for host in hosts if host not in before.split(",")]
+    exclude = ",".join([*([before] if before else []), *new])
+    return replace(request, sbatch={**request.sbatch, "exclude": exclude}) if new else request
 
 
 def reserved_options(config: RunConfig) -> Iterator[tuple[str, str, str]]:

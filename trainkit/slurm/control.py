@@ -61,6 +61,22 @@ def requeue(
     retrying(ask, patience_s)
 
 
+def exclude_hosts(
+    job_id: str,
+    hosts: str,
+    *,
+    patience_s: float = QUERY_PATIENCE_S,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """Have Slurm leave out these hosts, as a host list, when it starts a waiting job.
+
+    They take the place of those that it left out before. Raises SlurmRefused for a job that runs; one that
+    was put back into the queue waits from that moment on.
+    """
+    change = [f"JobId={checked_job_id(job_id)}", f"ExcNodeList={hosts}"]
+    query(["scontrol", "update", *change], environ=environ, patience_s=patience_s)
+
+
 def cancel(
     job_ids: Sequence[str],
     *,
@@ -176,6 +192,7 @@ def needs_srun_cpus_per_task(slurm: Version) -> bool:
     return (22, 5, 0) <= slurm < (23, 11, 0)
 
 
-def has_expedited_requeue(slurm: Version) -> bool:
-    """Whether `sbatch --requeue=expedite` exists; the site has to enable it in SchedulerParameters too."""
-    return slurm >= (25, 11, 0)
+def has_expedited_requeue(slurm: Version, config: Mapping[str, str]) -> bool:
+    """Whether `sbatch --requeue=expedite` exists and the site has enabled it."""
+    settings = f"{config.get('SlurmctldParameters', '')},{config.get('SchedulerParameters', '')}"
+    return slurm >= (25, 11, 0) and "enable_expedited_requeue" in settings.split(",")

@@ -101,6 +101,10 @@ class ClusterProfile(Section):
         (), "What runs containers there."
     )
     modules: bool = Field(default=False, description="Whether there are environment modules.")
+    expedited_requeue: bool | None = Field(
+        default=None,
+        description="Whether jobs ask for sbatch --requeue=expedite; Slurm has it from 25.11 on.",
+    )
     accounts: dict[str, AccountProfile | None] | None = Field(
         default=None, description="Accounts that you may charge; null where it is not checked."
     )
@@ -130,6 +134,7 @@ class ClusterProfile(Section):
             else (),
             containers=self.containers,
             has_modules=self.modules,
+            expedited_requeue=self.expedited_requeue,
             reason=reason,
             out_of_date_hint=out_of_date_hint,
         )

@@ -51,6 +51,10 @@ def _lines(cluster: Cluster, today: date) -> Iterator[str]:
     yield commented(f"gpu_option: {cluster.gpu_option}", "gpus-per-node or gres: what sbatch knows here")
     yield commented(f"containers: {flow(list(cluster.containers))}", "found here; nodes may have others")
     yield commented(f"modules: {flow(cluster.has_modules)}", "whether there is a `module` command")
+    if cluster.expedited_requeue is not None:
+        yield "# Whether a job whose host fails starts again before all others (sbatch --requeue=expedite)."
+        yield "# One that fails for another reason then stays in the queue, held, until you cancel it."
+        yield f"expedited_requeue: {flow(cluster.expedited_requeue)}"
     yield ""
     yield from _default_lines(cluster)
     yield ""

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Sequence
 
 from trainkit.errors import UsageError
+from trainkit.job.mark import job_mark
 from trainkit.job.record import mark_cancelled, newest_entry, run_lock
 from trainkit.rundir import RunDir, utc_now
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.submit import find_marked
-from trainkit.submit.slurm_script import job_mark
 from trainkit.submit.steer import step_of, write_cancelled
 
 

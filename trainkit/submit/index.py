@@ -22,6 +22,7 @@ from trainkit.job.record import read_job
 from trainkit.rundir import RunDir, append_jsonl, read_jsonl, utc_now
 from trainkit.rungroup import RunGroup, group_of, is_index
 from trainkit.slurm.jobid import base_id, is_job_id
+from trainkit.state import state_folder
 from trainkit.submit.create import RUNS_FOLDER
 
 
@@ -44,10 +45,7 @@ class KnownRun:
 
 def index_file(environ: Mapping[str, str] = os.environ) -> Path:
     """Where started runs are written down."""
-    state = environ.get("XDG_STATE_HOME") or str(
-        Path(environ.get("HOME") or "~").expanduser() / ".local/state"
-    )
-    return Path(state) / "trainkit" / "runs.jsonl"
+    return state_folder(environ) / "runs.jsonl"
 
 
 def register(run: RunDir, name: str) -> None:

@@ -18,7 +18,7 @@ from trainkit.submit.target import make_target
 from trainkit.submit.template_engine import render
 
 NOWHERE = Machine(0, 0, (), "this is a login node")
-NOT_FOR_A_SHELL = ("signal", "requeue", "ntasks-per-node")
+NOT_FOR_A_SHELL = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node")
 
 
 def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
@@ -31,7 +31,7 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
     plan = make_plan(loaded, NOWHERE, Target("sbatch", "shell", known.cluster), command=("bash",))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in NOT_FOR_A_SHELL}
-    options["ntasks-per-node"] = plan.workers_per_node
+    options |= {"nodes": plan.num_nodes, "ntasks-per-node": plan.workers_per_node}
     shell = ["bash", "--rcfile", start_file, "-i"]
     # An interactive step takes nothing from the allocation: what srun starts from it gets all.
     return [

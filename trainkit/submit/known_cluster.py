@@ -7,11 +7,14 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Literal
 
 from trainkit.errors import SlurmError
+from trainkit.job.bad_nodes import excluded, memory_file
 from trainkit.plan.cluster import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.plan.slurm_words import time_limit_s
+from trainkit.slurm.conf_file import cluster_name
 from trainkit.slurm.qos import QosFacts, query_qos
 from trainkit.submit.cluster_profile import find_profile
 
@@ -32,6 +35,14 @@ def known_cluster(
 
     Raises ConfigError for a profile that is wrong or that does not exist.
     """
+    known = _profile_or_slurm(loaded, environ, cwd)
+    name = known.name if known.partitions else cluster_name(environ) or known.name
+    bad = excluded(name, environ=environ)
+    hint = f"`rm {quote(str(memory_file(name, environ)))}` forgets that"
+    return replace(known, bad_nodes=bad, forget_hint=hint) if bad else known
+
+
+def _profile_or_slurm(loaded: LoadedConfig, environ: Mapping[str, str], cwd: Path | None) -> Cluster:
     found = find_profile(loaded, environ, cwd)
     if found is None:
         return ask_slurm_now(loaded, environ)
@@ -75,7 +86,7 @@ def _is_over_a_limit(resources: ResourcesConfig, cluster: Cluster) -> bool:
     asked_s = None if resources.time is None else time_limit_s(resources.time) or math.inf
     return any(
         (asked_s is not None and item.max_time_s is not None and asked_s > item.max_time_s)
-        or (item.max_nodes is not None and resources.nodes > item.max_nodes)
+        or (item.max_nodes is not None and resources.nodes + resources.spare_nodes > item.max_nodes)
         for item in cluster.asked(resources.partition)
     )
 

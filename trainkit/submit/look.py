@@ -22,6 +22,7 @@ def look_at_cluster(environ: Mapping[str, str] = os.environ) -> Cluster | None:
 
     Raises SlurmUnreachable when Slurm does not answer.
     """
+    from trainkit.slurm.control import has_expedited_requeue
     from trainkit.slurm.discover import cluster_facts, has_slurm
     from trainkit.slurm.qos import query_qos
 
@@ -39,6 +40,7 @@ def look_at_cluster(environ: Mapping[str, str] = os.environ) -> Cluster | None:
         slurm_version=facts.version,
         containers=(*(("pyxis",) if facts.has_pyxis else ()), *facts.containers),
         has_modules=facts.has_modules,
+        expedited_requeue=False if has_expedited_requeue(facts.version, facts.config) else None,
     )
 
 

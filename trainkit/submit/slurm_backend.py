@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import TrainkitError, UsageError
+from trainkit.job.mark import job_mark
 from trainkit.job.record import (
     add_slurm_entry,
     discard_attempt,
@@ -25,7 +26,7 @@ from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel
 from trainkit.slurm.submit import find_marked, submit_script, would_start
 from trainkit.submit.index import register
-from trainkit.submit.slurm_script import JobScript, job_mark
+from trainkit.submit.slurm_script import JobScript
 
 
 def start_slurm_attempt(

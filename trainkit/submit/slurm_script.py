@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
 from trainkit.job.interpreter import PYTHON_OPTIONS
+from trainkit.job.mark import job_mark
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
 from trainkit.rundir import RunDir
@@ -24,12 +24,6 @@ from trainkit.submit.surroundings import Surroundings, make_surroundings
 from trainkit.submit.template_engine import render
 
 TEMPLATE = "submit.sbatch.j2"
-
-
-def job_mark(run: RunDir, attempt: int) -> str:
-    """A word that the job of one attempt has in its comment and no other job has."""
-    place = f"{run.path}/{attempt}".encode(errors="surrogateescape")
-    return f"trainkit:{hashlib.sha256(place).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)
@@ -152,4 +146,5 @@ def _log_of_each_task(group: RunGroup) -> str:
 def _summary(run: RunDir, plan: LaunchPlan) -> str:
     nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
     each = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
-    return f"{run.name}: {nodes} with {each} each, one Slurm task a {plan.per}"
+    spare = f", and {plan.spare_nodes} spare" if plan.spare_nodes else ""
+    return f"{run.name}: {nodes} with {each} each{spare}, one Slurm task a {plan.per}"

@@ -129,7 +129,7 @@ def recall(run: RunDir) -> None:
     attempt = run.attempt(max(run.attempt_numbers(), default=0))
     if not attempt.script_file.exists() or attempt.end_file.exists() or find_entry(run, attempt.number):
         return
-    from trainkit.submit.slurm_script import job_mark
+    from trainkit.job.mark import job_mark
 
     written = attempt.script_file.stat().st_mtime
     job_id = find_marked(job_mark(run, attempt.number), since=written)

@@ -142,8 +142,3 @@ def _failure(error: Exception) -> TrainkitError:
     if isinstance(known, SlurmUnreachable):
         return known
     return UsageError(f"submitit: {known.message}", hint=known.hint)
-
-
-def script_of(run: RunDir, job_id: str) -> Path:
-    """Where submitit has put the script of a job."""
-    return _folder(run) / f"{job_id}_submission.sh"

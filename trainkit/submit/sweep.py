@@ -12,6 +12,7 @@ from typing import Any
 
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.job.mark import job_mark
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import difference, shown, shown_value
@@ -21,7 +22,7 @@ from trainkit.submit.create import new_place, write_provenance
 from trainkit.submit.index import register
 from trainkit.submit.secrets import refuse_leaks
 from trainkit.submit.slurm_backend import removed_unless_submitted, submit_file
-from trainkit.submit.slurm_script import JobScript, job_mark, script_for
+from trainkit.submit.slurm_script import JobScript, script_for
 
 MAX_SHOWN = 10
 """Problems that are shown one by one."""

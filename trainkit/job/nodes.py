@@ -1,0 +1,61 @@
+"""Which hosts of a job its step runs on: as many as the plan asks for, without those that are bad."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Sequence
+from pathlib import PurePath
+
+from trainkit.errors import TrainkitError
+from trainkit.plan.launch import LaunchPlan
+from trainkit.slurm.nodes import hosts_of_job, is_out, node_states
+
+_NODE_FAILURE = re.compile(r"^srun: error: Node failure on (?P<host>\S+)$", re.MULTILINE)
+
+
+def choose_hosts(all_hosts: Sequence[str], bad: Container[str], num: int) -> list[str]:
+    """The first `num` hosts that are not bad, in the job's order; fewer when there are no more."""
+    return [host for host in all_hosts if host not in bad][:num]
+
+
+def step_argv(step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str]) -> list[str]:
+    """The argv that starts the ranks on these hosts, from the one that stands in the script.
+
+    Without spare nodes the step has all hosts of the job, and its argv stays as it is.
+    Raises TrainkitError when there are not as many hosts as the plan asks for.
+    """
+    if len(hosts) < plan.num_nodes:
+        raise TrainkitError(
+            f"the step needs {plan.num_nodes} nodes, and only {len(hosts)} of the job's are good"
+            + (f": {','.join(hosts)}" if hosts else "")
+        )
+    if not plan.spare_nodes:
+        return list(step)
+    srun = next((index for index, word in enumerate(step) if PurePath(word).name == "srun"), None)
+    if srun is None:
+        raise TrainkitError(
+            f"the step of the script has no srun: {' '.join(step)}",
+            hint="resources.spare_nodes needs one, to tell it the hosts",
+        )
+    chosen = ",".join(hosts[: plan.num_nodes])
+    return [*step[: srun + 1], f"--nodelist={chosen}", *step[srun + 1 :]]
+
+
+def lost_hosts(job_id: str, hosts: Sequence[str]) -> tuple[str, ...] | None:
+    """Those of a job's hosts on which nothing can be started any more; None when Slurm does not say.
+
+    Slurm calls them down, failed or not responding, or has taken them from the job.
+    """
+    if not hosts:
+        return ()
+    try:
+        left, states = hosts_of_job(job_id), node_states(hosts)
+    except TrainkitError as error:
+        print(f"Slurm does not say how the hosts of {job_id} are: {error.message}", flush=True)
+        return None
+    return tuple(host for host in hosts if host not in left or is_out(states.get(host, "")))
+
+
+def hosts_that_srun_lost(text: str) -> tuple[str, ...]:
+    """The hosts of which srun says that they failed while its step ran; `text` is what it printed."""
+    return tuple(dict.fromkeys(match["host"] for match in _NODE_FAILURE.finditer(text)))
