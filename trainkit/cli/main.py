@@ -32,6 +32,7 @@ COMMANDS = {
     "cancel": "End a run.",
     "requeue": "Same job again: save, stop and come back.",
     "resume": "Go on from the newest good checkpoint.",
+    "drill": "A fire drill: interrupt a short run in every way, and compare its losses.",
     "ckpt": "List, verify and prune checkpoints.",
     "data": "Prepare and validate training data.",
     "shell": "An interactive allocation on the cluster, with the environment ready.",

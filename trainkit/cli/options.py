@@ -157,6 +157,16 @@ def slurm_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
     return flags
 
 
+def launcher_option(function: Command) -> Command:
+    """``--launcher``, given as `launcher`."""
+    return click.option(
+        "--launcher",
+        type=click.Choice(["python", "torchrun", "accelerate", "deepspeed"]),
+        default="python",
+        help="What starts the ranks of COMMAND: itself once a rank, or a launcher once a node.",
+    )(function)
+
+
 def run_argument(function: Command) -> Command:
     """RUN, given as `run_name`: a job id, a run name, a run folder or `last`."""
     return click.argument("run_name", metavar="RUN")(function)

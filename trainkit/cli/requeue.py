@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-from shlex import quote
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainkit.cli.options import examples, json_option, run_argument
 from trainkit.errors import EXIT_OK, UsageError
-
-if TYPE_CHECKING:
-    from trainkit.rundir import RunDir
 
 
 @click.command(epilog=examples("trainkit requeue last", "trainkit requeue last --json"))
@@ -27,6 +22,7 @@ def command(run_name: str, as_json: bool) -> int:
     from trainkit.cli.launch import print_started, started
     from trainkit.job.record import read_job, run_lock
     from trainkit.submit.index import find_run
+    from trainkit.submit.start import start_again
     from trainkit.submit.steer import live_entry, recall, tell
 
     run = find_run(run_name)
@@ -36,7 +32,7 @@ def command(run_name: str, as_json: bool) -> int:
         recall(run)
         entry = live_entry(run, "requeue")
         if entry is None:
-            value |= started(_start_again(run), str(job["backend"]))
+            value |= started(start_again(run, "requeue"), str(job["backend"]))
         else:
             done = tell(run, entry, signal.SIGUSR2)
     if entry is None:
@@ -49,20 +45,3 @@ def command(run_name: str, as_json: bool) -> int:
         value |= {"job_id": entry["job_id"], "attempt": entry["attempt"] + 1, "backend": job["backend"]}
         click.echo(json.dumps(value, ensure_ascii=False))
     return EXIT_OK
-
-
-def _start_again(run: RunDir) -> dict[str, Any]:
-    """Start an ended run's next attempt with the bytes of its newest one; call with the lock held."""
-    from trainkit.config import read_effective
-    from trainkit.job.record import newest_entry
-    from trainkit.plan.launch import LaunchPlan
-    from trainkit.rundir import read_json
-    from trainkit.submit.start import start_attempt
-
-    newest = newest_entry(run)
-    if newest is None:
-        hint = f"`trainkit resume {quote(str(run.path))}` starts it"
-        raise UsageError(f"{run.path} was never started", hint=hint)
-    attempt = run.attempt(newest["attempt"])
-    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    return start_attempt(run, read_effective(attempt.config_file), plan, "requeue")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.options import ConfigRequest, config_options, examples, json_option
+from trainkit.cli.options import ConfigRequest, config_options, examples, json_option, launcher_option
 from trainkit.cli.sweep_options import GroupRequest, after_option, group_options
 from trainkit.cli.trailing import WithTrailingCommand, trailing_command
 from trainkit.errors import EXIT_OK, UsageError
@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 @group_options
 @after_option
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
-@click.option(
-    "--launcher",
-    type=click.Choice(["python", "torchrun", "accelerate", "deepspeed"]),
-    default="python",
-    help="What starts the ranks of COMMAND: itself once a rank, or a launcher once a node.",
-)
+@launcher_option
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted; write and start nothing.")
 @click.option("--test-only", is_flag=True, help="Ask Slurm when the job would start; submit nothing.")
 @click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")

@@ -7,11 +7,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainkit.config import RunConfig, dump_effective
+from trainkit.config import RunConfig, dump_effective, read_effective
 from trainkit.errors import UsageError
-from trainkit.job.record import next_attempt_number, read_job
+from trainkit.job.record import newest_entry, next_attempt_number, read_job
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir
+from trainkit.rundir import RunDir, read_json
 from trainkit.submit import local
 from trainkit.submit.create import plan_text
 from trainkit.submit.secrets import refuse_leaks
@@ -42,3 +42,17 @@ def start_attempt(
     script = script_for(run, next_attempt_number(run), plan, config, Path(str(job["cwd"])), job.get("code"))
     refuse_leaks(script.text, str(run.script_file), config.launch.secrets, os.environ)
     return start_slurm_attempt(run, config_text, plan_text(plan), script, reason, plan.backend)
+
+
+def start_again(run: RunDir, reason: str) -> dict[str, Any]:
+    """Start an ended run's next attempt with the bytes of its newest one; call with the run's lock held.
+
+    Raises UsageError for a run that was never started.
+    """
+    newest = newest_entry(run)
+    if newest is None:
+        hint = f"`trainkit resume {quote(str(run.path))}` starts it"
+        raise UsageError(f"{run.path} was never started", hint=hint)
+    attempt = run.attempt(newest["attempt"])
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    return start_attempt(run, read_effective(attempt.config_file), plan, reason)

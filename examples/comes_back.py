@@ -1,0 +1,107 @@
+"""A plain training loop that survives what a cluster does to it; it knows nothing of trainkit but two lines:
+
+1. On SIGTERM or SIGUSR2 save, and exit with 75.
+2. When started again, go on from what was saved.
+
+    trainkit submit configs/quickstart.yaml --nodes 2 -- python examples/comes_back.py --steps 2000
+    trainkit drill configs/quickstart.yaml --nodes 2 -- python examples/comes_back.py --steps 200
+
+What it appends to metrics.jsonl is a third thing, which it need not do: with it `trainkit drill` can compare
+every loss, and `trainkit status` shows how far it is.
+"""
+
+import argparse
+import gc
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+EXIT_SAVED = 75
+SAVE_EVERY = 20
+asked_to_stop = False
+
+
+def note_signal(number: int, frame: FrameType | None) -> None:
+    """Nothing but a note: in the middle of a step there is no state that could be saved."""
+    global asked_to_stop
+    asked_to_stop = True
+
+
+def save(path: Path, state: dict[str, object]) -> None:
+    """Under another name first: a rename is done wholly or not at all, whenever the process is killed."""
+    part = path.with_suffix(".part")
+    torch.save(state, part)
+    part.replace(path)
+
+
+def main() -> int:
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, note_signal)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=2000)
+    args = parser.parse_args()
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    run = Path(os.environ["TRAINKIT_JOB_RUN_DIR"])  # the folder of the run, the same at every start
+    saved = run / "state.pt"
+
+    torch.manual_seed(0)
+    truth = torch.randn(64, 1)
+    model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1)).to(device)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first = 1
+    if saved.exists():
+        state = torch.load(saved, map_location=device)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"] + 1
+    if rank == 0:
+        print(f"from step {first} to {args.steps}", flush=True)
+
+    for step in range(first, args.steps + 1):
+        # The data of a step is a function of its number: nothing else has to be saved for it.
+        x = torch.randn(256, 64, generator=torch.Generator().manual_seed(step * num_ranks + rank))
+        loss = nn.functional.mse_loss(model(x.to(device)), (x @ truth).to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+        # The signal may have reached one rank and not yet another: they agree, in a collective of every step.
+        sums = torch.stack([loss.detach(), torch.tensor(float(asked_to_stop), device=device)])
+        dist.all_reduce(sums)
+        stops = sums[1].item() > 0 and step < args.steps
+        if rank == 0:
+            mean = sums[0].item() / num_ranks
+            if step % SAVE_EVERY == 0 or stops:
+                state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                save(saved, state)
+            with (run / "metrics.jsonl").open("a") as stream:
+                stream.write(json.dumps({"step": step, "loss": mean}) + "\n")
+            if step % SAVE_EVERY == 0:
+                print(f"step={step} loss={mean:.6f}", flush=True)
+        if stops:
+            dist.barrier()  # no rank leaves before rank 0 has saved
+            dist.destroy_process_group()
+            return EXIT_SAVED
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    # What still holds a gloo process group when Python exits ends it with SIGABRT once in a while.
+    gc.collect()
+    sys.exit(code)

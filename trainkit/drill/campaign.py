@@ -1,0 +1,170 @@
+"""A whole drill: the run that nobody touches, then one run for each scenario, one after another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from shlex import quote
+
+from trainkit.config import RunConfig
+from trainkit.drill.aim import take_aim
+from trainkit.drill.curve import Point, compare, read_points
+from trainkit.drill.play import Player
+from trainkit.drill.scenarios import Scenario, why_not
+from trainkit.drill.strike import hand_for, kill_job
+from trainkit.drill.verdict import Ended, Result, judge
+from trainkit.drill.watch import RunWatch
+from trainkit.errors import TrainkitError
+from trainkit.manifest import find_damage, published
+from trainkit.observe.follow import end_of
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import RunDir, read_jsonl
+from trainkit.submit.create import new_place
+from trainkit.submit.index import index_file
+
+REFERENCE = "uninterrupted"
+STATE_VARIABLE = "XDG_STATE_HOME"
+
+
+@dataclass
+class Campaign:
+    """A drill of one config in a folder of its own."""
+
+    folder: Path
+    config: RunConfig
+    plan: LaunchPlan
+    seed: int
+    interval: int | None
+    """Steps between two saves; None for a COMMAND, which saves when it likes."""
+    start: Callable[[Path], RunDir]
+    """Submits the run that is drilled, with this folder."""
+    say: Callable[[str], None]
+    reference: list[Point] = field(default_factory=list)
+    usual_s: float = 0.0
+    """How long the uninterrupted run took."""
+    running: RunDir | None = None
+
+    def carry_out(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
+        """The results of the scenarios, each as soon as it is known.
+
+        Raises TrainkitError when the run does not even finish when nobody touches it. However this ends, no
+        run of it goes on.
+        """
+        try:
+            self._run_uninterrupted()
+            for scenario in scenarios:
+                reason = why_not(scenario, self.config, self.plan)
+                yield Result(scenario.name, "not here", reason) if reason else self._try(scenario)
+        finally:
+            self._end_what_runs()
+
+    def _run_uninterrupted(self) -> None:
+        run, watch = self._start(REFERENCE)
+        watch.until(lambda: False)
+        end = watch.end()
+        if end.get("state") != "finished" or run.attempt_numbers() != [1]:
+            how = end.get("reason") or "its supervisor died without a word"
+            raise TrainkitError(
+                f"the run does not finish even when nobody touches it: {how}",
+                hint=f"`trainkit logs {quote(str(run.path))}` shows what it printed",
+            )
+        self.running = None
+        self.reference = read_points(run)
+        again = compare(self.reference, self.reference).again
+        if again:
+            raise TrainkitError(f"{run.metrics_file} has {again} steps twice in a run that nobody touched")
+        self.usual_s = _seconds_of(run)
+        last = f"{self.reference[-1].step} steps" if self.reference else "no steps in metrics.jsonl"
+        self.say(f"{REFERENCE}: {last}, {self.usual_s:.1f} s")
+        _remove_checkpoints(run)
+
+    def _try(self, scenario: Scenario) -> Result:
+        run, watch = self._start(scenario.name)
+        plan = self.plan
+        num_steps = self.reference[-1].step if self.reference else None
+        aim = take_aim(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
+        player = Player(scenario, aim, run, hand_for(run, plan.backend), watch, self.usual_s)
+        played = player.play()
+        if played.refused:
+            self._end_what_runs()
+        self.running = None
+        result = judge(scenario, played, _ended(run), self.reference, self.interval, self.config.requeue.on)
+        if result.state in ("holds", "not here"):
+            _remove_checkpoints(run)
+        return result
+
+    def _start(self, name: str) -> tuple[RunDir, RunWatch]:
+        self.running = run = self.start(self.folder / name)
+        poll_s = hand_for(run, self.plan.backend).poll_s
+        return run, RunWatch(run, poll_s, lambda text: self.say(f"{name}: {text}"))
+
+    def _end_what_runs(self) -> None:
+        """Kill the run that goes on, after an error or Ctrl-C; what it was for is over."""
+        if self.running is None:
+            return
+        run, self.running = self.running, None
+        if kill_job(run):
+            self.say(f"{run.path} is cancelled")
+
+
+def _ended(run: RunDir) -> Ended:
+    numbers = run.attempt_numbers()
+    damages = [
+        f"{checkpoint.path.name}: {damage}"
+        for checkpoint in published(run.checkpoints_dir)
+        if (damage := find_damage(checkpoint))
+    ]
+    end = (end_of(run.attempt(numbers[-1])) if numbers else None) or {}
+    return Ended(end, read_points(run), list(read_jsonl(run.events_file)), damages, str(run.path))
+
+
+def _seconds_of(run: RunDir) -> float:
+    """How long a finished run took, from the start of its workers to their end."""
+    times = {
+        event["event"]: datetime.fromisoformat(event["time"].replace("Z", "+00:00"))
+        for event in read_jsonl(run.events_file)
+        if event.get("event") in ("started", "finished")
+    }
+    return (times["finished"] - times["started"]).total_seconds()
+
+
+def _remove_checkpoints(run: RunDir) -> None:
+    """Free the space: of a large model a drill would otherwise leave dozens of checkpoints."""
+    for path in run.checkpoints_dir.iterdir():
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+
+
+def make_folder() -> Path:
+    """A new folder for a drill, below runs/.
+
+    Raises UsageError when it cannot be written.
+    """
+    with new_place(datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S"), None) as (folder, _):
+        return folder.absolute()
+
+
+@contextmanager
+def own_state(folder: Path) -> Iterator[None]:
+    """Let the runs of a drill be written down in the drill's folder, not in the user's list of runs.
+
+    `last` still means the run that the user started last, and a node that the drill killed is not taken for a
+    bad one later. Nodes that are known to be bad stay known.
+    """
+    before, own = os.environ.get(STATE_VARIABLE), folder / ".state"
+    known = index_file().parent / "bad_nodes"
+    own.mkdir()
+    if known.is_dir():
+        shutil.copytree(known, own / "trainkit" / "bad_nodes")
+    os.environ[STATE_VARIABLE] = str(own)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[STATE_VARIABLE]
+        else:
+            os.environ[STATE_VARIABLE] = before

@@ -1,0 +1,88 @@
+"""A config made short enough for a drill, and what was changed for that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainkit.config import LoadedConfig, RunConfig
+
+DEFAULT_STEPS = 30
+FEWEST_STEPS = 12
+"""With fewer there are not two checkpoints before the last third, in which nothing is interrupted."""
+SAVES = 6
+"""How often a drill saves."""
+ORIGIN = "trainkit drill"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that the drill replaces, and why."""
+
+    key: str
+    value: Any
+    before: Any
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.key}: {_shown(self.value)} instead of {_shown(self.before)}: {self.why}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def save_interval(num_steps: int) -> int:
+    """Steps between two checkpoints of a drill."""
+    return num_steps // SAVES
+
+
+def shorten(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedConfig, list[Change]]:
+    """The config of a drill of so many steps: what is trained, with what and on what stays as it is.
+
+    `device` is what the plan found: ``cpu`` or ``cuda``.
+    """
+    possible = [*_changes(loaded.config, num_steps), *_same_bits(loaded.config, device)]
+    changes = [change for change in possible if change.value != change.before]
+    values = loaded.config.model_dump(mode="json", by_alias=True)
+    for change in changes:
+        section, _, name = change.key.partition(".")
+        values[section][name] = change.value
+    origins = {**loaded.origins, **{change.key: ORIGIN for change in changes}}
+    return LoadedConfig(RunConfig.model_validate(values), origins), changes
+
+
+def _changes(config: RunConfig, num_steps: int) -> Iterator[Change]:
+    train, schedule, checkpoint = config.train, config.schedule, config.checkpoint
+    yield Change("train.steps", num_steps, train.steps, "a drill is short")
+    yield Change("train.epochs", None, train.epochs, "train.steps ends it")
+    yield Change("train.stop_at_step", None, train.stop_at_step, "only the drill interrupts it")
+    yield Change("train.log_every", 1, train.log_every, "every step is compared")
+    yield Change("train.eval_every", None, train.eval_every, "the losses of the steps are what is compared")
+    if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > num_steps:
+        yield Change("schedule.decay_steps", None, schedule.decay_steps, "it is longer than the drill")
+    yield Change(
+        "checkpoint.every_steps", save_interval(num_steps), checkpoint.every_steps, "a drill is short"
+    )
+    yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, "saves come at known steps")
+
+
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def _same_bits(config: RunConfig, device: str) -> Iterator[Change]:
+    """What two runs on GPUs need to be equal to the last digit."""
+    if device == "cpu":
+        return
+    why = "only then are two runs on GPUs equal to the last digit"
+    yield Change("train.deterministic", True, config.train.deterministic, why)
+    env = config.launch.env
+    # Without it torch refuses every product of matrices once it was asked for such kernels.
+    yield Change("launch.env", {CUBLAS_VARIABLE: ":4096:8", **env}, env, "train.deterministic needs it")
