@@ -17,6 +17,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.job_now import JobNow
+from trainkit.slurm.states import JobState
 
 START_S = 30.0
 """An allocation with less time than this, besides what saving takes, is no place to start again in."""
@@ -78,6 +79,11 @@ class Allocation:
     def is_being_requeued(self) -> bool:
         """Whether Slurm starts the job again without being asked to."""
         return self.job is not None and (self.job.restarts > self.restarts or self.job.state.is_waiting)
+
+    @property
+    def is_being_taken(self) -> bool:
+        """Whether Slurm ends the job already, and waits only for this shell."""
+        return self.job is not None and self.job.state is JobState.COMPLETING
 
     def time_left_s(self) -> float | None:
         """Seconds until Slurm ends the job; None when that is not known."""

@@ -42,7 +42,8 @@ def _requeue(allocation: Allocation, plan: LaunchPlan) -> None:
         from trainkit.job.bad_nodes import exclude_from
 
         exclude_from(allocation.job_id, sorted(allocation.bad), plan.slurm)
-    _await_eviction()
+    if not allocation.is_being_taken:
+        _await_eviction()
 
 
 def _await_eviction() -> None:
