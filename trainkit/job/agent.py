@@ -24,6 +24,7 @@ from trainkit.job.decision import combine, describe_exit, signal_exit_code
 from trainkit.job.failures import record_refusal, record_silent_death
 from trainkit.job.launchers import worker_argv
 from trainkit.job.network import network_environ
+from trainkit.job.preflight import check_node
 from trainkit.job.slurm_place import find_slurm_place, why_no_task
 from trainkit.job.station import Station, ToldToStop, local_station, slurm_station
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, worker_environ, worker_rank
@@ -164,7 +165,9 @@ def run_slurm_task(run: RunDir, number: int) -> int:
         raise TrainkitError(f"this is no task of a Slurm step: {why_no_task()}", exit_code=EXIT_NO_RESTART)
     write_to(attempt.node_log(place.node_rank))
     rank = plan.first_rank_of(min(place.node_rank, plan.num_nodes - 1)) + place.local_task
+    own = (place.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)
     try:
+        check_node(attempt, plan, own)
         return run_agent(attempt, plan, slurm_station(attempt, plan, place))
     except ToldToStop as told:
         print(f"told to stop by {told} before the ranks were started", flush=True)

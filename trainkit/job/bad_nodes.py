@@ -139,8 +139,11 @@ def excludable(hosts: Sequence[str], request: SlurmRequest) -> list[str]:
 def _notes(file: Path, now: datetime) -> list[dict[str, Any]]:
     """What was noted and is not over yet, oldest first; a file that was damaged says nothing."""
     try:
-        notes = read_json(file)["notes"]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = read_json(file)
+    except (OSError, ValueError):
+        return []
+    notes = found.get("notes") if isinstance(found, dict) else None
+    if not isinstance(notes, list):
         return []
     return [note for note in notes if _is_note(note) and now - datetime.fromisoformat(note["time"]) < KEEP]
 

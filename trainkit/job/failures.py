@@ -10,6 +10,7 @@ from typing import Any
 
 from trainkit.errors import EXIT_FAILED, TrainkitError
 from trainkit.job.decision import describe_exit, signal_exit_code
+from trainkit.job.preflight_error import PreflightFailed
 from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
 
 LOG_TAIL_LINES = 20
@@ -65,6 +66,8 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
             "hint": error.hint,
             "traceback": None,
             "exit_code": error.exit_code,
+            # Another node may do better.
+            **({"node": True} if isinstance(error, PreflightFailed) and error.is_node else {}),
         },
     )
 

@@ -1,0 +1,106 @@
+"""Which hosts of a job a step runs on, and which are lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import load_config
+from trainkit.errors import TrainkitError
+from trainkit.job import nodes
+from trainkit.job.nodes import choose_hosts, hosts_that_srun_lost, lost_hosts, step_argv
+from trainkit.plan.cluster import Cluster, Target
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.machine import Machine
+from trainkit.plan.make_plan import make_plan
+from trainkit.plan.slurm_request import option_argv
+from trainkit.slurm.client import SlurmUnreachable
+
+HOSTS = ("h18", "h19", "h1", "h2")
+
+
+def plan(*overrides: str) -> LaunchPlan:
+    given = ["device=cpu", "train.global_batch_size=null", "resources.nodes=2", *overrides]
+    loaded = load_config(None, overrides=given, environ={}, cwd=Path("/nowhere"))
+    machine = Machine(2, 0, (), "a login node")
+    return make_plan(loaded, machine, Target("sbatch", "a test", Cluster("unknown")))
+
+
+def step(made: LaunchPlan, *before: str) -> list[str]:
+    assert made.slurm is not None
+    return [
+        *before,
+        "srun",
+        *option_argv(made.slurm.srun),
+        "python",
+        "-m",
+        "trainkit.job.agent",
+        "/runs/srun",
+    ]
+
+
+def test_the_first_hosts_in_the_order_of_the_job() -> None:
+    assert choose_hosts(HOSTS, (), 2) == ["h18", "h19"]
+    assert choose_hosts(HOSTS, {"h18": "lost"}, 2) == ["h19", "h1"]
+    assert choose_hosts(HOSTS, {"h19", "h1", "h2"}, 2) == ["h18"]
+
+
+def test_without_spares_the_step_is_that_of_the_script() -> None:
+    made = plan()
+    assert step_argv(step(made), made, ["h1", "h2"]) == step(made)
+
+
+@pytest.mark.parametrize("per", ["gpu", "node"])
+def test_with_spares_the_step_has_its_hosts(per: str) -> None:
+    made = plan("resources.spare_nodes=1", "resources.gpus_per_node=4", f"launch.per={per}")
+    argv = step_argv(step(made), made, ["h19", "h1", "h2"])
+    assert argv[:2] == ["srun", "--nodelist=h19,h1"]
+    assert [argv[0], *argv[2:]] == step(made)
+    assert {"--nodes=2", f"--ntasks={8 if per == 'gpu' else 2}"} < set(argv)
+
+
+def test_a_template_may_have_put_something_before_srun() -> None:
+    made = plan("resources.spare_nodes=1")
+    argv = step_argv(step(made, "nice"), made, ["h1", "h2"])
+    assert argv[:3] == ["nice", "srun", "--nodelist=h1,h2"]
+    with pytest.raises(TrainkitError, match="the step of the script has no srun: mpirun x"):
+        step_argv(["mpirun", "x"], made, ["h1", "h2"])
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_too_few_hosts(spares: int) -> None:
+    made = plan(f"resources.spare_nodes={spares}")
+    with pytest.raises(TrainkitError, match="needs 2 nodes, and only 1 of the job's are good: h1"):
+        step_argv(step(made), made, ["h1"])
+
+
+def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"h1": "allocated", "h2": "down*", "h3": "mixed*", "h4": "idle", "h5": "draining", "h6": "fail"}
+    monkeypatch.setattr(nodes, "hosts_of_job", lambda job_id: ["h1", "h2", "h3", "h5", "h6", "h7"])
+    monkeypatch.setattr(nodes, "node_states", lambda hosts: states)
+    hosts = ["h1", "h2", "h3", "h4", "h5", "h6", "h7"]
+    assert lost_hosts("7", hosts) == ("h2", "h3", "h4", "h6")
+    assert lost_hosts("7", []) == ()
+
+
+def test_a_slurm_that_does_not_answer_has_not_lost_any(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def away(job_id: str) -> list[str]:
+        raise SlurmUnreachable("squeue cannot reach Slurm")
+
+    monkeypatch.setattr(nodes, "hosts_of_job", away)
+    assert lost_hosts("7", ["h1"]) is None
+    assert "does not say how the hosts of 7 are: squeue cannot reach Slurm" in capsys.readouterr().out
+
+
+def test_what_srun_says_about_hosts() -> None:
+    said = (
+        "srun: error: Node failure on tk8-node2\n"
+        "srun: error: tk8-node1: tasks 0-1: Killed\n"
+        "rank 0 wrote: srun: error: Node failure on x\n"
+        "srun: error: Node failure on tk8-node2\n"
+        "srun: Force Terminated StepId=1.0\n"
+    )
+    assert hosts_that_srun_lost(said) == ("tk8-node2",)

@@ -1,0 +1,152 @@
+"""A run that goes on as a new job: the same bytes, one attempt further."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import make_attempt
+from trainkit.errors import TrainkitError
+from trainkit.job import resubmit as resubmit_module
+from trainkit.job.mark import job_mark
+from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, read_job
+from trainkit.job.resubmit import resubmit
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.slurm_request import SlurmRequest
+from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
+
+SCRIPT = "#!/bin/bash\n#SBATCH --comment=trainkit:old\n"
+
+
+def on_slurm(attempt: AttemptDir, backend: str = "sbatch") -> RunDir:
+    """A run whose first attempt is Slurm's job 7."""
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    request = SlurmRequest({"nodes": 1, "comment": "my words", "exclude": "h9"})
+    for file in (attempt.plan_file, attempt.run.plan_file):
+        write_json(file, replace(plan, backend=backend, slurm=request).to_dict())
+    for file in (attempt.script_file, attempt.run.script_file):
+        file.write_text(SCRIPT)
+    add_slurm_entry(attempt.run, attempt.number, "7", "submit", backend)
+    return attempt.run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return on_slurm(make_attempt(tmp_path / "run"))
+
+
+class Sbatch:
+    """What was submitted, and what becomes of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.script = Path()
+        self.text = ""
+        self.mark = ""
+        self.argv: Sequence[str] = ()
+        self.answer: Callable[[], str] = lambda: "8"
+        monkeypatch.setattr(resubmit_module, "submit_script", self.submit)
+        monkeypatch.setattr(resubmit_module, "excludable", lambda hosts, request: list(hosts))
+
+    def submit(self, script: Path, *, mark: str, extra_argv: Sequence[str], **more: Any) -> str:
+        self.script, self.text = script, script.read_text()
+        self.mark, self.argv = mark, extra_argv
+        return self.answer()
+
+
+@pytest.fixture
+def sbatch(monkeypatch: pytest.MonkeyPatch) -> Sbatch:
+    return Sbatch(monkeypatch)
+
+
+def test_the_next_attempt_is_a_job_that_waits_for_this_one(run: RunDir, sbatch: Sbatch) -> None:
+    assert resubmit(run, "7", ["h1"]) == "8"
+    assert sbatch.text == SCRIPT
+    assert sbatch.mark == job_mark(run, 2) != job_mark(run, 1)
+    assert sbatch.argv == [
+        f"--comment={job_mark(run, 2)} my words",
+        "--dependency=afterany:7",
+        "--exclude=h9,h1",
+    ]
+    entries = [(entry["attempt"], entry["job_id"], entry["reason"]) for entry in read_job(run)["attempts"]]
+    assert entries == [(1, "7", "submit"), (2, "8", COMEBACK)]
+    assert "pid" not in read_job(run)["attempts"][-1]  # its start takes it for its own
+    assert sbatch.script == run.attempt(2).script_file
+    assert run.attempt(2).plan_file.read_text() == run.attempt(1).plan_file.read_text()
+    assert (run.attempts_dir / "latest").readlink() == Path("002")
+    [event] = read_jsonl(run.events_file)
+    assert (event["event"], event["attempt"], event["job_id"], event["reason"]) == (
+        "submitted",
+        2,
+        "8",
+        COMEBACK,
+    )
+
+
+def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, sbatch: Sbatch) -> None:
+    group = tmp_path / "group"
+    group.mkdir()
+    (group / "sweep.json").write_text("{}")
+    (group / "submit.sbatch").write_text("#!/bin/bash\n# of the group\n")
+    run = on_slurm(make_attempt(group / "3"))
+    run.script_file.unlink()
+    assert resubmit(run, "7_3") == "8_3"
+    assert sbatch.text == "#!/bin/bash\n# of the group\n"
+    assert sbatch.argv[1:] == ["--dependency=afterany:7_3", "--array=3"]
+    assert read_job(run)["attempts"][-1]["job_id"] == "8_3"
+
+
+def test_submitits_job_finds_its_pickle(tmp_path: Path, sbatch: Sbatch) -> None:
+    run = on_slurm(make_attempt(tmp_path / "run"), backend="submitit")
+    folder = run.path / "submitit"
+    folder.mkdir()
+    (folder / "7_submitted.pkl").write_bytes(b"pickle")
+    (folder / "7_submission.sh").write_text("#!/bin/bash\n# submitit's\n")
+    assert resubmit(run, "7") == "8"
+    assert sbatch.text == "#!/bin/bash\n# submitit's\n"
+    assert (folder / "8_submitted.pkl").read_bytes() == b"pickle"
+    sbatch.answer = lambda: "9"
+    assert resubmit(run, "8") == "9"
+    assert (folder / "9_submitted.pkl").read_bytes() == b"pickle"
+    assert read_job(run)["attempts"][-1]["backend"] == "submitit"
+
+
+def test_a_refused_job_leaves_the_run_as_it_was(run: RunDir, sbatch: Sbatch) -> None:
+    def refuse() -> str:
+        raise SlurmRefused("sbatch: Job violates accounting/QOS policy")
+
+    sbatch.answer = refuse
+    with pytest.raises(SlurmRefused):
+        resubmit(run, "7")
+    assert run.attempt_numbers() == [1]
+    assert (run.attempts_dir / "latest").readlink() == Path("001")
+    assert len(read_job(run)["attempts"]) == 1
+
+
+def test_a_job_that_may_exist_keeps_its_attempt(run: RunDir, sbatch: Sbatch) -> None:
+    def lose() -> str:
+        raise SlurmUnreachable("no answer", may_have_arrived=True)
+
+    sbatch.answer = lose
+    with pytest.raises(SlurmUnreachable):
+        resubmit(run, "7")
+    assert run.attempt_numbers() == [1, 2]
+    assert run.attempt(2).script_file.exists()  # so that the next command looks for it
+
+
+def test_a_run_that_a_person_has_cancelled_stays_ended(run: RunDir, sbatch: Sbatch) -> None:
+    mark_cancelled(run)
+    with pytest.raises(TrainkitError, match="cancelled meanwhile"):
+        resubmit(run, "7")
+    assert (sbatch.mark, run.attempt_numbers()) == ("", [1])
+
+
+def test_a_script_that_is_gone(run: RunDir, sbatch: Sbatch) -> None:
+    run.script_file.unlink()
+    with pytest.raises(TrainkitError, match=r"submit.sbatch, the script of job 7, is not there"):
+        resubmit(run, "7")
+    assert run.attempt_numbers() == [1]

@@ -1,0 +1,106 @@
+"""What is looked at on a node before ranks start on it: cheap, and only what would otherwise fail later.
+
+The supervisor looks at the run folder before the step starts, every agent at its own node. A node that fails
+is not used again.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainkit.job.gpu_health import check_gpus
+from trainkit.job.preflight_error import PreflightFailed
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir
+
+SEEN_VARIABLE = "TRAINKIT_JOB_SEEN"
+"""What the supervisor saw of the run folder, for the agents to compare."""
+PROBE_BYTES = 65_536
+"""Where a quota is used up, only writing shows it."""
+MIN_FREE_MIB = 16
+MAX_CLOCK_OFFSET_S = 5.0
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def seen_by_supervisor(attempt: AttemptDir) -> str:
+    """What the supervisor sees of the run folder: the value of `SEEN_VARIABLE`.
+
+    Raises PreflightFailed when the folder cannot be written.
+    """
+    return f"{plan_digest(attempt)} {clock_offset_s(attempt):.3f}"
+
+
+def check_node(
+    attempt: AttemptDir, plan: LaunchPlan, local_ranks: Sequence[int], environ: Mapping[str, str] = os.environ
+) -> None:
+    """Raise PreflightFailed when these ranks cannot run on this node."""
+    offset_s = clock_offset_s(attempt)
+    if SEEN_VARIABLE in environ:
+        _compare(attempt, offset_s, environ[SEEN_VARIABLE])
+    _check_space(Path(environ.get("TMPDIR") or "/tmp"))
+    _check_space(Path("/dev/shm"))
+    if plan.device == "cuda":
+        check_gpus(local_ranks, environ)
+
+
+def plan_digest(attempt: AttemptDir) -> str:
+    """Tells whether two hosts see the same plan.json."""
+    return hashlib.sha256(attempt.plan_file.read_bytes()).hexdigest()[:16]
+
+
+def clock_offset_s(attempt: AttemptDir) -> float:
+    """How many seconds the clock here is ahead of that of the run folder's filesystem.
+
+    Raises PreflightFailed when the folder cannot be written.
+    """
+    try:
+        handle, name = tempfile.mkstemp(prefix=".probe.", dir=attempt.path)
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(bytes(PROBE_BYTES))
+            return time.time() - Path(name).stat().st_mtime
+        finally:
+            os.unlink(name)
+    except OSError as error:
+        raise PreflightFailed(
+            f"{attempt.path} cannot be written on {socket.gethostname()}: {error.strerror or error}",
+            hint="`df -h` and `quota` tell; the run folder must be writable on every node",
+            is_node=error.errno not in _NO_SPACE,
+        ) from None
+
+
+def _compare(attempt: AttemptDir, offset_s: float, seen: str) -> None:
+    digest, _, supervisors_s = seen.partition(" ")
+    host = socket.gethostname()
+    if plan_digest(attempt) != digest:
+        raise PreflightFailed(
+            f"{attempt.plan_file} on {host} is not the file that the first node of the job sees",
+            hint="all nodes must share the filesystem of the run folder",
+        )
+    # Where the supervisor's clock is as far off, it is the file server's that is wrong.
+    if abs(offset_s) > MAX_CLOCK_OFFSET_S >= abs(float(supervisors_s)):
+        ahead = "ahead of" if offset_s > 0 else "behind"
+        raise PreflightFailed(
+            f"the clock of {host} is {abs(offset_s):.0f} s {ahead} that of the run folder's filesystem",
+            hint="the administrators can set it (chronyc tracking shows more)",
+        )
+
+
+def _check_space(folder: Path) -> None:
+    try:
+        found = os.statvfs(folder)
+    except FileNotFoundError:
+        return
+    free_mib = found.f_bavail * found.f_frsize / 2**20
+    if found.f_blocks and free_mib < MIN_FREE_MIB:
+        raise PreflightFailed(
+            f"{folder} on {socket.gethostname()} has {free_mib:.1f} MiB left",
+            hint="what other jobs have left there has to be removed; TMPDIR can name another folder",
+        )
