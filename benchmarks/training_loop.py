@@ -110,6 +110,7 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
     from trainkit.rundir import RunDir, read_json
     from trainkit.trainer.device import select_device
     from trainkit.trainer.distributed import join_world, leave
+    from trainkit.trainer.pulse import Pulse
     from trainkit.trainer.tasks import build_task
     from trainkit.trainer.worker import build_trainer
 
@@ -117,7 +118,8 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
     config = read_effective(attempt.config_file)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = join_world(find_rank_env(), select_device("cpu", 0), plan.layout, StopRequest())
-    trainer, _ = build_trainer(attempt, config, plan, world, build_task(config), StopRequest())
+    task, stop, pulse = build_task(config), StopRequest(), Pulse()
+    trainer, _ = build_trainer(attempt, config, plan, world, task, stop, pulse)
     loops = {"trainkit": trainer.advance, "hand-written": hand_written_step(trainer, num_procs, dtype_name)}
     times_s: dict[str, list[float]] = {name: [] for name in loops}
     gc.disable()

@@ -21,6 +21,7 @@ from trainkit.trainer.control import StepReport
 from trainkit.trainer.data.batches import StepBatch
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.precision import LossScale
+from trainkit.trainer.pulse import Pulse
 
 BATCH = StepBatch([], num_tokens=10, num_samples=4)
 EXPLODES = ["optimizer.lr=1e30", "schedule.warmup_steps=0", "train.grad_clip=null", "train.steps=20"]
@@ -34,6 +35,7 @@ def trainer(precision: PrecisionConfig, max_nonfinite_steps: int = 3) -> Trainer
     )
     fields |= {
         "world": ALONE,
+        "pulse": Pulse(),
         "progress": Progress(),
         "metrics": SimpleNamespace(count=lambda report: None),
         "saver": SimpleNamespace(finish=lambda: None),
@@ -119,7 +121,8 @@ def test_divergence_ends_all_ranks_and_skipped_steps_change_no_bit(tmp_path: Pat
     attempt = train(tmp_path / "run", options, num_procs, expect=78)
     for rank in range(num_procs):
         error = json.loads(attempt.rank_error(rank).read_text())
-        assert (error["type"], error["rank"]) == ("DivergedError", rank)
+        assert (error["type"], error["rank"], error["step"]) == ("DivergedError", rank, 5)
+        assert error["final"]
         assert "not finite in 4 steps in a row, the last of them step 5" in error["message"]
         assert "lower optimizer.lr" in error["hint"]
     for step in (2, 3, 4, 5):

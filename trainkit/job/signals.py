@@ -1,4 +1,4 @@
-"""Stop signals: receiving one sets a flag, nothing else.
+"""What a worker is told by signals: receiving one sets a flag, nothing else.
 
 A Python signal handler does not run while the main thread sits inside a collective, so a rank that is
 stuck there would never learn that it has to leave. The C-level handler does run, and writes the signal's
@@ -22,27 +22,32 @@ NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 Not SIGUSR1: NCCL has been seen to catch it.
 """
 
+WHERE_SIGNAL = signal.SIGURG
+"""Asks a worker where it is. A process that does not listen for it never notices it."""
+
 
 class StopRequest:
-    """Whether, when and by which signal this process was asked to stop."""
+    """Whether, when and by which signal this process was asked to stop; and whether to say where it is."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self.received_monotonic_s: float | None = None
         self.received = threading.Event()
+        self.asked_where = threading.Event()
+        """Set whenever `WHERE_SIGNAL` came; whoever answers clears it."""
 
     def __bool__(self) -> bool:
         return self.signal_name is not None
 
     def install(self) -> None:
-        """Watch for the notice signals from now on; call from the main thread, once a process.
+        """Watch for these signals from now on; call from the main thread, once a process.
 
         A second SIGINT ends the process at once, whatever its threads are doing.
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in NOTICE_SIGNALS:
+        for number in (*NOTICE_SIGNALS, WHERE_SIGNAL):
             signal.signal(number, _noted_by_the_watcher)
         threading.Thread(target=self._watch, args=(reader,), name="signal-watch", daemon=True).start()
         # The agent starts workers with these signals blocked, so that one which comes while the
@@ -60,6 +65,8 @@ class StopRequest:
         interrupts = 0
         while True:
             for number in os.read(reader, 64):
+                if number == WHERE_SIGNAL:
+                    self.asked_where.set()
                 if number not in NOTICE_SIGNALS:
                     continue
                 interrupts += number == signal.SIGINT

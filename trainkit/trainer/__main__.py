@@ -8,11 +8,15 @@ import os
 import socket
 import sys
 import traceback
+from typing import Any
 
-from trainkit.errors import EXIT_FAILED, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError
 from trainkit.job.signals import StopRequest
+from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, read_json, utc_now, write_json
-from trainkit.trainer.watchdog import watch_deadline
+from trainkit.trainer.pulse import Position, Pulse
+from trainkit.trainer.stacks import RankStacks
+from trainkit.trainer.watchdog import Watchdog, watch_deadline
 
 
 def main() -> None:
@@ -20,19 +24,24 @@ def main() -> None:
     # Before torch is imported: a signal that comes meanwhile must not be lost.
     stop = StopRequest()
     stop.install()
+    pulse = Pulse()
     run = RunDir(sys.argv[1])
     attempt = run.attempt(int(os.environ.get("TRAINKIT_JOB_ATTEMPT") or run.attempt_numbers()[-1]))
     rank = int(os.environ.get("RANK", "0"))
+    who = {"rank": rank, "node_rank": int(os.environ.get("NODE_RANK", "0")), "host": socket.gethostname()}
+    stacks = RankStacks(attempt, rank, pulse)
     set_up_logging(rank)
     try:
-        grace_s = float(read_json(attempt.plan_file)["grace_s"])
-        watch_deadline(stop, grace_s, attempt.stacks_dir / f"rank-{rank:04d}.txt")
+        plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+        stacks.listen(stop)
+        watch_deadline(stop, plan.grace_s, stacks)
+        Watchdog(attempt, who, plan, pulse, stacks).start()
         from trainkit.trainer.worker import run_worker
 
-        code = run_worker(attempt, stop)
+        code = run_worker(attempt, plan, stop, pulse)
     except BaseException as error:
-        code = error.exit_code if isinstance(error, TrainkitError) else EXIT_FAILED
-        record_failure(attempt, rank, error, code)
+        code = record_failure(attempt, who, error, pulse.position)
+    stacks.close()
     from trainkit.trainer.distributed import leave
 
     leave(code)
@@ -50,27 +59,38 @@ def set_up_logging(rank: int) -> None:
     logging.raiseExceptions = False  # a full disk must not end a training through its log
 
 
-def record_failure(attempt: AttemptDir, rank: int, error: BaseException, exit_code: int) -> None:
-    """Leave the error where the verdict is made from, and in this rank's log."""
+def record_failure(attempt: AttemptDir, who: dict[str, Any], error: BaseException, position: Position) -> int:
+    """Leave the error where the verdict is made from, and in this rank's log; returns the exit code."""
+    code = exit_code_of(error, position)
     record = {
-        "rank": rank,
-        "node_rank": int(os.environ.get("NODE_RANK", "0")),
-        "host": socket.gethostname(),
+        **who,
         "time": utc_now(),
+        "step": position.step,
+        "phase": position.phase,
         "type": type(error).__name__,
         "message": str(error),
         "hint": getattr(error, "hint", ""),
         "traceback": traceback.format_exc(),
-        "exit_code": exit_code,
+        "exit_code": code,
+        "final": code == EXIT_NO_RESTART,
     }
     shown = error.render() if isinstance(error, TrainkitError) else traceback.format_exc()
     try:
-        write_json(attempt.rank_error(rank), record)
+        write_json(attempt.rank_error(who["rank"]), record)
     except OSError as unwritable:
         shown += f"\nthe error record could not be written: {unwritable}"
     # On a full disk the log cannot take it either; the exit code still tells.
     with contextlib.suppress(OSError):
         print(shown, file=sys.stderr, flush=True)
+    return code
+
+
+def exit_code_of(error: BaseException, position: Position) -> int:
+    """What the process ends with: 78 for what would happen again, as a module that is missing."""
+    if isinstance(error, TrainkitError):
+        return error.exit_code
+    at_import = position.step is None and isinstance(error, NameError)
+    return EXIT_NO_RESTART if at_import or isinstance(error, (ImportError, SyntaxError)) else EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from trainkit.trainer.control import sum_over_ranks
 from trainkit.trainer.data.batches import BatchSource, PrefetchedBatches
 from trainkit.trainer.distributed import World
 from trainkit.trainer.precision import DTYPES, autocast
+from trainkit.trainer.pulse import Pulse
 from trainkit.trainer.tasks import Task
 
 
@@ -42,13 +43,14 @@ class Evaluator:
         )
 
     @torch.no_grad()
-    def run(self, model: nn.Module, stop: StopRequest) -> float | None:
+    def run(self, model: nn.Module, stop: StopRequest, pulse: Pulse) -> float | None:
         """The validation loss, equal on all ranks; None when a rank was asked to stop meanwhile."""
         totals = torch.zeros(3, dtype=torch.float64, device=self._world.device)
         model.eval()
         batches = PrefetchedBatches(self._source, 0, self._num_workers)
         try:
             for _ in range(self._num_batches):
+                pulse.enter("evaluate")
                 batch = next(batches)
                 micro = batch.microbatches[0].to(self._world.device)
                 with autocast(model, self._world.device, self._dtype):

@@ -29,6 +29,7 @@ from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.parallel.data_parallel import GradientSwitch
 from trainkit.trainer.precision import DTYPES, LossScale, autocast
 from trainkit.trainer.profiler import ProfileWindow
+from trainkit.trainer.pulse import Pulse
 from trainkit.trainer.schedule import learning_rate
 from trainkit.trainer.tasks import Task
 
@@ -46,6 +47,7 @@ class Trainer:
     plan: LaunchPlan
     world: World
     stop: StopRequest
+    pulse: Pulse
     task: Task
     model: nn.Module
     sync_gradients: GradientSwitch
@@ -72,6 +74,7 @@ class Trainer:
         Raises DivergedError after too many steps in a row without a finite loss and gradient, and
         CheckpointError when the last state cannot be saved.
         """
+        self.pulse.enter("begin")
         if any_rank(bool(self.stop), self.world):
             return self._end_stopped("asked to stop during start-up")
         if self._eval_due() and not self._evaluate()[0]:
@@ -108,12 +111,14 @@ class Trainer:
         """One optimizer step; nothing here waits for the device before the update is enqueued."""
         step = self.progress.step + 1
         lr = learning_rate(step, self.total_steps, self.plan.lr, self.config.schedule)
+        self.pulse.begin_step(step)
         self.profiler.before(step)
         waiting = time.monotonic()
         batch = next(self.batches)
         data_wait_s = time.monotonic() - waiting
         report = self._update(self._forward_backward(batch, data_wait_s), lr)
         self._count(batch, report)
+        self.pulse.end_step()
         self.profiler.after(step)
         if step % GC_EVERY_STEPS == 0:
             # On all ranks at the same step: a collection at a random time makes one rank a straggler.
@@ -130,9 +135,11 @@ class Trainer:
         for index, micro in enumerate(batch.microbatches):
             if last > 0:
                 self.sync_gradients(index == last)
+            self.pulse.enter("forward")
             with autocast(self.model, self.world.device, DTYPES[self.config.precision.dtype]):
                 nll_sum = self.task.nll_sum(self.model, micro.to(self.world.device))
             total += nll_sum.detach()
+            self.pulse.enter("backward")
             if index == last:
                 # The ranks agree while the last backward pass computes.
                 sums = self._start_agreement(total, batch.num_tokens, data_wait_s)
@@ -145,6 +152,7 @@ class Trainer:
 
     def _update(self, totals: Tensor, lr: float) -> StepReport:
         """Clip and apply the gradient, or skip it on all ranks when it is not finite."""
+        self.pulse.enter("update")
         self.optimizer.collect_gradients()
         divisor = (totals[1] / self.plan.batch.tokens_per_step).float() * self.loss_scale.value
         grad_norm = self.optimizer.gradient_norm() / divisor
@@ -175,6 +183,7 @@ class Trainer:
         if self.world.is_main:
             log.warning(f"step={progress.step} skipped: loss or gradient is not finite")
         if progress.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
+            self.pulse.enter("end")
             self.saver.finish()
             raise DivergedError(
                 f"loss or gradient was not finite in {progress.nonfinite_in_a_row} steps in a row, "
@@ -206,7 +215,7 @@ class Trainer:
         """Validate; returns whether it was completed, and the validation loss."""
         assert self.evaluator is not None
         started = time.monotonic()
-        val_loss = self.evaluator.run(self.model, self.stop)
+        val_loss = self.evaluator.run(self.model, self.stop, self.pulse)
         self.metrics.exclude(time.monotonic() - started)
         if val_loss is None:
             return False, None
@@ -257,6 +266,7 @@ class Trainer:
 
     def _save(self, reason: str, blocking: bool) -> None:
         started = time.monotonic()
+        self.pulse.enter("save")
         self.progress.loss_scale = self.loss_scale.state() if self.loss_scale.enabled else {}
         record = {**self.manifest_record, "progress": self.progress.to_dict()}
         self.saver.save(SaveRequest(self.progress.step, record, self._is_best, reason), blocking)
@@ -270,6 +280,7 @@ class Trainer:
 
         Raises CheckpointError when it cannot be saved: that code would say that it was.
         """
+        self.pulse.enter("end")
         self.saver.finish()
         if self.progress.step > 0 and self.progress.step != self.saver.last_step:
             self._save("stop", blocking=True)
@@ -281,6 +292,7 @@ class Trainer:
         return EXIT_STOPPED
 
     def _end_finished(self) -> int:
+        self.pulse.enter("end")
         self.saver.finish()
         if self.progress.step != self.saver.last_step:
             self._save("final", blocking=True)

@@ -23,7 +23,7 @@ from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.manifest import Checkpoint
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json
+from trainkit.rundir import AttemptDir
 from trainkit.trainer.build import build_model, set_determinism
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, from_main, load_tensors
 from trainkit.trainer.checkpoint.progress import Progress
@@ -38,6 +38,7 @@ from trainkit.trainer.metrics import Metrics
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
+from trainkit.trainer.pulse import Pulse
 from trainkit.trainer.tasks import Task, build_task
 from trainkit.trainer.tensorboard import TensorBoardLog
 
@@ -46,10 +47,9 @@ T = TypeVar("T")
 POLL_S = 0.02
 
 
-def run_worker(attempt: AttemptDir, stop: StopRequest) -> int:
+def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, pulse: Pulse) -> int:
     """Train as one rank of an attempt; returns the worker's exit code."""
     config = read_effective(attempt.config_file)
-    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     env = find_rank_env()
     if env.world_size != plan.world_size:
         raise TrainkitError(
@@ -62,14 +62,16 @@ def run_worker(attempt: AttemptDir, stop: StopRequest) -> int:
     device = select_device(plan.device, env.local_rank)
     # Before the ranks meet: text may have to be tokenised first, and that may take long.
     task = unless_stopped(stop, partial(build_task, config))
+    pulse.enter("meet")
     world = join_world(env, device, plan.layout, stop)
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
         return EXIT_STOPPED
     if world.is_main:
         note_event(attempt.run, attempt.number, "rendezvous", world_size=world.size, device=str(device))
+    pulse.enter("build")
     check_same_data(task, world)
-    trainer, tensorboard = build_trainer(attempt, config, plan, world, task, stop)
+    trainer, tensorboard = build_trainer(attempt, config, plan, world, task, stop, pulse)
     try:
         return trainer.train()
     finally:
@@ -121,6 +123,7 @@ def build_trainer(
     world: World,
     task: Task,
     stop: StopRequest,
+    pulse: Pulse,
 ) -> tuple[Trainer, TensorBoardLog | None]:
     """Build the model, bring it to where the newest checkpoint stands, and set up the loop."""
     model, sync_gradients = build_model(task, config, plan, world)
@@ -129,6 +132,7 @@ def build_trainer(
     tensors |= {f"optimizer.{name}": value for name, value in optimizer.state_tensors().items()}
     saver = CheckpointSaver(attempt.run, attempt.number, world, tensors, config.checkpoint.keep_last)
     loss_scale = LossScale(config.precision, world.device)
+    pulse.enter("load")
     progress = resume(config, attempt, world, task, saver, tensors, loss_scale)
     num_samples = task.train_data.num_samples
     end = None if config.train.epochs is None else round(config.train.epochs * num_samples)
@@ -155,6 +159,7 @@ def build_trainer(
         plan=plan,
         world=world,
         stop=stop,
+        pulse=pulse,
         task=task,
         model=model,
         sync_gradients=sync_gradients,

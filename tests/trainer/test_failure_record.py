@@ -1,0 +1,65 @@
+"""What a rank leaves behind when it fails."""
+
+import json
+
+import pytest
+
+from trainkit.errors import CheckpointError, DivergedError, TrainkitError
+from trainkit.rundir import RunDir
+from trainkit.trainer.__main__ import exit_code_of, record_failure
+from trainkit.trainer.pulse import Pulse
+
+WHO = {"rank": 3, "node_rank": 1, "host": "h"}
+
+
+def at_step(step):
+    pulse = Pulse()
+    if step is not None:
+        pulse.begin_step(step)
+        pulse.enter("forward")
+    return pulse.position
+
+
+@pytest.mark.parametrize(
+    ("error", "step", "code"),
+    [
+        (ModuleNotFoundError("no module"), None, 78),
+        (ImportError("cannot import"), 12, 78),
+        (IndentationError("bad"), None, 78),
+        (NameError("name 'x' is not defined"), None, 78),
+        (NameError("name 'x' is not defined"), 12, 1),
+        (RuntimeError("connection closed"), None, 1),
+        (DivergedError("nan"), 12, 78),
+        (CheckpointError("full"), 12, 1),
+        (TrainkitError("other data", exit_code=78), None, 78),
+        (SystemExit(5), 12, 1),
+    ],
+)
+def test_what_would_happen_again_is_final(error, step, code):
+    assert exit_code_of(error, at_step(step)) == code
+
+
+@pytest.mark.parametrize("step", [None, 37])
+def test_record(tmp_path, step, capsys):
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.create()
+    code = 0
+    try:
+        raise ValueError("a bug")
+    except ValueError as error:
+        code = record_failure(attempt, WHO, error, at_step(step))
+    assert code == 1
+    value = json.loads(attempt.rank_error(3).read_text())
+    assert 'raise ValueError("a bug")' in value.pop("traceback")
+    assert value.pop("time").endswith("Z")
+    assert value == {
+        **WHO,
+        "step": step,
+        "phase": "start" if step is None else "forward",
+        "type": "ValueError",
+        "message": "a bug",
+        "hint": "",
+        "exit_code": 1,
+        "final": False,
+    }
+    assert "ValueError: a bug" in capsys.readouterr().err
