@@ -145,3 +145,9 @@ def test_thousands_of_nodes_are_nothing_special() -> None:
     assert made.world_size == 32768
     assert made.batch.global_batch_size == 8 * 32768
     assert time.perf_counter() - begin < 1.0
+
+
+def test_what_only_slurm_knows_has_no_effect_without_it() -> None:
+    made = plan(CPU, "resources.spare_nodes=2", "requeue.follow_ups=3", "resources.partition=gpu")
+    assert (made.num_nodes, made.spare_nodes, made.slurm) == (1, 0, None)
+    assert "spare_nodes" not in made.reasons

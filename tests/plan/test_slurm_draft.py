@@ -172,3 +172,119 @@ def test_thousands_of_kinds_of_nodes() -> None:
     made = plan("resources.nodes=4096", cluster=cluster)
     assert made.world_size == 32768
     assert time.process_time() - begin < 0.5
+
+
+def test_spare_nodes_are_asked_for_and_do_not_train() -> None:
+    made = plan("resources.nodes=2", "resources.spare_nodes=1", "resources.gpu_type=a100")
+    assert (made.num_nodes, made.spare_nodes, made.world_size) == (2, 1, 8)
+    assert made.slurm is not None
+    assert made.slurm.sbatch["nodes"] == 3
+    assert made.slurm.sbatch["no-kill"] is True
+    assert (made.slurm.srun["nodes"], made.slurm.srun["ntasks"]) == (2, 8)
+    assert made.reasons["spare_nodes"] == "1: the job gets 3 nodes, and 2 of them train"
+    alone = plan("resources.nodes=2")
+    assert alone.slurm is not None
+    assert "no-kill" not in alone.slurm.sbatch
+
+
+def test_the_gpus_of_a_node_are_those_that_the_spare_nodes_have_too() -> None:
+    assert plan("resources.nodes=2").workers_per_node == 8
+    assert plan("resources.nodes=2", "resources.spare_nodes=1").workers_per_node == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ("resources.nodes=6", "resources.spare_nodes=3"),
+            "resources.spare_nodes: is 3: 6 + 3 = 9 nodes, but partition gpu has 8 nodes",
+        ),
+        (("resources.nodes=9", "resources.spare_nodes=3"), "resources.nodes: is 9, but partition gpu has 8"),
+        (
+            ("resources.partition=small", "resources.spare_nodes=2"),
+            "resources.spare_nodes: is 2: 1 + 2 = 3 nodes, but a job in partition small has at most 2",
+        ),
+    ],
+)
+def test_spare_nodes_count_against_the_limits(overrides: tuple[str, ...], problem: str) -> None:
+    small = Partition("small", max_nodes=2, nodes=CPU.nodes)
+    cluster = replace(WEST, partitions=(GPU, small))
+    given = (*overrides, "resources.gpus_per_node=1", "train.device_batch_size=1")
+    assert any(problem in text for text in problems(*given, cluster=cluster))
+
+
+def test_what_says_how_many_nodes_says_spare_nodes_by_their_own_key() -> None:
+    assert problems("resources.extra={no-kill: true}") == [
+        "--set resources.extra={no-kill: true}: resources.extra.no-kill: is said by a key of its own\n"
+        "  hint: use resources.spare_nodes"
+    ]
+    assert "launch.srun_extra.nodelist: is set by trainkit" in problems("launch.srun_extra={nodelist: h1}")[0]
+
+
+@pytest.mark.parametrize(
+    ("on", "option"),
+    [
+        ("[preempted, timeout, node_fail, crash, hang]", {"requeue": True}),
+        ("[preempted]", {"requeue": True}),
+        ("[node_fail, crash]", {"requeue": True}),
+        ("[timeout, crash, hang]", {"no-requeue": True}),
+        ("[]", {"no-requeue": True}),
+    ],
+)
+def test_slurm_starts_a_job_again_only_where_that_is_wanted(on: str, option: dict[str, bool]) -> None:
+    made = plan(f"requeue.on={on}")
+    assert made.slurm is not None
+    assert {name: made.slurm.sbatch.get(name) for name in ("requeue", "no-requeue")} == {
+        "requeue": None,
+        "no-requeue": None,
+        **option,
+    }
+
+
+def test_the_expedited_requeue_is_for_those_who_want_it() -> None:
+    for wanted, value in ((True, "expedite"), (False, True), (None, True)):
+        made = plan(cluster=replace(WEST, expedited_requeue=wanted))
+        assert made.slurm is not None
+        assert made.slurm.sbatch["requeue"] == value
+
+
+BAD = {"h3": "lost (small, attempt 2)", "h1": "GPU 3 is gone (big, attempt 1)"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "left_out", "reason"),
+    [
+        (1, "h3,h1", "h3: lost (small, attempt 2); h1: GPU 3 is gone (big, attempt 1); `rm x` forgets that"),
+        (
+            7,
+            "h3",
+            "h3: lost (small, attempt 2); not h1, which the job needs: GPU 3 is gone (big, attempt 1); "
+            "`rm x` forgets that",
+        ),
+        (
+            8,
+            None,
+            "not h3, which the job needs: lost (small, attempt 2); "
+            "not h1, which the job needs: GPU 3 is gone (big, attempt 1); `rm x` forgets that",
+        ),
+    ],
+)
+def test_bad_nodes_are_left_out_as_long_as_enough_are_left(
+    nodes: int, left_out: str | None, reason: str
+) -> None:
+    cluster = replace(WEST, bad_nodes=BAD, forget_hint="`rm x` forgets that")
+    given = (f"resources.nodes={nodes}", "resources.gpus_per_node=1", "train.device_batch_size=1")
+    made = plan(*given, cluster=cluster)
+    assert made.slurm is not None
+    assert made.slurm.sbatch.get("exclude") == left_out
+    assert made.reasons["exclude"] == reason
+
+
+def test_bad_nodes_and_those_that_the_config_names() -> None:
+    cluster = replace(WEST, bad_nodes=BAD)
+    made = plan("resources.exclude=h[5-6]", "resources.gpus_per_node=1", cluster=cluster)
+    assert made.slurm is not None
+    assert made.slurm.sbatch["exclude"] == "h[5-6],h3,h1"
+    unknown = plan("device=cpu", cluster=Cluster("west", bad_nodes=BAD))
+    assert unknown.slurm is not None
+    assert unknown.slurm.sbatch["exclude"] == "h3,h1"  # Slurm refuses what cannot be

@@ -11,6 +11,7 @@ import pytest
 from tests.slurm.conftest import FakeSlurm
 from trainkit.config import LoadedConfig, load_config
 from trainkit.errors import UsageError
+from trainkit.job.bad_nodes import note_failure
 from trainkit.plan.cluster import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.slurm.records import FIELD, RECORD
 from trainkit.submit.cluster_profile import user_folder
@@ -104,6 +105,29 @@ def test_slurm_that_is_away(slurm: FakeSlurm) -> None:
     )
 
 
+@pytest.mark.parametrize("with_profile", [True, False])
+@pytest.mark.parametrize("away", [True, False])
+def test_hosts_that_failed_here_are_known(
+    slurm: FakeSlurm, tmp_path: Path, with_profile: bool, away: bool
+) -> None:
+    environ = {**environ_of(slurm), "XDG_STATE_HOME": str(tmp_path / "my state")}
+    if with_profile:
+        text = profile_text(Cluster("West", (GPU,)), date(2026, 1, 2))
+        write_new(user_folder(environ) / "west.yaml", text)
+    if away:
+        slurm.add("scontrol", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    for cluster, host in (("west", "g1"), ("east", "g2")):
+        note_failure(cluster, host, "died", "lost", run="/runs/small", attempt=2, environ=environ)
+    found = known_cluster(load_config(None, environ={}, cwd=slurm.folder), environ, slurm.folder)
+    [(host, reason)] = found.bad_nodes.items()
+    assert (host, reason.partition(",")[0]) == ("g1", "lost (small")
+    file = tmp_path / "my state/trainkit/bad_nodes/west.json"
+    assert found.forget_hint == f"`rm '{file}'` forgets that"
+    file.unlink()
+    found = known_cluster(load_config(None, environ={}, cwd=slurm.folder), environ, slurm.folder)
+    assert (found.bad_nodes, found.forget_hint) == ({}, "")
+
+
 def test_a_profile_saves_the_asking(slurm: FakeSlurm) -> None:
     write_new(
         user_folder(environ_of(slurm)) / "west.yaml", profile_text(Cluster("west", (GPU,)), date(2026, 1, 2))
@@ -176,6 +200,21 @@ def test_hundreds_of_kinds_of_nodes_are_put_together(slurm: FakeSlurm) -> None:
         {"h100": 4},
         ("ib", "rack0", "rack1"),
     )
+
+
+def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm) -> None:
+    found = look_at_cluster(environ_of(slurm))
+    assert found is not None
+    assert found.expedited_requeue is None
+    assert "expedited" not in profile_text(found, date(2026, 1, 2))
+    (slurm.folder / "config").write_text(
+        "ClusterName = west\nSLURM_VERSION = 25.11.1\nMaxArraySize = 1001\nJobRequeue = 1\n"
+        "SlurmctldParameters = enable_expedited_requeue\n"
+    )
+    found = look_at_cluster(environ_of(slurm))
+    assert found is not None
+    assert found.expedited_requeue is False
+    assert "\nexpedited_requeue: false\n" in profile_text(found, date(2026, 1, 2))
 
 
 def test_differences() -> None:

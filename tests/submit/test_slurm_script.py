@@ -164,3 +164,12 @@ def test_what_the_cluster_has_runs_the_container(
     text = script_for(RunDir(tmp_path / "runs/mine"), 1, plan, loaded.config, tmp_path, None).text
     assert shown in text
     assert "\nexec python3" not in text, "the supervisor runs on the node, with the interpreter that submits"
+
+
+def test_spare_nodes_stand_in_the_script(tmp_path: Path) -> None:
+    text = script(tmp_path, "resources.nodes=2", "resources.spare_nodes=1", "requeue.on=[crash]").text
+    assert option(text, "nodes") == "3"
+    assert "#SBATCH --no-kill\n" in text
+    assert "#SBATCH --no-requeue\n" in text
+    assert "    --nodes=2\n" in text
+    assert "mine: 2 nodes with 1 worker each, and 1 spare, one Slurm task a gpu" in text

@@ -198,12 +198,12 @@ class SlurmDraft(Draft):
         """The hosts that failed a short while ago, as many of them as the job can do without."""
         bad, capacity = self.cluster.bad_nodes, spare_capacity(asked, self.cluster)
         left_out = list(bad)[:capacity]
-        if left_out:
-            reasons = "; ".join(f"{host}: {bad[host]}" for host in left_out)
-            self.reasons["exclude"] = f"{reasons}; {self.cluster.forget_hint}"
-        if len(left_out) < len(bad):
-            kept = [host for host in bad if host not in left_out]
-            self.reasons["include"] = f"{', '.join(kept)} failed too, but the job needs as many nodes"
+        words = [f"{host}: {bad[host]}" for host in left_out]
+        words += [
+            f"not {host}, which the job needs: {why}" for host, why in bad.items() if host not in left_out
+        ]
+        if words:
+            self.reasons["exclude"] = "; ".join([*words, self.cluster.forget_hint])
         return left_out
 
     def _unknown(self, key: str, message: str, hint: str) -> None:
