@@ -1,6 +1,9 @@
+from dataclasses import asdict
+
 import pytest
 
 from trainkit.job.failures import agent_verdict, find_verdict, log_tail, record_silent_death
+from trainkit.job.hangs import HangRecord
 from trainkit.rundir import RunDir, read_json, write_json
 
 
@@ -54,6 +57,89 @@ def test_silent_death_keeps_the_last_lines_and_never_replaces_a_record(attempt):
     assert value["log_tail"] == [str(number) for number in range(80, 100)]
     record_silent_death(attempt, 0, 0, 1)
     assert read_json(attempt.rank_error(0)) == value
+
+
+TRACEBACK = """\
+step 3
+Traceback (most recent call last):
+  File "/home/u/train.py", line 9, in <module>
+    import fancy_attention
+ModuleNotFoundError: No module named 'fancy_attention'
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "kind", "message", "final"),
+    [
+        (TRACEBACK, "ModuleNotFoundError", "No module named 'fancy_attention'", True),
+        (TRACEBACK + "cleaning up\n", "ModuleNotFoundError", "No module named 'fancy_attention'", True),
+        (TRACEBACK + "went on without it\n" * 30, "exit", "ended with exit code 1", None),
+        (
+            "  File \"train.py\", line 1\n    def f(\n         ^\nSyntaxError: '(' was never closed\n",
+            "SyntaxError",
+            "'(' was never closed",
+            True,
+        ),
+        (
+            TRACEBACK.replace("ModuleNotFound", "Value"),
+            "ValueError",
+            "No module named 'fancy_attention'",
+            False,
+        ),
+        (
+            "".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines()[1:])
+            + 'Traceback (most recent call last):\n  File "run.py", line 1, in <module>\n'
+            + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+            + "=" * 60
+            + "\n[0]:\n  exitcode : 1\n" * 20,
+            "ModuleNotFoundError",
+            "No module named 'fancy_attention'",
+            True,
+        ),
+        (
+            'Traceback (most recent call last):\n  File "t.py", line 3, in f\n    g()\n    ~^^\n'
+            "torch.AcceleratorError: CUDA error: an illegal memory access\n"
+            "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n",
+            "torch.AcceleratorError",
+            "CUDA error: an illegal memory access",
+            False,
+        ),
+        ('  File "t.py", line 3, in f\nAssertionError\n', "AssertionError", "", False),
+        ("loss: 2.5\nDone\n", "exit", "ended with exit code 1", None),
+        ("", "exit", "ended with exit code 1", None),
+    ],
+)
+def test_the_traceback_of_a_program_is_its_failure(attempt, log, kind, message, final):
+    attempt.rank_log(0).write_text(log)
+    record_silent_death(attempt, 0, 0, 1)
+    value = read_json(attempt.rank_error(0))
+    assert (value["type"], value["message"], value.get("final")) == (kind, message, final)
+    assert find_verdict(attempt)["final"] is bool(final)
+
+
+def test_an_exit_code_of_its_own_says_more_than_a_traceback(attempt):
+    attempt.rank_log(0).write_text(TRACEBACK)
+    record_silent_death(attempt, 0, 0, 9)
+    assert read_json(attempt.rank_error(0))["type"] == "exit"
+
+
+def test_out_of_memory(attempt):
+    attempt.rank_log(0).write_text(TRACEBACK)
+    record_silent_death(attempt, 0, 0, 137, out_of_memory=True)
+    value = read_json(attempt.rank_error(0))
+    assert (value["type"], value["message"]) == ("OutOfMemory", "killed by SIGKILL: no memory was left")
+    assert "resources.mem" in value["hint"]
+
+
+def test_a_rank_that_left_because_it_hung(attempt):
+    attempt.hangs_dir.mkdir()
+    record_silent_death(attempt, 0, 0, 70)
+    assert read_json(attempt.rank_error(0))["type"] == "exit", "stuck when it was asked to stop"
+    hang = HangRecord(1, 0, "h", 41, "data", 0, 312.0, 300.0, 0.8, "2026-01-01T00:00:00.000Z", ())
+    write_json(attempt.rank_hang(1), asdict(hang))
+    record_silent_death(attempt, 1, 0, 70)
+    value = read_json(attempt.rank_error(1))
+    assert (value["type"], value["step"], value["message"]) == ("Hang", 41, hang.words)
 
 
 def test_no_log(attempt):

@@ -8,9 +8,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import EXIT_FAILED, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_STUCK, TrainkitError
 from trainkit.job.decision import describe_exit, signal_exit_code
+from trainkit.job.hangs import read_hangs
 from trainkit.job.preflight_error import PreflightFailed
+from trainkit.job.tracebacks import last_exception
 from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
 
 LOG_TAIL_LINES = 20
@@ -19,21 +21,26 @@ LOG_TAIL_BYTES = 16_384
 
 def log_tail(path: Path) -> list[str]:
     """The last lines of a log; empty when there is none."""
+    return _last_lines(path)[-LOG_TAIL_LINES:]
+
+
+def _last_lines(path: Path) -> list[str]:
     try:
         with path.open("rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - LOG_TAIL_BYTES))
             text = stream.read().decode("utf-8", errors="replace")
     except OSError:
         return []
-    return text.splitlines()[-LOG_TAIL_LINES:]
+    return text.splitlines()
 
 
-def record_silent_death(attempt: AttemptDir, rank: int, node_rank: int, exit_code: int) -> None:
-    """Write the failure of a worker that left none itself (killed, out of memory, plain exit)."""
+def record_silent_death(
+    attempt: AttemptDir, rank: int, node_rank: int, exit_code: int, out_of_memory: bool = False
+) -> None:
+    """Write the failure of a worker that left none itself (killed, out of memory, any other program)."""
     path = attempt.rank_error(rank)
     if path.exists():
         return
-    how = describe_exit(exit_code)
     write_json(
         path,
         {
@@ -42,13 +49,28 @@ def record_silent_death(attempt: AttemptDir, rank: int, node_rank: int, exit_cod
             "host": socket.gethostname(),
             "time": utc_now(),
             "step": None,
-            "type": "exit",
-            "message": f"killed by {how}" if how.startswith("SIG") else f"ended with {how}",
+            **_cause_of_death(attempt, rank, exit_code, out_of_memory),
             "traceback": None,
             "exit_code": exit_code,
             "log_tail": log_tail(attempt.rank_log(rank)),
         },
     )
+
+
+def _cause_of_death(attempt: AttemptDir, rank: int, exit_code: int, out_of_memory: bool) -> dict[str, Any]:
+    """What the end of a silent worker says beside its exit code: ``type message`` and what else is known."""
+    how = describe_exit(exit_code)
+    if out_of_memory:
+        hint = "resources.mem asks for more, data.num_workers and train.device_batch_size need less"
+        return {"type": "OutOfMemory", "message": f"killed by {how}: no memory was left", "hint": hint}
+    if exit_code == EXIT_STUCK:
+        hang = next((hang for hang in read_hangs(attempt) if hang.rank == rank), None)
+        if hang is not None:
+            return {"type": "Hang", "message": hang.words, "step": hang.step}
+    raised = last_exception(_last_lines(attempt.rank_log(rank))) if exit_code == EXIT_FAILED else None
+    if raised is not None:
+        return {"type": raised.type, "message": raised.message, "final": raised.is_final}
+    return {"type": "exit", "message": f"killed by {how}" if how.startswith("SIG") else f"ended with {how}"}
 
 
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:

@@ -34,6 +34,12 @@ class HangRecord:
     """The frames of its training thread, the innermost first."""
 
     @property
+    def words(self) -> str:
+        """What the record says, for a person."""
+        usual = "" if self.usual_s is None else f"; a step usually takes {self.usual_s:.2g} s"
+        return f"no progress for {self.waited_s:.0f} s, in {self.phase}{usual}"
+
+    @property
     def position(self) -> tuple[int, int]:
         """How far it had come."""
         return (-1 if self.step is None else self.step, self.beat)
@@ -57,6 +63,14 @@ def missing_ranks(plan: LaunchPlan, records: Sequence[HangRecord]) -> list[int]:
     return [rank for rank in range(plan.world_size) if rank not in told]
 
 
+def silent_hosts(attempt: AttemptDir, plan: LaunchPlan) -> list[str]:
+    """The hosts of a hang of which no rank said a word."""
+    records = read_hangs(attempt)
+    heard = {record.node_rank for record in records}
+    hosts = (_host_of(attempt, node, records) for node in range(plan.num_nodes) if node not in heard)
+    return [host for host in hosts if host is not None]
+
+
 def hang_verdict(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> dict[str, Any]:
     """Who held the others up, as `failures.find_verdict` gives a failure, with the type ``Hang``.
 
@@ -71,7 +85,7 @@ def hang_verdict(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         host = _host_of(attempt, node_rank, records)
     else:
         rank, node_rank, host = behind.rank, behind.node_rank, behind.host
-        message = _words(behind)
+        message = behind.words
     return {
         "rank": rank,
         "node_rank": node_rank,
@@ -109,11 +123,6 @@ def _host_of(attempt: AttemptDir, node_rank: int, records: Sequence[HangRecord])
         return socket.gethostname()  # only ranks that are all on one machine meet without it
     except (OSError, ValueError, LookupError):
         return None
-
-
-def _words(record: HangRecord) -> str:
-    usual = "" if record.usual_s is None else f"; a step usually takes {record.usual_s:.2g} s"
-    return f"no progress for {record.waited_s:.0f} s, in {record.phase}{usual}"
 
 
 def _words_of_missing(missing: Sequence[int], waiting: HangRecord) -> str:
