@@ -219,7 +219,7 @@ def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: p
     watch = StepWatch(run.attempt(1), plan, ["sleep", "60"])
     threading.Timer(0.3, shutil.rmtree, (run.attempt(1).path,)).start()
     watch.work()
-    assert [code for _, code in watch.outcome.ends] == [137]
+    assert [code for _, code in watch.outcome.ends] == [143]
 
 
 def test_a_step_that_cannot_start(run: RunDir, slurm: Slurm) -> None:

@@ -123,6 +123,7 @@ def _row(status: RunStatus) -> list[str]:
 
 
 def _details(status: RunStatus) -> str:
+    from trainkit.observe.comebacks import comebacks_line
     from trainkit.observe.words import duration, event_line, verdict_line
 
     reason = f" - {status.reason}" if status.reason else ""
@@ -139,6 +140,8 @@ def _details(status: RunStatus) -> str:
         "checkpoint": _text(status.checkpoint),
         "last event": event_line(status.last_event) if status.last_event else "-",
     }
+    if status.comebacks:
+        lines["comebacks"] = comebacks_line(status.comebacks)
     if status.verdict:
         lines["verdict"] = verdict_line(status.verdict)
     text = [f"{key:<10}  {value}" for key, value in lines.items()]

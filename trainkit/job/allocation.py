@@ -9,12 +9,13 @@ from datetime import datetime, timezone
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job.decision import Means
+from trainkit.job.hangs import silent_hosts
 from trainkit.job.nodes import choose_hosts, lost_hosts, step_argv
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import read_job
 from trainkit.job.why import look_at_job, why_told
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir
+from trainkit.rundir import AttemptDir, RunDir
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.job_now import JobNow
 from trainkit.slurm.states import JobState
@@ -33,22 +34,33 @@ class Allocation:
         """Hosts that no step is started on any more, with the reason."""
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         """How often Slurm had started the job again when this start of it began."""
+        self.has_remains = False
+        """Whether Slurm takes a step for running that could not be ended on all hosts."""
         self.job: JobNow | None = None
         """What Slurm said last; None when it did not answer."""
 
     def step_argv(self, step: Sequence[str], plan: LaunchPlan) -> list[str]:
         """The argv of the step on hosts that are good; as it stands in the script where all are needed."""
-        return step_argv(step, plan, choose_hosts(self.hosts, self.bad, plan.num_nodes))
+        return step_argv(
+            step, plan, choose_hosts(self.hosts, self.bad, plan.num_nodes), beside=self.has_remains
+        )
 
-    def look(self, plan: LaunchPlan, outcome: Outcome) -> None:
+    @property
+    def good_hosts(self) -> list[str]:
+        return [host for host in self.hosts if host not in self.bad]
+
+    def look(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
         """Ask Slurm about the job and its hosts after a step that did not just finish."""
         if all(code == EXIT_OK for code in outcome.exit_codes):
             return
+        self.has_remains |= outcome.has_remains
         self.job = look_at_job(self.job_id)
         if all(code in (EXIT_OK, EXIT_STOPPED) for code in outcome.exit_codes) and outcome.request is None:
             return
         # What Slurm does not say is no reason to give a host up: the next start will show.
-        lost = lost_hosts(self.job_id, [host for host in self.hosts if host not in self.bad]) or ()
+        lost = lost_hosts(self.job_id, self.good_hosts) or ()
+        if outcome.hung and not lost:
+            lost = self._silent_hosts(attempt, plan)
         self.bad |= dict.fromkeys(lost, "lost")
         outcome.lost_nodes = lost
         if outcome.request is not None:
@@ -61,10 +73,19 @@ class Allocation:
                 lost=bool(lost),
             )
 
+    def _silent_hosts(self, attempt: AttemptDir, plan: LaunchPlan) -> tuple[str, ...]:
+        """The hosts of which no rank said that it hangs, where there are others to take their place.
+
+        Slurm may take minutes to notice that a host is cut off.
+        """
+        silent = silent_hosts(attempt, plan)
+        enough = len(self.good_hosts) - len(silent) >= plan.num_nodes
+        return tuple(silent) if enough else ()
+
     def means(self, plan: LaunchPlan, run: RunDir) -> Means:
         """The ways in which the run can start again at this moment."""
         job = self.job
-        num_good = sum(host not in self.bad for host in self.hosts)
+        num_good = len(self.good_hosts)
         left_s = self.time_left_s()
         may_requeue = job is None or job.may_requeue
         return Means(

@@ -17,7 +17,7 @@ from trainkit.job.outcome import Outcome
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, log_event
 
-SECOND_INTERRUPT_S = 1.0
+SECOND_INTERRUPT_S = 3.0
 LOOK_EVERY_S = 1.0
 
 
@@ -71,8 +71,9 @@ class AttemptWatch(Crew):
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
         self.outcome.ends.append((rank, code))
-        if self.outcome.request is not None and time.monotonic() - self.requested_s >= self.plan.grace_s:
-            self.outcome.out_of_time = True
+        if self.outcome.request is not None:
+            late = time.monotonic() - self.requested_s >= self.plan.grace_s
+            self.outcome.out_of_time |= killed or late
 
     def work(self) -> None:
         try:

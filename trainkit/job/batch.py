@@ -116,7 +116,7 @@ class Supervisor:
             watch = StepWatch(attempt, plan, self.allocation.step_argv(self.step, plan))
             watch.work()
             outcome = watch.outcome
-            self.allocation.look(plan, outcome)
+            self.allocation.look(attempt, plan, outcome)
             return outcome, judge(attempt, outcome, self.allocation.means(plan, attempt.run))
         except (OSError, ValueError, TrainkitError) as error:
             return Outcome(), Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)

@@ -81,7 +81,8 @@ def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None
         },
     )
     if verdict is not None:
-        log_event(run, number, "rank_failed", **{key: verdict[key] for key in verdict if key != "time"})
+        told = {key: verdict[key] for key in verdict if key != "time"}
+        log_event(run, number, "rank_failed", **told, failed_at=verdict["time"])
     if outcome.hung:
         log_event(run, number, "hang", message=None if verdict is None else verdict["message"])
     if decision.cause is not None:

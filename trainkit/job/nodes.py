@@ -18,10 +18,12 @@ def choose_hosts(all_hosts: Sequence[str], bad: Container[str], num: int) -> lis
     return [host for host in all_hosts if host not in bad][:num]
 
 
-def step_argv(step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str]) -> list[str]:
+def step_argv(step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str], beside: bool = False) -> list[str]:
     """The argv that starts the ranks on these hosts, from the one that stands in the script.
 
-    Without spare nodes the step has all hosts of the job, and its argv stays as it is.
+    Without spare nodes the step has all hosts of the job, and its argv stays as it is. `beside` is for a
+    step that Slurm takes for running still, and that has the memory of the job: on a host that is cut off it
+    cannot be ended.
     Raises TrainkitError when there are not as many hosts as the plan asks for.
     """
     if len(hosts) < plan.num_nodes:
@@ -29,16 +31,18 @@ def step_argv(step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str]) -> li
             f"the step needs {plan.num_nodes} nodes, and only {len(hosts)} of the job's are good"
             + (f": {','.join(hosts)}" if hosts else "")
         )
-    if not plan.spare_nodes:
+    options = ["--overlap", "--mem=0"] if beside else []
+    if plan.spare_nodes:
+        options.append(f"--nodelist={','.join(hosts[: plan.num_nodes])}")
+    if not options:
         return list(step)
     srun = next((index for index, word in enumerate(step) if PurePath(word).name == "srun"), None)
     if srun is None:
         raise TrainkitError(
             f"the step of the script has no srun: {' '.join(step)}",
-            hint="resources.spare_nodes needs one, to tell it the hosts",
+            hint="it takes one to start the step again, and to tell it the hosts",
         )
-    chosen = ",".join(hosts[: plan.num_nodes])
-    return [*step[: srun + 1], f"--nodelist={chosen}", *step[srun + 1 :]]
+    return [*step[: srun + 1], *options, *step[srun + 1 :]]
 
 
 def lost_hosts(job_id: str, hosts: Sequence[str]) -> tuple[str, ...] | None:

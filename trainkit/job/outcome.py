@@ -23,6 +23,8 @@ class Outcome:
     """A rank reported that it came no further, and the others were ended."""
     lost_nodes: tuple[str, ...] = ()
     """Hosts that do not answer any more."""
+    has_remains: bool = False
+    """srun had to be killed, so that Slurm may take the step for running still."""
     out_of_time: bool = False
     """Some were still running when the grace time was over."""
     verdict: dict[str, Any] | None = None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import PEER_S, Crew
@@ -18,9 +18,11 @@ from trainkit.job.failures import first_exit_code
 from trainkit.job.hang_watch import HangWatch
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import is_cancelled
+from trainkit.job.slurm_place import slurm_job_id
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_jsonl
+from trainkit.rundir import AttemptDir, read_json, read_jsonl
+from trainkit.slurm.control import kill_step
 
 LOOK_EVERY_S = 1.0
 HEARD_S = 2.0
@@ -44,6 +46,7 @@ class StepWatch(Crew):
         self.step = step
         self.outcome = Outcome()
         self._hangs = HangWatch(attempt)
+        self._is_ending = False
         self._failed_s: float | None = None
         self._unheard_s: float | None = None
         """Since when there is a notice that perhaps no rank has heard."""
@@ -73,7 +76,7 @@ class StepWatch(Crew):
     def look_around(self) -> None:
         if not self.attempt.path.is_dir():
             # Its folder was deleted: whatever it still computes, nobody can ever find.
-            self.end_within(0.0)
+            self._end_step()
             return
         self._pass_on()
         self._end_after_a_failure()
@@ -106,10 +109,27 @@ class StepWatch(Crew):
             self._end_step()
 
     def _end_step(self) -> None:
-        """Have srun kill what is left of the step."""
-        if SRUN in self.running:
+        """Have srun kill what is left of the step; once is enough."""
+        if SRUN in self.running and not self._is_ending:
+            self._is_ending = True
             os.kill(self.running[SRUN].pid, signal.SIGTERM)
             self.end_within(KILL_MARGIN_S)
+
+    def _kill_rest(self) -> None:
+        if SRUN in self.running:
+            # A host does not answer, so that srun waits. When it is killed, its tasks live on elsewhere.
+            self.outcome.has_remains = True
+            self._kill_tasks()
+        super()._kill_rest()
+
+    def _kill_tasks(self) -> None:
+        try:
+            step_id = str(read_json(self.attempt.rendezvous_file)["step_id"])
+            kill_step(str(slurm_job_id()), step_id, patience_s=0.0)
+        except FileNotFoundError:
+            return  # they have not even met
+        except (OSError, ValueError, KeyError, TrainkitError) as error:
+            print(f"the tasks of the step could not be killed: {error}", flush=True)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
         # srun's code is that of whoever was killed last; what began it is in the ranks' own records.

@@ -45,7 +45,7 @@ def why_told(
         return None
     if job.state is JobState.NODE_FAIL:
         return "node_fail"
-    if job.state is JobState.TIMEOUT:
+    if job.state is JobState.TIMEOUT or job.reason == "TimeLimit":
         return "timeout"
     if request == COMEBACK_SIGNAL:
         return "timeout" if _is_nearly_over(job, grace_s) else "asked"

@@ -11,6 +11,7 @@ from typing import Any
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.manifest import published
+from trainkit.observe.comebacks import Comeback, find_comebacks
 from trainkit.observe.tail import last_records
 from trainkit.rundir import RunDir, goes_on, read_json, read_jsonl
 from trainkit.slurm.jobs import JobInfo
@@ -53,6 +54,7 @@ class RunStatus:
     """Seconds since the newest attempt was submitted."""
     last_event: dict[str, Any] | None
     verdict: dict[str, Any] | None
+    comebacks: list[Comeback]
     checkpoint: str | None
     """The newest published checkpoint."""
     warnings: list[str]
@@ -74,7 +76,8 @@ def read_status(
     attempt = entry.get("attempt")
     plan = _json(run.plan_file)
     end = _json(run.attempt(attempt).end_file) if isinstance(attempt, int) else {}
-    events = last_records(run.events_file, RECENT_RECORDS)
+    all_events = list(read_jsonl(run.events_file))
+    events = all_events[-RECENT_RECORDS:]
     metrics = last_records(run.metrics_file, RECENT_RECORDS)
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     own_metrics = [record for record in metrics if record.get("attempt") == attempt]
@@ -95,12 +98,13 @@ def read_status(
         total_steps=_total_steps(run, events),
         loss=last.get("loss"),
         val_loss=_val_loss(reversed(events)),
-        first_val_loss=_val_loss(read_jsonl(run.events_file)),
+        first_val_loss=_val_loss(all_events),
         tokens_per_s=last.get("tokens_per_s"),
         metrics_age_s=metrics_age_s,
         age_s=seconds_between(entry.get("submitted_at"), now),
         last_event=events[-1] if events else None,
         verdict=end.get("verdict"),
+        comebacks=find_comebacks(all_events),
         checkpoint=newest_checkpoint(run),
         warnings=_warnings(state, own_metrics, metrics_age_s, entry),
     )

@@ -126,7 +126,8 @@ class LaunchPlan:
         Raises UsageError when a newer trainkit wrote it.
         """
         fields = dict(value)
-        fields.pop("world_size", None)
+        for derived_or_old in ("world_size", "max_requeues"):
+            fields.pop(derived_or_old, None)
         if fields.get("version", 0) > PLAN_VERSION:
             raise UsageError(
                 f"plan.json has version {fields['version']}; this trainkit knows {PLAN_VERSION}",

@@ -24,12 +24,16 @@ class JobNow:
     """Slurm's own word."""
     is_preempted: bool
     """Whether its nodes are being taken for another job."""
+    restarts: int
+    """How often Slurm has started it again."""
     may_requeue: bool
     """Whether it was submitted so that Slurm may start it again."""
     end_time: datetime | None
     """When its time is up."""
-    restarts: int
-    """How often Slurm has started it again."""
+    reason: str = ""
+    """Slurm's word for why it is so: TimeLimit, for one."""
+    batch_host: str = ""
+    """Where its batch shell runs."""
 
 
 def ask_job(
@@ -60,6 +64,8 @@ def parse_job(text: str) -> JobNow:
         slurm_state=word,
         is_preempted=preempted or word == "PREEMPTED",
         may_requeue=found.get("Requeue") == "1",
-        end_time=time_of(found.get("EndTime", "")),
         restarts=restarts,
+        end_time=time_of(found.get("EndTime", "")),
+        reason=found.get("Reason", ""),
+        batch_host=found.get("BatchHost", ""),
     )
