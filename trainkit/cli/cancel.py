@@ -30,6 +30,7 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     from trainkit.plan.launch import LaunchPlan
     from trainkit.rundir import read_json
     from trainkit.rungroup import RunGroup
+    from trainkit.submit.follow_ups import cancel_follow_ups
     from trainkit.submit.index import find_run_or_group
     from trainkit.submit.steer import kill, live_entry, recall, tell, wait_until_gone
 
@@ -48,6 +49,8 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
             except OSError as error:
                 # A full disk must not keep a run alive.
                 click.echo(f"the wish to cancel could not be written down ({error})", err=True)
+            # First, because what is cancelled has not ended well: they would start.
+            cancel_follow_ups(run, but=str(entry["job_id"]))
             if now:
                 kill(run, entry)
             else:

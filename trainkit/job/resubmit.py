@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from trainkit.job.record import (
     open_attempt,
     run_lock,
 )
+from trainkit.job.submitit_shell import give_submitit_files, submitit_file
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import with_excluded
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json, write_atomic
@@ -67,11 +67,6 @@ def script_of_job(run: RunDir, job_id: str) -> Path:
     return script
 
 
-def submitit_file(run: RunDir, job_id: str, what: str) -> Path:
-    """Where submitit keeps something of a job; only jobs that it submitted have it."""
-    return run.path / "submitit" / f"{job_id}_{what}"
-
-
 def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Sequence[str]) -> str:
     assert plan.slurm is not None
     run, request = following.run, plan.slurm
@@ -94,11 +89,3 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     )
     give_submitit_files(run, job_id, new_id)
     return f"{new_id}_{task}" if task else new_id
-
-
-def give_submitit_files(run: RunDir, job_id: str, new_id: str) -> None:
-    """Give a job what submitit gave to the one before it: its script looks for a pickle by its own id."""
-    for what in ("submitted.pkl", "submission.sh"):
-        file = submitit_file(run, job_id, what)
-        if file.exists():
-            shutil.copyfile(file, submitit_file(run, new_id, what))

@@ -81,14 +81,15 @@ def submit_script(
     timeout_s: float = SUBMIT_TIMEOUT_S,
     extra_argv: Sequence[str] = (),
     patience_s: float = SUBMIT_PATIENCE_S,
+    is_only_job: bool = True,
     notify: Callable[[str], None] | None = None,
 ) -> str:
     """Submits the script and returns the job id (of an array: that of the whole array).
 
-    `environ` is scrubbed first. When the answer is lost, the mark is looked up until it is known whether the
-    job exists; `notify` gets a sentence when that begins. Raises SlurmRefused with Slurm's sentence, and
-    SlurmUnreachable: with `may_have_arrived` it is open whether the job exists, and `find_marked(mark)` has
-    to answer before the script is submitted again.
+    `environ` is scrubbed first. `is_only_job` says that no other job has this script. When the answer is
+    lost, the mark is looked up until it is known whether the job exists; `notify` gets a sentence when that
+    begins. Raises SlurmRefused with Slurm's sentence, and SlurmUnreachable: with `may_have_arrived` it is
+    open whether the job exists, and `find_marked(mark)` has to answer before the script is submitted again.
     """
     environ = scrubbed(environ)
     script = path.absolute()
@@ -98,7 +99,12 @@ def submit_script(
         return _job_id(run_slurm(argv, timeout_s, environ=environ, cwd=cwd))
 
     return submit_once(
-        submit, mark=mark, environ=environ, script=str(script), patience_s=patience_s, notify=notify
+        submit,
+        mark=mark,
+        environ=environ,
+        script=str(script) if is_only_job else "",
+        patience_s=patience_s,
+        notify=notify,
     )
 
 

@@ -166,7 +166,8 @@ def _opened(run: RunDir) -> RunDir:
 def _has_job(known: KnownRun, job_id: str) -> bool:
     if known.is_group:
         return is_job_id(job_id) and known.group.job_id == base_id(job_id)
-    return any(entry.get("job_id") == job_id for entry in read_job(known.run)["attempts"])
+    job = read_job(known.run)
+    return job_id in [*(entry.get("job_id") for entry in job["attempts"]), *(job.get("follow_ups") or [])]
 
 
 def _closest(text: str, known: Sequence[KnownRun]) -> str:

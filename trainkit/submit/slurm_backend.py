@@ -21,27 +21,38 @@ from trainkit.job.record import (
     open_attempt,
     read_job,
 )
+from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, write_atomic
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel
 from trainkit.slurm.submit import find_marked, submit_script, would_start
+from trainkit.submit.create import plan_text
+from trainkit.submit.follow_ups import cancel_follow_ups, submit_follow_ups
 from trainkit.submit.index import register
 from trainkit.submit.slurm_script import JobScript
 
 
 def start_slurm_attempt(
-    run: RunDir, config_text: str, plan_text: str, script: JobScript, reason: str, backend: str
+    run: RunDir,
+    config_text: str,
+    plan: LaunchPlan,
+    script: JobScript,
+    reason: str,
+    follow_ups: int = 0,
 ) -> dict[str, Any]:
     """Submit a run's next attempt and give its job.json entry; call with the run's lock held.
 
+    `follow_ups` more jobs wait in the queue to go on after it; those of earlier attempts are taken out of it.
     A refused submission leaves the run as it was. One whose answer was lost leaves the attempt: the job may
     exist. Raises UsageError when the run folder cannot be written.
     """
-    attempt = _write_attempt(run, config_text, plan_text, script)
+    assert plan.slurm is not None
+    cancel_follow_ups(run)
+    attempt = _write_attempt(run, config_text, plan_text(plan), script)
     mark = job_mark(run, attempt.number)
     try:
         with removed_unless_submitted(attempt.path, mark):
-            if backend == "submitit":
+            if plan.backend == "submitit":
                 from trainkit.submit.submitit_backend import submit_with_submitit
 
                 job_id = submit_with_submitit(run, script, mark, _say)
@@ -52,8 +63,9 @@ def start_slurm_attempt(
             discard_attempt(attempt)
         raise
     try:
-        entry = add_slurm_entry(run, attempt.number, job_id, reason, backend)
+        entry = add_slurm_entry(run, attempt.number, job_id, reason, plan.backend)
         log_event(run, attempt.number, "submitted", job_id=job_id, reason=reason)
+        submit_follow_ups(attempt, job_id, plan.slurm, follow_ups, _say)
     except OSError as error:
         raise TrainkitError(
             f"{job_id} was submitted, but {run.path} cannot be written: {error.strerror}",

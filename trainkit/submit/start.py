@@ -41,7 +41,7 @@ def start_attempt(
         )
     script = script_for(run, next_attempt_number(run), plan, config, Path(str(job["cwd"])), job.get("code"))
     refuse_leaks(script.text, str(run.script_file), config.launch.secrets, os.environ)
-    return start_slurm_attempt(run, config_text, plan_text(plan), script, reason, plan.backend)
+    return start_slurm_attempt(run, config_text, plan, script, reason, config.requeue.follow_ups)
 
 
 def start_again(run: RunDir, reason: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import find_marked
 from trainkit.submit import local
+from trainkit.submit.follow_ups import waiting_follow_ups
 
 ASK_EVERY_S = 10.0
 """Slurm's controller answers a whole cluster: a command that waits asks no more often."""
@@ -69,12 +70,16 @@ def look_at(runs: Sequence[RunDir], warn: Callable[[str], None]) -> list[Look]:
 
 
 def slurm_ids(runs: Iterable[RunDir]) -> list[str]:
-    """The newest jobs of those runs that are on Slurm and have not written how they ended."""
+    """The newest jobs of those runs that are on Slurm and have not written how they ended.
+
+    Those that wait to go on after them too.
+    """
     pairs = ((run, newest_entry(run)) for run in runs)
     return [
-        str(entry["job_id"])
+        job_id
         for run, entry in pairs
         if entry is not None and is_slurm(entry) and not is_leaving(run, entry)
+        for job_id in (str(entry["job_id"]), *waiting_follow_ups(run))
     ]
 
 
@@ -89,10 +94,10 @@ def ask_slurm(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobI
 
 def looks(runs: Iterable[RunDir], jobs: Mapping[str, JobInfo] | None) -> list[Look]:
     """A look at each run; `jobs` is what `ask_slurm` gave."""
-    return [_look(newest_entry(run), jobs) for run in runs]
+    return [_look(run, newest_entry(run), jobs) for run in runs]
 
 
-def _look(entry: Mapping[str, Any] | None, jobs: Mapping[str, JobInfo] | None) -> Look:
+def _look(run: RunDir, entry: Mapping[str, Any] | None, jobs: Mapping[str, JobInfo] | None) -> Look:
     if entry is None:
         return Look(None)
     if not is_slurm(entry):
@@ -102,6 +107,9 @@ def _look(entry: Mapping[str, Any] | None, jobs: Mapping[str, JobInfo] | None) -
     if jobs is None:
         return Look(None)
     job = jobs.get(str(entry["job_id"]))
+    if not is_there(job):
+        # Nobody has asked for follow-ups of a run that has written its end.
+        job = next((item for item in map(jobs.get, waiting_follow_ups(run)) if is_there(item)), job)
     return Look(is_there(job), job)
 
 
@@ -114,11 +122,18 @@ def live_entry(run: RunDir, what: str) -> dict[str, Any] | None:
     if entry is None or not is_slurm(entry):
         return local.live_entry(run, what)
     try:
-        return entry if liveness(entry) is Liveness.ALIVE else None
+        return entry if liveness(entry) is Liveness.ALIVE else _following(run, entry)
     except SlurmError:
         if is_leaving(run, entry):
             return None
         raise
+
+
+def _following(run: RunDir, entry: dict[str, Any]) -> dict[str, Any] | None:
+    """The entry of an attempt whose job is gone, with the job that waits to go on in its place."""
+    waiting = [] if is_leaving(run, entry) else waiting_follow_ups(run)
+    jobs = query_jobs(waiting)
+    return next(({**entry, "job_id": job_id} for job_id in waiting if is_there(jobs.get(job_id))), None)
 
 
 def recall(run: RunDir) -> None:

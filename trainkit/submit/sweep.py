@@ -59,6 +59,11 @@ def check_points(
                 found.setdefault(problem, []).append(index)
     if found:
         raise ConfigError(list(_named(found, points)))
+    if checked[0].config.requeue.follow_ups:
+        raise UsageError(
+            f"requeue.follow_ups is {checked[0].config.requeue.follow_ups}, and these are many runs",
+            hint="follow-up jobs wait for one job, not for a task of an array: set it to 0",
+        )
     job = _job_of(checked[0])
     for point in checked[1:]:
         _refuse_other_job(checked[0], job, point)
