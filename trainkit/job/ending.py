@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.errors import EXIT_FAILED
 from trainkit.job.decision import FAILURES, Decision, End, Means, decide, signal_exit_code
-from trainkit.job.failures import agent_verdict, find_verdict
+from trainkit.job.failures import agent_verdict, find_verdict, host_verdict
 from trainkit.job.hangs import hang_verdict, read_hangs
 from trainkit.job.history import failure_of, last_step, mark_of, past_attempts
 from trainkit.job.outcome import Outcome
@@ -40,8 +40,10 @@ def judge(attempt: AttemptDir, outcome: Outcome, means: Means) -> Decision:
 
 
 def _verdict(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
-    """The first failing rank, or in a hang the one that the others wait for."""
-    if outcome.hung and not outcome.lost_nodes:
+    """The host that was lost, in a hang the rank that the others wait for, else the first failing rank."""
+    if outcome.lost_nodes:
+        return host_verdict(attempt, outcome.lost_nodes)
+    if outcome.hung:
         return hang_verdict(attempt, plan, read_hangs(attempt))
     return find_verdict(attempt)
 
@@ -62,7 +64,7 @@ def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None
     run, number = attempt.run, attempt.number
     verdict = None
     if decision.action == "failed" or decision.cause in FAILURES:
-        verdict = outcome.verdict or agent_verdict(outcome.first_failure, decision.reason)
+        verdict = outcome.verdict or agent_verdict(outcome.first_failure, decision.reason.partition(";")[0])
     # The one file that tells how it ended comes first; the events follow from it.
     state = _state(attempt, decision)
     write_json(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,26 @@ def _was_killed(record: dict[str, Any]) -> bool:
     return isinstance(code, int) and code > 128 and code != signal_exit_code(signal.SIGABRT)
 
 
+def host_verdict(attempt: AttemptDir, lost: Sequence[str]) -> dict[str, Any]:
+    """The verdict when hosts were lost: what the ranks on the others saw follows from that."""
+    try:
+        hosts = list(read_json(attempt.rendezvous_file)["hosts"])
+    except (OSError, ValueError, KeyError):
+        hosts = []
+    more = f", and {', '.join(lost[1:])} neither" if len(lost) > 1 else ""
+    return {
+        "rank": None,
+        "node_rank": hosts.index(lost[0]) if lost[0] in hosts else None,
+        "host": lost[0],
+        "time": utc_now(),
+        "step": None,
+        "type": "HostLost",
+        "message": f"it does not answer any more{more}",
+        "exit_code": None,
+        "final": False,
+    }
+
+
 def agent_verdict(node_rank: int | None, reason: str) -> dict[str, Any]:
     """The verdict when no rank left a record: the job failed outside its workers."""
     return {
@@ -149,4 +170,6 @@ def agent_verdict(node_rank: int | None, reason: str) -> dict[str, Any]:
         "step": None,
         "type": "exit",
         "message": reason if node_rank is None else f"{reason} (agent of node {node_rank})",
+        "exit_code": None,
+        "final": False,
     }

@@ -24,6 +24,8 @@ def event_line(event: Mapping[str, Any]) -> str:
 
 def verdict_line(verdict: Mapping[str, Any]) -> str:
     """The first failure as a sentence: which rank, where, when and why."""
+    if verdict.get("type") == "HostLost":
+        return f"host {verdict.get('host')} failed first: {verdict.get('message')}"
     who = "the job" if verdict.get("rank") is None else f"rank {verdict['rank']}"
     where = f" on {verdict['host']}" if verdict.get("host") else ""
     when = "" if verdict.get("step") is None else f" at step {verdict['step']}"
