@@ -135,12 +135,11 @@ def test_without_follow_ups_slurm_is_not_asked(run: RunDir, cancelled: list[str]
     assert (cancelled, run.job_file.read_text()) == ([], before)
 
 
-def queue(monkeypatch: pytest.MonkeyPatch, **jobs: JobInfo) -> None:
-    """What Slurm has, by number of the job."""
+def queue(monkeypatch: pytest.MonkeyPatch, **jobs: JobInfo) -> dict[str, JobInfo]:
+    """What Slurm has, by the number of the job behind a letter."""
     known = {name[1:]: replace(info, job_id=name[1:]) for name, info in jobs.items()}
-    monkeypatch.setattr(
-        steer, "query_jobs", lambda ids: {job_id: known[job_id] for job_id in ids if job_id in known}
-    )
+    monkeypatch.setattr(steer, "query_jobs", lambda ids: {key: known[key] for key in ids if key in known})
+    return known
 
 
 def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
