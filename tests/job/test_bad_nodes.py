@@ -106,6 +106,7 @@ class Told:
         self.tested: list[str] = []
         self.updates: list[tuple[str, str]] = []
         self.answer: Exception | None = None
+        self.needed: tuple[str, ...] = ()
         monkeypatch.setattr(bad_nodes, "would_start", self.would_start)
         monkeypatch.setattr(
             bad_nodes, "exclude_hosts", lambda job_id, hosts: self.updates.append((job_id, hosts))
@@ -115,6 +116,8 @@ class Told:
         self.tested = extra_argv
         if self.answer is not None:
             raise self.answer
+        if any(host in extra_argv[-1] for host in self.needed):
+            raise SlurmRefused("Requested node configuration is not available")
 
 
 def test_a_job_that_comes_back_leaves_the_bad_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +138,13 @@ def test_a_job_that_needs_the_host_keeps_it(
     assert exclude_from("7", ["h1"], REQUEST) == []
     assert slurm.updates == []
     assert f"h1 cannot be left out: {answer}" in capsys.readouterr().out
+
+
+def test_a_job_that_can_do_without_one_leaves_that_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Told(monkeypatch)
+    slurm.needed = ("h2",)
+    assert exclude_from("7", ["h1", "h2", "h3"], REQUEST) == ["h1", "h3"]
+    assert slurm.updates == [("7", "h[8-9],h1,h3")]
 
 
 def test_a_host_is_left_out_once() -> None:

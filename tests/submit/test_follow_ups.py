@@ -71,7 +71,7 @@ def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_each_waits_for_all_before_it(run: RunDir, sbatch: Sbatch) -> None:
     said: list[str] = []
     assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3, said.append) == ["8", "9", "10"]
-    assert said == []
+    assert said == ["8, 9, 10 wait in the queue to go on after 7"]
     assert [argv for _, _, argv in sbatch.calls] == [
         (
             f"--comment={job_mark(run, 1, number)} my words",
@@ -100,8 +100,8 @@ def test_what_slurm_does_not_take_is_said(run: RunDir, sbatch: Sbatch) -> None:
     sbatch.last = 8
     said: list[str] = []
     assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3, said.append) == ["8"]
-    [sentence] = said
-    assert sentence.startswith("only 1 of 3 follow-up jobs are in the queue: sbatch: Job violates")
+    assert said[0].startswith("only 1 of 3 follow-up jobs are in the queue: sbatch: Job violates")
+    assert said[1:] == ["8 waits in the queue to go on after 7"]
     assert waiting_follow_ups(run) == ["8"]
 
 

@@ -112,12 +112,24 @@ def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> li
 
 
 def excludable(hosts: Sequence[str], request: SlurmRequest) -> list[str]:
-    """These hosts when Slurm could start the job without them, else none: it would wait for ever.
+    """As many of these hosts as Slurm could start the job without: with too few it would wait for ever.
 
     Raises SlurmUnreachable.
     """
-    if not hosts:
-        return []
+    if not hosts or _refusal(hosts, request) is None:
+        return list(hosts)
+    found: list[str] = []
+    for host in hosts:
+        refusal = _refusal([*found, host], request)
+        if refusal is None:
+            found.append(host)
+        else:
+            print(f"{host} cannot be left out: {refusal}", flush=True)
+    return found
+
+
+def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
+    """Why Slurm would not take the job without these hosts; None when it would."""
     options = {**with_excluded(request, hosts).sbatch, "comment": False, "dependency": False}
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         script = Path(folder) / "nothing.sh"
@@ -131,9 +143,8 @@ def excludable(hosts: Sequence[str], request: SlurmRequest) -> list[str]:
                 extra_argv=option_argv(options),
             )
         except SlurmRefused as error:
-            print(f"{', '.join(hosts)} cannot be left out: {error.message}", flush=True)
-            return []
-    return list(hosts)
+            return error.message
+    return None
 
 
 def _notes(file: Path, now: datetime) -> list[dict[str, Any]]:

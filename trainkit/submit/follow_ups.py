@@ -52,6 +52,8 @@ def submit_follow_ups(
         give_submitit_files(run, job_id, new_id)
         ids.append(new_id)
         _write(run, ids)
+    if ids:
+        say(f"{', '.join(ids)} {'waits' if len(ids) == 1 else 'wait'} in the queue to go on after {job_id}")
     return ids
 
 
