@@ -32,6 +32,7 @@ def test_first_in_time(attempt):
         "message": "m",
         "exit_code": None,
         "final": False,
+        "node": False,
     }
 
 

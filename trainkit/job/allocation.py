@@ -6,13 +6,17 @@ import os
 import shutil
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from typing import Any
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.job.bad_nodes import note_failure
 from trainkit.job.decision import Means
 from trainkit.job.hangs import silent_hosts
+from trainkit.job.history import past_verdicts
 from trainkit.job.nodes import choose_hosts, lost_hosts, step_argv
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import read_job
+from trainkit.job.verdict import blamed_host
 from trainkit.job.why import look_at_job, why_told
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir
@@ -81,6 +85,24 @@ class Allocation:
         silent = silent_hosts(attempt, plan)
         enough = len(self.good_hosts) - len(silent) >= plan.num_nodes
         return tuple(silent) if enough else ()
+
+    def blame(self, attempt: AttemptDir, verdict: dict[str, Any] | None) -> None:
+        """Give up the host that a failure speaks against, and remember it for later jobs.
+
+        One at which the ranks only died, or hung, is given up when that happens in a run for the second time.
+        """
+        blamed = None if verdict is None else blamed_host(verdict)
+        if verdict is None or blamed is None:
+            return
+        host, kind = blamed
+        before = [blamed_host(earlier) for earlier in past_verdicts(attempt)]
+        if kind != "culprit" or blamed in before:
+            self.bad[host] = "lost" if kind == "died" else "failed"
+        try:
+            cluster, words = os.environ.get("SLURM_CLUSTER_NAME", ""), str(verdict["message"])
+            note_failure(cluster, host, kind, words, run=str(attempt.run.path), attempt=attempt.number)
+        except OSError as error:
+            print(f"that {host} failed could not be written down: {error}", flush=True)
 
     def means(self, plan: LaunchPlan, run: RunDir) -> Means:
         """The ways in which the run can start again at this moment."""

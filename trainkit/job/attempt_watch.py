@@ -70,6 +70,7 @@ class AttemptWatch(Crew):
             print(f"cannot write the event of {received.name}: {error}", file=sys.stderr, flush=True)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
+        self.outcome.ended_here |= killed and not self.outcome.ends
         self.outcome.ends.append((rank, code))
         if self.outcome.request is not None:
             late = time.monotonic() - self.requested_s >= self.plan.grace_s

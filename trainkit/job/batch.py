@@ -27,6 +27,7 @@ from trainkit.job.record import become_sole_supervisor, is_cancelled
 from trainkit.job.slurm_place import slurm_job_id
 from trainkit.job.step_watch import StepWatch
 from trainkit.job.take import entries_of, take_attempt, take_next
+from trainkit.job.verdict import first_failure
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
@@ -117,6 +118,8 @@ class Supervisor:
             watch.work()
             outcome = watch.outcome
             self.allocation.look(attempt, plan, outcome)
+            outcome.verdict = first_failure(attempt, plan, outcome)
+            self.allocation.blame(attempt, outcome.verdict)
             return outcome, judge(attempt, outcome, self.allocation.means(plan, attempt.run))
         except (OSError, ValueError, TrainkitError) as error:
             return Outcome(), Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)

@@ -7,11 +7,11 @@ from typing import Any
 
 from trainkit.errors import EXIT_FAILED
 from trainkit.job.decision import FAILURES, Decision, End, Means, decide, signal_exit_code
-from trainkit.job.failures import agent_verdict, find_verdict, host_verdict
-from trainkit.job.hangs import hang_verdict, read_hangs
+from trainkit.job.failures import agent_verdict
 from trainkit.job.history import failure_of, last_step, mark_of, past_attempts
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import KILLED, is_cancelled, read_job
+from trainkit.job.verdict import first_failure
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, read_json, utc_now, write_json
 
@@ -24,7 +24,7 @@ def judge(attempt: AttemptDir, outcome: Outcome, means: Means) -> Decision:
         if outcome.request is None and killed in outcome.exit_codes:
             return Decision("stopped", KILLED, killed)
         cause = None
-    outcome.verdict = _verdict(attempt, plan, outcome)
+    outcome.verdict = outcome.verdict or first_failure(attempt, plan, outcome)
     end = End(
         exit_codes=outcome.exit_codes,
         request=outcome.request,
@@ -37,15 +37,6 @@ def judge(attempt: AttemptDir, outcome: Outcome, means: Means) -> Decision:
         failure=None if outcome.verdict is None else failure_of(outcome.verdict),
     )
     return decide(end, past_attempts(attempt), plan.requeue, means)
-
-
-def _verdict(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
-    """The host that was lost, in a hang the rank that the others wait for, else the first failing rank."""
-    if outcome.lost_nodes:
-        return host_verdict(attempt, outcome.lost_nodes)
-    if outcome.hung:
-        return hang_verdict(attempt, plan, read_hangs(attempt))
-    return find_verdict(attempt)
 
 
 def close_dead_attempts(attempt: AttemptDir) -> None:

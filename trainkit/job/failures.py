@@ -98,8 +98,8 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
 def find_verdict(attempt: AttemptDir) -> dict[str, Any] | None:
     """The failure that came first, without its traceback.
 
-    Its keys: ``rank node_rank host time step type message exit_code final``; `final` says that starting
-    again cannot help.
+    Its keys: ``rank node_rank host time step type message exit_code final node``; `final` says that starting
+    again cannot help, `node` that another node may do better.
 
     A rank that was killed comes before any exception: its peers may notice its closed connections
     before its agent can write the record. None when no rank left a record.
@@ -108,7 +108,10 @@ def find_verdict(attempt: AttemptDir) -> dict[str, Any] | None:
     if first is None:
         return None
     keys = ("rank", "node_rank", "host", "time", "step", "type", "message", "exit_code")
-    return {**{key: first.get(key) for key in keys}, "final": bool(first.get("final"))}
+    return {
+        **{key: first.get(key) for key in keys},
+        **{key: bool(first.get(key)) for key in ("final", "node")},
+    }
 
 
 def first_exit_code(attempt: AttemptDir) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.job.decision import Failure, Past, signal_exit_code
 from trainkit.job.record import find_entry, num_comebacks
 from trainkit.manifest import published
-from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl
+from trainkit.rundir import AttemptDir, read_json, read_jsonl
 
 LONG_S = 1800.0
 """A trainer of which we see no checkpoint has come further when it ran so long."""
@@ -19,10 +19,19 @@ RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory")
 
 def past_attempts(attempt: AttemptDir) -> list[Past]:
     """The attempts before this one since a person last started the run, oldest first."""
+    return [_past(before) for before in _before(attempt)]
+
+
+def past_verdicts(attempt: AttemptDir) -> list[dict[str, Any]]:
+    """The first failures of those attempts that had one."""
+    verdicts = [(read_end(before) or {}).get("verdict") for before in _before(attempt)]
+    return [verdict for verdict in verdicts if isinstance(verdict, dict)]
+
+
+def _before(attempt: AttemptDir) -> list[AttemptDir]:
     run = attempt.run
     earlier = [number for number in run.attempt_numbers() if number < attempt.number]
-    count = num_comebacks(run)
-    return [_past(run.attempt(number)) for number in earlier[len(earlier) - count :]]
+    return [run.attempt(number) for number in earlier[len(earlier) - num_comebacks(run) :]]
 
 
 def _past(attempt: AttemptDir) -> Past:
@@ -94,9 +103,3 @@ def last_step(attempt: AttemptDir, verdict: Mapping[str, Any] | None) -> int | N
         if record.get("attempt") == attempt.number and isinstance(record.get("step"), int)
     ]
     return max(steps, default=None)
-
-
-def newest_run_end(run: RunDir) -> dict[str, Any] | None:
-    """How the run's newest attempt ended."""
-    numbers = run.attempt_numbers()
-    return read_end(run.attempt(numbers[-1])) if numbers else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from trainkit.errors import TrainkitError
 from trainkit.job.slurm_place import slurm_job_id
 from trainkit.plan.launch import LaunchPlan
-from trainkit.slurm.control import requeue
+from trainkit.slurm.control import cancel, requeue
 from trainkit.slurm.job_now import ask_job
 from trainkit.slurm.nodes import is_out, node_states
 
@@ -23,11 +23,14 @@ def bring_back_orphan(plan: LaunchPlan, node_rank: int) -> None:
     if plan.backend == "srun" or node_rank > LAST_HELPER or job_id is None:
         return
     try:
-        host = ask_job(job_id).batch_host
-        if host and is_out(node_states([host]).get(host, "")):
-            print(
-                f"{host}, where the supervisor ran, is gone: {job_id} is put back into the queue", flush=True
-            )
+        job = ask_job(job_id)
+        if not job.batch_host or not is_out(node_states([job.batch_host]).get(job.batch_host, "")):
+            return
+        what = "is put back into the queue" if job.may_requeue else "ends: Slurm may not start it again"
+        print(f"{job.batch_host}, where the supervisor ran, is gone: {job_id} {what}", flush=True)
+        if job.may_requeue:
             requeue(job_id)
+        else:
+            cancel([job_id])
     except TrainkitError as error:
         print(f"whether the supervisor of {job_id} is gone is not known: {error.message}", flush=True)

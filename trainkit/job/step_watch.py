@@ -17,6 +17,7 @@ from trainkit.job.decision import COMEBACK_SIGNAL
 from trainkit.job.failures import first_exit_code
 from trainkit.job.hang_watch import HangWatch
 from trainkit.job.outcome import Outcome
+from trainkit.job.preflight import SEEN_VARIABLE, seen_by_supervisor
 from trainkit.job.record import is_cancelled
 from trainkit.job.slurm_place import slurm_job_id
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
@@ -56,6 +57,7 @@ class StepWatch(Crew):
             **os.environ,
             RUN_DIR_VARIABLE: str(self.attempt.run.path),
             ATTEMPT_VARIABLE: str(self.attempt.number),
+            SEEN_VARIABLE: seen_by_supervisor(self.attempt),
         }
         with self.attempt.supervisor_log.open("ab") as log:
             self.running[SRUN] = children.start_child(
@@ -111,14 +113,14 @@ class StepWatch(Crew):
     def _end_step(self) -> None:
         """Have srun kill what is left of the step; once is enough."""
         if SRUN in self.running and not self._is_ending:
-            self._is_ending = True
+            self._is_ending = self.outcome.ended_here = True
             os.kill(self.running[SRUN].pid, signal.SIGTERM)
             self.end_within(KILL_MARGIN_S)
 
     def _kill_rest(self) -> None:
         if SRUN in self.running:
             # A host does not answer, so that srun waits. When it is killed, its tasks live on elsewhere.
-            self.outcome.has_remains = True
+            self.outcome.has_remains = self.outcome.ended_here = True
             self._kill_tasks()
         super()._kill_rest()
 

@@ -1,0 +1,81 @@
+"""What went wrong first in an attempt, and whether a host is to blame for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.job.decision import signal_exit_code
+from trainkit.job.failures import agent_verdict, find_verdict, host_verdict
+from trainkit.job.hangs import hang_verdict, read_hangs
+from trainkit.job.outcome import Outcome
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir, read_json
+
+if TYPE_CHECKING:
+    from trainkit.job.bad_nodes import Kind
+
+KILLED = signal_exit_code(9)
+
+_TASK_KILLED = re.compile(r"^srun: error: (?P<host>\S+): tasks? [\d,\[\]-]+: (?P<how>.*)$", re.MULTILINE)
+_HARDWARE = re.compile(r"CUDA error|ECC|NVLink|Xid|unhandled (?:cuda|system) error|SIGBUS", re.IGNORECASE)
+
+
+def first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
+    """The host that was lost, in a hang the rank that the others wait for, else the first failing rank.
+
+    None when nothing failed, or nobody knows what.
+    """
+    if all(code in (EXIT_OK, EXIT_STOPPED) for code in outcome.exit_codes):
+        return None
+    if outcome.lost_nodes:
+        return host_verdict(attempt, outcome.lost_nodes)
+    if outcome.hung and (records := read_hangs(attempt)):
+        return hang_verdict(attempt, plan, records)
+    return _killed_agent(attempt, plan, outcome) or find_verdict(attempt)
+
+
+def _killed_agent(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
+    """The agent that was killed before anybody failed: only the ranks elsewhere could write what they saw."""
+    if outcome.ended_here:
+        return None
+    if len(outcome.ends) > 1:
+        node_rank, code = outcome.ends[0]
+        if code != KILLED or _has_record(attempt, plan, node_rank):
+            return None
+        return agent_verdict(node_rank, "its agent was killed")
+    try:
+        text = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
+        hosts = list(read_json(attempt.rendezvous_file)["hosts"])
+    except (OSError, ValueError, KeyError):
+        return None
+    first = _TASK_KILLED.search(text)
+    if first is None or first["how"] != "Killed" or first["host"] not in hosts:
+        return None
+    node_rank = hosts.index(first["host"])
+    if _has_record(attempt, plan, node_rank):
+        return None
+    return {**agent_verdict(node_rank, "its agent was killed"), "host": first["host"]}
+
+
+def _has_record(attempt: AttemptDir, plan: LaunchPlan, node_rank: int) -> bool:
+    """Whether a rank of a node left a record: then its agent was there to the end."""
+    first = plan.first_rank_of(node_rank)
+    return any(attempt.rank_error(rank).exists() for rank in range(first, first + plan.workers_of(node_rank)))
+
+
+def blamed_host(verdict: Mapping[str, Any]) -> tuple[str, Kind] | None:
+    """The host that a failure speaks against, and how; None for what a program did to itself."""
+    if not verdict.get("host"):
+        return None
+    host, code = str(verdict["host"]), verdict.get("exit_code")
+    if verdict.get("node"):
+        return host, "preflight"
+    if verdict.get("type") == "HostLost":
+        return host, "died"
+    struck = isinstance(code, int) and code > 128 and code != signal_exit_code(6)
+    if verdict.get("type") == "Hang" or (struck and verdict.get("type") == "exit"):
+        return host, "culprit"
+    return (host, "culprit") if _HARDWARE.search(str(verdict.get("message"))) else None
