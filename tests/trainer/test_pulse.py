@@ -121,6 +121,13 @@ class TestProgressWatch:
         assert self.look_until(watch, clock, began_s + 1000) is not None
         assert clock[0] == began_s + 150, "but not one that has waited for a moment only"
 
+    def test_whoever_may_take_long_says_so_with_it_too(self, pulse, clock):
+        watch = ProgressWatch(pulse, POLICY, lambda: clock[0] > began_s + 400)
+        began_s = clock[0]
+        pulse.enter("save")
+        hang = self.look_until(watch, clock, began_s + 1000)
+        assert (hang.waited_s, hang.limit_s) == (401.0, PATIENT_S)
+
     def test_time_in_which_the_process_was_stopped_is_not_counted(self, pulse, clock):
         watch = ProgressWatch(pulse, POLICY, lambda: False)
         assert self.look_until(watch, clock, clock[0] + 200) is None

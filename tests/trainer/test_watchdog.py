@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import log_text, make_attempt, start_workers
+from tests.support.runs import free_port, log_text, losses, make_attempt, start_workers
+from trainkit.job.children import state
 from trainkit.job.hangs import hang_verdict, read_hangs
+from trainkit.job.stacks import gather
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json
+from trainkit.rundir import AttemptDir, read_json, write_json
 
 pytestmark = pytest.mark.slow
 
@@ -63,16 +68,21 @@ def ranks(
             proc.wait()
 
 
+def site(folder: Path, text: str) -> dict[str, str]:
+    """Variables with which every Python first runs this."""
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(text)
+    return {"PYTHONPATH": f"{folder / 'site'}:{Path(__file__).parents[2]}"}
+
+
 def plan_of(attempt: AttemptDir) -> LaunchPlan:
     return LaunchPlan.from_dict(read_json(attempt.plan_file))
 
 
 def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(SLEEPER)
-    root = str(Path(__file__).parents[2])
+    env = site(tmp_path, SLEEPER)
     attempt = make_attempt(tmp_path / "run", OPTIONS, 3)
-    with ranks(attempt, 3, {"PYTHONPATH": f"{tmp_path / 'site'}:{root}"}):
+    with ranks(attempt, 3, env):
         wait_until(lambda: len(read_hangs(attempt)) == 3)
         wait_until(lambda: all(attempt.rank_stacks(rank).stat().st_size > 0 for rank in range(3)))
     records = read_hangs(attempt)
@@ -90,3 +100,72 @@ def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_pat
     assert "in data" in attempt.rank_log(1).read_text()
     trace = json.loads(attempt.rank_stacks(0).with_suffix(".collectives.json").read_text())
     assert trace["entries"][-1]["state"] != "completed"
+
+
+HOLDER = """
+import os, sys
+if os.environ.get("RANK") == "1" and "trainkit.trainer" in sys.orig_argv:
+    import ctypes
+    from trainkit.trainer.data.batches import PrefetchedBatches
+    give = PrefetchedBatches.__next__
+    num_given = 0
+    def give_or_hold(self):
+        global num_given
+        num_given += 1
+        if num_given == 8:
+            ctypes.PyDLL(None).sleep(1000)
+        return give(self)
+    PrefetchedBatches.__next__ = give_or_hold
+"""
+"""A sitecustomize.py: rank 1 never gives the interpreter's lock back."""
+
+
+@contextmanager
+def agent(attempt: AttemptDir, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The agent of node 0, as a supervisor starts it; it and its workers are killed at the end."""
+    argv = [sys.executable, "-m", "trainkit.job.agent", str(attempt.run.path), "--attempt", "1"]
+    argv += ["--node-rank", "0", "--master-port", str(free_port())]
+    with attempt.node_log(0).open("wb") as log:
+        proc = subprocess.Popen(argv, env={**os.environ, **env}, stdout=log, stderr=log)
+    try:
+        yield proc
+    finally:
+        proc.kill()  # its workers die with it
+        proc.wait()
+
+
+def test_a_rank_that_cannot_say_anything_is_made_to_write_its_stacks(tmp_path: Path) -> None:
+    """Its Python threads never run again; the agent has the C handler of SIGQUIT do it."""
+    env = site(tmp_path, HOLDER)
+    attempt = make_attempt(tmp_path / "run", OPTIONS, 3)
+    with agent(attempt, env):
+        wait_until(lambda: len(read_hangs(attempt)) == 2)
+        wait_until(lambda: attempt.rank_stacks(1).stat().st_size > 0, 15)
+    verdict = hang_verdict(attempt, plan_of(attempt), read_hangs(attempt))
+    assert (verdict["rank"], verdict["step"], verdict["host"]) == (1, 8, socket.gethostname())
+    assert verdict["message"].startswith("does not answer")
+    assert "in give_or_hold" in attempt.rank_stacks(1).read_text()
+    assert "rank 1 does not answer" in attempt.node_log(0).read_text()
+
+
+def test_ranks_say_where_they_are_and_train_on_until_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
+    attempt = make_attempt(tmp_path / "run", OPTIONS, 2)
+    with agent(attempt, {}) as proc:
+        wait_until(lambda: len(losses(attempt.run.path)) >= 3)
+        replies = gather(attempt, range(2), None, 20.0)
+        assert [(reply.rank, reply.how) for reply in replies] == [(0, "asked"), (1, "asked")]
+        for reply in replies:
+            assert reply.step >= 3
+            assert any("loop.py" in frame for frame in reply.main_stack)
+        before = len(losses(attempt.run.path))
+        wait_until(lambda: len(losses(attempt.run.path)) > before)
+        assert proc.poll() is None
+        newer = attempt.run.attempt(2)
+        newer.create()
+        time.sleep(2.5)
+        assert proc.poll() is None, "an attempt that waits in a queue ends nobody"
+        write_json(newer.rendezvous_file, {})
+        proc.wait(timeout=20)
+    assert "the run goes on as attempt 2" in attempt.node_log(0).read_text()
+    wait_until(lambda: all(state(reply.pid) in (None, "Z") for reply in replies))
+    assert list(attempt.errors_dir.iterdir()) == [], "that is no failure"

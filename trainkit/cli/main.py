@@ -29,6 +29,7 @@ COMMANDS = {
     "run": "Run right here, in the foreground.",
     "status": "What runs are doing, or one run in detail.",
     "logs": "What a run prints.",
+    "stacks": "Where every rank of a running job is in the code.",
     "cancel": "End a run.",
     "requeue": "Same job again: save, stop and come back.",
     "resume": "Go on from the newest good checkpoint.",

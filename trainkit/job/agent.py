@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,15 +23,21 @@ from trainkit.job import children
 from trainkit.job.crew import PEER_S, Crew
 from trainkit.job.decision import combine, describe_exit, signal_exit_code
 from trainkit.job.failures import record_refusal, record_silent_death
+from trainkit.job.fence import successor
 from trainkit.job.launchers import worker_argv
+from trainkit.job.memory import count_oom_kills
 from trainkit.job.network import network_environ
 from trainkit.job.preflight import check_node
 from trainkit.job.slurm_place import find_slurm_place, why_no_task
+from trainkit.job.stack_collector import StackCollector
 from trainkit.job.station import Station, ToldToStop, local_station, slurm_station
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, worker_environ, worker_rank
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
+LOOK_EVERY_S = 2.0
+WAKE_S = 2.0
+"""How long after the first hang the other ranks may take to say that they hang too."""
 KILL_MARGIN_S = 5.0
 """How long after the grace time what is left is killed; workers watch the grace time themselves."""
 
@@ -47,6 +54,12 @@ class Agent(Crew):
         """Exit codes in the order of the ends."""
         self.received: signal.Signals | None = None
         """The newest notice."""
+        self._collector = StackCollector(attempt, answers_itself=plan.command is None)
+        self._oom_kills = count_oom_kills()
+        self._hang_s: float | None = None
+        """Monotonic time at which the first hang was seen."""
+
+    look_every_s = LOOK_EVERY_S
 
     @property
     def has_launcher(self) -> bool:
@@ -104,10 +117,47 @@ class Agent(Crew):
         self.end_within(self.plan.grace_s + KILL_MARGIN_S)
 
     def look_around(self) -> None:
-        """In a step that nobody supervises, end with the others: they may wait in a collective for ever."""
+        """End when the run goes on without us, or nobody else ends us; tell where the ranks are."""
+        try:
+            self._look_at_the_run()
+        except OSError as error:
+            _say(f"the run folder cannot be looked at ({error})")  # it may be back in a moment
+
+    def _look_at_the_run(self) -> None:
+        attempt = self.attempt
+        newer = successor(attempt)
+        if newer is not None:
+            _say(f"the run goes on as attempt {newer}: the ranks here are ended")
+            self.end_within(0.0)
+            return
+        self._collector.look(self._pids)
+        hangs = any(attempt.hangs_dir.glob("rank-*.json"))
+        self._wake_the_silent(hangs)
+        # In a step that nobody supervises, end with the others: they may wait in a collective for ever.
         alone = self.plan.backend == "srun" and self.deadline_s is None
-        if alone and any(self.attempt.errors_dir.glob("rank-*.json")):
+        if alone and (hangs or any(attempt.errors_dir.glob("rank-*.json"))):
             self.end_within(PEER_S)
+
+    def _pids(self) -> dict[int, int]:
+        """The processes of the ranks that run here."""
+        if not self.has_launcher:
+            return {rank: worker.pid for rank, worker in self.running.items()}
+        pids = [pid for launcher in self.running.values() for pid in children.ranks_below(launcher.pid)]
+        ranks = {pid: children.rank_of(pid) for pid in pids}
+        return {rank: pid for pid, rank in ranks.items() if rank is not None}
+
+    def _wake_the_silent(self, hangs: bool) -> None:
+        """When ranks hang, have those here that did not say so write their stacks: a C handler does."""
+        if not hangs:
+            self._hang_s, self.look_every_s = None, LOOK_EVERY_S
+        elif self._hang_s is None:
+            self._hang_s, self.look_every_s = time.monotonic(), WAKE_S / 4
+        elif time.monotonic() > self._hang_s + WAKE_S and self.plan.command is None:
+            self._hang_s = float("inf")
+            for rank, pid in self._pids().items():
+                if not self.attempt.rank_hang(rank).exists():
+                    _say(f"rank {rank} does not answer: its stacks go to {self.attempt.rank_stacks(rank)}")
+                    os.kill(pid, signal.SIGQUIT)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
         if self.has_launcher and self.received is not None and code == EXIT_FAILED:
@@ -119,7 +169,15 @@ class Agent(Crew):
             return  # a worker that was killed from here is no failure of its own
         with contextlib.suppress(OSError):  # a full disk must not keep us from ending the others
             print(f"rank {rank} ended with {describe_exit(code)}", flush=True)
-            record_silent_death(self.attempt, rank, self.station.node_rank, code)
+            record_silent_death(
+                self.attempt, rank, self.station.node_rank, code, self._ran_out_of_memory(code)
+            )
+
+    def _ran_out_of_memory(self, code: int) -> bool:
+        """Whether a worker that ended with this code was killed for want of memory."""
+        before, self._oom_kills = self._oom_kills, count_oom_kills()
+        grew = before is not None and self._oom_kills is not None and self._oom_kills > before
+        return grew and code == signal_exit_code(signal.SIGKILL)
 
     def work(self) -> None:
         if not self.has_launcher:
@@ -131,6 +189,12 @@ class Agent(Crew):
             super().work()
         finally:
             children.end_descendants()
+
+
+def _say(text: str) -> None:
+    """Print a line; a disk that is full must not end the ranks."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

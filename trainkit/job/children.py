@@ -140,24 +140,37 @@ def end_descendants() -> None:
 
 def ranks_below(pid: int) -> list[int]:
     """What a launcher has made ranks of: processes below it that have RANK, and whose parents have not."""
-    ranks = {child for child in descendants(pid) if _has_rank(child)}
+    ranks = {child for child in descendants(pid) if rank_of(child) is not None}
     return sorted(child for child in ranks if _parent(child) not in ranks)
 
 
-def _has_rank(pid: int) -> bool:
+def rank_of(pid: int) -> int | None:
+    """The rank that a process was started as; None when it is none, or has ended."""
     try:
-        return any(
-            line.startswith(b"RANK=") for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        )
-    except OSError:
-        return False  # it ended while we looked
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return next((int(line[5:]) for line in variables if line.startswith(b"RANK=")), None)
+    except (OSError, ValueError):
+        return None
+
+
+def state(pid: int) -> str | None:
+    """The kernel's letter for the state of a process, ``T`` for stopped; None when it has ended."""
+    fields = _stat(pid)
+    return fields[0] if fields else None
 
 
 def _parent(pid: int) -> int | None:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; empty when it has ended."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return None  # it ended while we looked
+        # The command name stands in brackets and may hold brackets and spaces itself.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def descendants(pid: int) -> list[int]:

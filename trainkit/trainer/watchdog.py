@@ -101,9 +101,9 @@ class ProgressWatch:
         position = self._pulse.position
         limit = limit_s(position.phase, self._pulse, self._policy)
         waited_s = now_s - max(position.since_s, self._awake_since_s)
-        if limit is None or waited_s < limit / 2:
+        if limit is None or waited_s < self._policy.hang_min_s / 2:
             return None
-        # The limits of ranks that wait for each other differ slightly, and who is late would be missed.
+        # All are ended when one hangs: who has more patience says where it is before that.
         return Hang(position, waited_s, limit) if waited_s > limit or self._others_hang() else None
 
 

@@ -1,0 +1,134 @@
+"""``trainkit stacks``: where every rank of a running job is in the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from shlex import quote
+from typing import TYPE_CHECKING
+
+import click
+
+from trainkit.cli.options import examples, json_option, run_argument
+from trainkit.errors import EXIT_OK, TrainkitError, UsageError
+
+if TYPE_CHECKING:
+    from trainkit.job.stacks import Reply
+    from trainkit.rundir import AttemptDir, RunDir
+
+WAIT_S = 20.0
+"""Agents look every two seconds, give their ranks three, and a network filesystem takes its own time."""
+
+
+@click.command(
+    epilog=examples("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json")
+)
+@run_argument
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="All threads of this rank.")
+@json_option
+def command(run_name: str, rank: int | None, as_json: bool) -> int:
+    """Ask the ranks of RUN where they are, and print the stacks of those that train in one place together.
+
+    The training goes on meanwhile. A rank that cannot answer, and the ranks of another program than the
+    built-in trainer, are looked at with py-spy where it is installed.
+    """
+    from trainkit.job.stacks import gather, group_replies
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.rundir import read_json
+    from trainkit.submit.index import find_run
+
+    run = find_run(run_name)
+    attempt = _running_attempt(run)
+    world_size = LaunchPlan.from_dict(read_json(attempt.plan_file)).world_size
+    if rank is not None and rank >= world_size:
+        raise UsageError(f"the run has no rank {rank}", hint=f"its ranks are 0 to {world_size - 1}")
+    try:
+        replies = gather(attempt, range(world_size), rank, WAIT_S)
+    except OSError as error:
+        raise UsageError(
+            f"{attempt.path} cannot be written: {error.strerror}",
+            hint="who may write to the folder of a run can ask for its stacks",
+        ) from error
+    if not replies:
+        raise TrainkitError(
+            f"no rank of {run.path} answered within {WAIT_S:.0f} s",
+            hint=f"`trainkit status {quote(str(run.path))}` tells whether it still runs",
+        )
+    asked = range(world_size) if rank is None else (rank,)
+    silent = sorted(set(asked) - {reply.rank for reply in replies})
+    groups = group_replies(replies)
+    if as_json:
+        value = {
+            "run_dir": str(run.path),
+            "attempt": attempt.number,
+            "replies": [reply.to_dict() for reply in replies],
+            "groups": [[reply.rank for reply in group] for group in groups],
+            "silent": silent,
+        }
+        click.echo(json.dumps(value, ensure_ascii=False))
+        return EXIT_OK
+    for group in groups:
+        click.echo(_group_text(group, all_threads=rank is not None))
+    for reply in replies:
+        if reply.problem:
+            click.echo(f"rank {reply.rank} on {reply.host}, process {reply.pid}: {reply.problem}")
+    if silent:
+        click.echo(f"no answer from {_ranks(silent)}: ended, or the host does not answer")
+    return EXIT_OK
+
+
+def _running_attempt(run: RunDir) -> AttemptDir:
+    """The attempt whose ranks run now; UsageError when there are none."""
+    from trainkit.submit.steer import live_entry
+
+    entry = live_entry(run, "stacks")
+    if entry is None:
+        raise UsageError(
+            f"{run.path} is not running", hint=f"`trainkit status {quote(str(run.path))}` tells how it ended"
+        )
+    attempt = run.attempt(entry["attempt"])
+    if not any(attempt.logs_dir.glob("rank-*.log")):
+        raise UsageError(
+            f"no rank of attempt {attempt.number} of {run.path} has been started yet",
+            hint=f"`trainkit status {quote(str(run.path))}` tells what it waits for",
+        )
+    return attempt
+
+
+def _group_text(group: Sequence[Reply], all_threads: bool) -> str:
+    hosts = ", ".join(sorted({reply.host for reply in group}))
+    lines = [f"{_ranks([reply.rank for reply in group])} on {hosts}{_position(group)}"]
+    for name, frames in group[0].threads.items():
+        lines += [f"  thread {name}"] if all_threads else []
+        lines += [f"    {_short(frame)}" for frame in frames]
+        if not all_threads:
+            break
+    return "\n".join([*lines, ""])
+
+
+def _position(group: Sequence[Reply]) -> str:
+    """Step and phase, as far as the ranks of a group have them in common."""
+    phases = {(reply.step, reply.phase) for reply in group}
+    if len(phases) > 1 or group[0].phase is None:
+        return ""
+    step = "before the first step" if group[0].step is None else f"step {group[0].step}"
+    longest_s = max(reply.since_s or 0.0 for reply in group)
+    return f": {step}, in {group[0].phase} for {longest_s:.1f} s"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ranks as a person writes them: ``ranks 0-2,4``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    shown = ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _short(frame: str) -> str:
+    """A frame without the folder that packages are installed in."""
+    return re.sub(r"\(\S*/(?:site|dist)-packages/", "(", frame)
