@@ -1,0 +1,96 @@
+"""Runs that go on as another job: resubmitted by the one that ends, or by one that waited in the queue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.on_slurm.login import BACKENDS, Login, settings, wait_for
+from trainkit.job.record import read_job
+from trainkit.rundir import RunDir
+
+ENDS_AT_THE_SECOND_TIME = """
+import os, time
+print("attempt", os.environ["TRAINKIT_JOB_ATTEMPT"], "rank", os.environ["RANK"], flush=True)
+time.sleep(600 if os.environ["TRAINKIT_JOB_ATTEMPT"] == "1" else 0)
+"""
+ONLY_BY_OTHER_JOBS = ("--time", "1", *settings("requeue.on=[timeout]"))
+"""Slurm may not start such a job again; a job of a minute is always told shortly before its end."""
+
+
+def carried(run: RunDir) -> list[tuple[str, str]]:
+    """(job, reason) of every attempt."""
+    return [(entry["job_id"], entry["reason"]) for entry in read_job(run)["attempts"]]
+
+
+def waits_for(login: Login, job_id: str) -> str:
+    found = login.cluster.job(job_id)["Dependency"]
+    return "" if found == "(null)" else found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_follow_up_carries_the_run_on_and_the_rest_vanish(login: Login, backend: str) -> None:
+    script = login.script(ENDS_AT_THE_SECOND_TIME)
+    args = ["--backend", backend, *settings("requeue.follow_ups=2"), "--", "python", script]
+    run = login.submit(*args)
+    first = login.job_id(run)
+    second, third = follow_ups = read_job(run)["follow_ups"]
+    assert waits_for(login, second) == f"afternotok:{first}(unfulfilled)"
+    assert waits_for(login, third) == f"afternotok:{first}(unfulfilled),afternotok:{second}(unfulfilled)"
+    login.wait_for_log(run, "attempt 1 rank 0")
+    # Its supervisor is gone without a word: nobody is left who could bring the job back.
+    supervisor = str(read_job(run)["attempts"][0]["pid"])
+    beside = ["srun", f"--jobid={first}", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1"]
+    login.run([*beside, "kill", "-KILL", supervisor])
+    end = login.wait_for_end(run, attempt=2)
+    assert end["state"] == "finished", login.told_by(run)
+    assert carried(run) == [(first, "submit"), (second, "comeback")]
+    login.wait_until_idle()
+    assert login.cluster.job(third)["JobState"] == "CANCELLED"
+    assert read_job(run)["follow_ups"] == follow_ups
+
+
+def test_follow_ups_of_a_run_that_a_person_ends(login: Login) -> None:
+    run = login.submit(*settings("requeue.follow_ups=2", "resources.extra.hold=true"), "--", "true")
+    first, second = login.job_id(run), read_job(run)["follow_ups"][0]
+    login.run(["scancel", first], check=True)  # by hand: the next one stands in for it, and is held too
+    wait_for(lambda: login.cluster.job(first)["JobState"] == "CANCELLED", "the first job's end")
+    assert login.status(run)["state"] in ("pending", "requeueing")
+    refused = login.trainkit("resume", str(run.path))
+    assert (refused.returncode, f"is running as {second}" in refused.stderr) == (2, True)
+    assert login.trainkit("cancel", second).returncode == 0
+    assert login.jobs() == []
+    assert login.status(run)["state"] == "cancelled"
+
+
+def test_a_job_that_slurm_may_not_start_again_is_submitted_anew(login: Login) -> None:
+    listens = ("--", "python", "listens.py")
+    runs = [login.submit(*ONLY_BY_OTHER_JOBS, "--backend", backend, *listens) for backend in BACKENDS]
+    group = login.submit(*ONLY_BY_OTHER_JOBS, "--array", "3-4", *listens)
+    runs.append(RunDir(group.path / "4"))
+    for run in runs:
+        login.wait_for_log(run, "attempt 1 rank 0")
+    before = [login.job_id(run) for run in runs]
+    for run in runs:
+        assert login.trainkit("requeue", str(run.path)).returncode == 0
+    for run, first in zip(runs, before, strict=True):
+        login.wait_for_log(run, "attempt 2 rank 0", attempt=2)
+        (_, submitted), (second, comeback) = carried(run)
+        assert (submitted, comeback) == ("submit", "comeback")
+        assert second != first
+        assert second.partition("_")[2] == first.partition("_")[2]
+        assert login.wait_for_end(run)["action"] == "resubmit"
+        assert _asked_of(login, second) == _asked_of(login, first)
+    assert len(read_job(RunDir(group.path / "3"))["attempts"]) == 1  # the other task is left alone
+    # Once more: what the new job is made of is complete.
+    assert login.trainkit("requeue", str(runs[1].path)).returncode == 0
+    login.wait_for_log(runs[1], "attempt 3 rank 0", attempt=3)
+    for run in (*runs, group):
+        assert login.trainkit("cancel", str(run.path), "--now").returncode == 0
+    login.wait_until_idle()
+
+
+def _asked_of(login: Login, job_id: str) -> dict[str, Any]:
+    job = login.cluster.job(job_id)
+    return {name: job[name] for name in ("JobName", "TimeLimit", "NumNodes", "Requeue", "StdOut")}

@@ -1,0 +1,33 @@
+"""Nodes beyond those that train, and hosts that failed a while ago."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.on_slurm.login import Login, agents_of, settings
+from trainkit.job.bad_nodes import memory_file, note_failure
+
+
+@pytest.mark.parametrize("per", ["gpu", "node"])
+def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login: Login, per: str) -> None:
+    name, bad = login.cluster.name, login.cluster.hosts[0]
+    note_failure(name, bad, "died", "it did not answer", run="/runs/big", attempt=3, environ=login.env)
+    args = ["--nodes", "2", "--gpus-per-node", "2", "--per", per, *settings("resources.spare_nodes=1")]
+    shown = login.trainkit("check", str(login.config), *args)
+    assert shown.returncode == 0, shown.stderr
+    assert "spare_nodes: 1: the job gets 3 nodes, and 2 of them train" in shown.stdout
+    assert f"exclude: {bad}: it did not answer (big, attempt 3, " in shown.stdout
+    assert f"`rm {memory_file(name, login.env)}` forgets that" in shown.stdout
+    run = login.submit_listeners(*args, num_ranks=4)
+    job = login.cluster.job(login.job_id(run))
+    assert (job["NumNodes"], job["ExcNodeList"]) == ("3", bad)
+    assert [host for _, host in agents_of(run)][:: 2 if per == "gpu" else 1] == login.cluster.hosts[1:3]
+    assert "#SBATCH --no-kill\n" in run.script_file.read_text()
+    assert login.status(run)["num_nodes"] == 2
+    # It needs all four now: the one that failed is better than none.
+    args += ["--nodes", "3", *settings("train.global_batch_size=null")]
+    full = login.trainkit("check", str(login.config), *args)
+    assert f"exclude: not {bad}, which the job needs: it did not answer" in full.stdout
+    memory_file(name, login.env).unlink()
+    forgotten = login.trainkit("check", str(login.config), *args)
+    assert (forgotten.returncode, "exclude:" in forgotten.stdout) == (0, False)
