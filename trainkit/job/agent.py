@@ -232,12 +232,7 @@ def run_slurm_task(run: RunDir, number: int) -> int:
     own = (place.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)
     try:
         check_node(attempt, plan, own)
-        code = run_agent(attempt, plan, slurm_station(attempt, plan, place))
-        if plan.spare_nodes and code not in (EXIT_OK, EXIT_STOPPED):
-            from trainkit.job.orphan import bring_back_orphan
-
-            bring_back_orphan(plan, place.node_rank)
-        return code
+        return run_agent(attempt, plan, slurm_station(attempt, plan, place))
     except ToldToStop as told:
         print(f"told to stop by {told} before the ranks were started", flush=True)
         return EXIT_STOPPED

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.job import children
 from trainkit.job.bad_nodes import note_failure
 from trainkit.job.decision import Means
 from trainkit.job.hangs import silent_hosts
 from trainkit.job.history import past_verdicts
+from trainkit.job.interpreter import module_argv
 from trainkit.job.nodes import choose_hosts, lost_hosts, step_argv
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import read_job
@@ -38,6 +42,7 @@ class Allocation:
         """Hosts that no step is started on any more, with the reason."""
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         """How often Slurm had started the job again when this start of it began."""
+        self._guard: subprocess.Popen[bytes] | None = None
         self.has_remains = False
         """Whether Slurm takes a step for running that could not be ended on all hosts."""
         self.job: JobNow | None = None
@@ -52,6 +57,17 @@ class Allocation:
     @property
     def good_hosts(self) -> list[str]:
         return [host for host in self.hosts if host not in self.bad]
+
+    def keep_guard(self, plan: LaunchPlan, log: Path) -> None:
+        """Have another host watch over this one, where Slurm would not bring the job back without it."""
+        others = self.good_hosts[1:] if self.good_hosts[:1] == self.hosts[:1] else self.good_hosts
+        is_there = self._guard is not None and not children.ended(self._guard)
+        if not plan.spare_nodes or not others or is_there:
+            return
+        step = ["srun", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1", f"--nodelist={others[-1]}"]
+        argv = [*step, "--input=none", *module_argv("trainkit.job.guard")]
+        with log.open("ab") as output:
+            self._guard = children.start_child(argv, environ=os.environ, output=output, keeps_mask=False)
 
     def look(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
         """Ask Slurm about the job and its hosts after a step that did not just finish."""
