@@ -103,10 +103,8 @@ def make_request(
         "nodes": resources.nodes + resources.spare_nodes,
         "ntasks-per-node": tasks_per_node,
     }
-    if resources.spare_nodes and resources.nodes > 1:
-        # The job outlives a host that is lost. Where only its first host trains, nobody would be left to
-        # notice that this one is gone: then Slurm starts the job again.
-        sbatch["no-kill"] = True
+    if resources.spare_nodes:
+        sbatch["no-kill"] = True  # the job outlives a host that is lost
     if cpus_per_task is not None:
         sbatch["cpus-per-task"] = cpus_per_task
     if gpus_per_node is not None:
