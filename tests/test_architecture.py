@@ -40,7 +40,7 @@ ALLOWED = {
     "observe": {"errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm", "job.record"},
     # Interrupts runs on purpose, as their owner could by hand.
     "drill": {
-        *("errors", "rundir", "manifest", "config", "plan", "slurm", "job", "submit", "observe"),
+        *("errors", "rundir", "state", "manifest", "config", "plan", "slurm", "job", "submit", "observe"),
     },
     # The only one with torch. It is named in argv, never imported.
     "trainer": {"errors", "rundir", "manifest", "config", "data", "plan", "job.signals", "job.rank_env"},

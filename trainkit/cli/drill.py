@@ -131,7 +131,7 @@ def _drill(
     as_json: bool,
 ) -> int:
     from trainkit.cli.launch import start_new_run
-    from trainkit.drill.campaign import Campaign, make_folder, own_state
+    from trainkit.drill.campaign import REFERENCE, Campaign, make_folder, own_state
     from trainkit.drill.table import all_hold, result_table, summary
     from trainkit.rundir import RunDir, write_json
     from trainkit.submit.describe import describe_plan
@@ -140,11 +140,12 @@ def _drill(
         click.echo(text, err=True)
 
     def start(folder: Path) -> RunDir:
-        return start_new_run(loaded, plan, str(folder), "submit")[0]
+        again = folder.name != REFERENCE
+        return start_new_run(loaded, plan, str(folder), "submit", quiet=again)[0]
 
     say(describe_plan(plan, loaded.config.name))
     for change in changes:
-        say(f"  for the drill       {change.sentence}")
+        say(f"  drill               {change.sentence}")
     folder = make_folder()
     interval = loaded.config.checkpoint.every_steps if plan.command is None else None
     campaign = Campaign(folder, loaded.config, plan, seed, interval, start, say)

@@ -87,15 +87,18 @@ def plan_for(
 
 
 def start_new_run(
-    loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, reason: str
+    loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, reason: str, quiet: bool = False
 ) -> tuple[RunDir, dict[str, Any]]:
-    """Make the run folder and start its first attempt; `reason` is ``submit`` or ``run``."""
+    """Make the run folder and start its first attempt; `reason` is ``submit`` or ``run``.
+
+    `quiet` does not tell which code is copied, for who starts the same again.
+    """
     run, name = create_run(
         loaded,
         None if run_dir is None else named_folder(run_dir),
         ["trainkit", *sys.argv[1:]],
         plan.backend,
-        code_copier(loaded.config, plan),
+        code_copier(loaded.config, plan, quiet),
     )
     try:
         with run_lock(run):
@@ -107,7 +110,9 @@ def start_new_run(
     return run, {"run_dir": str(run.path), "name": name, **started(entry, plan.backend)}
 
 
-def code_copier(config: RunConfig, plan: LaunchPlan) -> Callable[[RunDir], dict[str, Any] | None]:
+def code_copier(
+    config: RunConfig, plan: LaunchPlan, quiet: bool = False
+) -> Callable[[RunDir], dict[str, Any] | None]:
     """What puts a copy of the code into a new run, and says what a person should know about it."""
 
     def copy(run: RunDir) -> dict[str, Any] | None:
@@ -116,7 +121,7 @@ def code_copier(config: RunConfig, plan: LaunchPlan) -> Callable[[RunDir], dict[
         if not wants_copy(config, plan):
             return None
         code = copy_code(run, config, plan, Path.cwd())
-        if code is not None:
+        if code is not None and not quiet:
             click.echo(
                 f"  code                {code['num_files']:,} files of {code['source']} copied", err=True
             )

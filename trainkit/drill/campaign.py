@@ -22,10 +22,11 @@ from trainkit.drill.watch import RunWatch
 from trainkit.errors import TrainkitError
 from trainkit.manifest import find_damage, published
 from trainkit.observe.follow import end_of
+from trainkit.observe.words import verdict_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, read_jsonl
+from trainkit.state import state_folder
 from trainkit.submit.create import new_place
-from trainkit.submit.index import index_file
 
 REFERENCE = "uninterrupted"
 STATE_VARIABLE = "XDG_STATE_HOME"
@@ -67,11 +68,18 @@ class Campaign:
         run, watch = self._start(REFERENCE)
         watch.until(lambda: False)
         end = watch.end()
-        if end.get("state") != "finished" or run.attempt_numbers() != [1]:
+        if end.get("state") != "finished":
             how = end.get("reason") or "its supervisor died without a word"
+            verdict = f"; {verdict_line(end['verdict'])}" if end.get("verdict") else ""
             raise TrainkitError(
-                f"the run does not finish even when nobody touches it: {how}",
+                f"the run does not finish even when nobody touches it: {how}{verdict}",
                 hint=f"`trainkit logs {quote(str(run.path))}` shows what it printed",
+            )
+        if run.attempt_numbers() != [1]:
+            first = end_of(run.attempt(1)) or {}
+            raise TrainkitError(
+                f"the run that nobody should touch was interrupted: {first.get('reason')}",
+                hint="start the drill again: the others are held against this one",
             )
         self.running = None
         self.reference = read_points(run)
@@ -88,6 +96,8 @@ class Campaign:
         plan = self.plan
         num_steps = self.reference[-1].step if self.reference else None
         aim = take_aim(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
+        where = "" if aim.step is None else f", from step {aim.step} on"
+        self.say(f"{scenario.name}: {scenario.does}{where}")
         player = Player(scenario, aim, run, hand_for(run, plan.backend), watch, self.usual_s)
         played = player.play()
         if played.refused:
@@ -156,7 +166,7 @@ def own_state(folder: Path) -> Iterator[None]:
     bad one later. Nodes that are known to be bad stay known.
     """
     before, own = os.environ.get(STATE_VARIABLE), folder / ".state"
-    known = index_file().parent / "bad_nodes"
+    known = state_folder() / "bad_nodes"
     own.mkdir()
     if known.is_dir():
         shutil.copytree(known, own / "trainkit" / "bad_nodes")

@@ -18,6 +18,7 @@ from trainkit.submit.start import start_again
 from trainkit.submit.steer import recall, refuse_live
 
 OVER = "the run was over before it could be struck: give it more steps"
+NOTHING_LEFT = "it had no step left to do when it came back: give it more steps"
 MOST_TRIES = 3
 """A save of a small model can be over before the kill arrives: then the next one is tried."""
 
@@ -108,7 +109,7 @@ class Player:
         elif not watch.until(is_back):
             end = watch.end()
             if end.get("state") == "finished":
-                self.played.missed = OVER
+                self.played.missed = OVER if watch.attempt == before else NOTHING_LEFT
                 return False
             self.played.not_by_itself = str(end.get("reason") or "its supervisor died without a word")
             self._resume()

@@ -59,7 +59,7 @@ class LocalHand:
     """Strikes the processes of a run on this machine."""
 
     run: RunDir
-    poll_s: float = 0.001
+    poll_s: float = 0.002
 
     def kill_rank(self, rank: int) -> bool:
         ranks = find_processes(self.run).ranks

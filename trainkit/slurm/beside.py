@@ -20,10 +20,11 @@ def run_on_nodes(
 ) -> str:
     """What a command printed that ran once on each node of a running job, as a step of its own.
 
-    Takes nothing from the steps that are there. Raises SlurmRefused when Slurm did not start it or it failed.
+    Takes nothing from the steps that are there: without --mem=0 Slurm refuses it where the first step has all the
+    memory of the job. Raises SlurmRefused when Slurm did not start it or it failed.
     """
     step = [
-        *("srun", f"--jobid={checked_job_id(job_id)}", "--overlap", "--input=none"),
+        *("srun", f"--jobid={checked_job_id(job_id)}", "--overlap", "--mem=0", "--input=none"),
         *(f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"),
     ]
     clean = plain_environ(scrubbed(os.environ if environ is None else environ))

@@ -1,0 +1,200 @@
+"""`trainkit drill` as it is typed, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.two_lines import two_lines
+from trainkit.drill.processes import find_processes
+from trainkit.rundir import RunDir, read_json
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = """
+name: small
+device: cpu
+model: {preset: nano, dropout: 0.1}
+data: {source: text.txt, seq_len: 64, val_fraction: 0.1}
+train: {device_batch_size: 4, global_batch_size: 16}
+precision: {dtype: fp32}
+requeue: {grace_s: 20}
+logging: {tensorboard: false}
+"""
+
+
+class Place:
+    """A folder in which drills are held."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "small.yaml").write_text(CONFIG)
+        (folder / "text.txt").write_text("".join(f"line {n} says {n * n}\n" for n in range(1500)))
+        self.environ = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "XDG_STATE_HOME": str(folder / "state"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "XDG_CONFIG_HOME": str(folder / "config"),
+        }
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "trainkit", "drill", "small.yaml", "--backend", "local", *args],
+            cwd=self.folder,
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def drill(self, *args: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+        process = self.start(*args)
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def trainer(self, **options: Any) -> str:
+        """The name of a script with a trainer of `two_lines`."""
+        (self.folder / "train.py").write_text(two_lines(**options))
+        return "train.py"
+
+    def runs(self) -> list[RunDir]:
+        return [RunDir(file.parent) for file in sorted(self.folder.glob("runs/*/*/job.json"))]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def results(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {result["scenario"]: result for result in value["scenarios"]}
+
+
+@pytest.mark.slow
+def test_the_built_in_trainer_survives_all_that_can_be_tried_here(place: Place) -> None:
+    done = place.drill("--nodes", "2", "--gpus-per-node", "1", "--seed", "3", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    value = json.loads(done.stdout)
+    assert value["holds"]
+    found = results(value)
+    assert {name: result["state"] for name, result in found.items()} == {
+        **dict.fromkeys(("signal", "rank", "node", "mid-save", "damaged-checkpoint"), "holds"),
+        **dict.fromkeys(("requeue", "preempt", "time-limit"), "not here"),
+    }
+    held = [result for result in found.values() if result["state"] == "holds"]
+    assert {result["curve"] for result in held} == {"equal"}
+    assert found["signal"]["again"] == 0
+    assert found["damaged-checkpoint"]["way_back"] == "resume"
+    assert {found[name]["way_back"] for name in ("signal", "rank", "node", "mid-save")} == {"restart"}
+    assert all(result["came_back_s"] > 0 for result in held)
+    for run in place.runs():
+        assert find_processes(run).everything == ()
+        assert list(run.checkpoints_dir.iterdir()) == []  # they were verified, and take space
+    # What the user has is as it was.
+    assert {path.name for path in place.folder.iterdir()} == {"small.yaml", "text.txt", "runs", "cache"}
+    assert read_json(Path(value["folder"]) / "drill.json") == value
+
+
+@pytest.mark.slow
+def test_the_example_of_the_two_lines_survives(place: Place) -> None:
+    example = str(ROOT / "examples" / "comes_back.py")
+    ways = ("--only", "signal", "--only", "rank")
+    done = place.drill("--gpus-per-node", "2", *ways, "--", sys.executable, example, "--steps", "120")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "2 of 2 hold"
+    signal_row = done.stdout.splitlines()[1].split()
+    assert signal_row[:2] == ["signal", "SIGUSR2"]
+    assert signal_row[-4:] == ["0", "steps", "equal", "holds"]
+
+
+def test_a_trainer_that_does_not_save_is_found_out(place: Place) -> None:
+    done = place.drill("--gpus-per-node", "1", "--only", "signal", "--", "python", place.trainer(saves=False))
+    assert done.returncode == 1
+    row, *words = done.stdout.splitlines()[1:]
+    assert row.split()[-2:] == ["equal", "BROKEN"]
+    assert words[0].endswith("steps were computed again after a notice in time")
+    assert words[-1] == "0 of 1 hold"
+
+
+def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> None:
+    command = ("--", "python", place.trainer(writes=False))
+    done = place.drill("--gpus-per-node", "1", "--only", "signal", "--only", "rank", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = done.stdout.splitlines()
+    assert rows[1].split()[-3:] == ["not", "seen", "holds"]
+    assert "signal: its end only: COMMAND writes no steps into metrics.jsonl" in rows
+
+
+def test_a_config_that_does_not_come_back_by_itself_is_resumed(place: Place) -> None:
+    command = ("--", "python", place.trainer())
+    done = place.drill("--gpus-per-node", "1", "--only", "rank", "--set", "requeue.on=[]", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = done.stdout.splitlines()
+    assert "(resume)" in rows[1]
+    assert rows[2].startswith("rank: not by itself: ")
+
+
+def test_a_run_that_fails_by_itself_ends_the_drill(place: Place) -> None:
+    (place.folder / "train.py").write_text("raise ValueError('no such column')\n")
+    done = place.drill("--gpus-per-node", "1", "--", "python", "train.py")
+    assert done.returncode == 1
+    assert "error: the run does not finish even when nobody touches it: " in done.stderr
+    assert "hint: `trainkit logs " in done.stderr
+
+
+def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:
+    process = place.start("--gpus-per-node", "1", "--", "python", place.trainer(steps=100_000))
+    deadline_s = time.monotonic() + 20
+    while not any(run.metrics_file.exists() for run in place.runs()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=30)
+    assert process.returncode == 130
+    (run,) = place.runs()
+    assert f"{run.path} is cancelled" in words
+    assert f"the runs lie in {run.path.parent}" in words
+    assert read_json(run.attempt(1).end_file)["state"] == "cancelled"
+    assert find_processes(run).everything == ()
+
+
+def test_the_list_starts_nothing(place: Place) -> None:
+    done = place.drill("--list", "--json")
+    assert done.returncode == 0
+    here = {item["scenario"] for item in json.loads(done.stdout) if item["why_not_here"] is None}
+    assert here == {"signal", "rank", "node", "mid-save", "damaged-checkpoint"}
+    assert "requeue" in place.drill("--list").stdout
+    assert place.runs() == []
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            ("--only", "requeue"),
+            "error: none of these can be tried here: requeue: this run would start on this",
+        ),
+        (("--steps", "30", "--", "true"), "error: --steps 30 is for the built-in trainer"),
+        (("--launcher", "torchrun"), "error: --launcher torchrun is for a COMMAND"),
+        (("--only", "fire"), "error: invalid value for '--only'"),
+        (("--steps", "5"), "error: invalid value for '--steps'"),
+    ],
+)
+def test_refusals(place: Place, args: tuple[str, ...], words: str) -> None:
+    done = place.drill(*args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(words)
+    assert not (place.folder / "runs").exists()

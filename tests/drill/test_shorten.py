@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import LoadedConfig, load_config
+from trainkit.drill.shorten import FEWEST_STEPS, save_interval, shorten
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def load(*settings: str) -> LoadedConfig:
+        file = tmp_path / "mine.yaml"
+        file.write_text("name: mine\n")
+        return load_config(file, overrides=settings, environ={}, cwd=tmp_path)
+
+    return load
+
+
+def test_only_the_length_and_the_saves_change(load):
+    loaded = load("train.epochs=3", "checkpoint.every_minutes=5", "train.stop_at_step=7", "optimizer.lr=0.01")
+    short, changes = shorten(loaded, 30, "cpu")
+    assert {change.key: change.value for change in changes} == {
+        "train.steps": 30,
+        "train.epochs": None,
+        "train.stop_at_step": None,
+        "train.log_every": 1,
+        "train.eval_every": None,
+        "checkpoint.every_steps": 5,
+        "checkpoint.every_minutes": None,
+    }
+    before, after = loaded.config.model_dump(), short.config.model_dump()
+    differing = {
+        f"{section}.{key}"
+        for section, values in before.items()
+        if isinstance(values, dict)
+        for key in values
+        if values[key] != after[section][key]
+    }
+    assert differing == {change.key for change in changes}
+    assert {short.origins[change.key] for change in changes} == {"trainkit drill"}
+    assert short.origins["optimizer.lr"] == "--set optimizer.lr=0.01"
+
+
+def test_what_is_so_already_is_no_change(load):
+    loaded = load("train.steps=30", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=5")
+    assert shorten(loaded, 30, "cpu") == (loaded, [])
+
+
+def test_a_change_is_a_sentence(load):
+    changes = shorten(load("train.steps=200"), 30, "cpu")[1]
+    assert changes[0].sentence == "train.steps: 30 instead of 200: a drill is short"
+
+
+def test_a_decay_that_is_longer_than_the_drill_is_a_share_of_it(load):
+    wsd = ("schedule.name=wsd", "schedule.warmup_steps=20", "schedule.decay_steps=40", "train.steps=100")
+    assert shorten(load(*wsd), 30, "cpu")[0].config.schedule.decay_steps is None
+    assert shorten(load(*wsd), 60, "cpu")[0].config.schedule.decay_steps == 40
+
+
+def test_on_gpus_the_kernels_give_the_same_bits(load):
+    short = shorten(load("launch.env.A=b"), 30, "cuda")[0].config
+    assert short.train.deterministic
+    assert short.launch.env == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "A": "b"}
+    mine = shorten(load("launch.env.CUBLAS_WORKSPACE_CONFIG=:16:8"), 30, "cuda")[0].config
+    assert mine.launch.env == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    assert not shorten(load(), 30, "cpu")[0].config.train.deterministic
+
+
+def test_the_shortest_drill_saves_twice_before_its_last_third():
+    assert 2 * save_interval(FEWEST_STEPS) + 1 <= FEWEST_STEPS * 2 // 3

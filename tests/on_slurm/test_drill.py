@@ -1,0 +1,60 @@
+"""`trainkit drill` on a real cluster: the same ways as on one machine, through Slurm, and a real requeue."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.on_slurm.login import Login, settings
+from tests.support.two_lines import two_lines
+from trainkit.rundir import RunDir, read_jsonl
+
+ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
+TIMEOUT_S = 240.0
+NANO = settings(
+    *("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=32"),
+    *("precision.dtype=fp32", "logging.tensorboard=false"),
+)
+
+
+def drill(login: Login, *args: str) -> dict[str, Any]:
+    """What a drill in which all holds has found, by scenario."""
+    done = login.trainkit("drill", str(login.config), "--json", *ON_TWO_HOSTS, *args, timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {result["scenario"]: result for result in json.loads(done.stdout)["scenarios"]}
+
+
+def ends(run_dir: str) -> list[tuple[str, str]]:
+    """(action, cause) of every comeback of a run."""
+    return [
+        (event["action"], event["cause"])
+        for event in read_jsonl(RunDir(run_dir).events_file)
+        if event["event"] == "requeue_decision"
+    ]
+
+
+def test_a_command_survives(login: Login) -> None:
+    command = ("--", "python", login.script(two_lines(steps=300), "train.py"))
+    ways = ("signal", "rank", "requeue")
+    tried = drill(login, *(word for way in ways for word in ("--only", way)), *command)
+    assert {name: result["state"] for name, result in tried.items()} == dict.fromkeys(ways, "holds")
+    assert {result["curve"] for result in tried.values()} == {"equal"}
+    assert (tried["signal"]["again"], tried["requeue"]["again"]) == (0, 0)
+    assert ends(tried["signal"]["run_dir"]) == [("requeue", "asked")]
+    assert ends(tried["requeue"]["run_dir"]) == [("requeue", "preempted")]
+    assert ends(tried["rank"]["run_dir"]) == [("restart", "crash")]
+    assert not (login.folder / ".state").exists()  # the user's own list of runs
+
+
+def test_the_built_in_trainer_survives_the_loss_of_a_node_and_of_a_save(login: Login) -> None:
+    ways = ("--only", "node", "--only", "mid-save", "--only", "damaged-checkpoint")
+    found = drill(login, *NANO, "--steps", "90", "--per", "node", *ways)
+    assert {result["state"] for result in found.values()} == {"holds"}
+    assert [result["way_back"] for result in found.values()] == ["restart", "restart", "resume"]
+    rejected = [
+        event["step"]
+        for event in read_jsonl(RunDir(found["damaged-checkpoint"]["run_dir"]).events_file)
+        if event["event"] == "checkpoint_rejected"
+    ]
+    assert len(rejected) == 1
+    login.wait_until_idle()
