@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.on_slurm.login import Login, agents_of, settings
-from trainkit.job.bad_nodes import memory_file, note_failure
+from tests.on_slurm.login import Login, agents_of, log_of, settings
+from trainkit.job.bad_nodes import excluded, memory_file, note_failure
 
 
 @pytest.mark.parametrize("per", ["gpu", "node"])
@@ -31,3 +31,28 @@ def test_the_job_has_a_node_to_spare_and_leaves_out_one_that_failed(login: Login
     memory_file(name, login.env).unlink()
     forgotten = login.trainkit("check", str(login.config), *args)
     assert (forgotten.returncode, "exclude:" in forgotten.stdout) == (0, False)
+
+
+def test_a_host_that_fails_a_check_is_given_up_and_left_out_from_then_on(login: Login) -> None:
+    small = "/var/tmp/small"  # every host has its own
+    login.cluster.run(["mkdir", small], host=2, check=True)
+    login.cluster.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", small], host=2, check=True)
+    try:
+        args = ["--nodes", "2", *settings("resources.spare_nodes=1", f"launch.env.TMPDIR={small}")]
+        run = login.submit(*args, "--", "python", "listens.py")
+        for rank in range(2):
+            login.wait_for_log(run, f"attempt 2 rank {rank}", rank, attempt=2)
+    finally:
+        login.cluster.run(["umount", "--lazy", small], host=2)
+        login.cluster.run(["rmdir", small], host=2)
+    first, second, third = login.cluster.hosts[:3]
+    end = login.wait_for_end(run)
+    assert end["action"] == "restart"
+    verdict = end["verdict"]
+    assert (verdict["type"], verdict["host"]) == ("PreflightFailed", second)
+    assert verdict["message"] == f"{small} on {second} has 8.0 MiB left"
+    assert log_of(run, rank=1) == ""  # of attempt 1: it was never started
+    assert [host for _, host in agents_of(run, attempt=2)] == [first, third]
+    assert list(excluded(login.cluster.name, environ=login.env)) == [second]
+    again = login.trainkit("check", str(login.config))
+    assert f"exclude: {second}: {verdict['message']} ({run.path.name}, attempt 1, " in again.stdout
