@@ -37,13 +37,16 @@ def test_help_imports_nothing_but_click():
 
 
 def test_help_answers_at_once():
-    def once():
+    """Not much later than click can, on a machine that may be busy with something else."""
+
+    def seconds(*argv):
         start_s = time.perf_counter()
-        argv = [sys.executable, "-m", "trainkit", "--help"]
-        subprocess.run(argv, cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=30)
+        subprocess.run([sys.executable, *argv], cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=30)
         return time.perf_counter() - start_s
 
-    assert statistics.median(once() for _ in range(5)) < 0.3
+    pairs = [(seconds("-c", "import click"), seconds("-m", "trainkit", "--help")) for _ in range(7)]
+    click_s, help_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+    assert help_s < 3 * click_s
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -75,7 +75,7 @@ def test_a_run_whose_wait_is_hopeless_says_so(login: Login) -> None:
     refused = login.trainkit("submit", str(login.config), "--after", "first", "--", "true")
     assert refused.returncode == 2
     assert "error: --after first: " in refused.stderr
-    assert "is failed (a worker ended with exit code 3)" in refused.stderr
+    assert "is failed (a worker ended with exit code 3; not started again: " in refused.stderr
     assert "trainkit resume" in refused.stderr
     assert login.trainkit("cancel", "second").returncode == 0
     assert state_of(login, run) == "cancelled"

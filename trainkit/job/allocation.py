@@ -91,6 +91,7 @@ class Allocation:
                 shell_was_told=outcome.shell_was_told,
                 restarts=self.restarts,
                 lost=bool(lost),
+                notice=_notice(plan),
             )
 
     def _silent_hosts(self, attempt: AttemptDir, plan: LaunchPlan) -> tuple[str, ...]:
@@ -149,6 +150,12 @@ class Allocation:
         if self.job is None or self.job.end_time is None:
             return None
         return (self.job.end_time - datetime.now(timezone.utc)).total_seconds()
+
+
+def _notice(plan: LaunchPlan) -> str:
+    """The signal by which Slurm announces the end of the job's time."""
+    word = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
+    return f"SIG{word.partition('@')[0]}"
 
 
 def follow_ups_of(run: RunDir, job_id: str) -> list[str]:

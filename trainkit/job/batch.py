@@ -19,7 +19,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.agent import write_to
 from trainkit.job.allocation import Allocation
-from trainkit.job.comeback import leave
+from trainkit.job.comeback import leave, let_go
 from trainkit.job.decision import FAILURES, Action, Decision
 from trainkit.job.ending import close_dead_attempts, judge, write_end
 from trainkit.job.outcome import Outcome
@@ -87,6 +87,7 @@ class Supervisor:
             if decision.comes_back and decision.action != "restart":
                 return self._leave(attempt, outcome, decision)
             if decision.action != "restart":
+                let_go(attempt.run, self.job_id)
                 return code
             following = self._await_next(attempt, decision)
             if isinstance(following, Decision):

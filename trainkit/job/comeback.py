@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 
 from trainkit.errors import TrainkitError
 from trainkit.job import children
-from trainkit.job.allocation import Allocation
+from trainkit.job.allocation import Allocation, follow_ups_of
 from trainkit.job.decision import Decision
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
-from trainkit.slurm.control import requeue
+from trainkit.slurm.control import cancel_waiting, requeue
 
 REQUEUE_PATIENCE_S = 600.0
 """A controller may be away for minutes; what was saved is worth the wait."""
@@ -32,6 +33,18 @@ def leave(run: RunDir, plan: LaunchPlan, decision: Decision, allocation: Allocat
         # Forbidden by an administrator, or no controller for minutes: it has saved, and ends here.
         return error.message
     return None
+
+
+def let_go(run: RunDir, job_id: str) -> None:
+    """Cancel the jobs that wait to carry on a run that has ended."""
+    waiting = follow_ups_of(run, job_id)
+    if waiting and shutil.which("scancel") is not None:
+        try:
+            cancel_waiting(waiting)
+        except TrainkitError as error:
+            print(
+                f"the follow-up jobs {', '.join(waiting)} could not be cancelled: {error.message}", flush=True
+            )
 
 
 def _requeue(allocation: Allocation, plan: LaunchPlan) -> None:

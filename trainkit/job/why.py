@@ -24,13 +24,20 @@ def look_at_job(job_id: str) -> JobNow | None:
 
 
 def why_told(
-    request: str, job: JobNow | None, grace_s: float, *, shell_was_told: bool, restarts: int, lost: bool
+    request: str,
+    job: JobNow | None,
+    grace_s: float,
+    *,
+    shell_was_told: bool,
+    restarts: int,
+    lost: bool,
+    notice: str = COMEBACK_SIGNAL,
 ) -> Cause | None:
     """What stood behind a notice; None when a person wants the job to end.
 
     `shell_was_told` says that the batch shell got it too: while the grace time of a preemption lasts, Slurm
     tells only the steps. `restarts` is how often the job had been started again when this start began, and
-    `lost` says that a host of it does not answer.
+    `lost` says that a host of it does not answer. `notice` is the signal that announces the end of its time.
     """
     if job is None:
         if request == COMEBACK_SIGNAL:
@@ -49,7 +56,7 @@ def why_told(
         return "timeout"
     if request == COMEBACK_SIGNAL:
         return "timeout" if _is_nearly_over(job, grace_s) else "asked"
-    return None
+    return "timeout" if request == notice and not shell_was_told and _is_nearly_over(job, grace_s) else None
 
 
 def _is_nearly_over(job: JobNow, grace_s: float) -> bool:
