@@ -79,9 +79,9 @@ def node_logs(run: RunDir, attempt: int = 1) -> str:
     return "\n".join(path.read_text() for path in sorted(run.attempt(attempt).logs_dir.glob("node-*.log")))
 
 
-def agents_of(run: RunDir) -> list[tuple[int, str]]:
+def agents_of(run: RunDir, attempt: int = 1) -> list[tuple[int, str]]:
     """(node rank, host) of every agent, by node rank, as they said it."""
-    found = re.findall(r"^node (\d+) is (\S+);", node_logs(run), re.MULTILINE)
+    found = re.findall(r"^node (\d+) is (\S+);", node_logs(run, attempt), re.MULTILINE)
     return [(int(node), host) for node, host in found]
 
 

@@ -1,0 +1,179 @@
+"""A short training that is disturbed in a test, and what must hold of it afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.cluster import Cluster
+from tests.on_slurm.login import Login, agents_of, wait_for
+from trainkit.manifest import find_damage, published
+from trainkit.rundir import RunDir, goes_on, read_json, read_jsonl, read_metrics
+
+CONFIG = """\
+name: survivor
+device: cpu
+model: {{preset: nano, dropout: 0.1}}
+data: {{source: {text}, seq_len: 64, val_fraction: 0.1}}
+train: {{steps: 220, device_batch_size: 16, global_batch_size: 32, log_every: 1, eval_every: null}}
+resources: {{nodes: 2, gpus_per_node: 1, cpus_per_gpu: 1, time: "10"}}
+checkpoint: {{every_steps: 20}}
+precision: {{dtype: fp32}}
+logging: {{tensorboard: false}}
+requeue: {{grace_s: 20}}
+"""
+"""Two ranks on two hosts; a step takes some 50 ms on a core, so that a disturbance falls between two."""
+BUGS = """
+import os, sys
+if "trainkit.trainer" in sys.orig_argv and "BUG" in os.environ:
+    from trainkit.trainer.pulse import Pulse
+    from trainkit.trainer.tasks.causal_lm import CausalLM
+    begin_step, nll_sum = Pulse.begin_step, CausalLM.nll_sum
+    now = 0
+    def begin(pulse, step):
+        global now
+        now = step
+        begin_step(pulse, step)
+        if step == 37 and os.environ["BUG"] == "raise":
+            raise ValueError("a bug of step 37")
+    def loss(*args):
+        return nll_sum(*args) * (float("nan") if now >= 37 and os.environ["BUG"] == "nan" else 1)
+    Pulse.begin_step, CausalLM.nll_sum = begin, loss
+"""
+"""A sitecustomize.py that breaks the training at step 37 in the way that $BUG names."""
+COMEBACK_S = 120.0
+"""More than Slurm and the start of the ranks take together after any one disturbance."""
+
+Curve = list[tuple[int, str, int]]
+
+
+def survivor_config(folder: Path) -> Path:
+    """The config of the training, and its text, in a folder."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"line {number} says {number * number}\n" for number in range(4000)))
+    config = folder / "survivor.yaml"
+    config.write_text(CONFIG.format(text=text))
+    return config
+
+
+def curve(run: RunDir) -> Curve:
+    """(step, loss as it is written, samples seen) of every step."""
+    return [(r["step"], json.dumps(r["loss"]), r["samples_seen"]) for r in read_metrics(run)]
+
+
+def steps_of(run: RunDir, attempt: int | None = None) -> list[int]:
+    """The steps in the order in which they were computed, all or those of one attempt."""
+    return [r["step"] for r in read_jsonl(run.metrics_file) if attempt in (None, r.get("attempt"))]
+
+
+def computed_twice(run: RunDir) -> list[int]:
+    """The steps that more than one attempt has computed."""
+    steps = steps_of(run)
+    return sorted({step for step in steps if steps.count(step) > 1})
+
+
+def saved_step(run: RunDir) -> int:
+    """The step of the newest intact checkpoint; 0 while there is none."""
+    return max((one.step for one in published(run.checkpoints_dir) if not find_damage(one)), default=0)
+
+
+def newest_attempt(run: RunDir) -> int:
+    """The number of the run's newest attempt."""
+    return run.attempt_numbers()[-1]
+
+
+def wait_for_steps(run: RunDir, attempt: int, count: int, timeout_s: float = COMEBACK_S) -> None:
+    """Wait until an attempt has computed so many steps."""
+    wait_for(lambda: len(steps_of(run, attempt)) >= count, f"{count} steps of attempt {attempt}", timeout_s)
+
+
+def last_end(run: RunDir) -> dict[str, Any] | None:
+    """How the newest attempt ended, unless the run goes on by itself."""
+    file = run.attempt(newest_attempt(run)).end_file
+    end: dict[str, Any] | None = read_json(file) if file.exists() else None
+    return None if end is None or goes_on(end) else end
+
+
+def wait_until_over(login: Login, run: RunDir, timeout_s: float) -> dict[str, Any]:
+    """How a run ended, in whatever attempt that is; nobody resumes it."""
+    deadline_s = time.monotonic() + timeout_s
+    while (end := last_end(run)) is None:
+        assert time.monotonic() < deadline_s, f"{run} is not over in {timeout_s:g} s; {login.told_by(run)}"
+        time.sleep(0.2)
+    return end
+
+
+def events_of(run: RunDir, name: str) -> list[dict[str, Any]]:
+    """The events of a run that have this name."""
+    return [record for record in read_jsonl(run.events_file) if record["event"] == name]
+
+
+def time_of(event: Mapping[str, Any]) -> float:
+    """When an event was written, in seconds since 1970."""
+    return datetime.fromisoformat(event["time"].replace("Z", "+00:00")).timestamp()
+
+
+def ranks_of(run: RunDir) -> dict[int, int]:
+    """The process of every rank that runs on any host, by rank; the machine sees them all."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if str(run.path) in arguments and "trainkit.trainer" in arguments:
+                variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                found[int(dict(v.partition("=")[::2] for v in variables)["RANK"])] = int(entry.name)
+        except (OSError, KeyError):
+            continue  # no process, or one that ends or starts right now
+    return found
+
+
+def kill_rank(run: RunDir, rank: int) -> float:
+    """SIGKILL of a rank, wherever it runs; when that was, in seconds since 1970."""
+    os.kill(ranks_of(run)[rank], signal.SIGKILL)
+    return time.time()
+
+
+def pause(pids: Iterable[int]) -> None:
+    """Stop processes where they are, until `go_on`."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+
+
+def go_on(pids: Iterable[int]) -> None:
+    """Let processes go on."""
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+def hosts_of(run: RunDir, attempt: int) -> list[str]:
+    """The hosts of an attempt, in the order of its nodes."""
+    return [host for _, host in sorted(agents_of(run, attempt))]
+
+
+@contextmanager
+def preemption(cluster: Cluster) -> Iterator[None]:
+    """The partition `low` may be set otherwise within; afterwards it is as before."""
+    try:
+        yield
+    finally:
+        set_preemption(cluster, "REQUEUE", 10)
+
+
+def set_preemption(cluster: Cluster, mode: str, grace_s: int) -> None:
+    """What becomes of a job in `low` that `high` preempts: REQUEUE or CANCEL, after so many seconds."""
+    change = ["partition=low", f"PreemptMode={mode}", f"GraceTime={grace_s}"]
+    cluster.run(["scontrol", "update", *change], timeout_s=30, check=True)
+
+
+def preempt(cluster: Cluster, timeout_s: float = 60.0) -> None:
+    """Take all hosts for a second, and return when that is over."""
+    options = ["--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--parsable"]
+    done = cluster.run(["sbatch", *options, "--wrap=sleep 1"], timeout_s=30, check=True)
+    cluster.wait_for_job(done.stdout.strip().partition(";")[0], "COMPLETED", timeout_s)

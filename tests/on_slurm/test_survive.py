@@ -1,0 +1,119 @@
+"""A training goes on by itself after what happens on clusters, with the curve that it would have had.
+
+`python -m benchmarks.survival` does all of this for every backend and mode.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.on_slurm import survival
+from tests.on_slurm.login import Login, settings, wait_for
+from tests.on_slurm.survival import COMEBACK_S, Curve, wait_for_steps, wait_until_over
+from trainkit.errors import EXIT_NO_RESTART
+
+KINDS = (("sbatch", "gpu"), ("submitit", "node"))
+"""Backends and what a task stands for; the other pairs are in the benchmark."""
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    """The curve of a training that nothing happened to, on this machine."""
+    login = Login(cluster, tmp_path_factory.mktemp("whole"))
+    run = login.submit("--backend", "local", config=survival.survivor_config(login.folder))
+    assert wait_until_over(login, run, COMEBACK_S)["state"] == "finished"
+    return survival.curve(run)
+
+
+@pytest.fixture
+def config(login: Login) -> Path:
+    return survival.survivor_config(login.folder)
+
+
+def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) -> None:
+    runs = [
+        login.submit(
+            *("--partition", "low", "--backend", backend, "--per", per, "--name", backend), config=config
+        )
+        for backend, per in KINDS
+    ]
+    with survival.preemption(login.cluster):
+        for attempt, (mode, grace_s) in enumerate((("CANCEL", 10), ("REQUEUE", 0), ("CANCEL", 0)), 1):
+            for run in runs:
+                wait_for_steps(run, attempt, 5)
+            survival.set_preemption(login.cluster, mode, grace_s)
+            survival.preempt(login.cluster)
+        for run in runs:
+            assert wait_until_over(login, run, COMEBACK_S)["state"] == "finished", login.told_by(run)
+    for run in runs:
+        assert run.attempt_numbers() == [1, 2, 3, 4]
+        assert survival.computed_twice(run) == []
+        assert survival.curve(run) == expected
+    assert login.jobs() == []
+
+
+def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
+    limits = settings("resources.time='1'", "requeue.grace_s=15")
+    run = login.submit(*limits, config=config)
+    wait_for(lambda: len(survival.steps_of(run)) > 100 or survival.events_of(run, "signal"), "some steps")
+    # As if its steps took longer: it must not finish before the limit comes.
+    ranks = survival.ranks_of(run)
+    survival.pause(ranks.values())
+    wait_for(lambda: survival.events_of(run, "signal"), "the signal before the limit")
+    survival.go_on(ranks.values())
+    assert wait_until_over(login, run, COMEBACK_S)["state"] == "finished", login.told_by(run)
+    assert {e["cause"] for e in survival.events_of(run, "requeue_decision")} == {"timeout"}
+    assert survival.computed_twice(run) == []
+    assert survival.curve(run) == expected
+
+
+def test_a_rank_and_then_a_host_die(login: Login, config: Path, expected: Curve) -> None:
+    run = login.submit(*settings("resources.spare_nodes=1"), config=config)
+    wait_for_steps(run, 1, 25)
+    job_id = login.job_id(run)
+    killed_s = survival.kill_rank(run, 1)
+    wait_for_steps(run, 2, 25)
+    first, again = (survival.time_of(event) for event in survival.events_of(run, "first_step"))
+    # Without the queue: other work on the machine makes one start slower than another, but not by this.
+    assert again - killed_s < 10 + 2 * (first - survival.time_of(survival.events_of(run, "started")[0]))
+    login.cluster.kill_host(2)
+    wait_for_steps(run, 3, 1)
+    assert wait_until_over(login, run, COMEBACK_S)["state"] == "finished", login.told_by(run)
+    assert login.job_id(run) == job_id
+    assert login.cluster.job(job_id)["Restarts"] == "0"
+    decisions = survival.events_of(run, "requeue_decision")
+    assert [(e["cause"], e["action"]) for e in decisions] == [("crash", "restart"), ("node_fail", "restart")]
+    assert survival.hosts_of(run, 3) == [login.cluster.hosts[0], login.cluster.hosts[2]]
+    assert survival.curve(run) == expected
+
+
+def test_what_must_not_start_again(login: Login, config: Path) -> None:
+    """A person's scancel, and failures that would only come again: those end with the verdict."""
+    login.script(survival.BUGS, "sitecustomize.py")
+    login.script("import time\nimport no_such_module\n", "bad.py")
+    runs = {
+        bug: login.submit(*settings(f"launch.env.BUG={bug}"), "--name", bug, config=config)
+        for bug in ("raise", "nan", "none")
+    }
+    importing = ("--nodes", "1", "--name", "import", "--", "python", "bad.py")
+    runs["import"] = login.submit(*importing, config=config)
+    cancelled = runs.pop("none")
+    wait_for_steps(cancelled, 1, 5)
+    login.run(["scancel", login.job_id(cancelled)], check=True)
+    ends = {bug: wait_until_over(login, run, COMEBACK_S) for bug, run in runs.items()}
+    told = {bug: (end["state"], end["exit_code"], end["verdict"]["type"]) for bug, end in ends.items()}
+    assert told == {
+        "raise": ("failed", 1, "ValueError"),
+        "nan": ("failed", EXIT_NO_RESTART, "DivergedError"),
+        "import": ("failed", 1, "ModuleNotFoundError"),
+    }
+    assert (ends["raise"]["verdict"]["message"], ends["raise"]["verdict"]["step"]) == ("a bug of step 37", 37)
+    assert "a bug of step 37" in login.trainkit("status", str(runs["raise"].path)).stdout
+    assert wait_until_over(login, cancelled, COMEBACK_S)["state"] == "stopped"
+    login.wait_until_idle(20)
+    num_attempts = [len(run.attempt_numbers()) for run in (*runs.values(), cancelled)]
+    assert num_attempts == [2, 1, 1, 1]
+    assert survival.saved_step(cancelled) == survival.steps_of(cancelled)[-1]
