@@ -2,28 +2,29 @@
 
     python benchmarks/kill_campaign.py --rounds 20 --seed 0
 
-Each round submits a run of two nodes, waits for a random time, sends SIGKILL to a random victim (a worker, an
-agent, the supervisor, or all of them at once), and resumes until the run finishes; a round may kill several
-times. The losses in metrics.jsonl must then be equal as strings to those of a run that nobody touched, the
-samples counted without a gap, every published checkpoint intact, and no process left behind. Dropout is on,
-and the text is short, so that kills land in every part of an epoch. The same seed repeats the same campaign.
+Each round submits a run of two nodes and sends, once to three times at random moments, SIGKILL to a random
+victim: a rank, an agent, the supervisor, or all of them at once. What does not come back by itself is
+resumed. The losses in metrics.jsonl must then be equal as strings to those of a run that nobody touched,
+the samples counted without a gap, every published checkpoint intact, and no process left behind. Dropout is
+on, and the text is short, so that kills land in every part of an epoch. The same seed repeats the same
+campaign.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from trainkit.drill.curve import Point, compare, read_points
+from trainkit.drill.processes import find_processes, kill_all
 from trainkit.manifest import find_damage, published
-from trainkit.rundir import RunDir, read_metrics
+from trainkit.rundir import RunDir
 
 TRAINKIT = [sys.executable, "-m", "trainkit"]
 OPTIONS = {
@@ -58,54 +59,34 @@ def submit(folder: Path, text: Path) -> RunDir:
     return RunDir(folder)
 
 
-def curve(run: RunDir) -> list[tuple[int, str, int]]:
-    """(step, loss as it is written, samples seen) of every step."""
-    return [(r["step"], json.dumps(r["loss"]), r["samples_seen"]) for r in read_metrics(run)]
-
-
 def state(run: RunDir) -> str:
     return str(json.loads(trainkit("status", str(run.path), "--json").stdout)["state"])
 
 
-def processes(run: RunDir) -> dict[str, list[int]]:
-    """Process ids of a run by kind, found by the run folder in their arguments."""
-    found: dict[str, list[int]] = {"supervisor": [], "agent": [], "trainer": []}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if str(run.path) in arguments:
-            for kind in found:
-                if any(argument.endswith(f".{kind}") for argument in arguments):
-                    found[kind].append(int(entry.name))
-    return found
-
-
 def strike(run: RunDir, chance: random.Random) -> str:
     """SIGKILL a random victim; says whom."""
-    alive = {kind: pids for kind, pids in processes(run).items() if pids}
+    found = find_processes(run)
+    kinds = {"supervisor": found.supervisors, "agent": found.agents.values(), "rank": found.ranks.values()}
+    alive = {kind: sorted(pids) for kind, pids in kinds.items() if pids}
     if not alive:
         return "nobody (it had ended)"
     kind = chance.choice([*alive, "everything"])
-    everybody = [pid for pids in alive.values() for pid in pids]
-    victims = everybody if kind == "everything" else [chance.choice(alive[kind])]
-    for pid in victims:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    kill_all(found.everything if kind == "everything" else [chance.choice(alive[kind])])
     return kind
 
 
 def wait_until_ended(run: RunDir, timeout_s: float = 180.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while any(processes(run).values()):
+    while left := find_processes(run).everything:
         if time.monotonic() > deadline:
-            raise SystemExit(f"{run.path}: processes did not end: {processes(run)}")
+            raise SystemExit(f"{run.path}: processes did not end: {left}")
         time.sleep(0.05)
+
+
+def resume(run: RunDir) -> None:
+    resumed = trainkit("resume", str(run.path))
+    if resumed.returncode:
+        raise SystemExit(f"resume failed: {resumed.stderr}")
 
 
 def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir, list[str]]:
@@ -115,23 +96,27 @@ def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir,
         delay_s = chance.uniform(0.2, 9.0)
         time.sleep(delay_s)
         told.append(f"{strike(run, chance)} after {delay_s:.1f} s")
+        if find_processes(run).supervisors:
+            continue  # it comes back by itself
         wait_until_ended(run)
         if state(run) == "finished":
             break
-        resumed = trainkit("resume", str(run.path))
-        if resumed.returncode:
-            raise SystemExit(f"resume failed: {resumed.stderr}")
+        resume(run)
     wait_until_ended(run)
+    if state(run) != "finished":
+        resume(run)
+        wait_until_ended(run)
     return run, told
 
 
-def check(run: RunDir, expected: list[tuple[int, str, int]]) -> list[str]:
+def check(run: RunDir, reference: list[Point]) -> list[str]:
     """What is wrong after a round; nothing when all is well."""
     wrong = []
     if state(run) != "finished":
         wrong.append(f"state {state(run)}")
-    if curve(run) != expected:
-        wrong.append("another curve")
+    difference = compare(reference, read_points(run)).difference
+    if difference:
+        wrong.append(difference)
     wrong += [
         f"{c.path.name}: {damage}" for c in published(run.checkpoints_dir) if (damage := find_damage(c))
     ]
@@ -145,7 +130,7 @@ def campaign(rounds: int, seed: int, folder: Path) -> int:
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(1000)))
     reference = submit(folder / "reference", text)
     wait_until_ended(reference)
-    expected = curve(reference)
+    expected = read_points(reference)
     print(f"uninterrupted: {len(expected)} steps, state {state(reference)}", flush=True)
     failed = 0
     for number in range(1, rounds + 1):

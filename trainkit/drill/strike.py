@@ -18,6 +18,7 @@ from trainkit.manifest import published
 from trainkit.rundir import RunDir
 from trainkit.slurm.beside import run_on_nodes
 from trainkit.slurm.control import kill_step, requeue
+from trainkit.submit.follow_ups import cancel_follow_ups
 from trainkit.submit.steer import (
     ASK_SOON_S,
     kill,
@@ -147,6 +148,8 @@ def kill_job(run: RunDir) -> bool:
         if entry is None:
             return False
         mark_cancelled(run)
+        # First, because what is killed has not ended well: they would start.
+        cancel_follow_ups(run, but=str(entry["job_id"]))
         kill(run, entry)
     # It has written its end by now; Slurm takes a while to take the job off its nodes.
     deadline_s = time.monotonic() + GONE_WITHIN_S
