@@ -12,8 +12,9 @@ def event_line(event: Mapping[str, Any]) -> str:
     fields = [
         f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}"
         for key, value in event.items()
-        if key not in ("time", "attempt", "event", "reason")
+        if key not in ("time", "attempt", "event", "reason", "failed_at")
         and value is not None
+        and value is not False
         and not isinstance(value, dict)
     ]
     parts = [clock, f"attempt {event.get('attempt')}", str(event.get("event")), " ".join(fields)]
