@@ -20,8 +20,8 @@ def run_on_nodes(
 ) -> str:
     """What a command printed that ran once on each node of a running job, as a step of its own.
 
-    Takes nothing from the steps that are there: without --mem=0 Slurm refuses it where the first step has all the
-    memory of the job. Raises SlurmRefused when Slurm did not start it or it failed.
+    Takes nothing from the steps that are there: without --mem=0 Slurm refuses it where the first step has all
+    the memory of the job. Raises SlurmRefused when Slurm did not start it or it failed.
     """
     step = [
         *("srun", f"--jobid={checked_job_id(job_id)}", "--overlap", "--mem=0", "--input=none"),
