@@ -18,7 +18,7 @@ class Comeback:
     attempt: int
     """The one that ended."""
     action: str
-    """``restart`` inside the allocation, ``requeue`` of the job; ``resubmit``, ``follow_up``: as another one."""
+    """``restart`` in the allocation, ``requeue`` of the job, ``resubmit`` or ``follow_up`` as another one."""
     cause: str
     """``preempted timeout node_fail crash hang``, or ``asked`` by a person."""
     verdict: dict[str, Any] | None
