@@ -14,8 +14,9 @@ import torch
 
 from tests.support.models import ALONE
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, CheckpointError, TrainkitError
-from trainkit.manifest import SEAL, Checkpoint, best_step, point_best_at, published, seal
+from trainkit.manifest import SEAL, Checkpoint, best_step, file_hash, point_best_at, published, seal
 from trainkit.rundir import RunDir, read_jsonl, write_json
+from trainkit.trainer.checkpoint import loader
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 
@@ -23,8 +24,9 @@ TENSORS = {"a": torch.randn(200, 30), "b": torch.tensor(1.0)}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    """A run with checkpoints of the steps 1, 2 and 3."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run with checkpoints of the steps 1, 2 and 3, on a filesystem that shows things at once."""
+    monkeypatch.setattr(loader, "SETTLE_S", 0.0)
     run = RunDir(tmp_path)
     saver = CheckpointSaver(run, 1, ALONE, TENSORS, keep_last=9)
     for step in (1, 2, 3):
@@ -158,6 +160,45 @@ def test_what_cannot_be_read_is_not_thrown_out(run: RunDir, monkeypatch: pytest.
     assert caught.value.exit_code == EXIT_FAILED
     monkeypatch.undo()
     assert chosen_step(run) == 3
+
+
+@pytest.mark.parametrize("late", [1, 3])
+def test_a_view_that_is_late_is_waited_for(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, late: int
+) -> None:
+    """A host that sees the folder as it was before the newest ones were published."""
+    looks = []
+
+    def stale(folder: Path) -> list[Checkpoint]:
+        looks.append(folder)
+        return published(folder)[: None if len(looks) > 2 else -late]
+
+    monkeypatch.setattr(loader, "published", stale)
+    monkeypatch.setattr(loader, "SETTLE_S", 5.0)
+    monkeypatch.setattr(loader, "LOOK_AGAIN_S", 0.01)
+    assert chosen_step(run) == 3
+    assert "the checkpoint of step 3, which events.jsonl tells of, is not there; looking again" in caplog.text
+
+
+def test_a_file_that_cannot_be_read_yet_is_read_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    def stale(path: Path) -> str:
+        looks.append(path)
+        if len(looks) < 3:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return file_hash(path)
+
+    monkeypatch.setattr("trainkit.manifest.file_hash", stale)
+    monkeypatch.setattr(loader, "SETTLE_S", 5.0)
+    monkeypatch.setattr(loader, "LOOK_AGAIN_S", 0.01)
+    assert chosen_step(run) == 3
+    assert rejections(run) == []
+
+
+def test_the_one_that_a_person_removed_is_not_waited_for_for_ever(run: RunDir) -> None:
+    shutil.rmtree(run.checkpoint_dir(3))
+    assert chosen_step(run) == 2
 
 
 def test_best_link_that_a_crash_left_behind_is_put_right(run: RunDir) -> None:

@@ -13,7 +13,7 @@ from trainkit.rundir import AttemptDir, read_json, read_jsonl
 
 LONG_S = 1800.0
 """A trainer of which we see no checkpoint has come further when it ran so long."""
-RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory")
+RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError")
 """Failures that can happen twice in the same words and still be bad luck."""
 
 

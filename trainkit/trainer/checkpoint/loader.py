@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from logging import getLogger
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,9 @@ from trainkit.trainer.events import note_event
 
 log = getLogger(__name__)
 T = TypeVar("T")
+SETTLE_S = 65.0
+"""A host of a network filesystem may see a folder for a minute as it was."""
+LOOK_AGAIN_S = 1.0
 
 
 def from_main(value: T, world: World) -> T:
@@ -51,9 +55,11 @@ def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoi
     read just now; with exit code 78 when a newer trainkit wrote it, or when checkpoints that the run had are
     gone or damaged, since to begin again at step 0 is for a person to decide.
     """
+    listed: list[tuple[str, int]] = []
     if world.is_main:
         _remove_leftovers(run)
-    candidates = from_main([(str(c.path), c.step) for c in reversed(published(run.checkpoints_dir))], world)
+        listed = [(str(checkpoint.path), checkpoint.step) for checkpoint in reversed(settled_list(run))]
+    candidates = from_main(listed, world)
     for path, step in candidates:
         candidate = Checkpoint(Path(path), step)
         if from_main(is_newer(candidate), world):
@@ -79,6 +85,41 @@ def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoi
             exit_code=EXIT_NO_RESTART,
         )
     return None
+
+
+def settled_list(run: RunDir) -> list[Checkpoint]:
+    """The published checkpoints, oldest first, once the newest that was published shows.
+
+    On a network filesystem a host can see a folder for a while as it was before another host wrote to it; to
+    begin from an older checkpoint would compute, and then try to publish, what is there already.
+    """
+    deadline_s, told = time.monotonic() + SETTLE_S, False
+    while True:
+        listed = published(run.checkpoints_dir)
+        known = _newest_that_should_be(run)
+        if known is None or any(checkpoint.step == known for checkpoint in listed):
+            return listed
+        if time.monotonic() > deadline_s:
+            return listed
+        if not told:
+            told = True
+            log.warning(
+                f"the checkpoint of step {known}, which events.jsonl tells of, is not there; looking again"
+                f" for {SETTLE_S:g} s, since a network filesystem may show it late"
+            )
+        time.sleep(LOOK_AGAIN_S)
+
+
+def _newest_that_should_be(run: RunDir) -> int | None:
+    """The step of the newest checkpoint of which the events say that it was published, and not rejected."""
+    newest: list[int] = []
+    for event in read_jsonl(run.events_file):
+        step = event.get("step")
+        if event.get("event") == "checkpoint_commit" and isinstance(step, int):
+            newest.append(step)
+        elif event.get("event") == "checkpoint_rejected":
+            newest = [one for one in newest if one != step]
+    return newest[-1] if newest else None
 
 
 def _remove_leftovers(run: RunDir) -> None:
@@ -118,19 +159,33 @@ def _agree_on_damage(candidate: Checkpoint, world: World) -> str:
     Raises CheckpointError when a rank cannot read it or does not see what rank 0 sees: one sick node must
     not have a good checkpoint thrown out.
     """
-    mine = _look(candidate, world)
-    found = [mine]
-    if world.distributed:
-        found = [mine] * world.size
-        dist.all_gather_object(found, mine, group=world.checkpoint_group)
-    for rank, (plain, _, error) in enumerate(found):
-        if error or plain != found[0][0]:
-            why = error or plain or "it sees what rank 0 does not"
+    found = _look_together(candidate, world)
+    return found[0][0] or next((hashed for _, hashed, _ in found if hashed), "")
+
+
+def _look_together(candidate: Checkpoint, world: World) -> list[tuple[str, str, str]]:
+    """What each rank sees, when all see the same or have had the time to."""
+    deadline_s = time.monotonic() + SETTLE_S
+    while True:
+        mine = _look(candidate, world)
+        found = [mine]
+        if world.distributed:
+            found = [mine] * world.size
+            dist.all_gather_object(found, mine, group=world.checkpoint_group)
+        agreed = found[0][0]
+        odd = next((rank for rank, (plain, _, error) in enumerate(found) if error or plain != agreed), None)
+        if odd is None:
+            return found
+        plain, _, error = found[odd]
+        why = error or plain or "it sees what rank 0 does not"
+        if not from_main(time.monotonic() < deadline_s, world):
             raise CheckpointError(
-                f"rank {rank} cannot read {candidate.path}: {why}",
+                f"rank {odd} cannot read {candidate.path}: {why}",
                 hint="look at the file system of that node; nothing was changed, so just try again",
             )
-    return found[0][0] or next((hashed for _, hashed, _ in found if hashed), "")
+        if world.is_main:
+            log.warning(f"rank {odd} cannot read {candidate.path.name} yet: {why}; looking again")
+        time.sleep(LOOK_AGAIN_S)
 
 
 def _look(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
