@@ -22,7 +22,7 @@ name: survivor
 device: cpu
 model: {{preset: nano, dropout: 0.1}}
 data: {{source: {text}, seq_len: 64, val_fraction: 0.1}}
-train: {{steps: 220, device_batch_size: 16, global_batch_size: 32, log_every: 1, eval_every: null}}
+train: {{steps: {num_steps}, device_batch_size: 16, global_batch_size: 32, log_every: 1, eval_every: null}}
 resources: {{nodes: 2, gpus_per_node: 1, cpus_per_gpu: 1, time: "10"}}
 checkpoint: {{every_steps: 20}}
 precision: {{dtype: fp32}}
@@ -54,12 +54,12 @@ COMEBACK_S = 120.0
 Curve = list[tuple[int, str, int]]
 
 
-def survivor_config(folder: Path) -> Path:
+def survivor_config(folder: Path, num_steps: int = 220) -> Path:
     """The config of the training, and its text, in a folder."""
     text = folder / "text.txt"
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(4000)))
     config = folder / "survivor.yaml"
-    config.write_text(CONFIG.format(text=text))
+    config.write_text(CONFIG.format(text=text, num_steps=num_steps))
     return config
 
 

@@ -1,0 +1,226 @@
+"""Let random faults strike several trainings at once, and prove that each still has the curve that it should.
+
+    python -m benchmarks.fault_campaign --faults 200 --seed 0
+
+Starts a Slurm cluster of four hosts on this machine (root; see tests/cluster) on which three trainings of two
+hosts run at once, one after another, of every backend, with and without spare hosts. Faults strike them:
+SIGKILL of a rank, slurmd killed, the network of a host cut for 5 to 60 s, slurmctld stopped, the disk full,
+the newest checkpoint damaged, a host that sees an old state of a folder. Each run must finish with losses
+that are equal as strings to those of a run that nobody touched. A full disk may stop one, and so may failures
+that come faster than checkpoints: then with a verdict that says so, and it is resumed. No intact checkpoint
+may be lost, no job or process be left, no port clash. One line a fault; the same seed draws the same faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.faults import Fault, Striker, draw, help_as_administrator, one_of
+from benchmarks.flight import Flight, processes_of
+from tests.cluster.cluster import Cluster, up
+from tests.cluster.processes import Pid
+from tests.on_slurm import survival
+from tests.on_slurm.login import BACKENDS, Login, settings
+from tests.on_slurm.shared_disk import shared_small_disk
+from tests.on_slurm.survival import Curve
+
+RUNS_AT_ONCE = 3
+NUM_STEPS = 300
+PATIENCE_S = 90.0
+"""A fault that waits for a run to compute strikes after so long in any case."""
+LOOK_EVERY_S = 1.0
+HELP_EVERY_S = 5.0
+LEFT_S = 90.0
+"""What a host that is back still has to end must be gone after so long."""
+SLURM_OPTIONS = {"UnkillableStepTimeout": "600", "MinJobAge": "60"}
+"""A host that was cut off is not drained for what it could not report meanwhile."""
+
+
+class Campaign:
+    """The faults of one seed and the runs that they strike."""
+
+    def __init__(
+        self, login: Login, striker: Striker, faults: list[Fault], expected: Curve, seed: int
+    ) -> None:
+        self.login = login
+        self.striker = striker
+        self.faults = faults
+        self.expected = expected
+        self.chance = random.Random(f"runs of {seed}")
+        self.flights: list[Flight] = []
+        self.num_runs = 0
+        self.wrong: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.began_s = time.monotonic()
+
+    def say(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began_s:7.1f} s  {text}", flush=True)
+
+    def fly(self) -> None:
+        """Let all faults strike, and bring every run to its end."""
+        waiting = list(self.faults)
+        last_s = look_s = help_s = time.monotonic()
+        while waiting or self.flights:
+            now = time.monotonic()
+            self.striker.mend()
+            if waiting and self._is_time(waiting[0], now - last_s):
+                self._strike(waiting.pop(0))
+                last_s = time.monotonic()
+            if self._slurm_answers():
+                if now > help_s + HELP_EVERY_S:
+                    help_s = now
+                    self._help()
+                if now > look_s + LOOK_EVERY_S:
+                    look_s = now
+                    self._look()
+                while waiting and len(self.flights) < RUNS_AT_ONCE and "disk" not in self.striker.active:
+                    self._submit()
+            time.sleep(0.1)
+
+    def _slurm_answers(self) -> bool:
+        return "slurmctld" not in self.striker.active
+
+    def _is_time(self, fault: Fault, since_s: float) -> bool:
+        if not self.flights or since_s < fault.gap_s:
+            return False
+        return not fault.waits or since_s > PATIENCE_S or any(one.computes() for one in self.flights)
+
+    def _strike(self, fault: Fault) -> None:
+        computing = [one for one in self.flights if one.computes()] if fault.waits else []
+        flight = one_of(computing or self.flights, fault.who)
+        where = flight.where()
+        done = self.striker.strike(fault, flight)
+        self.counts[fault.kind] += 1
+        self.say(f"{fault.number:4d} {done} ({where})")
+        for one in self.flights:
+            if one is flight or fault.kind in ("slurmd", "cut", "slurmctld", "disk"):
+                one.faults.append(done)
+                one.disk_was_full |= fault.kind == "disk"
+
+    def _help(self) -> None:
+        for done in help_as_administrator(self.login.cluster):
+            self.counts["help of an administrator"] += 1
+            self.say(f"     administrator: {done}")
+
+    def _submit(self) -> None:
+        self.num_runs += 1
+        backend, per = self.chance.choice(BACKENDS), self.chance.choice(("gpu", "node"))
+        spare = self.chance.choice((0, 0, 1))
+        run_dir = self.striker.disk / f"run-{self.num_runs:03d}"
+        options = ("--backend", backend, "--per", per, "--run-dir", str(run_dir))
+        config = self.login.folder / "survivor.yaml"
+        run = self.login.submit(
+            *options, *settings(f"resources.spare_nodes={spare}"), config=config, timeout_s=300
+        )
+        self.flights.append(Flight(self.login, run, f"{backend}, a task a {per}, {spare} spare"))
+
+    def _look(self) -> None:
+        for flight in list(self.flights):
+            flight.look(calm=not self.striker.active)
+            end = flight.end()
+            if end is None and not any("no step for" in text for text in flight.wrong):
+                continue
+            if end is not None and end["state"] != "finished":
+                self._after_stop(flight, end)
+                continue
+            self.flights.remove(flight)
+            self._conclude(flight, flight.judge_end(self.expected))
+
+    def _after_stop(self, flight: Flight, end: dict[str, object]) -> None:
+        wrong = flight.judge_stop(end)
+        if wrong is not None:
+            self.flights.remove(flight)
+            self._conclude(flight, [*flight.wrong, wrong])
+            return
+        if "disk" in self.striker.active or self.login.job_id(flight.run) in self.login.jobs():
+            return  # nobody can resume it before there is space, nor while its job ends
+        flight.stops.append(str(end["reason"]))
+        self.counts["resumed"] += 1
+        self.say(f"     {flight.where()} stopped: {end['reason']}; resumed")
+        flight.disk_was_full = False
+        done = self.login.trainkit("resume", str(flight.run.path), timeout_s=300)
+        if done.returncode:
+            self.flights.remove(flight)
+            self._conclude(flight, [*flight.wrong, f"it cannot be resumed: {done.stderr}"])
+
+    def _conclude(self, flight: Flight, wrong: list[str]) -> None:
+        num = f"{survival.newest_attempt(flight.run)} attempts, {len(flight.faults)} faults"
+        self.say(
+            f"     {flight.name} ({flight.kind}): {'; '.join(wrong) or 'equal'}; {num}; {flight.comebacks()}"
+        )
+        self.wrong += [f"{flight.name}: {text}" for text in wrong]
+        if wrong:
+            self.login.trainkit("cancel", str(flight.run.path), "--now", timeout_s=300)
+            shutil.copytree(flight.run.path, self.login.folder / "wrong" / flight.name, symlinks=True)
+        # The disk is small; the rest stays, for what still runs in it to be found.
+        shutil.rmtree(flight.run.checkpoints_dir, ignore_errors=True)
+
+
+def left_behind(login: Login, disk: Path) -> list[str]:
+    """What is still there when all runs are over and nothing is broken any more."""
+    deadline_s = time.monotonic() + LEFT_S
+    while (jobs := login.jobs()) + (processes := processes_of(disk)) and time.monotonic() < deadline_s:
+        time.sleep(0.5)
+    return [f"job {job} is left" for job in jobs] + [f"process {line} is left" for line in processes]
+
+
+def reference(login: Login) -> Curve:
+    """The curve of a run that nobody touches."""
+    config = survival.survivor_config(login.folder, num_steps=NUM_STEPS)
+    run = login.submit("--backend", "local", "--run-dir", str(login.folder / "reference"), config=config)
+    end = survival.wait_until_over(login, run, 600)
+    if end["state"] != "finished":
+        raise SystemExit(login.told_by(run))
+    return survival.curve(run)
+
+
+def campaign(cluster: Cluster, folder: Path, num_faults: int, seed: int) -> int:
+    """The exit code of one campaign."""
+    login = Login(cluster, folder)
+    (folder / "old").mkdir()
+    expected = reference(login)
+    with shared_small_disk(cluster, folder / "disk", "192m") as disk:
+        striker = Striker(cluster, disk)
+        under_way = Campaign(login, striker, draw(num_faults, seed), expected, seed)
+        try:
+            under_way.fly()
+        finally:
+            striker.mend(everything=True)
+        under_way.wrong += left_behind(login, disk)
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(under_way.counts.items()))
+    print(f"{num_faults} faults, {under_way.num_runs} runs, {len(under_way.wrong)} wrong ({counts})")
+    for text in under_way.wrong:
+        print(f"WRONG {text}")
+    return 1 if under_way.wrong else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="an empty folder; what went wrong is left in it")
+    args = parser.parse_args()
+    folder = (args.keep or Path(tempfile.mkdtemp(prefix="fault-campaign-"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    cluster = up(options=SLURM_OPTIONS, owner=Pid.of(os.getpid()))
+    try:
+        code = campaign(cluster, folder, args.faults, args.seed)
+    finally:
+        cluster.down()
+    if code == 0 and args.keep is None:
+        shutil.rmtree(folder)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""The faults of `fault_campaign.py`: what strikes, and how it is mended again."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.flight import Flight
+from tests.cluster import daemons, hosts
+from tests.cluster.cluster import Cluster
+from tests.on_slurm import survival
+from tests.support.disks import fill
+from trainkit.manifest import Checkpoint, published
+
+T = TypeVar("T")
+
+KINDS = {
+    "rank": 6,
+    "slurmd": 3,
+    "cut": 4,
+    "slurmctld": 2,
+    "disk": 2,
+    "damage": 4,
+    "stale checkpoints": 2,
+    "stale attempts": 1,
+}
+"""Kind -> how often it strikes, relative to the others."""
+MOST_HOSTS_AWAY = 2
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault as it was drawn; the numbers from 0 to 1 choose among what there is when it strikes."""
+
+    number: int
+    kind: str
+    gap_s: float
+    """Time since the fault before, at the least."""
+    waits: bool
+    """Whether it waits until its run computes, or strikes whatever that does, such as starting."""
+    who: float
+    where: float
+    length: float
+
+
+def draw(count: int, seed: int) -> list[Fault]:
+    """The faults of a campaign; a longer one begins with those of a shorter one."""
+    chance = random.Random(seed)
+    kinds, weights = list(KINDS), list(KINDS.values())
+    return [
+        Fault(
+            number=number,
+            kind=chance.choices(kinds, weights)[0],
+            gap_s=chance.uniform(1.0, 9.0),
+            waits=chance.random() < 0.7,
+            who=chance.random(),
+            where=chance.random(),
+            length=chance.random(),
+        )
+        for number in range(1, count + 1)
+    ]
+
+
+def one_of(things: Sequence[T], chosen: float) -> T:
+    """The thing that a number from 0 to 1 stands for."""
+    return things[int(chosen * len(things))]
+
+
+class Striker:
+    """Lets faults strike, and mends what has to be mended after a while."""
+
+    def __init__(self, cluster: Cluster, disk: Path) -> None:
+        self.cluster = cluster
+        self.disk = disk
+        self.away: set[int] = set()
+        """Hosts whose cable is cut or whose slurmd is dead."""
+        self.active: set[str] = set()
+        """Kinds of faults that have not been mended yet."""
+        self._due: list[tuple[float, int, str, Callable[[], None]]] = []
+
+    def strike(self, fault: Fault, flight: Flight) -> str:
+        """Let a fault strike a run, or all of them; says in words what was done."""
+        strikes: dict[str, Callable[[Fault, Flight], str]] = {
+            "rank": self._kill_rank,
+            "slurmd": self._kill_slurmd,
+            "cut": self._cut,
+            "slurmctld": self._stop_slurmctld,
+            "disk": self._fill_disk,
+            "damage": self._damage,
+            "stale checkpoints": self._make_stale,
+            "stale attempts": self._make_stale,
+        }
+        return strikes[fault.kind](fault, flight)
+
+    def mend(self, everything: bool = False) -> None:
+        """Undo the faults whose time is over, or all."""
+        while self._due and (everything or self._due[0][0] <= time.monotonic()):
+            _, _, kind, undo = heapq.heappop(self._due)
+            undo()
+            if all(other[2] != kind for other in self._due):
+                self.active.discard(kind)
+
+    def _later(self, fault: Fault, delay_s: float, undo: Callable[[], None]) -> None:
+        self.active.add(fault.kind)
+        heapq.heappush(self._due, (time.monotonic() + delay_s, fault.number, fault.kind, undo))
+
+    def _kill_rank(self, fault: Fault, flight: Flight) -> str:
+        ranks = survival.ranks_of(flight.run)
+        if not ranks:
+            return "SIGKILL of a rank: there was none"
+        rank = one_of(sorted(ranks), fault.where)
+        try:
+            os.kill(ranks[rank], signal.SIGKILL)
+        except ProcessLookupError:
+            return f"SIGKILL of rank {rank}: it had ended"
+        return f"SIGKILL of rank {rank}"
+
+    def _host(self, fault: Fault) -> int | None:
+        if len(self.away) >= MOST_HOSTS_AWAY:
+            return None
+        there = [index for index in self.cluster.state.hosts() if index not in self.away]
+        return one_of(there, fault.where)
+
+    def _kill_slurmd(self, fault: Fault, flight: Flight) -> str:
+        index = self._host(fault)
+        if index is None:
+            return "slurmd killed: enough hosts are away"
+        self.cluster.kill_slurmd(index)
+        self.away.add(index)
+        delay_s = 2 + 38 * fault.length
+
+        def start() -> None:
+            self.cluster.start_slurmd(index)
+            self.away.discard(index)
+
+        self._later(fault, delay_s, start)
+        return f"slurmd of node{index} killed for {delay_s:.0f} s"
+
+    def _cut(self, fault: Fault, flight: Flight) -> str:
+        index = self._host(fault)
+        if index is None:
+            return "network cut: enough hosts are away"
+        self.cluster.cut_off(index)
+        self.away.add(index)
+        delay_s = 5 + 55 * fault.length
+
+        def reconnect() -> None:
+            self.cluster.reconnect(index)
+            self.away.discard(index)
+
+        self._later(fault, delay_s, reconnect)
+        return f"network of node{index} cut for {delay_s:.0f} s"
+
+    def _stop_slurmctld(self, fault: Fault, flight: Flight) -> str:
+        if "slurmctld" in self.active:
+            return "slurmctld stopped: it is already"
+        killed = fault.where < 0.3
+        self.cluster.stop_slurmctld(force=killed)
+        delay_s = 12 * fault.length
+        self._later(fault, delay_s, self.cluster.start_slurmctld)
+        return f"slurmctld {'killed' if killed else 'stopped'} for {delay_s:.0f} s"
+
+    def _fill_disk(self, fault: Fault, flight: Flight) -> str:
+        if "disk" in self.active:
+            return "disk full: it is already"
+        filler = fill(self.disk, leave_bytes=int(fault.where * 100_000))
+        delay_s = 1 + 10 * fault.length
+        self._later(fault, delay_s, filler.unlink)
+        return f"disk full for {delay_s:.0f} s"
+
+    def _damage(self, fault: Fault, flight: Flight) -> str:
+        found = published(flight.run.checkpoints_dir)
+        if not found:
+            return "newest checkpoint damaged: there is none"
+        flight.note_damage(found[-1])
+        how = damage(found[-1], fault.where)
+        if fault.length < 0.5:
+            # What is damaged shows when it is read.
+            return f"newest checkpoint (step {found[-1].step}) {how}, and {self._kill_rank(fault, flight)}"
+        return f"newest checkpoint (step {found[-1].step}) {how}"
+
+    def _make_stale(self, fault: Fault, flight: Flight) -> str:
+        """Show one host for some seconds what a folder of the run was like; a death makes it be read."""
+        of_checkpoints = fault.kind == "stale checkpoints"
+        folder = flight.run.checkpoints_dir if of_checkpoints else flight.run.attempts_dir
+        old = flight.old_checkpoints if of_checkpoints else flight.old_attempts
+        placed = survival.hosts_of(flight.run, survival.newest_attempt(flight.run))
+        if old is None or not folder.exists() or not placed:
+            return f"{fault.kind}: there is nothing old to show"
+        name = one_of(placed, fault.where)
+        index = self.cluster.hosts.index(name) + 1
+        shown = old.with_name(f"{old.name}-shown-{fault.number}")
+        shutil.copytree(old, shown, symlinks=True)
+        killed = self._kill_rank(fault, flight)
+        mount = f"mount --bind {shown} {folder} && mount -o remount,bind,ro {folder}"
+        self.cluster.run(["sh", "-c", mount], host=index, check=True)
+        delay_s = 2 + 6 * fault.length
+
+        def show_again() -> None:
+            self.cluster.run(["umount", "--lazy", str(folder)], host=index)
+            shutil.rmtree(shown)
+
+        self._later(fault, delay_s, show_again)
+        return f"{fault.kind} shown on node{index} for {delay_s:.0f} s, and {killed}"
+
+
+def damage(checkpoint: Checkpoint, how: float) -> str:
+    """Damage a checkpoint in the way that a number from 0 to 1 stands for; what was done."""
+    shard = max((file for file in checkpoint.path.iterdir()), key=lambda file: file.stat().st_size)
+    if how < 0.4:
+        data = bytearray(shard.read_bytes())
+        place = int(how / 0.4 * (len(data) - 8))
+        data[place : place + 8] = bytes(byte ^ 0xFF for byte in data[place : place + 8])
+        shard.write_bytes(data)
+        return f"flipped at byte {place} of {shard.name}"
+    if how < 0.6:
+        os.truncate(shard, shard.stat().st_size - 2)
+        return f"lost two bytes of {shard.name}"
+    if how < 0.8:
+        shard.unlink()
+        return f"lost {shard.name}"
+    checkpoint.manifest_file.write_bytes(b"garbage")
+    return "lost its manifest"
+
+
+def help_as_administrator(cluster: Cluster) -> list[str]:
+    """What an administrator does: resume hosts that Slurm has drained, release jobs that it holds."""
+    done = []
+    for name, state in cluster.node_states().items():
+        index = cluster.hosts.index(name) + 1
+        if state.startswith("drain") and daemons.is_running(cluster.state, "slurmctld"):
+            cluster.run(["scontrol", "update", f"nodename={name}", "state=resume"], timeout_s=30)
+            done.append(f"resumed {hosts.folder(cluster.state, index).name}")
+    shown = cluster.run(["squeue", "--noheader", "--states=PENDING", "--format=%i %r"], timeout_s=30).stdout
+    for line in shown.splitlines():
+        job_id, _, reason = line.partition(" ")
+        if "held" in reason.lower():
+            cluster.run(["scontrol", "release", job_id], timeout_s=30)
+            done.append(f"released {job_id} ({reason})")
+    return done

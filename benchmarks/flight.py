@@ -1,0 +1,158 @@
+"""One run of `fault_campaign.py`: what is seen of it while faults strike, and what must hold at its end."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.on_slurm import survival
+from tests.on_slurm.login import Login
+from tests.on_slurm.survival import Curve
+from trainkit.manifest import Checkpoint, find_damage, published
+from trainkit.rundir import RunDir
+
+OLD_EVERY_S = 5.0
+"""How old at the most what a host with stale reads sees."""
+STUCK_S = 240.0
+"""No step for so long, with nothing broken, is a run that nobody brings back."""
+CLASH = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
+BRAKES = ("nothing new was saved in", "attempts in a row ended at step")
+NO_SPACE = ("No space left", "disk full")
+
+
+class Flight:
+    """A run that is under way."""
+
+    def __init__(self, login: Login, run: RunDir, kind: str) -> None:
+        self.login = login
+        self.run = run
+        self.kind = kind
+        self.faults: list[str] = []
+        self.wrong: list[str] = []
+        self.stops: list[str] = []
+        """The verdicts after which a person had to resume it."""
+        self.old_checkpoints: Path | None = None
+        self.old_attempts: Path | None = None
+        self._damaged: set[tuple[int, int]] = set()
+        """(step, inode) of the checkpoints that were damaged on purpose."""
+        self._newest = 0
+        self._old_at_s = 0.0
+        self._num_lines = 0
+        self._moved_at_s = time.monotonic()
+        self.disk_was_full = False
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    def note_damage(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint is going to be damaged: from now on it does not count."""
+        self._damaged.add(_identity(checkpoint))
+        self._newest = max((one.step for one in self._intact()), default=0)
+
+    def computes(self) -> bool:
+        """Whether its newest attempt has computed some steps."""
+        attempt = survival.newest_attempt(self.run)
+        return (
+            len(survival.steps_of(self.run, attempt)) >= 3 and not self.run.attempt(attempt).end_file.exists()
+        )
+
+    def where(self) -> str:
+        """Step and attempt, for a line of output."""
+        steps = survival.steps_of(self.run)
+        return f"{self.name} step {steps[-1] if steps else 0} attempt {survival.newest_attempt(self.run)}"
+
+    def look(self, calm: bool) -> None:
+        """Note what goes wrong; `calm` says that nothing is broken now."""
+        newest = max((one.step for one in self._intact()), default=0)
+        if newest < self._newest:
+            self.wrong.append(f"the newest intact checkpoint went from step {self._newest} back to {newest}")
+        self._newest = newest
+        num_lines = len(survival.steps_of(self.run))
+        if num_lines != self._num_lines or not calm:
+            self._num_lines, self._moved_at_s = num_lines, time.monotonic()
+        if time.monotonic() > self._moved_at_s + STUCK_S:
+            self.wrong.append(f"no step for {STUCK_S:g} s")
+        if time.monotonic() > self._old_at_s + OLD_EVERY_S:
+            self._old_at_s = time.monotonic()
+            self.old_checkpoints = self._copy(self.run.checkpoints_dir, self.old_checkpoints)
+            self.old_attempts = self._copy(self.run.attempts_dir, self.old_attempts)
+
+    def _copy(self, folder: Path, before: Path | None) -> Path | None:
+        """The folder as it is now, kept to be shown later; the one before where a file vanishes meanwhile."""
+        if not folder.is_dir():
+            return before
+        kept = self.login.folder / "old" / f"{self.name}-{folder.name}"
+        fresh = kept.with_suffix(".new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        try:
+            shutil.copytree(folder, fresh, symlinks=True)
+        except (OSError, shutil.Error):
+            return before
+        shutil.rmtree(kept, ignore_errors=True)
+        fresh.rename(kept)
+        return kept
+
+    def _intact(self) -> list[Checkpoint]:
+        return [one for one in published(self.run.checkpoints_dir) if _identity(one) not in self._damaged]
+
+    def end(self) -> dict[str, Any] | None:
+        """How it ended, unless it goes on by itself; `trainkit status` says what died without a word."""
+        end = survival.last_end(self.run)
+        if end is not None or self.login.job_id(self.run) in self.login.jobs():
+            return end
+        status = self.login.status(self.run)
+        return status if status["state"] == "died" else survival.last_end(self.run)
+
+    def judge_stop(self, end: dict[str, Any]) -> str | None:
+        """What is wrong with a stop; None when the faults explain it and a person may resume it."""
+        reason = str(end["reason"])
+        told = f"{reason} {json.dumps(end.get('verdict'))}"
+        if any(text in told for text in NO_SPACE) and self.disk_was_full:
+            return None
+        if end["state"] == "died" and self.disk_was_full:
+            return None  # it could not write its end
+        if any(text in reason for text in BRAKES) and len(self.faults) >= 3:
+            return None
+        return f"stopped: {end['state']}: {reason}"
+
+    def judge_end(self, expected: Curve) -> list[str]:
+        """What is wrong after it has finished."""
+        wrong = list(self.wrong)
+        found = survival.curve(self.run)
+        if found != expected:
+            differs = [a[0] for a, b in zip(found, expected, strict=False) if a != b]
+            wrong.append(f"another curve: {len(found)} of {len(expected)} steps, first other {differs[:1]}")
+        wrong += [f"{one.path.name}: {bad}" for one in self._intact() if (bad := find_damage(one))]
+        logs = [*self.run.attempts_dir.glob("*/logs/*.log")]
+        wrong += [f"port clash in {log}" for log in logs if CLASH.search(log.read_text(errors="replace"))]
+        return wrong
+
+    def comebacks(self) -> str:
+        """How often it came back in which way."""
+        actions = [event["action"] for event in survival.events_of(self.run, "requeue_decision")]
+        return ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions)) or "none"
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The command lines on any host that name something in a folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # no process, or one that just ends
+        if str(folder) in line:
+            found.append(f"{entry.name}: {line}")
+    return found
+
+
+def _identity(checkpoint: Checkpoint) -> tuple[int, int]:
+    try:
+        return checkpoint.step, checkpoint.path.stat().st_ino
+    except OSError:
+        return checkpoint.step, 0  # removed meanwhile
