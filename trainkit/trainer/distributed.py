@@ -20,6 +20,8 @@ from trainkit.trainer.meeting import meet
 
 START_TIMEOUT = timedelta(minutes=30)
 """Long, because the first step of some rank may compile while the others wait."""
+COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
+"""Longer than the watchdog's patience, which says who is late; a collective only says that it waited."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,12 @@ def join_world(env: RankEnv, device: torch.device, layout: Layout, stop: StopReq
         store=store,
         rank=env.rank,
         world_size=env.world_size,
-        timeout=START_TIMEOUT,
+        timeout=COLLECTIVE_TIMEOUT,
     )
     mesh = init_device_mesh(
         device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
     )
-    checkpoint_group = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
+    checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     return World(env.rank, env.world_size, device, mesh, checkpoint_group)
 
 
