@@ -197,6 +197,22 @@ def test_the_code_is_that_of_what_began_it(run: RunDir, slurm: Slurm) -> None:
     assert end["reason"].endswith("it would fail in the same way again")
 
 
+def test_an_agent_that_was_killed_is_no_longer_waited_for(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could write nothing; srun says so, and waits for the others, which wait for its rank."""
+    monkeypatch.setattr(StepWatch, "look_every_s", 0.05)
+    monkeypatch.setattr("trainkit.job.step_watch.PEER_S", 0.2)
+    write_json(run.attempt(1).rendezvous_file, {"step_id": "0", "hosts": ["node1"]})
+    says = "srun: error: node1: task 0: Killed"
+    code = f"import sys, time; print({says!r}, file=sys.stderr, flush=True); time.sleep(60)"
+    step(run, f"import os; os.environ['TRAINKIT_JOB_ATTEMPT'] == '2' and os._exit(0)\n{code}")
+    first = read_json(run.attempt(1).end_file)
+    assert (first["action"], first["cause"]) == ("restart", "crash")
+    assert (first["verdict"]["host"], first["verdict"]["node_rank"]) == ("node1", 0)
+    assert first["verdict"]["message"] == "its agent was killed (agent of node 0)"
+
+
 def test_a_job_that_slurm_does_not_start_again(run: RunDir, slurm: Slurm) -> None:
     slurm.job, slurm.refuses = RUNNING, True
     result, end = step(run, f"raise SystemExit({EXIT_STOPPED})", told(run, "SIGUSR2"))

@@ -10,7 +10,7 @@ import time
 from trainkit.job import children
 from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import Crew
-from trainkit.job.decision import COMEBACK_SIGNAL
+from trainkit.job.decision import COMEBACK_SIGNAL, signal_exit_code
 from trainkit.job.hang_watch import HangWatch
 from trainkit.job.interpreter import module_argv
 from trainkit.job.outcome import Outcome
@@ -70,7 +70,8 @@ class AttemptWatch(Crew):
             print(f"cannot write the event of {received.name}: {error}", file=sys.stderr, flush=True)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
-        self.outcome.ended_here |= killed and not self.outcome.ends
+        if not self.outcome.ends and code == signal_exit_code(signal.SIGKILL) and not killed:
+            self.outcome.killed_node = rank
         self.outcome.ends.append((rank, code))
         if self.outcome.request is not None:
             late = time.monotonic() - self.requested_s >= self.plan.grace_s

@@ -23,8 +23,8 @@ class Outcome:
     """A rank reported that it came no further, and the others were ended."""
     lost_nodes: tuple[str, ...] = ()
     """Hosts that do not answer any more."""
-    ended_here: bool = False
-    """The first that ended was made to by the supervisor."""
+    killed_node: int | None = None
+    """Node rank of the agent that was killed before anything else ended."""
     has_remains: bool = False
     """srun had to be killed, so that Slurm may take the step for running still."""
     out_of_time: bool = False

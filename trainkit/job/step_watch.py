@@ -20,6 +20,7 @@ from trainkit.job.outcome import Outcome
 from trainkit.job.preflight import SEEN_VARIABLE, seen_by_supervisor
 from trainkit.job.record import is_cancelled
 from trainkit.job.slurm_place import slurm_job_id
+from trainkit.job.verdict import node_of_killed_task
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_json, read_jsonl
@@ -102,9 +103,10 @@ class StepWatch(Crew):
                 self.end_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
     def _end_after_a_failure(self) -> None:
-        """End the step when a rank has failed: its peers may wait for it in a collective for ever."""
+        """End the step when a rank or its agent has failed: its peers may wait for it for ever."""
         if self._failed_s is None:
-            if any(self.attempt.errors_dir.glob("rank-*.json")):
+            self.outcome.killed_node = node_of_killed_task(self.attempt)
+            if any(self.attempt.errors_dir.glob("rank-*.json")) or self.outcome.killed_node is not None:
                 self._failed_s = time.monotonic()
         elif time.monotonic() > self._failed_s + PEER_S:
             self._failed_s = float("inf")
@@ -113,14 +115,14 @@ class StepWatch(Crew):
     def _end_step(self) -> None:
         """Have srun kill what is left of the step; once is enough."""
         if SRUN in self.running and not self._is_ending:
-            self._is_ending = self.outcome.ended_here = True
+            self._is_ending = True
             os.kill(self.running[SRUN].pid, signal.SIGTERM)
             self.end_within(KILL_MARGIN_S)
 
     def _kill_rest(self) -> None:
         if SRUN in self.running:
             # A host does not answer, so that srun waits. When it is killed, its tasks live on elsewhere.
-            self.outcome.has_remains = self.outcome.ended_here = True
+            self.outcome.has_remains = True
             self._kill_tasks()
         super()._kill_rest()
 
@@ -135,6 +137,8 @@ class StepWatch(Crew):
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
         # srun's code is that of whoever was killed last; what began it is in the ranks' own records.
+        if not self._is_ending and not killed:
+            self.outcome.killed_node = node_of_killed_task(self.attempt)
         began = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
         self.outcome.ends.append((rank, code if began is None else began))
         if self.outcome.request is None:

@@ -17,9 +17,8 @@ from trainkit.rundir import AttemptDir, read_json
 if TYPE_CHECKING:
     from trainkit.job.bad_nodes import Kind
 
-KILLED = signal_exit_code(9)
 
-_TASK_KILLED = re.compile(r"^srun: error: (?P<host>\S+): tasks? [\d,\[\]-]+: (?P<how>.*)$", re.MULTILINE)
+_TASK_END = re.compile(r"^srun: error: (?P<host>\S+): tasks? [\d,\[\]-]+: (?P<how>.*)$", re.MULTILINE)
 _HARDWARE = re.compile(r"CUDA error|ECC|NVLink|Xid|unhandled (?:cuda|system) error|SIGBUS", re.IGNORECASE)
 
 
@@ -39,25 +38,32 @@ def first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> di
 
 def _killed_agent(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
     """The agent that was killed before anybody failed: only the ranks elsewhere could write what they saw."""
-    if outcome.ended_here:
+    node_rank = outcome.killed_node
+    if node_rank is None or _has_record(attempt, plan, node_rank):
         return None
-    if len(outcome.ends) > 1:
-        node_rank, code = outcome.ends[0]
-        if code != KILLED or _has_record(attempt, plan, node_rank):
-            return None
-        return agent_verdict(node_rank, "its agent was killed")
+    verdict = agent_verdict(node_rank, "its agent was killed")
+    hosts = hosts_of(attempt)
+    return {**verdict, "host": hosts[node_rank]} if node_rank < len(hosts) else verdict
+
+
+def node_of_killed_task(attempt: AttemptDir) -> int | None:
+    """The node of which the first task that ended was killed, as srun says; that task could not write it."""
     try:
-        text = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
-        hosts = list(read_json(attempt.rendezvous_file)["hosts"])
+        first = _TASK_END.search(attempt.supervisor_log.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    hosts = hosts_of(attempt)
+    if first is None or first["how"] not in ("Killed", "Terminated") or first["host"] not in hosts:
+        return None
+    return hosts.index(first["host"])
+
+
+def hosts_of(attempt: AttemptDir) -> list[str]:
+    """The hosts of the step by node rank; empty when its ranks have not met, or are all on this machine."""
+    try:
+        return list(read_json(attempt.rendezvous_file)["hosts"])
     except (OSError, ValueError, KeyError):
-        return None
-    first = _TASK_KILLED.search(text)
-    if first is None or first["how"] != "Killed" or first["host"] not in hosts:
-        return None
-    node_rank = hosts.index(first["host"])
-    if _has_record(attempt, plan, node_rank):
-        return None
-    return {**agent_verdict(node_rank, "its agent was killed"), "host": first["host"]}
+        return []
 
 
 def _has_record(attempt: AttemptDir, plan: LaunchPlan, node_rank: int) -> bool:
