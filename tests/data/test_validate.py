@@ -63,7 +63,9 @@ def test_counts_are_those_of_prepare(tmp_path, tokenizer_json):
     assert problems == []
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"x" * 100)[:-9]])
+@pytest.mark.parametrize(
+    "content", [b"no gzip", gzip.compress(b"x" * 100, mtime=0)[:-9]], ids=["no gzip", "cut off"]
+)
 def test_damaged_gzip(tmp_path, content):
     _, problems = validated(tmp_path / "a.txt.gz", content)
     assert len(problems) == 1
