@@ -101,7 +101,7 @@ def _group_text(group: Sequence[Reply], all_threads: bool) -> str:
     lines = [f"{_ranks([reply.rank for reply in group])} on {hosts}{_position(group)}"]
     for name, frames in group[0].threads.items():
         lines += [f"  thread {name}"] if all_threads else []
-        lines += [f"    {_short(frame)}" for frame in frames]
+        lines += [f"    {_short(frame)}" for frame in frames if "(<frozen importlib" not in frame]
         if not all_threads:
             break
     return "\n".join([*lines, ""])

@@ -29,7 +29,7 @@ from trainkit.job.memory import count_oom_kills
 from trainkit.job.network import network_environ
 from trainkit.job.preflight import check_node
 from trainkit.job.slurm_place import find_slurm_place, why_no_task
-from trainkit.job.stack_collector import StackCollector
+from trainkit.job.stack_collector import STATES, StackCollector
 from trainkit.job.station import Station, ToldToStop, local_station, slurm_station
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, worker_environ, worker_rank
 from trainkit.plan.launch import LaunchPlan
@@ -156,7 +156,8 @@ class Agent(Crew):
             self._hang_s = float("inf")
             for rank, pid in self._pids().items():
                 if not self.attempt.rank_hang(rank).exists():
-                    _say(f"rank {rank} does not answer: its stacks go to {self.attempt.rank_stacks(rank)}")
+                    why = STATES.get(children.state(pid) or "", "perhaps it can write its stacks yet")
+                    _say(f"rank {rank} does not answer: {why}")
                     os.kill(pid, signal.SIGQUIT)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
