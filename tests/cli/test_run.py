@@ -20,6 +20,14 @@ def test_run_shows_rank_0_and_ends_with_it(desk):
     assert read_json(desk.folder / "runs/small/plan.json")["world_size"] == 2
 
 
+def test_what_fails_in_the_foreground_is_not_started_again(desk):
+    desk.works("sys.exit(3)")
+    done = desk.trainkit("run", str(desk.config))
+    assert done.returncode == 1
+    assert "failed: a worker ended with exit code 3\n" in done.stderr
+    assert read_json(desk.folder / "runs/small/job.json")["attempts"][1:] == []
+
+
 def test_ctrl_c_saves_and_ends(desk):
     process, run, supervisor = started(desk)
     process.send_signal(signal.SIGINT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,8 @@ def command(request: ConfigRequest, run_dir: str | None) -> int:
             hint="`trainkit submit` starts several; or add --set resources.nodes=1",
         )
     plan = launch.plan_for(loaded, target=Target("local", "local: run starts it right here"))
+    # Somebody watches, and wants to see what failed.
+    plan = replace(plan, requeue=replace(plan.requeue, on=()))
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     forwarder = _Forwarder()
     run, value = launch.start_new_run(loaded, plan, run_dir, "run")
