@@ -23,8 +23,10 @@ from trainkit.job.comeback import leave, let_go
 from trainkit.job.decision import FAILURES, Action, Decision
 from trainkit.job.ending import close_dead_attempts, judge, write_end
 from trainkit.job.outcome import Outcome
+from trainkit.job.preflight import seen_by_supervisor
 from trainkit.job.record import become_sole_supervisor, is_cancelled
 from trainkit.job.slurm_place import slurm_job_id
+from trainkit.job.space import when_there_is_room
 from trainkit.job.step_watch import StepWatch
 from trainkit.job.take import entries_of, take_attempt, take_next
 from trainkit.job.verdict import first_failure
@@ -112,6 +114,7 @@ class Supervisor:
             return Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED)
         try:
             plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+            when_there_is_room(lambda: seen_by_supervisor(attempt), say)
             log_event(
                 attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
             )
@@ -133,7 +136,7 @@ class Supervisor:
             reason = f"told to stop by {received.name} before it was started again"
             return Decision("stopped", reason, EXIT_STOPPED)
         try:
-            following = take_next(attempt, self.job_id)
+            following = when_there_is_room(lambda: take_next(attempt, self.job_id), say)
         except (OSError, TrainkitError) as error:
             return Decision("failed", f"could not be started again: {error}", EXIT_FAILED, decision.cause)
         return following or Decision("stopped", "cancelled before it was started again", EXIT_STOPPED)

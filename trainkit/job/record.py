@@ -245,12 +245,16 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
     """
     attempt = run.attempt(next_attempt_number(run))
     attempt.create()
-    for own, newest, text in (
-        (attempt.config_file, run.config_file, config_text),
-        (attempt.plan_file, run.plan_file, plan_text),
-    ):
-        write_atomic(own, text)
-        write_atomic(newest, text)
+    try:
+        for own, newest, text in (
+            (attempt.config_file, run.config_file, config_text),
+            (attempt.plan_file, run.plan_file, plan_text),
+        ):
+            write_atomic(own, text)
+            write_atomic(newest, text)
+    except OSError:
+        discard_attempt(attempt)
+        raise
     return attempt
 
 

@@ -1,0 +1,40 @@
+"""Patience with a full disk: somebody may make room before the run has to end."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from trainkit.job import children
+from trainkit.job.preflight_error import PreflightFailed
+
+PATIENCE_S = 300.0
+LOOK_AGAIN_S = 5.0
+T = TypeVar("T")
+
+
+def when_there_is_room(action: Callable[[], T], say: Callable[[str], None]) -> T:
+    """What the action returns, tried again for five minutes while the disk or the quota is full.
+
+    Raises what it raises: at once when it is something else, or when a notice comes meanwhile.
+    """
+    give_up_s, told = time.monotonic() + PATIENCE_S, False
+    while True:
+        try:
+            return action()
+        except (OSError, PreflightFailed) as error:
+            if not _is_full(error) or time.monotonic() > give_up_s:
+                raise
+            if not told:
+                told = True
+                say(f"{error}; trying again for {PATIENCE_S:g} s")
+            if children.wait_unless_told(LOOK_AGAIN_S) is not None:
+                raise
+
+
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, PreflightFailed):
+        return not error.is_node
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
