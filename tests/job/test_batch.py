@@ -61,7 +61,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setattr(batch.children, "adopt_orphans", lambda: None)
     monkeypatch.setattr(allocation, "expand_hosts", lambda text: [text])
     monkeypatch.setattr(allocation, "look_at_job", lambda job_id: slurm.job)
-    monkeypatch.setattr(allocation, "lost_hosts", lambda job_id, hosts: slurm.lost)
+    monkeypatch.setattr(allocation, "lost_hosts", lambda job_id, hosts, is_running: slurm.lost)
     monkeypatch.setattr(allocation.shutil, "which", lambda program: program)
     monkeypatch.setattr(comeback, "requeue", slurm.requeue)
     return slurm

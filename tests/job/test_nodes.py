@@ -80,8 +80,10 @@ def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch: pytest.Monke
     monkeypatch.setattr(nodes, "hosts_of_job", lambda job_id: ["h1", "h2", "h3", "h5", "h6", "h7"])
     monkeypatch.setattr(nodes, "node_states", lambda hosts: states)
     hosts = ["h1", "h2", "h3", "h4", "h5", "h6", "h7"]
-    assert lost_hosts("7", hosts) == ("h2", "h3", "h4", "h6")
-    assert lost_hosts("7", []) == ()
+    assert lost_hosts("7", hosts, is_running=True) == ("h2", "h3", "h4", "h6")
+    # While a job ends, its hosts leave it one by one.
+    assert lost_hosts("7", hosts, is_running=False) == ("h2", "h3", "h6")
+    assert lost_hosts("7", [], is_running=True) == ()
 
 
 def test_a_slurm_that_does_not_answer_has_not_lost_any(
@@ -91,7 +93,7 @@ def test_a_slurm_that_does_not_answer_has_not_lost_any(
         raise SlurmUnreachable("squeue cannot reach Slurm")
 
     monkeypatch.setattr(nodes, "hosts_of_job", away)
-    assert lost_hosts("7", ["h1"]) is None
+    assert lost_hosts("7", ["h1"], is_running=True) is None
     assert "does not say how the hosts of 7 are: squeue cannot reach Slurm" in capsys.readouterr().out
 
 

@@ -78,7 +78,8 @@ class Allocation:
         if all(code in (EXIT_OK, EXIT_STOPPED) for code in outcome.exit_codes) and outcome.request is None:
             return
         # What Slurm does not say is no reason to give a host up: the next start will show.
-        lost = lost_hosts(self.job_id, self.good_hosts) or ()
+        is_running = self.job is not None and self.job.state is JobState.RUNNING
+        lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
         if outcome.hung and not lost:
             lost = self._silent_hosts(attempt, plan)
         self.bad |= dict.fromkeys(lost, "lost")

@@ -45,15 +45,16 @@ def step_argv(step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str], besid
     return [*step[: srun + 1], *options, *step[srun + 1 :]]
 
 
-def lost_hosts(job_id: str, hosts: Sequence[str]) -> tuple[str, ...] | None:
+def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[str, ...] | None:
     """Those of a job's hosts on which nothing can be started any more; None when Slurm does not say.
 
-    Slurm calls them down, failed or not responding, or has taken them from the job.
+    Slurm calls them down, failed or not responding, or has taken them from the job while it `is_running`: of
+    one that ends, it takes them one by one as they are done.
     """
     if not hosts:
         return ()
     try:
-        left, states = hosts_of_job(job_id), node_states(hosts)
+        left, states = (hosts_of_job(job_id) if is_running else hosts), node_states(hosts)
     except TrainkitError as error:
         print(f"Slurm does not say how the hosts of {job_id} are: {error.message}", flush=True)
         return None
