@@ -18,7 +18,7 @@ from tests.cluster import daemons, hosts
 from tests.cluster.cluster import Cluster
 from tests.on_slurm import survival
 from tests.support.disks import fill
-from trainkit.manifest import Checkpoint, published
+from trainkit.manifest import Checkpoint
 
 T = TypeVar("T")
 
@@ -177,9 +177,9 @@ class Striker:
         return f"disk full for {delay_s:.0f} s"
 
     def _damage(self, fault: Fault, flight: Flight) -> str:
-        found = published(flight.run.checkpoints_dir)
-        if not found:
-            return "newest checkpoint damaged: there is none"
+        found = flight.intact()
+        if len(found) < 2:
+            return f"newest checkpoint damaged: there are {len(found)}, and without any it rightly ends"
         flight.note_damage(found[-1])
         how = damage(found[-1], fault.where)
         if fault.length < 0.5:

@@ -52,7 +52,7 @@ class Flight:
     def note_damage(self, checkpoint: Checkpoint) -> None:
         """A checkpoint is going to be damaged: from now on it does not count."""
         self._damaged.add(_identity(checkpoint))
-        self._newest = max((one.step for one in self._intact()), default=0)
+        self._newest = max((one.step for one in self.intact()), default=0)
 
     def computes(self) -> bool:
         """Whether its newest attempt has computed some steps."""
@@ -68,7 +68,7 @@ class Flight:
 
     def look(self, calm: bool) -> None:
         """Note what goes wrong; `calm` says that nothing is broken now."""
-        newest = max((one.step for one in self._intact()), default=0)
+        newest = max((one.step for one in self.intact()), default=0)
         if newest < self._newest:
             self.wrong.append(f"the newest intact checkpoint went from step {self._newest} back to {newest}")
         self._newest = newest
@@ -97,7 +97,8 @@ class Flight:
         fresh.rename(kept)
         return kept
 
-    def _intact(self) -> list[Checkpoint]:
+    def intact(self) -> list[Checkpoint]:
+        """The published checkpoints that were not damaged on purpose, oldest first."""
         return [one for one in published(self.run.checkpoints_dir) if _identity(one) not in self._damaged]
 
     def end(self) -> dict[str, Any] | None:
@@ -127,7 +128,7 @@ class Flight:
         if found != expected:
             differs = [a[0] for a, b in zip(found, expected, strict=False) if a != b]
             wrong.append(f"another curve: {len(found)} of {len(expected)} steps, first other {differs[:1]}")
-        wrong += [f"{one.path.name}: {bad}" for one in self._intact() if (bad := find_damage(one))]
+        wrong += [f"{one.path.name}: {bad}" for one in self.intact() if (bad := find_damage(one))]
         logs = [*self.run.attempts_dir.glob("*/logs/*.log")]
         wrong += [f"port clash in {log}" for log in logs if CLASH.search(log.read_text(errors="replace"))]
         return wrong

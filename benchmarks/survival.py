@@ -1,0 +1,224 @@
+"""What a training survives on a Slurm cluster, in every way in which it can be started.
+
+    python -m benchmarks.survival
+    python -m benchmarks.survival --only preempted crash
+
+Starts a cluster of four hosts on this machine (root; see tests/cluster) and disturbs trainings of two hosts,
+of both backends, with a task a GPU and a task a node: preempted five times (with a grace time of 10 s and of
+none, requeued and cancelled by Slurm), four time limits, scancel, a rank killed, a host dead, a bug at step
+37, a loss that is not finite, an import that fails. Prints a row for each; exit code 0 when all hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tests.cluster.cluster import up
+from tests.cluster.processes import Pid
+from tests.on_slurm import survival
+from tests.on_slurm.login import BACKENDS, Login, settings, wait_for
+from tests.on_slurm.survival import COMEBACK_S, Curve, wait_for_steps, wait_until_over
+from trainkit.rundir import RunDir
+
+KINDS = [(backend, per) for backend in BACKENDS for per in ("gpu", "node")]
+NUM_STEPS = 300
+NUM_PREEMPTIONS = 5
+NUM_LIMITS = 4
+END_S = 300.0
+MOST_COLD_STARTS = 1.2
+COLUMNS = ("what", "backend", "per", "came back", "steps twice", "curve", "seconds", "holds")
+
+
+class Table:
+    """The rows, printed as they come."""
+
+    def __init__(self, login: Login, expected: Curve) -> None:
+        self.login = login
+        self.expected = expected
+        self.all_hold = True
+        print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+
+    def submit(self, what: str, *options: str, kinds: Iterable[tuple[str, str]] = KINDS) -> list[RunDir]:
+        """A run of each kind."""
+        config = survival.survivor_config(self.login.folder, NUM_STEPS)
+        return [
+            self.login.submit(
+                *("--backend", backend, "--per", per, "--name", f"{what}-{backend}-{per}", *options),
+                config=config,
+            )
+            for backend, per in kinds
+        ]
+
+    def row(self, what: str, run: RunDir, seconds: str, holds: bool, curve: str | None = None) -> None:
+        """Print what became of a run."""
+        backend, per = run.name.split("-")[-2:]
+        if curve is None:
+            curve = "equal" if survival.curve(run) == self.expected else "OTHER"
+        holds &= curve != "OTHER"
+        self.all_hold &= holds
+        actions = [event["action"] for event in survival.events_of(run, "requeue_decision")]
+        came_back = ", ".join(f"{actions.count(one)} {one}" for one in dict.fromkeys(actions)) or "-"
+        twice = str(len(survival.computed_twice(run)))
+        words = (what, backend, per, came_back, twice, curve, seconds, "yes" if holds else "NO")
+        print(f"| {' | '.join(words)} |", flush=True)
+
+    def finish(self, run: RunDir) -> bool:
+        """Whether a run finishes by itself."""
+        return bool(wait_until_over(self.login, run, END_S)["state"] == "finished")
+
+
+def first_steps(run: RunDir) -> list[float]:
+    """When each attempt had computed its first step."""
+    return [survival.time_of(event) for event in survival.events_of(run, "first_step")]
+
+
+def comeback_s(run: RunDir) -> str:
+    """Median of the seconds from the end of an attempt to the first step of the next."""
+    ends = [survival.time_of(event) for event in survival.events_of(run, "stopped")]
+    waits = [first - end for end, first in zip(ends, first_steps(run)[1:], strict=False)]
+    return f"back in {statistics.median(waits):.1f}" if waits else "-"
+
+
+def cold_start_s(run: RunDir) -> float:
+    """Seconds from the start of the first step in the batch script to the first step of the training."""
+    return first_steps(run)[0] - survival.time_of(survival.events_of(run, "started")[0])
+
+
+def preempted(table: Table) -> None:
+    for mode in ("REQUEUE", "CANCEL"):
+        for grace_s in (10, 0):
+            what = f"preempted {NUM_PREEMPTIONS} times, {mode}, grace {grace_s} s"
+            runs = table.submit(f"{mode.lower()}{grace_s}", "--partition", "low")
+            survival.set_preemption(table.login.cluster, mode, grace_s)
+            for attempt in range(1, NUM_PREEMPTIONS + 1):
+                for run in runs:
+                    wait_for_steps(run, attempt, 5, END_S)
+                survival.preempt(table.login.cluster)
+            for run in runs:
+                finished = table.finish(run)
+                none_twice = grace_s == 0 or not survival.computed_twice(run)
+                came_back = len(run.attempt_numbers()) == NUM_PREEMPTIONS + 1
+                table.row(what, run, comeback_s(run), finished and none_twice and came_back)
+
+
+def time_limit(table: Table) -> None:
+    runs = table.submit("limit", *settings("resources.time='1'", "requeue.grace_s=15"))
+    for number in range(1, NUM_LIMITS + 1):
+        for run in runs:
+            wait_for_steps(run, number, 5, END_S)
+            survival.pause(survival.ranks_of(run).values())
+        for run in runs:
+            await_signal(run, number)
+            survival.go_on(survival.ranks_of(run).values())
+    for run in runs:
+        finished = table.finish(run)
+        causes = [event["cause"] for event in survival.events_of(run, "requeue_decision")]
+        holds = (
+            finished and not survival.computed_twice(run) and causes[:NUM_LIMITS] == ["timeout"] * NUM_LIMITS
+        )
+        table.row(f"{NUM_LIMITS} time limits", run, comeback_s(run), holds)
+
+
+def await_signal(run: RunDir, count: int) -> None:
+    """Wait until a run was told for the `count`-th time that it has to end."""
+    wait_for(lambda: len(survival.events_of(run, "signal")) >= count, "the signal", COMEBACK_S)
+
+
+def scancel(table: Table) -> None:
+    runs = table.submit("scancel")
+    for run in runs:
+        wait_for_steps(run, 1, 5)
+        table.login.run(["scancel", table.login.job_id(run)], check=True)
+    table.login.wait_until_idle()
+    time.sleep(10)
+    for run in runs:
+        end = wait_until_over(table.login, run, COMEBACK_S)
+        saved = survival.saved_step(run) == survival.steps_of(run)[-1]
+        alone = run.attempt_numbers() == [1] and table.login.jobs() == []
+        table.row("scancel", run, "-", end["state"] == "stopped" and saved and alone, curve="stopped")
+
+
+def crash(table: Table) -> None:
+    for kind in KINDS:
+        (run,) = table.submit("crash", kinds=[kind])
+        wait_for_steps(run, 1, 25)
+        killed_s = survival.kill_rank(run, 1)
+        finished = table.finish(run)
+        took_s, cold_s = first_steps(run)[1] - killed_s, cold_start_s(run)
+        seconds = f"{took_s:.1f}; cold start {cold_s:.1f}"
+        table.row("a rank killed", run, seconds, finished and took_s <= MOST_COLD_STARTS * cold_s)
+
+
+def host_death(table: Table) -> None:
+    for kind in KINDS:
+        (run,) = table.submit("host", *settings("resources.spare_nodes=1"), kinds=[kind])
+        wait_for_steps(run, 1, 25)
+        table.login.cluster.kill_host(2)
+        died_s = time.time()
+        finished = table.finish(run)
+        noticed_s = survival.time_of(survival.events_of(run, "stopped")[0]) - died_s
+        took_s, cold_s = first_steps(run)[1] - died_s, cold_start_s(run)
+        seconds = f"{took_s:.1f}; noticed after {noticed_s:.1f}, cold start {cold_s:.1f}"
+        restarted = [event["action"] for event in survival.events_of(run, "requeue_decision")] == ["restart"]
+        in_time = took_s <= noticed_s + MOST_COLD_STARTS * cold_s
+        table.row("a host dead, one spare", run, seconds, finished and restarted and in_time)
+        table.login.cluster.restore()
+
+
+def bugs(table: Table) -> None:
+    table.login.script(survival.BUGS, "sitecustomize.py")
+    table.login.script("import time\nimport no_such_module\n", "bad.py")
+    verdicts = {"raise": "ValueError", "nan": "DivergedError", "import": "ModuleNotFoundError"}
+    for bug, kind in verdicts.items():
+        options = ["--", "python", "bad.py"] if bug == "import" else settings(f"launch.env.BUG={bug}")
+        for run in table.submit(bug, *options):
+            end = wait_until_over(table.login, run, END_S)
+            count = len(run.attempt_numbers())
+            holds = end["state"] == "failed" and end["verdict"]["type"] == kind and count <= 2
+            table.row(f"{kind} every time", run, f"{count} attempts", holds, curve="failed")
+    (table.login.folder / "sitecustomize.py").unlink()
+
+
+SCENARIOS: dict[str, Callable[[Table], None]] = {
+    "preempted": preempted,
+    "time-limit": time_limit,
+    "scancel": scancel,
+    "crash": crash,
+    "host-death": host_death,
+    "bugs": bugs,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="survival-"))
+    cluster = up(owner=Pid.of(os.getpid()))
+    try:
+        login = Login(cluster, folder)
+        config = survival.survivor_config(folder, NUM_STEPS)
+        whole = login.submit("--backend", "local", "--name", "whole", config=config)
+        wait_until_over(login, whole, END_S)
+        table = Table(login, survival.curve(whole))
+        for name in args.only:
+            SCENARIOS[name](table)
+    finally:
+        cluster.down()
+    if table.all_hold:
+        shutil.rmtree(folder)
+    return 0 if table.all_hold else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
