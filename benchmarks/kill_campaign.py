@@ -95,8 +95,9 @@ def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir,
     for _ in range(chance.randint(1, 3)):
         delay_s = chance.uniform(0.2, 9.0)
         time.sleep(delay_s)
-        told.append(f"{strike(run, chance)} after {delay_s:.1f} s")
-        if find_processes(run).supervisors:
+        victim = strike(run, chance)
+        told.append(f"{victim} after {delay_s:.1f} s")
+        if victim in ("agent", "rank"):
             continue  # it comes back by itself
         wait_until_ended(run)
         if state(run) == "finished":

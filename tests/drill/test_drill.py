@@ -130,7 +130,7 @@ def test_a_trainer_that_does_not_save_is_found_out(place: Place) -> None:
 
 
 def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> None:
-    command = ("--", "python", place.trainer(writes=False))
+    command = ("--", "python", place.trainer(steps=150, writes=False))
     done = place.drill("--gpus-per-node", "1", "--only", "signal", "--only", "rank", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
@@ -153,6 +153,16 @@ def test_a_run_that_fails_by_itself_ends_the_drill(place: Place) -> None:
     assert done.returncode == 1
     assert "error: the run does not finish even when nobody touches it: " in done.stderr
     assert "hint: `trainkit logs " in done.stderr
+
+
+def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(place: Place) -> None:
+    code = "import os, time\nif os.environ['TRAINKIT_JOB_ATTEMPT'] != '1': time.sleep(600)\n"
+    (place.folder / "train.py").write_text(code + two_lines())
+    ways = ("--only", "rank", "--set", "requeue.hang_min_s=1")
+    done = place.drill("--gpus-per-node", "1", *ways, "--", "python", "train.py")
+    assert done.returncode == 1
+    assert "rank: nothing was heard of it for " in done.stdout
+    assert all(find_processes(run).everything == () for run in place.runs())
 
 
 def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:

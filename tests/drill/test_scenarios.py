@@ -69,4 +69,4 @@ def test_the_same_seed_aims_at_the_same_and_another_elsewhere():
 def test_a_trainer_that_does_not_say_its_step_is_struck_by_the_clock():
     aim = take_aim(SCENARIOS[0], 0, None, None, 4, 2)
     assert aim.step is None
-    assert 0.6 <= aim.share <= 0.85
+    assert 0.3 <= aim.share <= 0.6

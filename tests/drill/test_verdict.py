@@ -84,6 +84,13 @@ def test_a_run_that_does_not_finish():
     assert verdict("signal", Played(), replace(ended, end={})).words == "it ended as died: without a word"
 
 
+def test_a_run_that_was_stuck_is_told_as_that_alone():
+    ended = run_of(12, 12, end={"state": "cancelled", "reason": "killed by cancel --now"})
+    assert verdict("rank", Played(stuck="nothing was heard of it for 9 s"), ended).words == (
+        "nothing was heard of it for 9 s"
+    )
+
+
 def test_coming_back_by_hand_is_wrong_only_where_the_config_says_that_it_comes_back_by_itself():
     played = Played("SIGKILL", 12, 3.0, "resume", not_by_itself="no nodes left")
     broken = verdict("rank", played, run_of(12, 10))

@@ -45,7 +45,7 @@ def take_aim(
             step -= step % interval  # the save that is written then
     return Aim(
         step=step,
-        share=chance.uniform(0.6, 0.85),
+        share=chance.uniform(0.3, 0.6),
         rank=chance.randrange(world_size),
         node_rank=chance.randrange(num_nodes),
         chance=chance,

@@ -65,7 +65,7 @@ class Campaign:
             self._end_what_runs()
 
     def _run_uninterrupted(self) -> None:
-        run, watch = self._start(REFERENCE)
+        run, watch = self._start(REFERENCE, float("inf"))
         watch.until(lambda: False)
         end = watch.end()
         if end.get("state") != "finished":
@@ -92,7 +92,9 @@ class Campaign:
         _remove_checkpoints(run)
 
     def _try(self, scenario: Scenario) -> Result:
-        run, watch = self._start(scenario.name)
+        # Ranks that hang are ended by the run itself, sooner than this.
+        patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
+        run, watch = self._start(scenario.name, patience_s)
         plan = self.plan
         num_steps = self.reference[-1].step if self.reference else None
         aim = take_aim(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
@@ -108,10 +110,10 @@ class Campaign:
             _remove_checkpoints(run)
         return result
 
-    def _start(self, name: str) -> tuple[RunDir, RunWatch]:
+    def _start(self, name: str, patience_s: float) -> tuple[RunDir, RunWatch]:
         self.running = run = self.start(self.folder / name)
         poll_s = hand_for(run, self.plan.backend).poll_s
-        return run, RunWatch(run, poll_s, lambda text: self.say(f"{name}: {text}"))
+        return run, RunWatch(run, poll_s, patience_s, lambda text: self.say(f"{name}: {text}"))
 
     def _end_what_runs(self) -> None:
         """Kill the run that goes on, after an error or Ctrl-C; what it was for is over."""

@@ -39,6 +39,8 @@ class Played:
     """Why it did not come back by itself; empty when it did."""
     missed: str = ""
     """Why it could not be struck as it should have been."""
+    stuck: str = ""
+    """How long it did nothing; then it was killed."""
     refused: str = ""
     """Why this cluster does not let its owner do that."""
     damaged: list[str] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Player:
         """See the run from its start to its end."""
         for number in range(1, MOST_TRIES + 1):
             if not self._await_moment(number):
-                self.played.missed = OVER
+                self.played.missed = "" if self.watch.is_stuck else OVER
                 break
             if not self._strike_and_await():
                 break
@@ -70,7 +72,11 @@ class Player:
                 break
             if number == MOST_TRIES:
                 self.played.missed = f"{MOST_TRIES} times the save was over before the ranks were dead"
-        self.watch.until(lambda: False)
+        if not self.played.refused:
+            self.watch.until(lambda: False)
+        if self.watch.is_stuck:
+            self.played.stuck = f"nothing was heard of it for {self.watch.patience_s:.0f} s"
+            kill_job(self.run)
         return self.played
 
     def _await_moment(self, number: int) -> bool:
@@ -107,6 +113,8 @@ class Player:
         if self.scenario.by_hand:
             self._resume()
         elif not watch.until(is_back):
+            if watch.is_stuck:
+                return False
             end = watch.end()
             if end.get("state") == "finished":
                 self.played.missed = OVER if watch.attempt == before else NOTHING_LEFT

@@ -95,6 +95,8 @@ def judge(
 
 
 def _problems(scenario: Scenario, played: Played, ended: Ended, requeue_on: Sequence[str]) -> list[str]:
+    if played.stuck:
+        return [played.stuck]
     problems = []
     if ended.end.get("state") != "finished":
         how = ended.end.get("reason") or "without a word"

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from trainkit.drill.curve import points_of
+from trainkit.job.record import is_slurm, newest_entry
 from trainkit.manifest import partials, published
 from trainkit.observe.follow import end_of, is_over
 from trainkit.observe.tail import LogTail
 from trainkit.rundir import RunDir
-from trainkit.submit.steer import life_watch
+from trainkit.submit.steer import life_watch, slurm_job
 
 LOOK_FOR_END_S = 0.25
 
@@ -21,11 +22,17 @@ class RunWatch:
     """What has been seen of a run so far.
 
     `poll_s` is how often its files are looked at: the moment to strike lasts no longer than a step.
+    `patience_s` is how long nothing may be heard of it while it is not in the queue.
     """
 
-    def __init__(self, run: RunDir, poll_s: float, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, run: RunDir, poll_s: float, patience_s: float, say: Callable[[str], None] = lambda text: None
+    ) -> None:
         self.run = run
         self.poll_s = poll_s
+        self.patience_s = patience_s
+        self.is_stuck = False
+        """Whether nothing was heard of it for so long."""
         self.step = 0
         """The newest step that was written down."""
         self.started_s: dict[int, float] = {}
@@ -41,6 +48,7 @@ class RunWatch:
         """Ask anew whether the run's job is there; call when it was started again."""
         self._is_alive = life_watch(self.run, self._say)
         self._asked_s, self._is_over = float("-inf"), False
+        self._heard_s = time.monotonic()
 
     @property
     def attempt(self) -> int:
@@ -58,7 +66,7 @@ class RunWatch:
         return [checkpoint.step for checkpoint in published(self.run.checkpoints_dir)]
 
     def until(self, reached: Callable[[], bool]) -> bool:
-        """Wait until something is so; False when the run ends without it."""
+        """Wait until something is so; False when the run ends without it, or is stuck."""
         while True:
             over = self.over()
             # Looked at after: what was written before the end is then surely seen.
@@ -67,19 +75,31 @@ class RunWatch:
                 return True
             if over:
                 return False
+            if time.monotonic() - self._heard_s > self.patience_s and not self._is_in_queue():
+                self.is_stuck = True
+                return False
             time.sleep(self.poll_s)
 
     def look(self) -> None:
         """Read what is new."""
         # First the steps: what is there when an attempt starts is not of that attempt.
         for point in points_of(_records(self._metrics)):
+            self._heard_s = time.monotonic()
             self.step = point.step
             # Trainers of others need not say which attempt they are.
             attempt = self.attempt if point.attempt is None else point.attempt
             self.first_step_s.setdefault(attempt, time.monotonic())
         for event in _records(self._events):
+            self._heard_s = time.monotonic()
             if event.get("event") == "started":
                 self.started_s[int(event["attempt"])] = time.monotonic()
+
+    def _is_in_queue(self) -> bool:
+        """Whether the run's job waits, however long; asked only when nothing was heard for long."""
+        entry = newest_entry(self.run)
+        job = slurm_job(entry) if entry is not None and is_slurm(entry) else None
+        self._heard_s = time.monotonic()
+        return job is not None and job.state.is_waiting
 
     def over(self) -> bool:
         """Whether the run has ended and nothing brings it back."""
