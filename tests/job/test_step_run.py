@@ -1,16 +1,28 @@
-"""How the tasks of an interactive step learn what they run."""
+"""How the tasks of an interactive step learn what they run, and how its end is judged."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from trainkit.errors import TrainkitError
+from trainkit.job import step_run
+from trainkit.job.failures import record_silent_death
+from trainkit.job.hangs import HangRecord
 from trainkit.job.slurm_place import SlurmPlace
-from trainkit.job.step_run import Announced, announce, announcement_file, await_announcement, withdraw
+from trainkit.job.step_run import (
+    Announced,
+    announce,
+    announcement_file,
+    await_announcement,
+    carry_first,
+    withdraw,
+)
+from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.rundir import RunDir, read_json, write_json
 
 PLACE = SlurmPlace("7", "0", 0, 1, 0, 1, (2,), ("host0",), "4000")
 
@@ -34,3 +46,38 @@ def test_what_another_step_announced_does_not_count(tmp_path: Path) -> None:
     announce(tmp_path, replace(PLACE, launcher_port="4001"), {"exit_code": 0})
     with pytest.raises(TrainkitError, match=r"task 0 of step 7\.0 has not said in 0\.2 s what to run"):
         await_announcement(tmp_path, PLACE, timeout_s=0.2)
+
+
+def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody supervises such a step: its agents end it, and then ranks fail that only lost their peers."""
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.create()
+    plan = LaunchPlan(
+        backend="srun",
+        num_nodes=1,
+        workers_per_node=2,
+        device="cpu",
+        layout=Layout(dp_shard=2),
+        batch=Batch(1, 1, 2, 2),
+        lr=0.1,
+        threads_per_worker=1,
+        grace_s=20.0,
+        reasons={},
+    )
+    write_json(attempt.plan_file, plan.to_dict())
+
+    def carry(found: Announced) -> int:
+        attempt.hangs_dir.mkdir()
+        hang = HangRecord(0, 0, "host1", 41, "backward", 2, 312.0, 300.0, 0.8, "2026-01-01T00:00:00.000Z", ())
+        write_json(attempt.rank_hang(0), asdict(hang))
+        record_silent_death(attempt, 0, 0, 1)
+        return 1
+
+    monkeypatch.setattr(step_run, "carry", carry)
+    monkeypatch.setattr(step_run.children, "block_signals", lambda: None)
+    decision = carry_first(Announced(attempt.run, 1), lambda attempt, ended: None)
+    assert (decision.action, decision.cause) == ("failed", "hang")
+    verdict = read_json(attempt.end_file)["verdict"]
+    assert (verdict["type"], verdict["rank"], verdict["step"]) == ("Hang", 1, 41)

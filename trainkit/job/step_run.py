@@ -21,6 +21,7 @@ from trainkit.job import children
 from trainkit.job.agent import run_slurm_task
 from trainkit.job.decision import Decision, Means
 from trainkit.job.ending import judge, write_end
+from trainkit.job.hangs import read_hangs
 from trainkit.job.outcome import Outcome
 from trainkit.job.slurm_place import SlurmPlace
 from trainkit.job.worker_env import ATTEMPT_VARIABLE
@@ -102,6 +103,7 @@ def carry_first(found: Announced, show: Callable[[AttemptDir, threading.Event], 
     try:
         code = carry(found)
         outcome.ends.append((0, code))
+        outcome.hung = bool(read_hangs(attempt))
         outcome.request = _request(attempt)
         decision = judge(attempt, outcome, NO_WAY_BACK)
     except (OSError, ValueError, TrainkitError) as error:
