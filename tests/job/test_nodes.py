@@ -9,7 +9,7 @@ import pytest
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
 from trainkit.job import nodes
-from trainkit.job.nodes import choose_hosts, hosts_that_srun_lost, lost_hosts, step_argv
+from trainkit.job.nodes import choose_hosts, lost_hosts, step_argv
 from trainkit.plan.cluster import Cluster, Target
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.machine import Machine
@@ -95,14 +95,3 @@ def test_a_slurm_that_does_not_answer_has_not_lost_any(
     monkeypatch.setattr(nodes, "hosts_of_job", away)
     assert lost_hosts("7", ["h1"], is_running=True) is None
     assert "does not say how the hosts of 7 are: squeue cannot reach Slurm" in capsys.readouterr().out
-
-
-def test_what_srun_says_about_hosts() -> None:
-    said = (
-        "srun: error: Node failure on tk8-node2\n"
-        "srun: error: tk8-node1: tasks 0-1: Killed\n"
-        "rank 0 wrote: srun: error: Node failure on x\n"
-        "srun: error: Node failure on tk8-node2\n"
-        "srun: Force Terminated StepId=1.0\n"
-    )
-    assert hosts_that_srun_lost(said) == ("tk8-node2",)

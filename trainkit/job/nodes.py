@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Sequence
 from pathlib import PurePath
 
 from trainkit.errors import TrainkitError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.slurm.nodes import hosts_of_job, is_out, node_states
-
-_NODE_FAILURE = re.compile(r"^srun: error: Node failure on (?P<host>\S+)$", re.MULTILINE)
 
 
 def choose_hosts(all_hosts: Sequence[str], bad: Container[str], num: int) -> list[str]:
@@ -59,8 +56,3 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
         print(f"Slurm does not say how the hosts of {job_id} are: {error.message}", flush=True)
         return None
     return tuple(host for host in hosts if host not in left or is_out(states.get(host, "")))
-
-
-def hosts_that_srun_lost(text: str) -> tuple[str, ...]:
-    """The hosts of which srun says that they failed while its step ran; `text` is what it printed."""
-    return tuple(dict.fromkeys(match["host"] for match in _NODE_FAILURE.finditer(text)))
