@@ -89,7 +89,8 @@ def test_a_command_is_a_rank_with_everything_that_trainers_read(login: Login, ba
 
 def test_a_command_that_fails_is_the_verdict(login: Login) -> None:
     script = login.script("import os, sys, time\nif os.environ['RANK'] == '3': sys.exit(9)\ntime.sleep(600)")
-    runs = [login.submit("--per", per, *SHAPE, "--", "python", script) for per in ("gpu", "node")]
+    once = settings("requeue.on=[]")
+    runs = [login.submit("--per", per, *once, *SHAPE, "--", "python", script) for per in ("gpu", "node")]
     for run in runs:
         end = login.wait_for_end(run)
         assert (end["state"], end["exit_code"], end["verdict"]["rank"]) == ("failed", 9, 3)
