@@ -33,24 +33,27 @@ def ends(run_dir: str) -> list[tuple[str, str]]:
     ]
 
 
-def test_a_command_survives(login: Login) -> None:
+def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
     command = ("--", "python", login.script(two_lines(steps=300), "train.py"))
-    ways = ("signal", "rank", "requeue")
-    tried = drill(login, *(word for way in ways for word in ("--only", way)), *command)
-    assert {name: result["state"] for name, result in tried.items()} == dict.fromkeys(ways, "holds")
+    found = drill(login, *command)
+    tried = {name: result for name, result in found.items() if result["state"] != "not here"}
+    assert {name: result["state"] for name, result in tried.items()} == dict.fromkeys(
+        ("signal", "rank", "node", "requeue"), "holds"
+    )
     assert {result["curve"] for result in tried.values()} == {"equal"}
     assert (tried["signal"]["again"], tried["requeue"]["again"]) == (0, 0)
     assert ends(tried["signal"]["run_dir"]) == [("requeue", "asked")]
     assert ends(tried["requeue"]["run_dir"]) == [("requeue", "preempted")]
-    assert ends(tried["rank"]["run_dir"]) == [("restart", "crash")]
+    # The ranks of the other node wait for those that are dead, and nothing but Slurm tells that they are.
+    assert ends(tried["rank"]["run_dir"]) == ends(tried["node"]["run_dir"]) == [("restart", "crash")]
     assert not (login.folder / ".state").exists()  # the user's own list of runs
 
 
-def test_the_built_in_trainer_survives_the_loss_of_a_node_and_of_a_save(login: Login) -> None:
-    ways = ("--only", "node", "--only", "mid-save", "--only", "damaged-checkpoint")
-    found = drill(login, *NANO, "--steps", "90", "--per", "node", *ways)
+def test_the_built_in_trainer_survives_the_loss_of_a_save(login: Login) -> None:
+    ways = ("--only", "mid-save", "--only", "damaged-checkpoint")
+    found = drill(login, *NANO, "--steps", "60", "--per", "node", *ways)
     assert {result["state"] for result in found.values()} == {"holds"}
-    assert [result["way_back"] for result in found.values()] == ["restart", "restart", "resume"]
+    assert [result["way_back"] for result in found.values()] == ["restart", "resume"]
     rejected = [
         event["step"]
         for event in read_jsonl(RunDir(found["damaged-checkpoint"]["run_dir"]).events_file)
