@@ -2,7 +2,7 @@
 
     python -m benchmarks.fault_campaign --faults 200 --seed 0
 
-Starts a Slurm cluster of four hosts on this machine (root; see tests/cluster) on which three trainings of two
+Starts a Slurm cluster of four hosts on this machine (root; see tests/cluster) on which two trainings of two
 hosts run at once, one after another, of every backend, with and without spare hosts. Faults strike them:
 SIGKILL of a rank, slurmd killed, the network of a host cut for 5 to 60 s, slurmctld stopped, the disk full,
 the newest checkpoint damaged, a host that sees an old state of a folder. Each run must finish with losses
@@ -32,7 +32,7 @@ from tests.on_slurm.login import BACKENDS, Login, settings
 from tests.on_slurm.shared_disk import shared_small_disk
 from tests.on_slurm.survival import Curve
 
-RUNS_AT_ONCE = 3
+RUNS_AT_ONCE = 2
 NUM_STEPS = 300
 PATIENCE_S = 90.0
 """A fault that waits for a run to compute strikes after so long in any case."""
@@ -71,8 +71,8 @@ class Campaign:
         while waiting or self.flights:
             now = time.monotonic()
             self.striker.mend()
-            if waiting and self._is_time(waiting[0], now - last_s):
-                self._strike(waiting.pop(0))
+            if waiting and (victims := self._victims(waiting[0], now - last_s)):
+                self._strike(waiting.pop(0), victims)
                 last_s = time.monotonic()
             if self._slurm_answers():
                 if now > help_s + HELP_EVERY_S:
@@ -88,14 +88,17 @@ class Campaign:
     def _slurm_answers(self) -> bool:
         return "slurmctld" not in self.striker.active
 
-    def _is_time(self, fault: Fault, since_s: float) -> bool:
-        if not self.flights or since_s < fault.gap_s:
-            return False
-        return not fault.waits or since_s > PATIENCE_S or any(one.computes() for one in self.flights)
+    def _victims(self, fault: Fault, since_s: float) -> list[Flight]:
+        """The runs that a fault can strike now."""
+        if since_s < fault.gap_s:
+            return []
+        found = [one for one in self.flights if self.striker.can_strike(fault, one)]
+        if not fault.waits or since_s > PATIENCE_S:
+            return found
+        return [one for one in found if one.computes()]
 
-    def _strike(self, fault: Fault) -> None:
-        computing = [one for one in self.flights if one.computes()] if fault.waits else []
-        flight = one_of(computing or self.flights, fault.who)
+    def _strike(self, fault: Fault, victims: list[Flight]) -> None:
+        flight = one_of(victims, fault.who)
         where = flight.where()
         done = self.striker.strike(fault, flight)
         self.counts[fault.kind] += 1
@@ -103,6 +106,7 @@ class Campaign:
         for one in self.flights:
             if one is flight or fault.kind in ("slurmd", "cut", "slurmctld", "disk"):
                 one.faults.append(done)
+                one.recent_faults += 1
                 one.disk_was_full |= fault.kind == "disk"
 
     def _help(self) -> None:
@@ -146,6 +150,7 @@ class Campaign:
         self.counts["resumed"] += 1
         self.say(f"     {flight.where()} stopped: {end['reason']}; resumed")
         flight.disk_was_full = False
+        flight.recent_faults = 0
         done = self.login.trainkit("resume", str(flight.run.path), timeout_s=300)
         if done.returncode:
             self.flights.remove(flight)

@@ -86,6 +86,19 @@ class Striker:
         """Kinds of faults that have not been mended yet."""
         self._due: list[tuple[float, int, str, Callable[[], None]]] = []
 
+    def can_strike(self, fault: Fault, flight: Flight) -> bool:
+        """Whether there is something for a fault to strike."""
+        if fault.kind in ("slurmd", "cut"):
+            return len(self.away) < MOST_HOSTS_AWAY
+        if fault.kind in ("slurmctld", "disk"):
+            return fault.kind not in self.active
+        if fault.kind == "damage":
+            return len(flight.intact()) > 1  # without any it would rightly end
+        if fault.kind == "rank":
+            return bool(survival.ranks_of(flight.run))
+        old = self._old(fault, flight)
+        return old is not None and bool(survival.hosts_of(flight.run, survival.newest_attempt(flight.run)))
+
     def strike(self, fault: Fault, flight: Flight) -> str:
         """Let a fault strike a run, or all of them; says in words what was done."""
         strikes: dict[str, Callable[[Fault, Flight], str]] = {
@@ -123,16 +136,12 @@ class Striker:
             return f"SIGKILL of rank {rank}: it had ended"
         return f"SIGKILL of rank {rank}"
 
-    def _host(self, fault: Fault) -> int | None:
-        if len(self.away) >= MOST_HOSTS_AWAY:
-            return None
+    def _host(self, fault: Fault) -> int:
         there = [index for index in self.cluster.state.hosts() if index not in self.away]
         return one_of(there, fault.where)
 
     def _kill_slurmd(self, fault: Fault, flight: Flight) -> str:
         index = self._host(fault)
-        if index is None:
-            return "slurmd killed: enough hosts are away"
         self.cluster.kill_slurmd(index)
         self.away.add(index)
         delay_s = 2 + 38 * fault.length
@@ -146,8 +155,6 @@ class Striker:
 
     def _cut(self, fault: Fault, flight: Flight) -> str:
         index = self._host(fault)
-        if index is None:
-            return "network cut: enough hosts are away"
         self.cluster.cut_off(index)
         self.away.add(index)
         delay_s = 5 + 55 * fault.length
@@ -160,8 +167,6 @@ class Striker:
         return f"network of node{index} cut for {delay_s:.0f} s"
 
     def _stop_slurmctld(self, fault: Fault, flight: Flight) -> str:
-        if "slurmctld" in self.active:
-            return "slurmctld stopped: it is already"
         killed = fault.where < 0.3
         self.cluster.stop_slurmctld(force=killed)
         delay_s = 12 * fault.length
@@ -169,8 +174,6 @@ class Striker:
         return f"slurmctld {'killed' if killed else 'stopped'} for {delay_s:.0f} s"
 
     def _fill_disk(self, fault: Fault, flight: Flight) -> str:
-        if "disk" in self.active:
-            return "disk full: it is already"
         filler = fill(self.disk, leave_bytes=int(fault.where * 100_000))
         delay_s = 1 + 10 * fault.length
         self._later(fault, delay_s, filler.unlink)
@@ -178,8 +181,6 @@ class Striker:
 
     def _damage(self, fault: Fault, flight: Flight) -> str:
         found = flight.intact()
-        if len(found) < 2:
-            return f"newest checkpoint damaged: there are {len(found)}, and without any it rightly ends"
         flight.note_damage(found[-1])
         how = damage(found[-1], fault.where)
         if fault.length < 0.5:
@@ -187,15 +188,16 @@ class Striker:
             return f"newest checkpoint (step {found[-1].step}) {how}, and {self._kill_rank(fault, flight)}"
         return f"newest checkpoint (step {found[-1].step}) {how}"
 
+    def _old(self, fault: Fault, flight: Flight) -> Path | None:
+        """The folder of which a host is to see an older state, as it was."""
+        return flight.old_checkpoints if fault.kind == "stale checkpoints" else flight.old_attempts
+
     def _make_stale(self, fault: Fault, flight: Flight) -> str:
         """Show one host for some seconds what a folder of the run was like; a death makes it be read."""
-        of_checkpoints = fault.kind == "stale checkpoints"
-        folder = flight.run.checkpoints_dir if of_checkpoints else flight.run.attempts_dir
-        old = flight.old_checkpoints if of_checkpoints else flight.old_attempts
-        placed = survival.hosts_of(flight.run, survival.newest_attempt(flight.run))
-        if old is None or not folder.exists() or not placed:
-            return f"{fault.kind}: there is nothing old to show"
-        name = one_of(placed, fault.where)
+        old = self._old(fault, flight)
+        assert old is not None
+        folder = flight.run.path / fault.kind.removeprefix("stale ")
+        name = one_of(survival.hosts_of(flight.run, survival.newest_attempt(flight.run)), fault.where)
         index = self.cluster.hosts.index(name) + 1
         shown = old.with_name(f"{old.name}-shown-{fault.number}")
         shutil.copytree(old, shown, symlinks=True)

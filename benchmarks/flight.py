@@ -21,6 +21,10 @@ STUCK_S = 240.0
 """No step for so long, with nothing broken, is a run that nobody brings back."""
 CLASH = re.compile(r"address already in use|EADDRINUSE", re.IGNORECASE)
 BRAKES = ("nothing new was saved in", "attempts in a row ended at step")
+FAULTS_FOR_A_BRAKE = 3
+"""Fewer cannot be the reason why a run gave up."""
+QUEUED_S = 30.0
+"""How long the job of a run that has ended may still be in the queue."""
 NO_SPACE = ("No space left", "disk full")
 
 
@@ -32,6 +36,8 @@ class Flight:
         self.run = run
         self.kind = kind
         self.faults: list[str] = []
+        self.recent_faults = 0
+        """Those since a person started it last."""
         self.wrong: list[str] = []
         self.stops: list[str] = []
         """The verdicts after which a person had to resume it."""
@@ -104,7 +110,12 @@ class Flight:
     def end(self) -> dict[str, Any] | None:
         """How it ended, unless it goes on by itself; `trainkit status` says what died without a word."""
         end = survival.last_end(self.run)
-        if end is not None or self.login.job_id(self.run) in self.login.jobs():
+        if self.login.job_id(self.run) in self.login.jobs():
+            ended_s = 0.0 if end is None else time.time() - survival.time_of(end)
+            if ended_s > QUEUED_S:
+                self.wrong.append(f"ended {ended_s:.0f} s ago, and its job is still there: {end}")
+            return end
+        if end is not None:
             return end
         status = self.login.status(self.run)
         return status if status["state"] == "died" else survival.last_end(self.run)
@@ -117,7 +128,7 @@ class Flight:
             return None
         if end["state"] == "died" and self.disk_was_full:
             return None  # it could not write its end
-        if any(text in reason for text in BRAKES) and len(self.faults) >= 3:
+        if any(text in reason for text in BRAKES) and self.recent_faults >= FAULTS_FOR_A_BRAKE:
             return None
         return f"stopped: {end['state']}: {reason}"
 
