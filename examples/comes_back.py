@@ -84,11 +84,12 @@ def main() -> int:
         stops = sums[1].item() > 0 and step < args.steps
         if rank == 0:
             mean = sums[0].item() / num_ranks
+            with (run / "metrics.jsonl").open("a") as stream:
+                stream.write(json.dumps({"step": step, "loss": mean}) + "\n")
+            # After the line: a step that is saved but not written down would never be written.
             if step % SAVE_EVERY == 0 or stops:
                 state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 save(saved, state)
-            with (run / "metrics.jsonl").open("a") as stream:
-                stream.write(json.dumps({"step": step, "loss": mean}) + "\n")
             if step % SAVE_EVERY == 0:
                 print(f"step={step} loss={mean:.6f}", flush=True)
         if stops:
