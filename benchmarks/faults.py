@@ -96,8 +96,7 @@ class Striker:
             return len(flight.intact()) > 1  # without any it would rightly end
         if fault.kind == "rank":
             return bool(survival.ranks_of(flight.run))
-        old = self._old(fault, flight)
-        return old is not None and bool(survival.hosts_of(flight.run, survival.newest_attempt(flight.run)))
+        return self._old(fault, flight) is not None and bool(self._readers(fault, flight))
 
     def strike(self, fault: Fault, flight: Flight) -> str:
         """Let a fault strike a run, or all of them; says in words what was done."""
@@ -192,12 +191,17 @@ class Striker:
         """The folder of which a host is to see an older state, as it was."""
         return flight.old_checkpoints if fault.kind == "stale checkpoints" else flight.old_attempts
 
+    def _readers(self, fault: Fault, flight: Flight) -> list[str]:
+        """The hosts that only read a folder: what a host writes itself it sees, on any filesystem."""
+        placed = survival.hosts_of(flight.run, survival.newest_attempt(flight.run))
+        return placed if fault.kind == "stale checkpoints" else placed[1:]
+
     def _make_stale(self, fault: Fault, flight: Flight) -> str:
         """Show one host for some seconds what a folder of the run was like; a death makes it be read."""
         old = self._old(fault, flight)
         assert old is not None
         folder = flight.run.path / fault.kind.removeprefix("stale ")
-        name = one_of(survival.hosts_of(flight.run, survival.newest_attempt(flight.run)), fault.where)
+        name = one_of(self._readers(fault, flight), fault.where)
         index = self.cluster.hosts.index(name) + 1
         shown = old.with_name(f"{old.name}-shown-{fault.number}")
         shutil.copytree(old, shown, symlinks=True)
