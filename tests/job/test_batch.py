@@ -26,12 +26,14 @@ from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.job_now import JobNow
 from trainkit.slurm.states import JobState
 
+RUNNING = JobNow(JobState.RUNNING, "RUNNING", is_preempted=False, may_requeue=True, end_time=None, restarts=0)
+
 
 @dataclass
 class Slurm:
     """What Slurm says and was told."""
 
-    job: JobNow | None = None
+    job: JobNow | None = RUNNING
     lost: tuple[str, ...] | None = ()
     refuses: bool = False
     requeued: int = 0
@@ -48,9 +50,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return make_attempt(tmp_path / "run", ["requeue.max_crashes=1"]).run
 
 
-RUNNING = JobNow(JobState.RUNNING, "RUNNING", is_preempted=False, may_requeue=True, end_time=None, restarts=0)
-
-
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     """A Slurm that says what a test wants, with a job of one host."""
@@ -60,7 +59,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setattr(batch, "write_to", lambda log: None)
     monkeypatch.setattr(batch.children, "adopt_orphans", lambda: None)
     monkeypatch.setattr(allocation, "expand_hosts", lambda text: [text])
-    monkeypatch.setattr(allocation, "look_at_job", lambda job_id: slurm.job)
+    monkeypatch.setattr(allocation, "look_at_job", lambda job_id, patience_s: slurm.job)
     monkeypatch.setattr(allocation, "lost_hosts", lambda job_id, hosts, is_running: slurm.lost)
     monkeypatch.setattr(allocation.shutil, "which", lambda program: program)
     monkeypatch.setattr(comeback, "requeue", slurm.requeue)
@@ -166,6 +165,34 @@ def test_a_crash_starts_the_step_again_in_the_allocation(run: RunDir, slurm: Slu
     events = [event["event"] for event in read_jsonl(run.events_file)]
     assert events.count("started") == 2
     assert "restart" in events
+
+
+def test_a_step_that_slurm_could_not_start_is_no_crash(run: RunDir, slurm: Slurm) -> None:
+    says = "srun: error: Unable to create step for job 7: Memory required by task is not available"
+    code = f"import os, sys; os.environ['TRAINKIT_JOB_ATTEMPT'] in '12' and sys.exit({says!r})"
+    assert step(run, code)[1]["state"] == "finished"
+    ends = [read_json(run.attempt(number).end_file) for number in (1, 2)]
+    assert [(end["action"], end["cause"], end["verdict"]) for end in ends] == [
+        ("restart", "not_started", None)
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    "job", [replace(RUNNING, state=JobState.REQUEUED, restarts=1), replace(RUNNING, restarts=1)]
+)
+def test_a_job_that_somebody_else_brought_back_is_left_to_it(run: RunDir, slurm: Slurm, job: JobNow) -> None:
+    """A host that was cut off is back, and its job has gone on without it."""
+    slurm.job = job
+    end = step(run, "raise SystemExit(1)")[1]
+    assert (end["action"], slurm.requeued, run.attempt_numbers()) == ("requeue", 0, [1])
+
+
+def test_without_a_controller_no_step_is_started(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    slurm.job = None
+    assert step(run, "raise SystemExit(1)")[1]["action"] == "requeue"
 
 
 def test_a_host_that_is_lost_is_no_place_to_start_again(

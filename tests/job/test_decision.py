@@ -161,6 +161,24 @@ def test_three_ends_at_one_step_are_enough():
     assert after(End([75], "SIGTERM", "preempted", mark=10, step=10), *preempted).comes_back
 
 
+def test_a_start_that_slurm_could_not_make_is_no_failure():
+    policy = RequeuePolicy(on=(), max=0, max_crashes=0)
+    delays = []
+    for count in range(9):
+        decision = after(End([1], not_started=True), *[Past("not_started")] * count, policy=policy)
+        assert (decision.action, decision.cause) == ("restart", "not_started")
+        delays.append(decision.delay_s)
+    assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    decision = after(End([1], not_started=True), *[Past("not_started")] * 9)
+    assert (decision.action, decision.reason) == (
+        "failed",
+        "Slurm could not start the step 10 times in a row",
+    )
+    # Nor does it hide failures before and after it.
+    crashes = [Past("crash", 10, step) for step in (11, 12, 13)]
+    assert not after(End([1], mark=10, step=14), *crashes[:2], Past("not_started", 10), crashes[2]).comes_back
+
+
 def test_waits_grow_while_nothing_new_is_saved():
     policy = RequeuePolicy(max_crashes=100)
     delays = []

@@ -30,7 +30,7 @@ from trainkit.job.network import network_environ
 from trainkit.job.preflight import check_node
 from trainkit.job.slurm_place import find_slurm_place, why_no_task
 from trainkit.job.stack_collector import STATES, StackCollector
-from trainkit.job.station import Station, ToldToStop, local_station, slurm_station
+from trainkit.job.station import Station, ToldToStop, await_plan, local_station, slurm_station
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, worker_environ, worker_rank
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
@@ -224,10 +224,13 @@ def run_agent(attempt: AttemptDir, plan: LaunchPlan, station: Station) -> int:
 def run_slurm_task(run: RunDir, number: int) -> int:
     """Be the agent that this task of a Slurm step stands for; call with signals blocked."""
     attempt = run.attempt(number)
-    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     place = find_slurm_place()
     if place is None:
         raise TrainkitError(f"this is no task of a Slurm step: {why_no_task()}", exit_code=EXIT_NO_RESTART)
+    try:
+        plan = await_plan(attempt)
+    except ToldToStop:
+        return EXIT_STOPPED
     write_to(attempt.node_log(place.node_rank))
     rank = plan.first_rank_of(min(place.node_rank, plan.num_nodes - 1)) + place.local_task
     own = (place.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)

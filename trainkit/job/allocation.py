@@ -17,17 +17,26 @@ from trainkit.job.decision import Means
 from trainkit.job.hangs import silent_hosts
 from trainkit.job.history import past_verdicts
 from trainkit.job.interpreter import module_argv
-from trainkit.job.nodes import choose_hosts, lost_hosts, step_argv
+from trainkit.job.nodes import (
+    choose_hosts,
+    hosts_that_could_not_start,
+    lost_hosts,
+    step_argv,
+    why_not_started,
+)
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import read_job
 from trainkit.job.verdict import blamed_host
 from trainkit.job.why import look_at_job, why_told
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir
+from trainkit.slurm.client import QUERY_PATIENCE_S
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.job_now import JobNow
 from trainkit.slurm.states import JobState
 
+PATIENCE_S = 300.0
+"""How long Slurm's controller may be away when a step is to be started again."""
 START_S = 30.0
 """An allocation with less time than this, besides what saving takes, is no place to start again in."""
 
@@ -74,14 +83,23 @@ class Allocation:
         if all(code == EXIT_OK for code in outcome.exit_codes):
             return
         self.has_remains |= outcome.has_remains
-        self.job = look_at_job(self.job_id)
-        if all(code in (EXIT_OK, EXIT_STOPPED) for code in outcome.exit_codes) and outcome.request is None:
+        saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in outcome.exit_codes)
+        # Without the controller no step can be started: a failure waits for it, a notice has no time to.
+        self.job = look_at_job(
+            self.job_id, QUERY_PATIENCE_S if saved or outcome.request is not None else PATIENCE_S
+        )
+        if saved and outcome.request is None:
             return
         # What Slurm does not say is no reason to give a host up: the next start will show.
         is_running = self.job is not None and self.job.state is JobState.RUNNING
         lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
+        if outcome.request is None and not any(attempt.errors_dir.glob("rank-*.json")):
+            said = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
+            outcome.not_started = why_not_started(said)
+            lost = lost or self._spared(hosts_that_could_not_start(said), plan)
         if outcome.hung and not lost:
-            lost = self._silent_hosts(attempt, plan)
+            # Slurm may take minutes to notice that a host is cut off.
+            lost = self._spared(silent_hosts(attempt, plan), plan)
         self.bad |= dict.fromkeys(lost, "lost")
         outcome.lost_nodes = lost
         if outcome.request is not None:
@@ -95,14 +113,9 @@ class Allocation:
                 notice=_notice(plan),
             )
 
-    def _silent_hosts(self, attempt: AttemptDir, plan: LaunchPlan) -> tuple[str, ...]:
-        """The hosts of which no rank said that it hangs, where there are others to take their place.
-
-        Slurm may take minutes to notice that a host is cut off.
-        """
-        silent = silent_hosts(attempt, plan)
-        enough = len(self.good_hosts) - len(silent) >= plan.num_nodes
-        return tuple(silent) if enough else ()
+    def _spared(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
+        """Hosts that do not answer, where there are others to take their place."""
+        return tuple(hosts) if len(self.good_hosts) - len(hosts) >= plan.num_nodes else ()
 
     def blame(self, attempt: AttemptDir, verdict: dict[str, Any] | None) -> None:
         """Give up the host that a failure speaks against, and remember it for later jobs.
@@ -128,8 +141,10 @@ class Allocation:
         num_good = len(self.good_hosts)
         left_s = self.time_left_s()
         may_requeue = job is None or job.may_requeue
+        is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
+        has_time = left_s is None or left_s > plan.grace_s + START_S
         return Means(
-            restart=num_good >= plan.num_nodes and (left_s is None or left_s > plan.grace_s + START_S),
+            restart=is_ours and num_good >= plan.num_nodes and has_time,
             requeue=may_requeue and shutil.which("scontrol") is not None,
             resubmit=not may_requeue and shutil.which("sbatch") is not None,
             follow_up=bool(follow_ups_of(run, self.job_id)),

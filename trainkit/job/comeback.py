@@ -55,7 +55,7 @@ def _requeue(allocation: Allocation, plan: LaunchPlan) -> None:
         from trainkit.job.bad_nodes import exclude_from
 
         exclude_from(allocation.job_id, sorted(allocation.bad), plan.slurm)
-    if not allocation.is_being_taken:
+    if not (allocation.is_being_taken or allocation.is_being_requeued):
         _await_eviction()
 
 

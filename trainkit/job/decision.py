@@ -20,13 +20,16 @@ Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmi
 """`restart` starts the step again inside the allocation, `requeue` the same job, `resubmit` a new job; for
 `follow_up` one waits in the queue already."""
 
-Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked"]
-"""Why a run starts again: the words of `requeue.on`, and `asked` when a person wants it."""
+Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "not_started"]
+"""Why a run starts again: the words of `requeue.on`, `asked` when a person wants it, and `not_started` when
+Slurm could not start the step, which is no failure of the run."""
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
 SAME_STEP_ENDS = 3
 """So many ends in a row at the same checkpoint are no bad luck."""
 MAX_DELAY_S = 60.0
+MAX_STARTS = 10
+"""So many starts in a row that Slurm could not make are enough; their waits come to four minutes."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class End:
     """What stood behind the request; None when a person wants the job to end."""
     out_of_time: bool = False
     """Some did not end within the grace time."""
+    not_started: bool = False
+    """Slurm could not start the step."""
     hung: bool = False
     lost_nodes: tuple[str, ...] = ()
     """Hosts that do not answer any more."""
@@ -103,7 +108,8 @@ class Decision:
 
 def decide(end: End, past: Sequence[Past], policy: RequeuePolicy, means: Means) -> Decision:
     """Judge one attempt; `past` holds those before it, oldest first."""
-    codes = end.exit_codes
+    codes, tries = end.exit_codes, past
+    past = [one for one in past if one.cause != "not_started"]
     if all(code == EXIT_OK for code in codes):
         return Decision("finished", "all workers finished", EXIT_OK)
     if EXIT_NO_RESTART in codes:
@@ -113,7 +119,20 @@ def decide(end: End, past: Sequence[Past], policy: RequeuePolicy, means: Means) 
         return _after_request(end, saved, past, policy, means)
     if saved:
         return Decision("stopped", "the workers saved and ended by themselves", EXIT_STOPPED)
+    if end.not_started and not end.lost_nodes:
+        return _after_no_start(end, tries, means)
     return _after_failure(end, past, policy, means)
+
+
+def _after_no_start(end: End, tries: Sequence[Past], means: Means) -> Decision:
+    """Try again, more and more patiently; in `tries` are also the starts before that failed."""
+    count = len(list(takewhile(lambda one: one.cause == "not_started", reversed(tries))))
+    how = "Slurm could not start the step"
+    if count + 1 >= MAX_STARTS:
+        reason = f"{how} {count + 1} times in a row"
+        return Decision("failed", reason, _failure_code(end), "not_started")
+    delay_s = min(MAX_DELAY_S, 2.0**count)
+    return _come_back(how, "not_started", _failure_code(end), tries, means, stays=True, delay_s=delay_s)
 
 
 def _after_request(
@@ -149,12 +168,13 @@ _BECAUSE: dict[Cause, str] = {
     "crash": "",
     "hang": "",
     "asked": "",
+    "not_started": "",
 }
 
 
 def _after_failure(end: End, past: Sequence[Past], policy: RequeuePolicy, means: Means) -> Decision:
     cause: Cause = "node_fail" if end.lost_nodes else "hang" if end.hung else "crash"
-    code = next((code for code in end.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_STUCK)
+    code = _failure_code(end)
     how = {
         "node_fail": f"lost {', '.join(end.lost_nodes)}",
         "hang": "no progress",
@@ -166,6 +186,10 @@ def _after_failure(end: End, past: Sequence[Past], policy: RequeuePolicy, means:
     # An allocation that is being taken away is no place to start again in.
     stays = end.request is None
     return _come_back(how, cause, code, past, means, stays=stays, delay_s=_delay_s(end, past))
+
+
+def _failure_code(end: End) -> int:
+    return next((code for code in end.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_STUCK)
 
 
 def _brake(end: End, cause: Cause, past: Sequence[Past], policy: RequeuePolicy) -> str | None:

@@ -30,6 +30,7 @@ def judge(attempt: AttemptDir, outcome: Outcome, means: Means) -> Decision:
         request=outcome.request,
         cause=cause,
         out_of_time=outcome.out_of_time,
+        not_started=outcome.not_started is not None,
         hung=outcome.hung,
         lost_nodes=outcome.lost_nodes,
         mark=mark_of(attempt),

@@ -163,7 +163,7 @@ def host_verdict(attempt: AttemptDir, lost: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def agent_verdict(node_rank: int | None, reason: str) -> dict[str, Any]:
+def agent_verdict(node_rank: int | None, reason: str, exit_code: int | None = None) -> dict[str, Any]:
     """The verdict when no rank left a record: the job failed outside its workers."""
     return {
         "rank": None,
@@ -173,6 +173,6 @@ def agent_verdict(node_rank: int | None, reason: str) -> dict[str, Any]:
         "step": None,
         "type": "exit",
         "message": reason if node_rank is None else f"{reason} (agent of node {node_rank})",
-        "exit_code": None,
+        "exit_code": exit_code,
         "final": False,
     }

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Sequence
 from pathlib import PurePath
 
 from trainkit.errors import TrainkitError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.slurm.nodes import hosts_of_job, is_out, node_states
+
+_NOT_STARTED = re.compile(
+    r"^srun: (?:error: (?:Unable to (?:confirm allocation|create step)|Application launch failed)"
+    r"|.*aborted before step completely launched).*$",
+    re.MULTILINE,
+)
+_NO_LAUNCH = re.compile(r"^srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+)", re.MULTILINE)
+
+
+def why_not_started(text: str) -> str | None:
+    """srun's own words, from what it printed, when Slurm could not start the step."""
+    found = _NOT_STARTED.search(text)
+    return None if found is None else found[0]
+
+
+def hosts_that_could_not_start(text: str) -> tuple[str, ...]:
+    """The hosts on which srun says that it could not start a task."""
+    return tuple(dict.fromkeys(match["host"] for match in _NO_LAUNCH.finditer(text)))
 
 
 def choose_hosts(all_hosts: Sequence[str], bad: Container[str], num: int) -> list[str]:

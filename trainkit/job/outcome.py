@@ -19,6 +19,8 @@ class Outcome:
     """The supervisor got that signal too; at a preemption Slurm tells only the steps."""
     cause: Cause | None = None
     """What stood behind the request; None when a person wants the job to end."""
+    not_started: str | None = None
+    """srun's words when Slurm could not start the step."""
     hung: bool = False
     """A rank reported that it came no further, and the others were ended."""
     lost_nodes: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_json, write_json
 
 MEET_TIMEOUT_S = 300.0
+SEE_TIMEOUT_S = 65.0
+"""A host of a network filesystem may see a folder for a minute as it was."""
 POLL_S = 0.05
 
 
@@ -40,6 +43,29 @@ class Station:
     def leads(self) -> bool:
         """Whether rank 0 is one of its workers."""
         return self.node_rank == 0 and 0 in self.local_ranks
+
+
+def await_plan(attempt: AttemptDir, timeout_s: float = SEE_TIMEOUT_S) -> LaunchPlan:
+    """The plan of the attempt, once this host sees it: a network filesystem may show an older folder.
+
+    Raises TrainkitError when it does not show up, and ToldToStop when a notice comes meanwhile.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return LaunchPlan.from_dict(read_json(attempt.plan_file))
+        except (OSError, ValueError) as error:
+            if time.monotonic() > deadline_s:
+                raise TrainkitError(
+                    f"{attempt.plan_file} cannot be read here: {error}",
+                    hint="all nodes must share the filesystem of the run folder",
+                ) from error
+        with contextlib.suppress(OSError):
+            # Listing the folder makes a network filesystem look again.
+            list(attempt.run.attempts_dir.iterdir())
+        received = children.wait_for_signal(POLL_S)
+        if received is not None and received != signal.SIGCHLD:
+            raise ToldToStop(received)
 
 
 def local_station(plan: LaunchPlan, node_rank: int, master_port: int) -> Station:

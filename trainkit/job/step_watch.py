@@ -20,7 +20,7 @@ from trainkit.job.outcome import Outcome
 from trainkit.job.preflight import SEEN_VARIABLE, seen_by_supervisor
 from trainkit.job.record import is_cancelled
 from trainkit.job.slurm_place import slurm_job_id
-from trainkit.job.verdict import node_of_killed_task
+from trainkit.job.verdict import first_task_end, node_of_killed_task
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_json, read_jsonl
@@ -106,7 +106,7 @@ class StepWatch(Crew):
         """End the step when a rank or its agent has failed: its peers may wait for it for ever."""
         if self._failed_s is None:
             self.outcome.killed_node = node_of_killed_task(self.attempt)
-            if any(self.attempt.errors_dir.glob("rank-*.json")) or self.outcome.killed_node is not None:
+            if any(self.attempt.errors_dir.glob("rank-*.json")) or first_task_end(self.attempt) is not None:
                 self._failed_s = time.monotonic()
         elif time.monotonic() > self._failed_s + PEER_S:
             self._failed_s = float("inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ def first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> di
         return None
     if outcome.lost_nodes:
         return host_verdict(attempt, outcome.lost_nodes)
+    if outcome.not_started is not None:
+        return agent_verdict(None, outcome.not_started)
     if outcome.hung and (records := read_hangs(attempt)):
         return hang_verdict(attempt, plan, records)
     return _killed_agent(attempt, plan, outcome) or find_verdict(attempt)
@@ -41,21 +44,26 @@ def _killed_agent(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> di
     node_rank = outcome.killed_node
     if node_rank is None or _has_record(attempt, plan, node_rank):
         return None
-    verdict = agent_verdict(node_rank, "its agent was killed")
+    verdict = agent_verdict(node_rank, "its agent was killed", signal_exit_code(signal.SIGKILL))
     hosts = hosts_of(attempt)
     return {**verdict, "host": hosts[node_rank]} if node_rank < len(hosts) else verdict
 
 
-def node_of_killed_task(attempt: AttemptDir) -> int | None:
-    """The node of which the first task that ended was killed, as srun says; that task could not write it."""
+def first_task_end(attempt: AttemptDir) -> tuple[str, str] | None:
+    """Host and end of the first task that failed, as srun says; it may not have been able to write it."""
     try:
-        first = _TASK_END.search(attempt.supervisor_log.read_text(encoding="utf-8", errors="replace"))
+        text = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
+    ends = ((found["host"], found["how"]) for found in _TASK_END.finditer(text))
+    return next((end for end in ends if end[1] != f"Exited with exit code {EXIT_STOPPED}"), None)
+
+
+def node_of_killed_task(attempt: AttemptDir) -> int | None:
+    """The node of which the first task that failed was killed."""
+    host, how = first_task_end(attempt) or ("", "")
     hosts = hosts_of(attempt)
-    if first is None or first["how"] not in ("Killed", "Terminated") or first["host"] not in hosts:
-        return None
-    return hosts.index(first["host"])
+    return hosts.index(host) if how in ("Killed", "Terminated") and host in hosts else None
 
 
 def hosts_of(attempt: AttemptDir) -> list[str]:

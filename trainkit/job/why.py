@@ -7,6 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 from trainkit.errors import TrainkitError
 from trainkit.job.decision import COMEBACK_SIGNAL, Cause
+from trainkit.slurm.client import QUERY_PATIENCE_S
 from trainkit.slurm.job_now import JobNow, ask_job
 from trainkit.slurm.states import JobState
 
@@ -14,10 +15,10 @@ EARLY_S = 90.0
 """Slurm sends the signal that announces the end up to 60 s early."""
 
 
-def look_at_job(job_id: str) -> JobNow | None:
+def look_at_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobNow | None:
     """What Slurm says about the job now; None where it cannot be asked or has forgotten it."""
     try:
-        return ask_job(job_id)
+        return ask_job(job_id, patience_s=patience_s)
     except TrainkitError as error:
         print(f"Slurm does not say what it does with {job_id}: {error.message}", flush=True)
         return None
