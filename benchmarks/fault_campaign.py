@@ -57,6 +57,7 @@ class Campaign:
         self.chance = random.Random(f"runs of {seed}")
         self.flights: list[Flight] = []
         self.num_runs = 0
+        self.num_struck = 0
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
         self.began_s = time.monotonic()
@@ -101,6 +102,7 @@ class Campaign:
         flight = one_of(victims, fault.who)
         where = flight.where()
         done = self.striker.strike(fault, flight)
+        self.num_struck += 1
         self.counts[fault.kind] += 1
         self.say(f"{fault.number:4d} {done} ({where})")
         for one in self.flights:
@@ -197,11 +199,16 @@ def campaign(cluster: Cluster, folder: Path, num_faults: int, seed: int) -> int:
         under_way = Campaign(login, striker, draw(num_faults, seed), expected, seed)
         try:
             under_way.fly()
+        except KeyboardInterrupt:
+            under_way.wrong.append("interrupted")
         finally:
             striker.mend(everything=True)
+        if under_way.flights:
+            cluster.run(["scancel", "--user=root"], timeout_s=30)
         under_way.wrong += left_behind(login, disk)
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(under_way.counts.items()))
-    print(f"{num_faults} faults, {under_way.num_runs} runs, {len(under_way.wrong)} wrong ({counts})")
+    struck = f"{under_way.num_struck} of {num_faults} faults, {under_way.num_runs} runs"
+    print(f"{struck}, {len(under_way.wrong)} wrong ({counts})")
     for text in under_way.wrong:
         print(f"WRONG {text}")
     return 1 if under_way.wrong else 0
