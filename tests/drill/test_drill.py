@@ -112,7 +112,7 @@ def test_the_built_in_trainer_survives_all_that_can_be_tried_here(place: Place) 
 def test_the_example_of_the_two_lines_survives(place: Place) -> None:
     example = str(ROOT / "examples" / "comes_back.py")
     ways = ("--only", "signal", "--only", "rank")
-    done = place.drill("--gpus-per-node", "2", *ways, "--", sys.executable, example, "--steps", "120")
+    done = place.drill("--gpus-per-node", "2", *ways, "--", sys.executable, example, "--steps", "80")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "2 of 2 hold"
     signal_row = done.stdout.splitlines()[1].split()

@@ -30,8 +30,8 @@ def test_flipped_bytes_are_found_only_by_the_hash(tmp_path: Path):
     save(run, 10)
     before = (run.checkpoint_dir(10) / "large").read_bytes()
     damaged = flip_bytes(run, random.Random(0))
-    after = damaged.read_bytes()
-    assert damaged == run.checkpoint_dir(10) / "large"
+    after = (run.checkpoint_dir(10) / "large").read_bytes()
+    assert damaged.step == 10
     assert len(after) == len(before)
     assert sum(a != b for a, b in zip(before, after, strict=True)) == 8
     assert [find_damage(checkpoint) for checkpoint in published(run.checkpoints_dir)] == [

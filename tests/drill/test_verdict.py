@@ -103,8 +103,12 @@ def test_coming_back_by_hand_is_wrong_only_where_the_config_says_that_it_comes_b
 def test_damage_to_checkpoints():
     bad = run_of(12, 12, damages=["step-00000030: manifest.json is missing"])
     assert verdict("signal", Played(), bad).words == "step-00000030: manifest.json is missing"
-    unnoticed = verdict("damaged-checkpoint", Played(damaged=["step-00000010"]), run_of(12, 10))
-    assert unnoticed.words == "nobody noticed that step-00000010 is damaged"
+    rejected = {"event": "checkpoint_rejected", "attempt": 2, "step": 5}
+    ended = run_of(12, 10)
+    ended = replace(ended, events=[*ended.events, rejected])
+    assert verdict("damaged-checkpoint", Played(damaged_step=5), ended).state == "holds"
+    unnoticed = verdict("damaged-checkpoint", Played(damaged_step=10), ended)
+    assert unnoticed.words == "nobody noticed that the checkpoint of step 10 is damaged"
 
 
 def test_what_could_not_be_done_has_not_held():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from trainkit.config import RunConfig
 from trainkit.drill.aim import take_aim
@@ -22,6 +23,7 @@ from trainkit.drill.watch import RunWatch
 from trainkit.errors import TrainkitError
 from trainkit.manifest import find_damage, published
 from trainkit.observe.follow import end_of
+from trainkit.observe.status import parse_time, seconds_between
 from trainkit.observe.words import verdict_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, read_jsonl
@@ -86,7 +88,7 @@ class Campaign:
         again = compare(self.reference, self.reference).again
         if again:
             raise TrainkitError(f"{run.metrics_file} has {again} steps twice in a run that nobody touched")
-        self.usual_s = _seconds_of(run)
+        self.usual_s = _seconds_of(run, end)
         last = f"{self.reference[-1].step} steps" if self.reference else "no steps in metrics.jsonl"
         self.say(f"{REFERENCE}: {last}, {self.usual_s:.1f} s")
         _remove_checkpoints(run)
@@ -135,14 +137,12 @@ def _ended(run: RunDir) -> Ended:
     return Ended(end, read_points(run), list(read_jsonl(run.events_file)), damages, str(run.path))
 
 
-def _seconds_of(run: RunDir) -> float:
+def _seconds_of(run: RunDir, end: Mapping[str, Any]) -> float:
     """How long a finished run took, from the start of its workers to their end."""
-    times = {
-        event["event"]: datetime.fromisoformat(event["time"].replace("Z", "+00:00"))
-        for event in read_jsonl(run.events_file)
-        if event.get("event") in ("started", "finished")
-    }
-    return (times["finished"] - times["started"]).total_seconds()
+    started = next(event["time"] for event in read_jsonl(run.events_file) if event.get("event") == "started")
+    ended = parse_time(end["time"])
+    assert ended is not None
+    return seconds_between(started, ended) or 0.0
 
 
 def _remove_checkpoints(run: RunDir) -> None:

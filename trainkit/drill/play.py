@@ -43,8 +43,8 @@ class Played:
     """How long it did nothing; then it was killed."""
     refused: str = ""
     """Why this cluster does not let its owner do that."""
-    damaged: list[str] = field(default_factory=list)
-    """The checkpoints that the drill damaged, by name."""
+    damaged_step: int | None = None
+    """The step of the checkpoint that the drill damaged."""
 
 
 @dataclass
@@ -122,6 +122,8 @@ class Player:
             self.played.not_by_itself = str(end.get("reason") or "its supervisor died without a word")
             self._resume()
         if not watch.until(is_back):
+            if watch.end().get("state") == "finished":
+                self.played.missed = NOTHING_LEFT
             return False
         times = watch.first_step_s if sees_steps else watch.started_s
         self.played.came_back_s = times[min(attempt for attempt in times if attempt > before)] - struck_s
@@ -145,8 +147,7 @@ class Player:
     def _kill_and_damage(self) -> bool:
         if not kill_job(self.run):
             return False
-        damaged = flip_bytes(self.run, self.aim.chance)
-        self.played.damaged.append(damaged.parent.name)
+        self.played.damaged_step = flip_bytes(self.run, self.aim.chance).step
         return True
 
     def _resume(self) -> None:

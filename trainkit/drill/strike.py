@@ -7,14 +7,13 @@ import random
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from trainkit.drill.processes import find_processes, kill_all, kill_node
 from trainkit.errors import UsageError
 from trainkit.job.record import Liveness, mark_cancelled, newest_entry, run_lock
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from trainkit.manifest import published
+from trainkit.manifest import Checkpoint, published
 from trainkit.rundir import RunDir
 from trainkit.slurm.beside import run_on_nodes
 from trainkit.slurm.control import kill_step, requeue
@@ -158,19 +157,18 @@ def kill_job(run: RunDir) -> bool:
     return True
 
 
-def flip_bytes(run: RunDir, chance: random.Random) -> Path:
-    """Change a few bytes in the largest file of a run's newest checkpoint, not its size; gives the file."""
+def flip_bytes(run: RunDir, chance: random.Random) -> Checkpoint:
+    """Change a few bytes in the largest file of a run's newest checkpoint, and not its size."""
     checkpoints = published(run.checkpoints_dir)
     if not checkpoints:
         raise UsageError(f"{run.checkpoints_dir} has no checkpoint to damage")
     newest = checkpoints[-1]
     files = newest.manifest()["files"]
     name = max(files, key=lambda name: files[name]["bytes"])
-    path: Path = newest.path / name
-    with path.open("r+b") as stream:
+    with (newest.path / name).open("r+b") as stream:
         stream.seek(chance.randrange(max(1, files[name]["bytes"] - FLIPPED_BYTES)))
         place = stream.tell()
         old = stream.read(FLIPPED_BYTES)
         stream.seek(place)
         stream.write(bytes(byte ^ 0xFF for byte in old))
-    return path
+    return newest

@@ -106,8 +106,8 @@ def _problems(scenario: Scenario, played: Played, ended: Ended, requeue_on: Sequ
         problems.append(f"it did not come back by itself: {played.not_by_itself}")
     problems += ended.damages
     rejected = {event.get("step") for event in ended.events if event.get("event") == "checkpoint_rejected"}
-    if played.damaged and not rejected:
-        problems.append(f"nobody noticed that {', '.join(played.damaged)} is damaged")
+    if played.damaged_step is not None and played.damaged_step not in rejected:
+        problems.append(f"nobody noticed that the checkpoint of step {played.damaged_step} is damaged")
     return problems
 
 
