@@ -61,5 +61,6 @@ def attach_argv(job_id: str, host: str | None) -> list[str]:
     """A shell on a node of a running job, beside what runs there."""
     where = [] if host is None else [f"--nodelist={host}"]
     return [
-        *("srun", f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", *where, "--pty", "bash", "-i")
+        *("srun", f"--jobid={job_id}", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1"),
+        *(*where, "--pty", "bash", "-i"),
     ]
