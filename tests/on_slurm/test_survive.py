@@ -52,7 +52,7 @@ def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) 
         assert run.attempt_numbers() == [1, 2, 3, 4]
         assert survival.computed_twice(run) == []
         assert survival.curve(run) == expected
-    assert login.jobs() == []
+    login.wait_until_idle()
 
 
 def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:

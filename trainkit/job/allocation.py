@@ -99,7 +99,7 @@ class Allocation:
             lost = lost or self._spared(hosts_that_could_not_start(said), plan)
         if outcome.hung and not lost:
             # Slurm may take minutes to notice that a host is cut off.
-            lost = self._spared(silent_hosts(attempt, plan), plan)
+            lost = self._spared(silent_hosts(attempt, plan, outcome.hangs), plan)
         self.bad |= dict.fromkeys(lost, "lost")
         outcome.lost_nodes = lost
         if outcome.request is not None:

@@ -49,8 +49,8 @@ class AttemptWatch(Crew):
         if not self.attempt.path.is_dir():
             # Its folder was deleted: whatever it still computes, nobody can ever find.
             self.end_within(0.0)
-        elif self._hangs.is_over():
-            self.outcome.hung = True
+        elif not self.outcome.hung and (hangs := self._hangs.look()):
+            self.outcome.hangs = hangs
             self.end_within(0.0)
 
     def told(self, received: signal.Signals) -> None:

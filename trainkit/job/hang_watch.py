@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from trainkit.job.hangs import read_hangs
+from trainkit.job.hangs import HangRecord, read_hangs
 from trainkit.rundir import AttemptDir
 
 GATHER_S = 5.0
@@ -18,8 +18,13 @@ class HangWatch:
         self._attempt = attempt
         self._first_s: float | None = None
 
-    def is_over(self) -> bool:
-        """Whether there is a hang, and all who could tell of it have had the time to."""
-        if self._first_s is None and read_hangs(self._attempt):
+    def look(self) -> list[HangRecord]:
+        """The reports of a hang, once all who could tell of it have had the time to; empty before."""
+        records = read_hangs(self._attempt)
+        if not records:
+            self._first_s = None  # it went on after all
+        elif self._first_s is None:
             self._first_s = time.monotonic()
-        return self._first_s is not None and time.monotonic() > self._first_s + GATHER_S
+        elif time.monotonic() > self._first_s + GATHER_S:
+            return records
+        return []

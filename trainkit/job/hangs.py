@@ -63,9 +63,8 @@ def missing_ranks(plan: LaunchPlan, records: Sequence[HangRecord]) -> list[int]:
     return [rank for rank in range(plan.world_size) if rank not in told]
 
 
-def silent_hosts(attempt: AttemptDir, plan: LaunchPlan) -> list[str]:
+def silent_hosts(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> list[str]:
     """The hosts of a hang of which no rank said a word."""
-    records = read_hangs(attempt)
     heard = {record.node_rank for record in records}
     hosts = (_host_of(attempt, node, records) for node in range(plan.num_nodes) if node not in heard)
     return [host for host in hosts if host is not None]

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job.decision import Cause
+from trainkit.job.hangs import HangRecord
 
 
 @dataclass
@@ -21,8 +22,8 @@ class Outcome:
     """What stood behind the request; None when a person wants the job to end."""
     not_started: str | None = None
     """srun's words when Slurm could not start the step."""
-    hung: bool = False
-    """A rank reported that it came no further, and the others were ended."""
+    hangs: list[HangRecord] = field(default_factory=list)
+    """What ranks reported that came no further, read before they were ended: losing a peer moves them on."""
     lost_nodes: tuple[str, ...] = ()
     """Hosts that do not answer any more."""
     killed_node: int | None = None
@@ -35,6 +36,10 @@ class Outcome:
     """What went wrong first; None until it is judged, and when nothing did."""
     ends: list[tuple[int, int]] = field(default_factory=list)
     """(node rank, exit code) in the order in which the agents ended."""
+
+    @property
+    def hung(self) -> bool:
+        return bool(self.hangs)
 
     @property
     def exit_codes(self) -> list[int]:

@@ -103,7 +103,7 @@ def carry_first(found: Announced, show: Callable[[AttemptDir, threading.Event], 
     try:
         code = carry(found)
         outcome.ends.append((0, code))
-        outcome.hung = bool(read_hangs(attempt))
+        outcome.hangs = read_hangs(attempt)
         outcome.request = _request(attempt)
         decision = judge(attempt, outcome, NO_WAY_BACK)
     except (OSError, ValueError, TrainkitError) as error:

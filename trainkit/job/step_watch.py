@@ -83,8 +83,8 @@ class StepWatch(Crew):
             return
         self._pass_on()
         self._end_after_a_failure()
-        if not self.outcome.hung and self._hangs.is_over():
-            self.outcome.hung = True
+        if not self.outcome.hung and (hangs := self._hangs.look()):
+            self.outcome.hangs = hangs
             self._end_step()
 
     def _pass_on(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job.decision import signal_exit_code
 from trainkit.job.failures import agent_verdict, find_verdict, host_verdict
-from trainkit.job.hangs import hang_verdict, read_hangs
+from trainkit.job.hangs import hang_verdict
 from trainkit.job.outcome import Outcome
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_json
@@ -34,8 +34,8 @@ def first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> di
         return host_verdict(attempt, outcome.lost_nodes)
     if outcome.not_started is not None:
         return agent_verdict(None, outcome.not_started)
-    if outcome.hung and (records := read_hangs(attempt)):
-        return hang_verdict(attempt, plan, records)
+    if outcome.hung:
+        return hang_verdict(attempt, plan, outcome.hangs)
     return _killed_agent(attempt, plan, outcome) or find_verdict(attempt)
 
 
