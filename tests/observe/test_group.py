@@ -175,7 +175,7 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(tmp_path: Path, 
     began_s = time.process_time()
     json.loads(json.dumps(json.loads(text), indent=2))
     answer_s = time.process_time() - began_s
-    # Little more than reading the two files of each point, which nobody can do without, and the answer itself.
+    # Little more than reading the two files of each point, which nobody can do without, and the answer.
     assert took_s < 3 * answer_s + 2.5 * reading_s, (took_s, answer_s, reading_s)
     assert seen.states == ({"finished": 10_000} if num_ended else {"pending": 10_000})
     assert len(json.loads(text)["points"]) == 10_000
