@@ -26,7 +26,7 @@ from tests.cluster.processes import Pid
 from tests.on_slurm import survival
 from tests.on_slurm.login import BACKENDS, Login, settings, wait_for
 from tests.on_slurm.survival import COMEBACK_S, Curve, wait_for_steps, wait_until_over
-from trainkit.rundir import RunDir
+from trainkit.rundir import RunDir, read_json
 
 KINDS = [(backend, per) for backend in BACKENDS for per in ("gpu", "node")]
 NUM_STEPS = 300
@@ -161,9 +161,13 @@ def host_death(table: Table) -> None:
     for kind in KINDS:
         (run,) = table.submit("host", *settings("resources.spare_nodes=1"), kinds=[kind])
         wait_for_steps(run, 1, 25)
-        table.login.cluster.kill_host(2)
+        # The second of the run's own hosts: one that died before is left out of this job.
+        cluster = table.login.cluster
+        victim = cluster.hosts.index(read_json(run.attempt(1).rendezvous_file)["hosts"][1]) + 1
+        cluster.kill_host(victim)
         died_s = time.time()
         finished = table.finish(run)
+        cluster.restore()
         noticed_s = survival.time_of(survival.events_of(run, "stopped")[0]) - died_s
         took_s, cold_s = first_steps(run)[1] - died_s, cold_start_s(run)
         seconds = f"{took_s:.1f}; noticed after {noticed_s:.1f}, cold start {cold_s:.1f}"
