@@ -141,6 +141,11 @@ class AttemptDir:
     def supervisor_log(self) -> Path:
         return self.logs_dir / "supervisor.log"
 
+    @property
+    def guard_log(self) -> Path:
+        """Apart from the supervisor's, in which the end of a task is one of the ranks' step."""
+        return self.logs_dir / "guard.log"
+
     def node_log(self, node_rank: int) -> Path:
         return self.logs_dir / f"node-{node_rank:04d}.log"
 

@@ -240,6 +240,17 @@ def test_an_agent_that_was_killed_is_no_longer_waited_for(
     assert first["verdict"]["message"] == "its agent was killed (agent of node 0)"
 
 
+def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher ends with a code of its own as soon as the ranks of its node have saved."""
+    monkeypatch.setattr(StepWatch, "look_every_s", 0.05)
+    monkeypatch.setattr("trainkit.job.step_watch.PEER_S", 0.2)
+    says = "srun: error: node1: task 0: Exited with exit code 143"
+    code = f"import sys, time; print({says!r}, flush=True); time.sleep(1.5); sys.exit(75)"
+    assert step(run, code, told(run, "SIGTERM"))[1]["reason"] == "saved after SIGTERM"
+
+
 def test_a_job_that_slurm_does_not_start_again(run: RunDir, slurm: Slurm) -> None:
     slurm.job, slurm.refuses = RUNNING, True
     result, end = step(run, f"raise SystemExit({EXIT_STOPPED})", told(run, "SIGUSR2"))

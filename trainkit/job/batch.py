@@ -118,7 +118,7 @@ class Supervisor:
             log_event(
                 attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
             )
-            self.allocation.keep_guard(plan, attempt.supervisor_log)
+            self.allocation.keep_guard(plan, attempt.guard_log)
             watch = StepWatch(attempt, plan, self.allocation.step_argv(self.step, plan))
             watch.work()
             outcome = watch.outcome

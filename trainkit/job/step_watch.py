@@ -106,11 +106,17 @@ class StepWatch(Crew):
         """End the step when a rank or its agent has failed: its peers may wait for it for ever."""
         if self._failed_s is None:
             self.outcome.killed_node = node_of_killed_task(self.attempt)
-            if any(self.attempt.errors_dir.glob("rank-*.json")) or first_task_end(self.attempt) is not None:
+            if any(self.attempt.errors_dir.glob("rank-*.json")) or self._lost_a_task():
                 self._failed_s = time.monotonic()
         elif time.monotonic() > self._failed_s + PEER_S:
             self._failed_s = float("inf")
             self._end_step()
+
+    def _lost_a_task(self) -> bool:
+        """Whether a task ended in failure that nobody asked to end; after a notice the others still save."""
+        if first_task_end(self.attempt) is None:
+            return False
+        return self.outcome.request is None and self._signal_of_the_ranks() is None
 
     def _end_step(self) -> None:
         """Have srun kill what is left of the step; once is enough."""
