@@ -212,6 +212,15 @@ class AttemptDir:
         staged.replace(latest)
 
 
+def read_end(attempt: AttemptDir) -> dict[str, Any] | None:
+    """How an attempt ended; None while that is not written, and after a death without a word."""
+    try:
+        end = read_json(attempt.end_file)
+    except (OSError, ValueError):
+        return None
+    return end if isinstance(end, dict) else None
+
+
 def goes_on(end: Mapping[str, Any]) -> bool:
     """Whether an end.json says that the run goes on by itself."""
     return end.get("action") in COMEBACK_ACTIONS

@@ -270,7 +270,7 @@ def test_a_host_that_died_has_its_end_written(run: RunDir, slurm: Slurm) -> None
 def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepWatch, "look_every_s", 0.1)
     plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))
-    watch = StepWatch(run.attempt(1), plan, ["sleep", "60"])
+    watch = StepWatch(run.attempt(1), plan, ["sleep", "60"], seen="")
     threading.Timer(0.3, shutil.rmtree, (run.attempt(1).path,)).start()
     watch.work()
     assert [code for _, code in watch.outcome.ends] == [143]

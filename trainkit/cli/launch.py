@@ -24,10 +24,10 @@ from trainkit.errors import (
     UsageError,
 )
 from trainkit.job.record import newest_entry, run_lock
-from trainkit.observe.follow import end_of, follow
+from trainkit.observe.follow import follow
 from trainkit.observe.tail import LogTail, last_lines
 from trainkit.observe.words import event_line, verdict_line
-from trainkit.rundir import AttemptDir, RunDir
+from trainkit.rundir import AttemptDir, RunDir, read_end
 from trainkit.submit.create import check_name, create_run
 from trainkit.submit.local import LEAVING_S
 from trainkit.submit.start import start_attempt
@@ -225,7 +225,7 @@ def _end_soon(run: RunDir) -> dict[str, Any] | None:
     """How the newest attempt ended; `cancel --now` writes that a moment after the supervisor is gone."""
     deadline_s = time.monotonic() + END_S
     while True:
-        end = end_of(run.attempt(run.attempt_numbers()[-1]))
+        end = read_end(run.attempt(run.attempt_numbers()[-1]))
         cancelled = "cancelled_at" in (newest_entry(run) or {})
         if end is not None or not cancelled or time.monotonic() > deadline_s:
             return end

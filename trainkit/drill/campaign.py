@@ -22,11 +22,10 @@ from trainkit.drill.verdict import Ended, Result, judge
 from trainkit.drill.watch import RunWatch
 from trainkit.errors import TrainkitError
 from trainkit.manifest import find_damage, published
-from trainkit.observe.follow import end_of
 from trainkit.observe.status import parse_time, seconds_between
 from trainkit.observe.words import verdict_line
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.rundir import RunDir, read_end, read_jsonl
 from trainkit.state import state_folder
 from trainkit.submit.create import new_place
 
@@ -78,7 +77,7 @@ class Campaign:
                 hint=f"`trainkit logs {quote(str(run.path))}` shows what it printed",
             )
         if run.attempt_numbers() != [1]:
-            first = end_of(run.attempt(1)) or {}
+            first = read_end(run.attempt(1)) or {}
             raise TrainkitError(
                 f"the run that nobody should touch was interrupted: {first.get('reason')}",
                 hint="start the drill again: the others are held against this one",
@@ -133,7 +132,7 @@ def _ended(run: RunDir) -> Ended:
         for checkpoint in published(run.checkpoints_dir)
         if (damage := find_damage(checkpoint))
     ]
-    end = (end_of(run.attempt(numbers[-1])) if numbers else None) or {}
+    end = (read_end(run.attempt(numbers[-1])) if numbers else None) or {}
     return Ended(end, read_points(run), list(read_jsonl(run.events_file)), damages, str(run.path))
 
 

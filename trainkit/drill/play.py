@@ -11,8 +11,7 @@ from trainkit.drill.scenarios import Scenario
 from trainkit.drill.strike import Hand, flip_bytes, kill_job, notify, requeue_job
 from trainkit.drill.watch import RunWatch
 from trainkit.job.record import run_lock
-from trainkit.observe.follow import end_of
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.rundir import RunDir, read_end, read_jsonl
 from trainkit.slurm.client import SlurmRefused
 from trainkit.submit.start import start_again
 from trainkit.submit.steer import recall, refuse_live
@@ -161,7 +160,7 @@ class Player:
 
     def _way_back(self, attempt: int) -> str:
         """How the run came back from an attempt, in the word of its end.json."""
-        end = end_of(self.run.attempt(attempt)) or {}
+        end = read_end(self.run.attempt(attempt)) or {}
         return str(end.get("action") or "requeue by Slurm")
 
     def _was_cut_off(self) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 from trainkit.drill.curve import points_of
 from trainkit.job.record import is_slurm, newest_entry
 from trainkit.manifest import partials, published
-from trainkit.observe.follow import end_of, is_over
+from trainkit.observe.follow import is_over
 from trainkit.observe.tail import LogTail
-from trainkit.rundir import RunDir
+from trainkit.rundir import RunDir, read_end
 from trainkit.submit.steer import life_watch, slurm_job
 
 LOOK_FOR_END_S = 0.25
@@ -111,7 +111,7 @@ class RunWatch:
     def end(self) -> dict[str, Any]:
         """How the newest attempt ended; empty where nothing says so."""
         numbers = self.run.attempt_numbers()
-        return (end_of(self.run.attempt(numbers[-1])) if numbers else None) or {}
+        return (read_end(self.run.attempt(numbers[-1])) if numbers else None) or {}
 
 
 def _records(tail: LogTail) -> list[dict[str, Any]]:

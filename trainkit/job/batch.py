@@ -114,12 +114,12 @@ class Supervisor:
             return Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED)
         try:
             plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-            when_there_is_room(lambda: seen_by_supervisor(attempt), say)
+            seen = when_there_is_room(lambda: seen_by_supervisor(attempt), say)
             log_event(
                 attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
             )
             self.allocation.keep_guard(plan, attempt.guard_log)
-            watch = StepWatch(attempt, plan, self.allocation.step_argv(self.step, plan))
+            watch = StepWatch(attempt, plan, self.allocation.step_argv(self.step, plan), seen)
             watch.work()
             outcome = watch.outcome
             self.allocation.look(attempt, plan, outcome)

@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.job.decision import Failure, Past, signal_exit_code
 from trainkit.job.record import find_entry, num_comebacks
 from trainkit.manifest import published
-from trainkit.rundir import AttemptDir, read_json, read_jsonl
+from trainkit.rundir import AttemptDir, read_end, read_jsonl
 
 LONG_S = 1800.0
 """A trainer of which we see no checkpoint has come further when it ran so long."""
@@ -47,15 +47,6 @@ def _past(attempt: AttemptDir) -> Past:
         step=step if isinstance(step, int) else None,
         failure=failure_of(verdict) if isinstance(verdict, dict) else None,
     )
-
-
-def read_end(attempt: AttemptDir) -> dict[str, Any] | None:
-    """How an attempt ended; None while it runs and after a death without a word."""
-    try:
-        end = read_json(attempt.end_file)
-    except (OSError, ValueError):
-        return None
-    return end if isinstance(end, dict) else None
 
 
 def failure_of(verdict: Mapping[str, Any]) -> Failure | None:

@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import UsageError
-from trainkit.rundir import AttemptDir, RunDir, goes_on, read_json, utc_now, write_atomic, write_json
+from trainkit.rundir import (
+    AttemptDir,
+    RunDir,
+    goes_on,
+    read_end,
+    read_json,
+    utc_now,
+    write_atomic,
+    write_json,
+)
 
 PROC = Path("/proc")
 COMEBACK = "comeback"
@@ -214,11 +223,8 @@ def num_comebacks(run: RunDir) -> int:
 
 def is_leaving(run: RunDir, entry: Mapping[str, Any]) -> bool:
     """Whether a supervisor has written how its job ended, so that all it still does is exit."""
-    try:
-        end = read_json(run.attempt(entry["attempt"]).end_file)
-    except (OSError, ValueError):
-        return False
-    return isinstance(end, dict) and not goes_on(end)
+    end = read_end(run.attempt(entry["attempt"]))
+    return end is not None and not goes_on(end)
 
 
 def mark_cancelled(run: RunDir) -> None:

@@ -17,7 +17,7 @@ from trainkit.job.decision import COMEBACK_SIGNAL
 from trainkit.job.failures import first_exit_code
 from trainkit.job.hang_watch import HangWatch
 from trainkit.job.outcome import Outcome
-from trainkit.job.preflight import SEEN_VARIABLE, seen_by_supervisor
+from trainkit.job.preflight import SEEN_VARIABLE
 from trainkit.job.record import is_cancelled
 from trainkit.job.slurm_place import slurm_job_id
 from trainkit.job.verdict import first_task_end, node_of_killed_task
@@ -41,11 +41,13 @@ class StepWatch(Crew):
 
     look_every_s = LOOK_EVERY_S
 
-    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, step: Sequence[str]) -> None:
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, step: Sequence[str], seen: str) -> None:
         super().__init__()
         self.attempt = attempt
         self.plan = plan
         self.step = step
+        self.seen = seen
+        """What the supervisor sees of the run folder, for the agents to compare."""
         self.outcome = Outcome()
         self._hangs = HangWatch(attempt)
         self._is_ending = False
@@ -58,7 +60,7 @@ class StepWatch(Crew):
             **os.environ,
             RUN_DIR_VARIABLE: str(self.attempt.run.path),
             ATTEMPT_VARIABLE: str(self.attempt.number),
-            SEEN_VARIABLE: seen_by_supervisor(self.attempt),
+            SEEN_VARIABLE: self.seen,
         }
         with self.attempt.supervisor_log.open("ab") as log:
             self.running[SRUN] = children.start_child(

@@ -6,7 +6,6 @@ import os
 import time
 from typing import Any
 
-from trainkit.job.history import read_end
 from trainkit.job.record import (
     COMEBACK,
     add_slurm_entry,
@@ -17,7 +16,7 @@ from trainkit.job.record import (
     run_lock,
 )
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, goes_on, log_event, read_json
+from trainkit.rundir import AttemptDir, RunDir, goes_on, log_event, read_end, read_json
 
 ENTRY_TIMEOUT_S = 20.0
 """How long the command that submitted us may take to write our job id down."""

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainkit.observe.tail import LogTail, start_of_last
-from trainkit.rundir import AttemptDir, RunDir, goes_on, read_json
+from trainkit.rundir import AttemptDir, RunDir, goes_on, read_end
 
 POLL_S = 0.1
 LISTING_S = 1.0
@@ -25,21 +24,12 @@ class Line:
     text: str
 
 
-def end_of(attempt: AttemptDir) -> dict[str, Any] | None:
-    """How an attempt ended; None while that is not written."""
-    try:
-        end = read_json(attempt.end_file)
-    except (OSError, ValueError):
-        return None
-    return end if isinstance(end, dict) else None
-
-
 def is_over(run: RunDir, alive: bool | None) -> bool:
     """Whether nothing more will come from a run; `alive` is its supervisor's liveness, None if unknown."""
     numbers = run.attempt_numbers()
     if not numbers or alive is False:
         return True
-    end = end_of(run.attempt(numbers[-1]))
+    end = read_end(run.attempt(numbers[-1]))
     return end is not None and not goes_on(end)
 
 
