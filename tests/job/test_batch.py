@@ -17,7 +17,7 @@ from tests.support.runs import make_attempt
 from trainkit.errors import EXIT_STOPPED
 from trainkit.job import allocation, batch, comeback, take
 from trainkit.job.batch import supervise
-from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, read_job
+from trainkit.job.record import COMEBACK, KILLED, add_slurm_entry, mark_cancelled, read_job
 from trainkit.job.step_watch import StepWatch
 from trainkit.job.take import take_attempt
 from trainkit.plan.launch import LaunchPlan
@@ -114,6 +114,18 @@ def step(run: RunDir, code: str, *writes: Any) -> tuple[int, dict[str, Any]]:
 
 def told(run: RunDir, name: str) -> Callable[[], None]:
     return lambda: log_event(run, 1, "signal", signal=name)
+
+
+def test_what_cancel_now_kills_was_not_a_failure(run: RunDir, slurm: Slurm) -> None:
+    # Slurm's SIGTERM for a job that it cancels may come before the step is seen to have ended.
+    code = (
+        "import os; from trainkit.rundir import RunDir, log_event;"
+        " from trainkit.job.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
+        " mark_cancelled(run, now=True); log_event(run, 1, 'signal', signal='SIGTERM');"
+        " os.kill(os.getpid(), 9)"
+    )
+    result, end = step(run, code)
+    assert (result, end["state"], end["reason"], end["verdict"]) == (137, "cancelled", KILLED, None)
 
 
 def test_a_step_that_ends_well(run: RunDir, slurm: Slurm) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from datetime import datetime, timedelta, timezone
@@ -162,20 +163,24 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(tmp_path: Path, 
         entry = {"attempt": 1, "job_id": f"12_{index}", "backend": "sbatch", "code": ["x" * 80] * 20}
         (group.path / str(index) / "job.json").write_text(json.dumps({"attempts": [entry]}, indent=2))
     known = {f"12_{index}": JobInfo(f"12_{index}", JobState.PENDING) for index in range(num_ended, 10_000)}
-    fresh = RunGroup(group.path)
-    began_s = time.process_time()
-    for index in range(num_ended):
-        json.loads((group.path / str(index) / "job.json").read_text())
-        json.loads((group.path / str(index) / "attempts/001/end.json").read_text())
-    reading_s = time.process_time() - began_s
-    began_s = time.process_time()
-    seen = GroupLook(fresh).status(known, NOW + timedelta(seconds=1))
-    text = json.dumps(seen.to_dict())
-    took_s = time.process_time() - began_s
-    began_s = time.process_time()
-    json.loads(json.dumps(json.loads(text), indent=2))
-    answer_s = time.process_time() - began_s
-    # Little more than reading the two files of each point, which nobody can do without, and the answer.
-    assert took_s < 3 * answer_s + 2.5 * reading_s, (took_s, answer_s, reading_s)
+    took_s, least_s = [], []
+    for _ in range(3):
+        fresh = RunGroup(group.path)
+        gc.collect()  # what other tests left is not to be cleared away in the middle
+        began_s = time.process_time()
+        for index in range(num_ended):
+            json.loads((group.path / str(index) / "job.json").read_text())
+            json.loads((group.path / str(index) / "attempts/001/end.json").read_text())
+        reading_s = time.process_time() - began_s
+        began_s = time.process_time()
+        seen = GroupLook(fresh).status(known, NOW + timedelta(seconds=1))
+        text = json.dumps(seen.to_dict())
+        took_s.append(time.process_time() - began_s)
+        began_s = time.process_time()
+        json.loads(json.dumps(json.loads(text), indent=2))
+        answer_s = time.process_time() - began_s
+        # Little more than reading the two files of each point, which nobody can do without, and the answer.
+        least_s.append(3 * answer_s + 2.5 * reading_s)
+    assert min(took_s) < min(least_s), (took_s, least_s)
     assert seen.states == ({"finished": 10_000} if num_ended else {"pending": 10_000})
     assert len(json.loads(text)["points"]) == 10_000

@@ -45,7 +45,7 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
         entry = live_entry(run, "cancel")
         if entry is not None:
             try:
-                mark_cancelled(run)
+                mark_cancelled(run, now=now)
             except OSError as error:
                 # A full disk must not keep a run alive.
                 click.echo(f"the wish to cancel could not be written down ({error})", err=True)

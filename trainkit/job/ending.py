@@ -10,7 +10,7 @@ from trainkit.job.decision import FAILURES, Decision, End, Means, decide, signal
 from trainkit.job.failures import agent_verdict
 from trainkit.job.history import failure_of, last_step, mark_of, past_attempts
 from trainkit.job.outcome import Outcome
-from trainkit.job.record import KILLED, is_cancelled, read_job
+from trainkit.job.record import KILLED, is_cancelled, is_cancelled_now, read_job
 from trainkit.job.verdict import first_failure
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, read_json, utc_now, write_json
@@ -21,7 +21,8 @@ def judge(attempt: AttemptDir, outcome: Outcome, means: Means) -> Decision:
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     cause, killed = outcome.cause, signal_exit_code(signal.SIGKILL)
     if is_cancelled(attempt):
-        if outcome.request is None and killed in outcome.exit_codes:
+        # Slurm's SIGTERM for the job that it cancels may have come first.
+        if is_cancelled_now(attempt) and killed in outcome.exit_codes:
             return Decision("stopped", KILLED, killed)
         cause = None
     outcome.verdict = outcome.verdict or first_failure(attempt, plan, outcome)

@@ -227,16 +227,26 @@ def is_leaving(run: RunDir, entry: Mapping[str, Any]) -> bool:
     return end is not None and not goes_on(end)
 
 
-def mark_cancelled(run: RunDir) -> None:
-    """Write down that the user wants the newest attempt to end for good; call with the lock held."""
+def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
+    """Write down that the user wants the newest attempt to end for good; call with the lock held.
+
+    `now` is the wish that nothing be saved first.
+    """
     job = read_job(run)
     job["attempts"][-1]["cancelled_at"] = utc_now()
+    if now:
+        job["attempts"][-1]["cancelled_now"] = True
     write_json(run.job_file, job)
 
 
 def is_cancelled(attempt: AttemptDir) -> bool:
     """Whether the user wants an attempt to end for good."""
     return "cancelled_at" in (find_entry(attempt.run, attempt.number) or {})
+
+
+def is_cancelled_now(attempt: AttemptDir) -> bool:
+    """Whether the user wants an attempt to end at once, whatever is lost."""
+    return bool((find_entry(attempt.run, attempt.number) or {}).get("cancelled_now"))
 
 
 def next_attempt_number(run: RunDir) -> int:

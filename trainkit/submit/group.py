@@ -37,7 +37,7 @@ def cancel_group(
     made = [group.run(index) for index in (*running, *waiting) if group.run(index).exists()]
     for run in made:
         with run_lock(run):
-            mark_cancelled(run)
+            mark_cancelled(run, now=now)
     jobs = [*([] if group.job_id is None else [group.job_id]), *own_jobs]
     if now:
         # Slurm gives the jobs that it cancels SIGTERM first, and then their ranks would begin to save.
