@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -177,6 +178,35 @@ def test_a_crash_starts_the_step_again_in_the_allocation(run: RunDir, slurm: Slu
     events = [event["event"] for event in read_jsonl(run.events_file)]
     assert events.count("started") == 2
     assert "restart" in events
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (replace(RUNNING, state=JobState.COMPLETING, is_preempted=True), ("requeue", "crash", 1)),
+        # In the queue again already: Slurm does it by itself.
+        (replace(RUNNING, state=JobState.COMPLETING, restarts=1), ("requeue", "crash", 0)),
+        (replace(RUNNING, state=JobState.CANCELLED), ("failed", "crash", 0)),
+    ],
+)
+@pytest.mark.parametrize("says", ["", "srun: error: Unable to create step for job 7: no memory"])
+def test_a_notice_before_the_step_is_started_again(
+    run: RunDir,
+    slurm: Slurm,
+    monkeypatch: pytest.MonkeyPatch,
+    job: JobNow,
+    expected: tuple[str, str, int],
+    says: str,
+) -> None:
+    def take_away(delay_s: float) -> signal.Signals:
+        slurm.job = job
+        return signal.SIGTERM
+
+    monkeypatch.setattr(batch.children, "wait_unless_told", take_away)
+    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    _, end = step(run, f"import sys; sys.exit({says!r} or 5)")
+    assert (end["action"], end["cause"], slurm.requeued) == expected
+    assert run.attempt_numbers() == [1]
 
 
 def test_a_step_that_slurm_could_not_start_is_no_crash(run: RunDir, slurm: Slurm) -> None:

@@ -85,17 +85,19 @@ class Supervisor:
             close_dead_attempts(attempt)
         while True:
             outcome, decision = self._try(attempt)
-            code = _conclude(attempt, outcome, decision)
-            if decision.comes_back and decision.action != "restart":
+            _conclude(attempt, outcome, decision)
+            if decision.action == "restart":
+                following = self._await_next(attempt, outcome, decision)
+                if isinstance(following, AttemptDir):
+                    attempt = following
+                    write_to(attempt.supervisor_log)
+                    continue
+                decision = following
+                _conclude(attempt, outcome, decision)
+            if decision.comes_back:
                 return self._leave(attempt, outcome, decision)
-            if decision.action != "restart":
-                let_go(attempt.run, self.job_id)
-                return code
-            following = self._await_next(attempt, decision)
-            if isinstance(following, Decision):
-                return _conclude(attempt, outcome, following)
-            attempt = following
-            write_to(attempt.supervisor_log)
+            let_go(attempt.run, self.job_id)
+            return decision.exit_code
 
     def _leave(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """Give the allocation back so that the run goes on in another; the exit code of this start."""
@@ -129,15 +131,18 @@ class Supervisor:
         except (OSError, ValueError, TrainkitError) as error:
             return Outcome(), Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
 
-    def _await_next(self, attempt: AttemptDir, decision: Decision) -> AttemptDir | Decision:
-        """The attempt in which the step is started again, or the end that was asked for meanwhile."""
+    def _await_next(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> AttemptDir | Decision:
+        """The attempt in which the step is started again, or what else follows from a notice meanwhile."""
         received = children.wait_unless_told(decision.delay_s)
-        if received is not None:
-            reason = f"told to stop by {received.name} before it was started again"
-            return Decision("stopped", reason, EXIT_STOPPED)
         try:
+            if received is not None:
+                # The allocation is being taken away, or a person wants the job to end: Slurm knows which.
+                outcome.request, outcome.shell_was_told = received.name, True
+                plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+                self.allocation.look(attempt, plan, outcome)
+                return judge(attempt, outcome, self.allocation.means(plan, attempt.run))
             following = when_there_is_room(lambda: take_next(attempt, self.job_id), say)
-        except (OSError, TrainkitError) as error:
+        except (OSError, ValueError, TrainkitError) as error:
             return Decision("failed", f"could not be started again: {error}", EXIT_FAILED, decision.cause)
         return following or Decision("stopped", "cancelled before it was started again", EXIT_STOPPED)
 

@@ -119,7 +119,7 @@ def decide(end: End, past: Sequence[Past], policy: RequeuePolicy, means: Means) 
         return _after_request(end, saved, past, policy, means)
     if saved:
         return Decision("stopped", "the workers saved and ended by themselves", EXIT_STOPPED)
-    if end.not_started and not end.lost_nodes:
+    if end.not_started and not end.lost_nodes and end.request is None:
         return _after_no_start(end, tries, means)
     return _after_failure(end, past, policy, means)
 
