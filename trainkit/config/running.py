@@ -8,6 +8,9 @@ from pydantic import Field, JsonValue
 
 from trainkit.config.section import AtLeastOne, NotNegative, Positive, Section, list_field
 
+PipelineSchedule = Literal[
+    "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"
+]
 DataParallelDegree = Literal[-1] | AtLeastOne
 OneLine = Annotated[
     str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", json_schema_extra={"allowed": "one line of text"})
@@ -35,10 +38,17 @@ class ParallelConfig(Section):
     loss_parallel: bool = Field(
         default=True, description="Split the loss over the vocabulary under tensor parallel."
     )
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = Field(
+    zero: Literal[2, 3] = Field(
+        default=3,
+        description="What dp_shard splits: 3 parameters, gradients and optimizer state; 2 keeps the parameters"
+        " that were gathered for the forward pass until the backward pass.",
+    )
+    pp_schedule: PipelineSchedule = Field(
         default="1f1b", description="Order of the microbatches in the pipeline."
     )
-    pp_microbatches: AtLeastOne = Field(default=4, description="Microbatches a device batch is cut into.")
+    pp_microbatches: AtLeastOne = Field(
+        default=4, description="Microbatches a device batch is cut into where there is a pipeline."
+    )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",
         description="Which activations are computed again in the backward pass instead of kept.",

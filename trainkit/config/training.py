@@ -153,3 +153,7 @@ class PrecisionConfig(Section):
     loss_scale_growth_interval: AtLeastOne = Field(
         default=2000, description="Steps without overflow before the loss scale doubles (fp16 only)."
     )
+    float8: bool = Field(
+        default=False,
+        description="Multiply the matrices of the blocks in float8; needs torchao and a GPU that has it.",
+    )

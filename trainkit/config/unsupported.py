@@ -12,10 +12,6 @@ _ROWS: tuple[tuple[str, object, str], ...] = (
     ("model.hf", None, "training Hugging Face models"),
     ("model.init_from", None, "starting from the weights of another run"),
     ("optimizer.name", "adamw", "an optimizer other than adamw"),
-    ("parallel.tp", 1, "tensor parallelism"),
-    ("parallel.pp", 1, "pipeline parallelism"),
-    ("parallel.cp", 1, "context parallelism"),
-    ("parallel.offload", False, "offloading to host memory"),
     ("logging.mlflow", None, "logging to MLflow"),
     ("logging.wandb", None, "logging to Weights & Biases"),
 )

@@ -1,0 +1,82 @@
+"""What a layout asks of the model and of the batch. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainkit.config.running import ParallelConfig
+from trainkit.errors import Problem
+from trainkit.plan.launch import Layout
+from trainkit.plan.model_shape import ModelShape
+from trainkit.plan.pipeline import num_stages
+
+
+def layout_problems(
+    layout: Layout, parallel: ParallelConfig, shape: ModelShape, device_batch_size: int, seq_len: int
+) -> Iterator[Problem]:
+    """Everything because of which a model cannot be split so."""
+    yield from _tensor_problems(layout, parallel, shape, seq_len)
+    yield from _context_problems(layout, seq_len)
+    yield from _pipeline_problems(layout, parallel, shape, device_batch_size)
+
+
+def _tensor_problems(
+    layout: Layout, parallel: ParallelConfig, shape: ModelShape, seq_len: int
+) -> Iterator[Problem]:
+    if layout.tp == 1:
+        return
+    sizes = {
+        "model.num_heads": shape.num_heads,
+        "model.num_kv_heads": shape.num_kv_heads,
+        "model.ffn_dim": shape.ffn_dim,
+        "model.vocab_size": shape.vocab_size,
+        "model.dim": shape.dim,
+    }
+    for key, size in sizes.items():
+        if size % layout.tp:
+            message = f"is {layout.tp}, which does not divide {key} {size}"
+            yield Problem("parallel.tp", message, hint=f"it can be {divisors(size, most=layout.tp)}")
+    share = seq_len // layout.cp
+    if parallel.sequence_parallel and share % layout.tp:
+        of = f"data.seq_len {seq_len}" + (f" / parallel.cp {layout.cp}" if layout.cp > 1 else "")
+        message = f"is true, and parallel.tp {layout.tp} does not divide {of}"
+        yield Problem("parallel.sequence_parallel", message, hint="false keeps the whole sequence everywhere")
+
+
+def _context_problems(layout: Layout, seq_len: int) -> Iterator[Problem]:
+    if layout.cp > 1 and seq_len % (2 * layout.cp):
+        message = f"is {layout.cp}: data.seq_len {seq_len} is not a multiple of 2 x {layout.cp} parts"
+        hint = "each rank has a part from the front and one from the back, so that all have the same work"
+        yield Problem("parallel.cp", message, hint=hint)
+
+
+def _pipeline_problems(
+    layout: Layout, parallel: ParallelConfig, shape: ModelShape, device_batch_size: int
+) -> Iterator[Problem]:
+    if layout.pp == 1:
+        return
+    pp, schedule, microbatches = layout.pp, parallel.pp_schedule, parallel.pp_microbatches
+    stages = num_stages(pp, schedule)
+    if stages > shape.num_layers:
+        message = f"is {pp}, which makes {stages} stages of {shape.num_layers} layers"
+        hint = f"with {schedule} it can be at most {shape.num_layers * pp // stages}"
+        yield Problem("parallel.pp", message, hint=hint)
+    if device_batch_size % microbatches:
+        message = f"is {microbatches}, which does not divide train.device_batch_size {device_batch_size}"
+        hint = f"it can be {divisors(device_batch_size)}"
+        yield Problem("parallel.pp_microbatches", message, hint=hint)
+    least = {"1f1b": pp, "dualpipe_v": stages}.get(schedule, 1)
+    if microbatches < least:
+        message = f"is {microbatches}, fewer than the {least} that {schedule} needs with parallel.pp {pp}"
+        yield Problem("parallel.pp_microbatches", message, hint="gpipe works with any number")
+    rounds = max(1, microbatches // pp)
+    if schedule.startswith("interleaved") and microbatches % rounds:
+        message = f"is {microbatches}, which {schedule} cannot share evenly between {rounds} rounds"
+        hint = f"a multiple of parallel.pp {pp} can be"
+        yield Problem("parallel.pp_microbatches", message, hint=hint)
+
+
+def divisors(number: int, most: int | None = None) -> str:
+    """The divisors of a number up to `most`, as words."""
+    found = [item for item in range(1, min(number, most or number) + 1) if number % item == 0]
+    return " or ".join(map(str, found))
