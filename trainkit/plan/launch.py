@@ -13,8 +13,23 @@ PLAN_VERSION = 1
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank stands in each dimension of a layout."""
+
+    pp: int = 0
+    dp_replicate: int = 0
+    dp_shard: int = 0
+    cp: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True)
 class Layout:
-    """How the ranks of a job are split between the kinds of parallelism."""
+    """How the ranks of a job are split between the kinds of parallelism.
+
+    From the outermost dimension to the innermost: pp, dp_replicate, dp_shard, cp, tp. So the ranks of a
+    tensor-parallel group, which talk most, are neighbours on a node.
+    """
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -30,6 +45,24 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether ranks share the work on one sample."""
+        return self.tp * self.pp * self.cp > 1
+
+    def place(self, rank: int) -> Place:
+        """Where a rank stands."""
+        rank, tp = divmod(rank, self.tp)
+        rank, cp = divmod(rank, self.cp)
+        rank, dp_shard = divmod(rank, self.dp_shard)
+        pp, dp_replicate = divmod(rank, self.dp_replicate)
+        return Place(pp, dp_replicate, dp_shard, cp, tp)
+
+    def dp_rank(self, rank: int) -> int:
+        """Which of the batches that are read at once a rank works on."""
+        place = self.place(rank)
+        return place.dp_replicate * self.dp_shard + place.dp_shard
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
 """From a task to a model that is ready to train, in the one order that works for every layout.
 
-Recompute inside the blocks, compile them, split the whole over the data-parallel ranks, and only then
-give it memory and values: no rank ever holds more of the model than its own shard.
+Cut the model into the stages of a pipeline, split its matrices, recompute inside the blocks, compile them,
+split the whole over the data-parallel ranks, and only then give it memory and values: no rank ever holds more
+of the model than its own shard.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,31 +17,101 @@ from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.trainer.activation_checkpointing import apply_activation_checkpointing
 from trainkit.trainer.distributed import World
-from trainkit.trainer.parallel.data_parallel import (
-    GradientSwitch,
-    apply_data_parallel,
-    gradient_switch,
-    reduces_on_host,
-)
+from trainkit.trainer.models.parts import Part
+from trainkit.trainer.parallel.context import apply_context_parallel, seen_by
+from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
+from trainkit.trainer.parallel.pipeline import PipelinePasses, TiedEnds, parts_of
+from trainkit.trainer.parallel.tensor import apply_tensor_parallel
+from trainkit.trainer.passes import Passes, StepContext, WholePasses
 from trainkit.trainer.precision import DTYPES
+from trainkit.trainer.pulse import Pulse
 from trainkit.trainer.tasks import Task
+from trainkit.trainer.weights import Weight, weights_of
 
 
-def build_model(
-    task: Task, config: RunConfig, plan: LaunchPlan, world: World
-) -> tuple[nn.Module, GradientSwitch]:
-    """The model on this rank's device, split, initialised, in training mode; with its gradients' switch."""
-    model = task.build_model()
+@dataclass(frozen=True)
+class BuiltModel:
+    """What this rank has of the model, and how it is computed with."""
+
+    parts: Sequence[nn.Module]
+    weights: Sequence[Weight]
+    passes: Passes
+    tied_ends: TiedEnds | None
+
+
+def build(task: Task, config: RunConfig, plan: LaunchPlan, world: World, pulse: Pulse) -> BuiltModel:
+    """The model on this rank's device, split, initialised, in training mode."""
+    layout, parallel = plan.layout, config.parallel
+    whole: list[Part | None] = [None]
+    pieces = (
+        whole
+        if layout.pp == 1
+        else parts_of(world.place.pp, layout.pp, parallel.pp_schedule, task.num_layers)
+    )
+    parts = [_build_part(task, config, plan, world, piece) for piece in pieces]
+    weights = weights_of(task, parts)
+    positions = seen_by(world.place.cp, layout.cp, 0, 1, config.data.seq_len).attention
+    context = StepContext(
+        world,
+        DTYPES[config.precision.dtype],
+        splits_loss=parallel.loss_parallel and layout.tp > 1,
+        positions=positions if layout.cp > 1 else None,
+    )
+    if layout.pp == 1:
+        [model] = parts
+        passes: Passes = WholePasses(task, model, gradient_switch(model, world.mesh), world, context, pulse)
+        return BuiltModel(parts, weights, passes, None)
+    passes = PipelinePasses(
+        task,
+        parts,
+        world,
+        context,
+        pulse,
+        parallel.pp_schedule,
+        parallel.pp_microbatches,
+        plan.batch.accumulation_steps,
+    )
+    ends = [weight.param for weight in weights if weight.name in task.tied]
+    return BuiltModel(parts, weights, passes, TiedEnds(ends, world))
+
+
+def _build_part(
+    task: Task, config: RunConfig, plan: LaunchPlan, world: World, piece: Part | None
+) -> nn.Module:
+    layout, parallel, place = plan.layout, config.parallel, world.place
+    model = task.build_model(piece)
+    shares_stream = parallel.sequence_parallel and layout.tp > 1
+    stream_ranks, stream_rank = (layout.tp, place.tp) if shares_stream else (1, 0)
+    task.see(model, seen_by(place.cp, layout.cp, stream_rank, stream_ranks, config.data.seq_len))
     blocks = task.blocks(model)
-    apply_activation_checkpointing(blocks, config.parallel.activation_checkpointing)
-    if config.parallel.compile:
+    if layout.tp > 1:
+        assert world.mesh is not None
+        apply_tensor_parallel(
+            model,
+            task.tensor_plan(model),
+            world.mesh["tp"],
+            sequence_parallel=parallel.sequence_parallel,
+            loss_parallel=parallel.loss_parallel,
+        )
+    if world.cp_group is not None:
+        apply_context_parallel(task.attentions(model), world.cp_group)
+    apply_activation_checkpointing(blocks, parallel.activation_checkpointing)
+    if parallel.compile:
         for block in blocks:
             block.compile()
-    if world.mesh is not None and not reduces_on_host(world.mesh, plan.layout):
-        apply_data_parallel(model, blocks, world.mesh, plan.layout, DTYPES[config.precision.dtype])
+    if world.mesh is not None and not reduces_on_host(world.mesh, layout):
+        apply_data_parallel(
+            model,
+            blocks,
+            world.mesh,
+            layout,
+            DTYPES[config.precision.dtype],
+            zero=parallel.zero,
+            offload=parallel.offload,
+        )
     model.to_empty(device=world.device)
     task.init_model(model, config.seed)
-    return model.train(), gradient_switch(model, world.mesh)
+    return model.train()
 
 
 def set_determinism(deterministic: bool) -> None:

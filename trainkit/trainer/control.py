@@ -63,7 +63,7 @@ def pack(
 ) -> Tensor:
     """This rank's part of the step report, float64 [5] on the device."""
     cuda = world.device.type == "cuda"
-    numbers = (float(num_tokens), float(stop), float(save), data_wait_s)
+    numbers = (float(num_tokens * world.counts_samples), float(stop), float(save), data_wait_s)
     # Pinned, because a copy from ordinary memory would wait for all that the device has still to do.
     rest = torch.tensor(numbers, dtype=torch.float64, pin_memory=cuda)
     return torch.cat((nll_sum.detach().double().view(1), rest.to(world.device, non_blocking=True)))

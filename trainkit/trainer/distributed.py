@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
-from trainkit.plan.launch import Layout
+from trainkit.plan.launch import Layout, Place
 from trainkit.trainer.meeting import meet
 
 START_TIMEOUT = timedelta(minutes=30)
@@ -32,13 +32,33 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh | None
-    """Dimensions ``dp_replicate`` and ``dp_shard``; None for a single process."""
+    """Dimensions ``pp`` and ``tp`` where there are any, ``dp_replicate``, and ``dp_shard``, which holds cp
+    too: what is split over the one is split over the other. None for a single process."""
     checkpoint_group: dist.ProcessGroup | None
     """A group of its own: an asynchronous save runs collectives in its own thread."""
+    layout: Layout = Layout()
+    cp_group: dist.ProcessGroup | None = None
+    """The ranks that share a sequence; None where each has the whole."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands in the layout."""
+        return self.layout.place(self.rank)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the batches that are read at once this rank works on."""
+        return self.layout.dp_rank(self.rank)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether this rank, of those that share their samples, is the one that counts them."""
+        place = self.place
+        return not (place.pp or place.cp or place.tp)
 
     @property
     def distributed(self) -> bool:
@@ -60,11 +80,34 @@ def join_world(env: RankEnv, device: torch.device, layout: Layout, stop: StopReq
         world_size=env.world_size,
         timeout=COLLECTIVE_TIMEOUT,
     )
-    mesh = init_device_mesh(
-        device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
+    return make_world(env.rank, device, layout)
+
+
+def make_world(rank: int, device: torch.device, layout: Layout) -> World:
+    """The meshes of ranks that have met."""
     checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-    return World(env.rank, env.world_size, device, mesh, checkpoint_group)
+    mesh, cp_group = build_mesh(device, layout), context_group(device, layout)
+    return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group)
+
+
+def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
+    """The mesh that parameters live on."""
+    sizes = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard * layout.cp,
+        "tp": layout.tp,
+    }
+    dims = {name: size for name, size in sizes.items() if size > 1 or name.startswith("dp")}
+    return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+
+def context_group(device: torch.device, layout: Layout) -> dist.ProcessGroup | None:
+    """The ranks that this one shares its sequences with."""
+    if layout.cp == 1:
+        return None
+    sizes = (layout.pp * layout.dp, layout.cp, layout.tp)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("outer", "cp", "inner")).get_group("cp")
 
 
 def leave(exit_code: int) -> None:

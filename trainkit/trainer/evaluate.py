@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -11,7 +13,7 @@ from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.trainer.control import sum_over_ranks
 from trainkit.trainer.data.batches import BatchSource, PrefetchedBatches
 from trainkit.trainer.distributed import World
-from trainkit.trainer.precision import DTYPES, autocast
+from trainkit.trainer.passes import Passes
 from trainkit.trainer.pulse import Pulse
 from trainkit.trainer.tasks import Task
 
@@ -20,10 +22,8 @@ class Evaluator:
     """Computes the validation loss of a model."""
 
     def __init__(self, task: Task, config: RunConfig, plan: LaunchPlan, world: World) -> None:
-        self._task = task
         self._world = world
         self._num_workers = config.data.num_workers
-        self._dtype = DTYPES[config.precision.dtype]
         assert task.val_data is not None
         layout = plan.layout
         size = plan.batch.device_batch_size * layout.dp
@@ -35,7 +35,7 @@ class Evaluator:
         self._source = BatchSource(
             dataset=task.val_data,
             batch=Batch(plan.batch.device_batch_size, 1, size, size * config.data.seq_len),
-            dp_rank=world.rank,
+            dp_rank=world.dp_rank,
             dp_size=layout.dp,
             seed=config.seed,
             shuffle=False,
@@ -43,22 +43,23 @@ class Evaluator:
         )
 
     @torch.no_grad()
-    def run(self, model: nn.Module, stop: StopRequest, pulse: Pulse) -> float | None:
+    def run(
+        self, parts: Sequence[nn.Module], passes: Passes, stop: StopRequest, pulse: Pulse
+    ) -> float | None:
         """The validation loss, equal on all ranks; None when a rank was asked to stop meanwhile."""
         totals = torch.zeros(3, dtype=torch.float64, device=self._world.device)
-        model.eval()
+        for model in parts:
+            model.eval()
         batches = PrefetchedBatches(self._source, 0, self._num_workers)
         try:
             for _ in range(self._num_batches):
                 pulse.enter("evaluate")
                 batch = next(batches)
-                micro = batch.microbatches[0].to(self._world.device)
-                with autocast(model, self._world.device, self._dtype):
-                    nll_sum = self._task.nll_sum(model, micro)
+                nll_sum = passes.nll_sum(batch.microbatches[0])
                 part = torch.stack(
                     (
                         nll_sum.double(),
-                        nll_sum.new_tensor(batch.num_tokens).double(),
+                        nll_sum.new_tensor(batch.num_tokens * self._world.counts_samples).double(),
                         nll_sum.new_tensor(bool(stop)).double(),
                     )
                 )
@@ -67,5 +68,6 @@ class Evaluator:
                     return None
         finally:
             batches.close()
-            model.train()
+            for model in parts:
+                model.train()
         return float((totals[0] / totals[1]).item())

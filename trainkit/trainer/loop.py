@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
@@ -19,19 +20,19 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
 from trainkit.trainer.checkpoint.progress import Progress
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
-from trainkit.trainer.control import Readout, StartedSum, StepReport, any_rank, pack
+from trainkit.trainer.control import Readout, StartedSum, StepReport, any_rank, pack, sum_over_ranks
 from trainkit.trainer.data.batches import PrefetchedBatches, StepBatch
 from trainkit.trainer.distributed import World
 from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.events import note_event
 from trainkit.trainer.metrics import Metrics
 from trainkit.trainer.optimizer import ShardedAdamW
-from trainkit.trainer.parallel.data_parallel import GradientSwitch
-from trainkit.trainer.precision import DTYPES, LossScale, autocast
+from trainkit.trainer.parallel.pipeline import TiedEnds
+from trainkit.trainer.passes import Passes
+from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.pulse import Pulse
 from trainkit.trainer.schedule import learning_rate
-from trainkit.trainer.tasks import Task
 
 log = getLogger(__name__)
 GC_EVERY_STEPS = 100
@@ -48,9 +49,10 @@ class Trainer:
     world: World
     stop: StopRequest
     pulse: Pulse
-    task: Task
-    model: nn.Module
-    sync_gradients: GradientSwitch
+    parts: Sequence[nn.Module]
+    """What of the model this rank has: all of it, or some stages of a pipeline."""
+    passes: Passes
+    tied_ends: TiedEnds | None
     optimizer: ShardedAdamW
     loss_scale: LossScale
     progress: Progress
@@ -116,7 +118,7 @@ class Trainer:
         waiting = time.monotonic()
         batch = next(self.batches)
         data_wait_s = time.monotonic() - waiting
-        report = self._update(self._forward_backward(batch, data_wait_s), lr)
+        report = self._update(*self._gradient(batch, data_wait_s), lr)
         self._count(batch, report)
         self.pulse.end_step()
         self.profiler.after(step)
@@ -125,37 +127,43 @@ class Trainer:
             gc.collect(1)
         return report, lr
 
-    def _forward_backward(self, batch: StepBatch, data_wait_s: float) -> Tensor:
-        """Add this step's gradient, scaled by the nominal number of tokens; returns the sums of `pack`."""
-        # Gradients are averaged over the data-parallel ranks, hence their number; what the true number
-        # of tokens differs by is settled in `_update`, where it is known.
-        scale = self.loss_scale.value * (self.plan.layout.dp / self.plan.batch.tokens_per_step)
-        total = torch.zeros((), device=self.world.device)
-        last = len(batch.microbatches) - 1
-        for index, micro in enumerate(batch.microbatches):
-            if last > 0:
-                self.sync_gradients(index == last)
-            self.pulse.enter("forward")
-            with autocast(self.model, self.world.device, DTYPES[self.config.precision.dtype]):
-                nll_sum = self.task.nll_sum(self.model, micro.to(self.world.device))
-            total += nll_sum.detach()
-            self.pulse.enter("backward")
-            if index == last:
+    def _gradient(self, batch: StepBatch, data_wait_s: float) -> tuple[Tensor, Tensor]:
+        """Have this step's gradient, scaled by the nominal number of tokens, with the optimizer.
+
+        Returns the sums of `pack` over all ranks and the sum of the gradient's squares, float64 [].
+        """
+        # Gradients are averaged over the ranks with other samples or positions, hence their number; what the
+        # true number of tokens differs by is settled in `_update`, where it is known.
+        layout = self.plan.layout
+        scale = self.loss_scale.value * (layout.dp * layout.cp / self.plan.batch.tokens_per_step)
+        part = started = None
+
+        def on_loss(nll_sum: Tensor) -> None:
+            nonlocal part, started
+            part = self._pack(nll_sum, batch.num_tokens, data_wait_s)
+            if self.optimizer.has_whole_gradient:
                 # The ranks agree while the last backward pass computes.
-                sums = self._start_agreement(total, batch.num_tokens, data_wait_s)
-            (nll_sum * scale).backward()  # type: ignore[no-untyped-call]
-        return sums.finish()
+                started = StartedSum(part, self.world)
 
-    def _start_agreement(self, nll_sum: Tensor, num_tokens: int, data_wait_s: float) -> StartedSum:
-        part = pack(self.world, nll_sum, num_tokens, bool(self.stop), self._save_by_time(), data_wait_s)
-        return StartedSum(part, self.world)
+        self.passes.add_gradient(batch.microbatches, scale, on_loss)
+        if self.tied_ends is not None:
+            self.tied_ends.add_up()
+        self.optimizer.collect_gradients()
+        square_sum = self.optimizer.square_sum()
+        if started is not None:
+            return started.finish(), square_sum
+        assert part is not None
+        sums = sum_over_ranks(torch.cat((part, square_sum.to(part.device).view(1))), self.world)
+        return sums[:-1], sums[-1]
 
-    def _update(self, totals: Tensor, lr: float) -> StepReport:
+    def _pack(self, nll_sum: Tensor, num_tokens: int, data_wait_s: float) -> Tensor:
+        return pack(self.world, nll_sum, num_tokens, bool(self.stop), self._save_by_time(), data_wait_s)
+
+    def _update(self, totals: Tensor, square_sum: Tensor, lr: float) -> StepReport:
         """Clip and apply the gradient, or skip it on all ranks when it is not finite."""
         self.pulse.enter("update")
-        self.optimizer.collect_gradients()
         divisor = (totals[1] / self.plan.batch.tokens_per_step).float() * self.loss_scale.value
-        grad_norm = self.optimizer.gradient_norm() / divisor
+        grad_norm = square_sum.sqrt().float() / divisor
         readout = Readout(self.world)
         readout.start(totals, grad_norm)
         skip = (~torch.isfinite(grad_norm + totals[0])).float()
@@ -215,7 +223,7 @@ class Trainer:
         """Validate; returns whether it was completed, and the validation loss."""
         assert self.evaluator is not None
         started = time.monotonic()
-        val_loss = self.evaluator.run(self.model, self.stop, self.pulse)
+        val_loss = self.evaluator.run(self.parts, self.passes, self.stop, self.pulse)
         self.metrics.exclude(time.monotonic() - started)
         if val_loss is None:
             return False, None

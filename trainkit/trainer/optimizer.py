@@ -1,22 +1,25 @@
 """AdamW over local shards, with clipping and skipping folded into its one pass over the parameters.
 
 The optimizer never sees a DTensor: an element-wise update does not care how a tensor is split, and plain
-tensors cost a fraction of the dispatch. What does care is here and nowhere else: the global gradient norm.
+tensors cost a fraction of the dispatch. What does care is here and nowhere else: how much of the
+global gradient norm each rank knows.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from trainkit.config.training import OptimizerConfig
+from trainkit.plan.launch import Layout
 from trainkit.trainer.dtensor import like, local
+from trainkit.trainer.weights import Weight
 
 NORM_CHUNK = 1 << 16
 
@@ -24,9 +27,9 @@ NORM_CHUNK = 1 << 16
 class ShardedAdamW:
     """AdamW (arXiv 1711.05101) on this rank's shards of a model's parameters."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        self._names = [name for name, _ in model.named_parameters()]
-        self._params = [param for _, param in model.named_parameters()]
+    def __init__(self, weights: Sequence[Weight], config: OptimizerConfig, layout: Layout = Layout()) -> None:
+        self._weights = weights
+        self._params = [weight.param for weight in weights]
         self._locals = [nn.Parameter(local(param.detach())) for param in self._params]
         # Vectors are norm weights: decaying them towards zero has no use.
         decayed = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() > 1]
@@ -46,21 +49,25 @@ class ShardedAdamW:
                 "exp_avg": torch.zeros_like(shard),
                 "exp_avg_sq": torch.zeros_like(shard),
             }
-        self._norm_groups = self._group_by_mesh()
+        self._by_share = self._group_by_share(layout.world_size // layout.pp)
+        self.has_whole_gradient = set(self._by_share) == {1.0 / layout.world_size}
+        """Whether this rank knows the global gradient norm without asking the others."""
+        if self.has_whole_gradient:
+            self._by_share = {1.0: list(range(len(weights)))}
 
-    def _group_by_mesh(self) -> dict[tuple[tuple[DeviceMesh, str], ...], list[int]]:
-        """Indices of parameters by the mesh dimensions that they are sharded over."""
-        groups: dict[tuple[tuple[DeviceMesh, str], ...], list[int]] = defaultdict(list)
-        for index, param in enumerate(self._params):
-            sharded: list[tuple[DeviceMesh, str]] = []
-            if isinstance(param, DTensor):
-                names = cast(tuple[str, ...], param.device_mesh.mesh_dim_names)
-                sharded = [
-                    (param.device_mesh, name)
-                    for name, placement in zip(names, param.placements, strict=True)
-                    if isinstance(placement, Shard)
-                ]
-            groups[tuple(sharded)].append(index)
+    def _group_by_share(self, stage_size: int) -> dict[float, list[int]]:
+        """Indices of parameters by how much of the squares of a shard this rank adds to the global sum.
+
+        What `n` of the ranks of a pipeline stage hold alike, each of them counts for one n-th.
+        """
+        groups: dict[float, list[int]] = defaultdict(list)
+        for index, weight in enumerate(self._weights):
+            num_shards = 1
+            if isinstance(weight.param, DTensor):
+                mesh = weight.param.device_mesh
+                split = [dim for dim, at in enumerate(weight.param.placements) if not at.is_replicate()]
+                num_shards = math.prod(mesh.size(dim) for dim in split)
+            groups[0.0 if weight.is_copy else num_shards / stage_size].append(index)
         return dict(groups)
 
     @torch.no_grad()
@@ -69,20 +76,17 @@ class ShardedAdamW:
         for shard, param in zip(self._locals, self._params, strict=True):
             shard.grad = None if param.grad is None else local(param.grad)
 
-    def gradient_norm(self) -> Tensor:
-        """The norm of the gradient over all parameters and ranks, float32 []; equal on all ranks."""
-        total = torch.zeros((), device=self._locals[0].device)
-        for sharded, indices in self._norm_groups.items():
+    def square_sum(self) -> Tensor:
+        """The sum of the squares of the gradient, float64 []: all of it, or this rank's part of the sum."""
+        total = torch.zeros((), dtype=torch.float64, device=self._locals[0].device)
+        for share, indices in self._by_share.items():
             grads = [
                 g for g in (self._locals[index].grad for index in indices) if g is not None and g.numel()
             ]
-            square = torch.zeros((), device=total.device)
-            if grads:
-                square = torch.stack(torch._foreach_norm(_in_chunks(grads))).square().sum()
-            for mesh, name in sharded:
-                dist.all_reduce(square, group=mesh.get_group(name))
-            total = total + square
-        return total.sqrt()
+            if share and grads:
+                norms = torch.stack(torch._foreach_norm(_in_chunks(grads)))
+                total += norms.double().square().sum() * share
+        return total
 
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         """Update the parameters with the gradient / divisor, or leave everything as it is if skip is 1.
@@ -102,15 +106,13 @@ class ShardedAdamW:
             shard.grad = None
             param.grad = None
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's state by parameter name, split as the parameters are; loading fills it in place."""
-        tensors: dict[str, Tensor] = {}
-        for name, param, shard in zip(self._names, self._params, self._locals, strict=True):
-            state = self._adamw.state[shard]
-            tensors[f"{name}.exp_avg"] = like(state["exp_avg"], param)
-            tensors[f"{name}.exp_avg_sq"] = like(state["exp_avg_sq"], param)
-            tensors[f"{name}.step"] = state["step"]
-        return tensors
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The optimizer's state by weight, split as the parameters are; loading fills it in place."""
+        for weight, shard in zip(self._weights, self._locals, strict=True):
+            state, name = self._adamw.state[shard], weight.name
+            yield f"{name}.exp_avg", like(state["exp_avg"], weight.param)
+            yield f"{name}.exp_avg_sq", like(state["exp_avg_sq"], weight.param)
+            yield f"{name}.step", state["step"]
 
 
 def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:

@@ -45,15 +45,25 @@ def hash_int32(counter: Tensor, key: Tensor | int, second_key: Tensor | int = 0)
     return x ^ _shift_right(x, 16)
 
 
-def dropout(x: Tensor, probability: float, sample_keys: Tensor, site_key: Tensor | int) -> Tensor:
+def dropout(
+    x: Tensor,
+    probability: float,
+    sample_keys: Tensor,
+    site_key: Tensor | int,
+    positions: Tensor | None = None,
+) -> Tensor:
     """Drop elements of `x` with `probability` and scale the rest up.
 
-    x: [batch, ...]; sample_keys: int32 [batch], one key a sample; site_key: which dropout of the model this
-    is, as int32 [].
+    x: [B, T, …]; sample_keys: int32 [B], one key a sample; site_key: which dropout of the model this is, as
+    int32 []; positions: int64 [T or more], where in its sequence each row of `x` stands, from 0 on if None.
     """
     if probability == 0.0:
         return x
     counter = torch.arange(x[0].numel(), device=x.device, dtype=torch.int32)
+    if positions is not None:
+        width = x[0, 0].numel()
+        rows = positions[: x.shape[1], None].to(torch.int32) * width
+        counter = (rows + counter[:width]).view(-1)
     keys = sample_keys[:, None]
     # Not `% 2**32`: a threshold in int32 compares without leaving the integer type.
     threshold = min(round(probability * 2**32) - 2**31, 2**31 - 1)

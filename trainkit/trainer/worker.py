@@ -24,10 +24,11 @@ from trainkit.job.signals import StopRequest
 from trainkit.manifest import Checkpoint
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir
-from trainkit.trainer.build import build_model, set_determinism
+from trainkit.trainer.build import build, set_determinism
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, from_main, load_tensors
 from trainkit.trainer.checkpoint.progress import Progress
 from trainkit.trainer.checkpoint.saver import CheckpointSaver
+from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.data.batches import BatchSource, PrefetchedBatches
 from trainkit.trainer.device import select_device
 from trainkit.trainer.distributed import World, join_world
@@ -126,14 +127,13 @@ def build_trainer(
     pulse: Pulse,
 ) -> tuple[Trainer, TensorBoardLog | None]:
     """Build the model, bring it to where the newest checkpoint stands, and set up the loop."""
-    model, sync_gradients = build_model(task, config, plan, world)
-    optimizer = ShardedAdamW(model, config.optimizer)
-    tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
-    tensors |= {f"optimizer.{name}": value for name, value in optimizer.state_tensors().items()}
-    saver = CheckpointSaver(attempt.run, attempt.number, world, tensors, config.checkpoint.keep_last)
+    built = build(task, config, plan, world, pulse)
+    optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
+    state = TrainingState.of(built.weights, optimizer)
+    saver = CheckpointSaver(attempt.run, attempt.number, world, state.tensors, config.checkpoint.keep_last)
     loss_scale = LossScale(config.precision, world.device)
     pulse.enter("load")
-    progress = resume(config, attempt, world, task, saver, tensors, loss_scale)
+    progress = resume(config, attempt, world, task, saver, state, loss_scale)
     num_samples = task.train_data.num_samples
     end = None if config.train.epochs is None else round(config.train.epochs * num_samples)
     total_steps = count_steps(config, plan, progress, end)
@@ -160,9 +160,9 @@ def build_trainer(
         world=world,
         stop=stop,
         pulse=pulse,
-        task=task,
-        model=model,
-        sync_gradients=sync_gradients,
+        parts=built.parts,
+        passes=built.passes,
+        tied_ends=built.tied_ends,
         optimizer=optimizer,
         loss_scale=loss_scale,
         progress=progress,
@@ -192,7 +192,7 @@ def training_batches(
     return BatchSource(
         dataset=task.train_data,
         batch=plan.batch,
-        dp_rank=world.rank,
+        dp_rank=world.dp_rank,
         dp_size=plan.layout.dp,
         seed=config.seed,
         shuffle=config.data.shuffle,
@@ -237,7 +237,7 @@ def resume(
     world: World,
     task: Task,
     saver: CheckpointSaver,
-    tensors: dict[str, torch.Tensor],
+    state: TrainingState,
     loss_scale: LossScale,
 ) -> Progress:
     """Load the newest good checkpoint, if there is one, and return where it stands.
@@ -249,7 +249,8 @@ def resume(
         return Progress()
     checkpoint, manifest = chosen
     refuse_other_data(checkpoint, manifest, data_identity(config, task))
-    load_tensors(checkpoint, tensors, world)
+    load_tensors(checkpoint, state.tensors, world)
+    state.copy_twins()
     progress = Progress.from_dict(manifest["progress"])
     if manifest["val_fingerprint"] != val_fingerprint(task):
         log.warning(

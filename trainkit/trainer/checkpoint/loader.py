@@ -47,6 +47,14 @@ def from_main(value: T, world: World) -> T:
     return box[0]
 
 
+def gather(value: T, world: World) -> list[T]:
+    """The values of all ranks, on all ranks."""
+    found = [value] * world.size
+    if world.distributed:
+        dist.all_gather_object(found, value, group=world.checkpoint_group)
+    return found
+
+
 def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoint, dict[str, Any]] | None:
     """The newest published checkpoint that is intact, with its manifest; None in a run that never had one.
 
@@ -168,10 +176,7 @@ def _look_together(candidate: Checkpoint, world: World) -> list[tuple[str, str, 
     deadline_s = time.monotonic() + SETTLE_S
     while True:
         mine = _look(candidate, world)
-        found = [mine]
-        if world.distributed:
-            found = [mine] * world.size
-            dist.all_gather_object(found, mine, group=world.checkpoint_group)
+        found = gather(mine, world)
         agreed = found[0][0]
         odd = next((rank for rank, (plain, _, error) in enumerate(found) if error or plain != agreed), None)
         if odd is None:
@@ -204,14 +209,16 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
     """
     reader = SafeReader(checkpoint.path)
     saved = reader.read_metadata().state_dict_metadata
-    missing = sorted(set(tensors) - set(saved))
+    # Of a pipeline, each rank has the names of its stages.
+    wanted = set().union(*gather(set(tensors), world))
+    missing = sorted(wanted - set(saved))
     other = [
         f"{name} {tuple(saved[name].size)} -> {tuple(tensor.shape)}"  # type: ignore[union-attr]
         for name, tensor in tensors.items()
         if name in saved and tuple(saved[name].size) != tuple(tensor.shape)  # type: ignore[union-attr]
     ]
-    if missing or other or len(saved) != len(tensors):
-        surplus = sorted(set(saved) - set(tensors))
+    if missing or other or len(saved) != len(wanted):
+        surplus = sorted(set(saved) - wanted)
         details = [f"not in it: {missing[0]}"] if missing else []
         details += [f"other shape: {other[0]}"] if other else []
         details += [f"only in it: {surplus[0]}"] if surplus else []

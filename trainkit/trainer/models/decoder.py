@@ -6,21 +6,25 @@ Shapes: B samples, T positions, D model width, H query heads, K key/value heads,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.plan.model_shape import ModelShape
+from trainkit.trainer.models.parts import Part, Role, Seen
 from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
 
 
-def rope_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
+def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
     """Rotation angles' cosines and sines, float32 [2, T, C / 2] (RoFormer, arXiv 2104.09864)."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    frequencies = theta ** (-pairs / head_dim)
+    angles = torch.outer(positions.float(), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
 
 
@@ -31,33 +35,32 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of queries [B, H, T, C] to the keys and values [B, K, T, C] at and before their position."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+
+
 class Attention(nn.Module):
     """Causal self-attention in which several query heads share one key/value head."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.num_heads = shape.num_heads
-        self.num_kv_heads = shape.num_kv_heads
-        self.head_dim = shape.dim // shape.num_heads
-        kv_dim = self.num_kv_heads * self.head_dim
+        self.head_dim = shape.head_dim
+        kv_dim = shape.num_kv_heads * shape.head_dim
         self.wq = nn.Linear(shape.dim, shape.dim, bias=False)
         self.wk = nn.Linear(shape.dim, kv_dim, bias=False)
         self.wv = nn.Linear(shape.dim, kv_dim, bias=False)
         self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
+        """Replaced where a rank has only a part of the sequence."""
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        q = rotate(self.wq(x).view(batch, length, self.num_heads, self.head_dim), rope)
-        k = rotate(self.wk(x).view(batch, length, self.num_kv_heads, self.head_dim), rope)
-        v = self.wv(x).view(batch, length, self.num_kv_heads, self.head_dim)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.num_kv_heads != self.num_heads,
-        )
-        out: Tensor = self.wo(y.transpose(1, 2).reshape(batch, length, -1))
+        # The heads are as many as the projections here give: a rank may have a share of them.
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k = rotate(self.wq(x).view(heads), rope), rotate(self.wk(x).view(heads), rope)
+        v = self.wv(x).view(heads)
+        y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
 
 
@@ -86,42 +89,74 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.ffn = FeedForward(shape)
 
-    def forward(self, x: Tensor, rope: Tensor, sample_keys: Tensor, site_keys: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Tensor, positions: Tensor, sample_keys: Tensor, site_keys: Tensor
+    ) -> Tensor:
         probability = self.dropout if self.training else 0.0
         y = self.attention(self.attention_norm(x), rope)
-        x = x + dropout(y, probability, sample_keys, site_keys[0])
+        x = x + dropout(y, probability, sample_keys, site_keys[0], positions)
         y = self.ffn(self.ffn_norm(x))
-        return x + dropout(y, probability, sample_keys, site_keys[1])
+        return x + dropout(y, probability, sample_keys, site_keys[1], positions)
 
 
 class Decoder(nn.Module):
-    """Token ids to logits.
+    """Token ids to logits, or the part of that which a pipeline stage does.
 
     `forward(tokens, sample_keys)`: tokens int64 [B, T], sample_keys int32 [B] -> logits [B, T, vocab].
+    A stage without the embedding takes, and one without the head gives, the residual stream [B, T, D].
     """
 
     rope: Tensor
+    positions: Tensor
     site_keys: Tensor
 
-    def __init__(self, shape: ModelShape, seq_len: int) -> None:
+    TENSOR_PLAN: ClassVar[dict[str, Role]] = {
+        "embedding": "embedding",
+        "blocks.*.attention_norm": "norm",
+        "blocks.*.attention": "whole_input",
+        "blocks.*.attention.wq": "column",
+        "blocks.*.attention.wk": "column",
+        "blocks.*.attention.wv": "column",
+        "blocks.*.attention.wo": "row",
+        "blocks.*.ffn_norm": "norm",
+        "blocks.*.ffn": "whole_input",
+        "blocks.*.ffn.gate": "column",
+        "blocks.*.ffn.up": "column",
+        "blocks.*.ffn.down": "row",
+        "norm": "norm",
+        "head": "head",
+    }
+
+    def __init__(self, shape: ModelShape, seq_len: int, part: Part | None = None) -> None:
         super().__init__()
+        part = part or Part.whole(shape.num_layers)
         self.shape = shape
-        self.seq_len = seq_len
-        self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.part = part
+        self.seen = Seen.all(seq_len)
+        self.embedding = nn.Embedding(shape.vocab_size, shape.dim) if part.has_embedding else None
+        # With gaps, so that a parameter has the same name in every part of the model.
+        self.blocks = nn.ModuleList()
+        for layer in range(shape.num_layers):
+            self.blocks.add_module(str(layer), Block(shape) if layer in part.layers else None)
+        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps) if part.has_head else None
+        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False) if part.has_head else None
         self.register_buffer("rope", self.make_rope(), persistent=False)
+        self.register_buffer("positions", self.seen.stream.clone(), persistent=False)
         self.register_buffer("site_keys", self.make_site_keys(), persistent=False)
         self.tie()
 
+    def see(self, seen: Seen) -> None:
+        """Work on these positions of a sequence only."""
+        self.seen = seen
+        self.rope, self.positions = self.make_rope(), seen.stream.clone()
+
     def tie(self) -> None:
-        """Make the head share the embedding's weight, where the shape says so."""
-        if self.shape.tie_embeddings:
+        """Make the head share the embedding's weight, where the shape says so and both are here."""
+        if self.shape.tie_embeddings and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 
     def make_rope(self) -> Tensor:
-        return rope_table(self.seq_len, self.shape.dim // self.shape.num_heads, self.shape.rope_theta)
+        return rope_table(self.seen.attention, self.shape.head_dim, self.shape.rope_theta)
 
     def make_site_keys(self) -> Tensor:
         """One key for each dropout of the model, int32 [1 + 2 x layers].
@@ -131,20 +166,29 @@ class Decoder(nn.Module):
         sites = range(1 + 2 * self.shape.num_layers)
         return torch.tensor([stable_key("dropout", site) for site in sites], dtype=torch.int32)
 
-    def forward(self, tokens: Tensor, sample_keys: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        if self.training:
-            x = dropout(x, self.shape.dropout, sample_keys, self.site_keys[0])
+    def forward(self, x: Tensor, sample_keys: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+            if self.training:
+                x = dropout(x, self.shape.dropout, sample_keys, self.site_keys[0], self.positions)
         for block, site_keys in zip(self.blocks, self.site_keys[1:].view(-1, 2), strict=True):
-            x = block(x, self.rope, sample_keys, site_keys)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+            if block is not None:
+                x = block(x, self.rope, self.positions, sample_keys, site_keys)
+        if self.head is not None and self.norm is not None:
+            x = self.head(self.norm(x))
+        return x
 
     def restore(self) -> None:
         """Bring back what `to_empty` loses: the buffers' values, and that tied weights are one."""
         self.rope.copy_(self.make_rope())
+        self.positions.copy_(self.seen.stream)
         self.site_keys.copy_(self.make_site_keys())
         self.tie()
+
+    def canonical(self, name: str) -> str:
+        """The name of a parameter in the whole model; a tied head is the embedding, on whatever rank."""
+        tied = self.shape.tie_embeddings and name == "head.weight"
+        return "embedding.weight" if tied else name
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values by its name; None: ones (norm weights).

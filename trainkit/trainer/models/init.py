@@ -14,9 +14,18 @@ from trainkit.trainer.stateless_random import fill_normal_
 
 
 @torch.no_grad()
-def init_parameters(model: nn.Module, std: Callable[[str], float | None], seed: int) -> None:
-    """Fill each rank's shard of every parameter from N(0, std(name)), or with ones where std is None."""
-    for name, param in model.named_parameters():
+def init_parameters(
+    model: nn.Module,
+    std: Callable[[str], float | None],
+    seed: int,
+    canonical: Callable[[str], str] = lambda name: name,
+) -> None:
+    """Fill each rank's shard of every parameter from N(0, std(name)), or with ones where std is None.
+
+    `canonical` gives the name that a parameter of this part has in the whole model.
+    """
+    for own_name, param in model.named_parameters():
+        name = canonical(own_name)
         shard, offset = local(param), (0,) * param.dim()
         if isinstance(param, DTensor):
             _, offset = compute_local_shape_and_global_offset(

@@ -6,13 +6,13 @@ Copies on CPUs are the exception: there is nothing to wrap, their gradients are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainkit.plan.launch import Layout
 from trainkit.trainer.parallel.host_reduction import HostReduction
@@ -49,22 +49,41 @@ def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 def apply_data_parallel(
-    model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, layout: Layout, dtype: torch.dtype
+    model: nn.Module,
+    blocks: list[nn.Module],
+    mesh: DeviceMesh,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    zero: int = 3,
+    offload: bool = False,
 ) -> None:
-    """Wrap the model in place; gradients then come out averaged over the data-parallel ranks."""
+    """Wrap the model in place; gradients then come out averaged over the data-parallel ranks.
+
+    Ranks that share a sequence are averaged over too: each has the gradient of its part. Where ranks share a
+    sample but there is nothing to average, wrapping is still what casts the parameters.
+    """
     policy = mixed_precision(dtype)
     units = communication_units(blocks)
-    if layout.dp_shard == 1:
+    if layout.dp_shard * layout.cp == 1 and layout.dp_replicate > 1 and not offload:
         replicate_mesh = mesh["dp_replicate"]
         for unit in units:
             for block in unit:
                 replicate(block, mesh=replicate_mesh, mp_policy=policy)
         replicate(model, mesh=replicate_mesh, mp_policy=policy)
         return
-    shard_mesh = mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"]
+    options: dict[str, Any] = {
+        "mesh": mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"],
+        "mp_policy": policy,
+        # A pipeline comes back to the parameters with every microbatch.
+        "reshard_after_forward": zero == 3 and layout.pp == 1,
+    }
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for unit in units:
-        fully_shard(unit, mesh=shard_mesh, mp_policy=policy)
-    fully_shard(model, mesh=shard_mesh, mp_policy=policy)
+        fully_shard(unit, **options)
+    # Its own parameters are needed again right after the forward pass.
+    fully_shard(model, **{**options, "reshard_after_forward": False})
 
 
 GradientSwitch = Callable[[bool], None]
@@ -73,7 +92,7 @@ GradientSwitch = Callable[[bool], None]
 
 def reduces_on_host(mesh: DeviceMesh, layout: Layout) -> bool:
     """Whether the model stays as it is and `HostReduction` averages its gradients."""
-    return mesh.device_type == "cpu" and layout.dp_shard == 1
+    return mesh.device_type == "cpu" and layout.dp_shard == 1 and not layout.splits_model
 
 
 def gradient_switch(model: nn.Module, mesh: DeviceMesh | None) -> GradientSwitch:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.shards import TokenShards
-from trainkit.trainer.data.batches import Microbatch
+from trainkit.trainer.models.parts import Part, Role, Seen
 
 
 class Task(Protocol):
@@ -16,11 +17,30 @@ class Task(Protocol):
 
     train_data: TokenShards
     val_data: TokenShards | None
+    num_layers: int
+    tied: frozenset[str]
+    """Names of the weights that both ends of the model use."""
     num_params: int
     flops_per_token: float
 
-    def build_model(self) -> nn.Module:
-        """The model without values (on the meta device)."""
+    def build_model(self, part: Part | None = None) -> nn.Module:
+        """The model, or a part of it, without values (on the meta device)."""
+        ...
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, Role]:
+        """What tensor parallelism does with which modules."""
+        ...
+
+    def see(self, model: nn.Module, seen: Seen) -> None:
+        """Let a model work on these positions of a sequence only."""
+        ...
+
+    def attentions(self, model: nn.Module) -> list[nn.Module]:
+        """The modules with an `attend` that looks at a whole sequence."""
+        ...
+
+    def canonical(self, model: nn.Module, name: str) -> str:
+        """The name that a parameter has in the whole model: that of the first one, for several that are one."""
         ...
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -31,7 +51,7 @@ class Task(Protocol):
         """Give every parameter and buffer its first value, the same on any layout."""
         ...
 
-    def nll_sum(self, model: nn.Module, micro: Microbatch) -> Tensor:
+    def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The negative log-likelihood summed over the labels that count, float32 []."""
         ...
 

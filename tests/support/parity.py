@@ -1,0 +1,153 @@
+"""Trains one config on many layouts, all ranks of a size in one set of processes, and compares the curves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.runs import free_port, make_attempt
+from trainkit.rundir import RunDir, read_metrics
+
+GLOBAL_BATCH = 16
+ACCUMULATION = 2
+MODEL = (
+    *("model.num_layers=8", "model.num_kv_heads=4", "data.seq_len=32", "data.num_workers=0"),
+    *(f"train.global_batch_size={GLOBAL_BATCH}", "checkpoint.async=false", "checkpoint.best_metric=null"),
+    "schedule.warmup_steps=3",
+)
+TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout."""
+
+    name: str
+    num_procs: int
+    parallel: dict[str, object]
+    """Values of the section `parallel`."""
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> list[str]:
+        """The config of this layout, of a batch that is accumulated."""
+        values = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "pp": 1, "cp": 1, **self.parallel}
+        dp = int(str(values["dp_replicate"])) * int(str(values["dp_shard"]))
+        size = GLOBAL_BATCH // (dp * ACCUMULATION)
+        values.setdefault("pp_microbatches", size)
+        batch = f"train.device_batch_size={size}"
+        return [batch, *(f"parallel.{key}={value}" for key, value in values.items()), *self.overrides]
+
+
+def run_cases(folder: Path, cases: Sequence[Case], common: Sequence[str], seed: Path | None = None) -> None:
+    """Train each case in a run folder of its name; `seed` is a run whose checkpoints they start from.
+
+    Raises RuntimeError when one fails.
+    """
+    for num_procs in sorted({case.num_procs for case in cases}):
+        attempts = []
+        for case in cases:
+            if case.num_procs != num_procs:
+                continue
+            if seed is not None:
+                (folder / case.name).mkdir()
+                shutil.copytree(seed / "checkpoints", folder / case.name / "checkpoints", symlinks=True)
+            attempts.append(
+                str(make_attempt(folder / case.name, [*MODEL, *common, *case.options], num_procs).path)
+            )
+        _spawn(attempts, num_procs)
+
+
+def curve(run_dir: Path) -> list[tuple[int, float, float, float, int]]:
+    """Step, loss, gradient norm, validation loss (0 where there is none) and samples seen of each step."""
+    keys = ("step", "loss", "grad_norm", "val_loss", "samples_seen")
+    return [tuple(record.get(key, 0.0) for key in keys) for record in read_metrics(RunDir(run_dir))]  # type: ignore[misc]
+
+
+def worst_difference(run_dir: Path, expected: Path) -> float:
+    """The largest relative difference of loss or gradient norm; raises AssertionError for other steps."""
+    pairs = list(zip(curve(run_dir), curve(expected), strict=True))
+    assert [(mine[0], mine[4]) for mine, _ in pairs] == [(other[0], other[4]) for _, other in pairs]
+    return max(abs(mine[i] - other[i]) / max(1.0, abs(other[i])) for mine, other in pairs for i in (1, 2, 3))
+
+
+def _spawn(attempts: Sequence[str], num_procs: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    procs = [
+        context.Process(target=_as_rank, args=(rank, num_procs, port, attempts)) for rank in range(num_procs)
+    ]
+    for proc in procs:
+        proc.start()
+    try:
+        while any(proc.is_alive() for proc in procs):
+            procs[0].join(0.2)
+            if any(proc.exitcode not in (0, None) for proc in procs):
+                procs[0].join(1.0)
+                break
+        codes = [proc.exitcode for proc in procs]
+        if codes != [0] * num_procs:
+            raise RuntimeError(f"the ranks ended with {codes}")
+    finally:
+        for proc in procs:
+            proc.kill()
+
+
+def _as_rank(rank: int, num_procs: int, port: int, attempts: Sequence[str]) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    try:
+        if num_procs > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://127.0.0.1:{port}",
+                rank=rank,
+                world_size=num_procs,
+                timeout=timedelta(seconds=TIMEOUT_S),
+            )
+        for attempt in attempts:
+            _train(rank, Path(attempt))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def _train(rank: int, path: Path) -> None:
+    import torch
+
+    from tests.support.ragged import RaggedBatches
+    from trainkit.config import read_effective
+    from trainkit.job.signals import StopRequest
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.rundir import read_json
+    from trainkit.trainer.distributed import World, make_world
+    from trainkit.trainer.pulse import Pulse
+    from trainkit.trainer.tasks import build_task
+    from trainkit.trainer.worker import build_trainer
+
+    attempt = RunDir(path.parent.parent).attempt(int(path.name))
+    config = read_effective(attempt.config_file)
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    device = torch.device("cpu")
+    world = World(0, 1, device, None, None)
+    if plan.world_size > 1:
+        world = make_world(rank, device, plan.layout)
+    torch.compiler.reset()
+    trainer, _ = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Pulse())
+    trainer.batches = RaggedBatches(trainer.batches)  # type: ignore[assignment]
+    trainer.train()
+    trainer.batches.close()
+    trainer.saver.close()

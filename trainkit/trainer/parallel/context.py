@@ -1,0 +1,65 @@
+"""Context parallelism: every rank has a part of the sequence, and gathers the keys and values of all.
+
+As in Llama 3 (arXiv 2407.21783): with few key/value heads the gathering is cheap beside the attention, and
+any attention kernel can be used. A rank has one part from the front of the sequence and one from the back,
+so that all have the same number of keys to look at.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_single_autograd
+
+from trainkit.trainer.models.parts import Seen
+
+
+def positions_of(cp_rank: int, cp: int, seq_len: int) -> Tensor:
+    """The positions that a rank works on, int64 [seq_len / cp]."""
+    parts = torch.arange(seq_len, device="cpu").chunk(2 * cp)
+    return torch.cat((parts[cp_rank], parts[2 * cp - 1 - cp_rank]))
+
+
+def seen_by(cp_rank: int, cp: int, tp_rank: int, tp: int, seq_len: int) -> Seen:
+    """What a rank sees of a sequence; `tp` is 1 where tensor-parallel ranks all hold the residual stream."""
+    attention = positions_of(cp_rank, cp, seq_len) if cp > 1 else torch.arange(seq_len, device="cpu")
+    return Seen(attention, attention.chunk(tp)[tp_rank])
+
+
+def apply_context_parallel(attentions: list[nn.Module], group: dist.ProcessGroup) -> None:
+    """Let attention modules, which work on `positions_of` this rank, see the whole sequence before them."""
+    for attention in attentions:
+        attention.attend = partial(gathered_attention, group=group)  # type: ignore[assignment]
+
+
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Causal attention of this rank's queries [B, H, T, C] to the keys and values [B, K, T, C] of all."""
+    cp, cp_rank = group.size(), group.rank()
+    keys, values = _gather(torch.stack((k, v)), group, cp)
+    size = q.shape[2] // 2
+    outputs = []
+    for part, queries in zip((cp_rank, 2 * cp - 1 - cp_rank), q.split(size, dim=2), strict=True):
+        num_keys = (part + 1) * size
+        # The queries are the last of the keys that they look at.
+        mask = torch.ones(size, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - size)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                queries,
+                keys[:, :, :num_keys],
+                values[:, :, :num_keys],
+                attn_mask=mask,
+                enable_gqa=k.shape[1] != q.shape[1],
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _gather(mine: Tensor, group: dist.ProcessGroup, cp: int) -> Tensor:
+    """Tensors [..., T, C] of all ranks, in the order of the sequence."""
+    parts = all_gather_single_autograd(mine.contiguous(), gather_dim=3, group=group).chunk(2 * cp, dim=3)
+    front, back = parts[::2], parts[1::2]
+    return torch.cat((*front, *reversed(back)), dim=3)

@@ -1,0 +1,107 @@
+"""Tensor parallelism: the matrices of a model split over ranks, by the plan that the model declares.
+
+Megatron's scheme (arXiv 1909.08053, 2205.05198): a column split followed by a row split needs one reduction
+for both; with sequence parallelism each rank holds a part of the residual stream between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from trainkit.trainer.models.parts import Role
+
+SEQUENCE_DIM = 1
+
+
+class VocabularyParallel(ParallelStyle):
+    """Splits an embedding by rows of its table, so that a tied head can share it.
+
+    Each rank looks up what it has, and the sum over the ranks is the embedding.
+    """
+
+    def __init__(self, output: Placement) -> None:
+        super().__init__()
+        self.output = output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = distribute_tensor(module.get_parameter("weight").data, device_mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(weight))
+        module.forward = partial(_look_up, module, device_mesh, self.output)
+        return module
+
+
+def _look_up(module: nn.Module, mesh: DeviceMesh, output: Placement, tokens: Tensor) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    rows = weight.to_local()
+    index = tokens - mesh.get_local_rank() * rows.shape[0]
+    mine = (index >= 0) & (index < rows.shape[0])
+    found = F.embedding(index.where(mine, 0), rows) * mine[..., None]
+    return DTensor.from_local(found, mesh, [Partial()], run_check=False).redistribute(
+        placements=[output]
+    ).to_local()
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    plan: Mapping[str, Role],
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> None:
+    """Split the modules of a model that the plan names; patterns may hold ``*`` for one part of a name.
+
+    With `loss_parallel` the logits come out as a DTensor that is split over the vocabulary.
+    """
+    stream: Placement = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
+    logits = ColwiseParallel(
+        input_layouts=stream,
+        output_layouts=Shard(-1) if loss_parallel else Replicate(),
+        use_local_output=not loss_parallel,
+    )
+    styles: dict[Role, ParallelStyle | None] = {
+        "embedding": VocabularyParallel(stream),
+        "norm": SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True) if sequence_parallel else None,
+        "whole_input": _WholeInput(stream),
+        "column": ColwiseParallel(),
+        "row": RowwiseParallel(output_layouts=stream),
+        "head": logits,
+    }
+    parallelize_module(
+        model, mesh, {name: style for name, role in plan.items() if (style := styles[role]) is not None}
+    )
+
+
+class _WholeInput(ParallelStyle):
+    """Makes a module's first argument whole on every rank; the others are already.
+
+    It stays a DTensor, so that the gradients that several matrices give it are added up before they are
+    reduced over the ranks, once.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            first = DTensor.from_local(args[0], device_mesh, [self.stream], run_check=False)
+            return (first.redistribute(placements=[Replicate()]), *args[1:])
+
+        module.register_forward_pre_hook(gather)
+        return module

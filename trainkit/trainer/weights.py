@@ -1,0 +1,32 @@
+"""The parameters that a rank holds, by their names in the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from trainkit.trainer.tasks import Task
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a rank, or its shard of one."""
+
+    name: str
+    param: nn.Parameter
+    is_copy: bool = False
+    """Another stage of the pipeline holds it too, and there it counts: the head, where it is the embedding."""
+
+
+def weights_of(task: Task, parts: Sequence[nn.Module]) -> list[Weight]:
+    """The weights of all parts of the model that this rank has."""
+    found = []
+    for part in parts:
+        for name, param in part.named_parameters():
+            whole = task.canonical(part, name)
+            found.append(Weight(whole, param, is_copy=whole != name))
+    return found
+
+
