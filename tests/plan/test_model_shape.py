@@ -21,6 +21,9 @@ from trainkit.plan.model_shape import (
 @pytest.mark.parametrize(
     ("preset", "vocab_size", "tied", "params"),
     [
+        ("70b", 32_000, False, 68_976_648_192),  # Llama 2 70B
+        ("13b", 32_000, False, 13_015_864_320),  # Llama 2 13B
+        ("7b", 32_000, False, 6_738_415_616),  # Llama 2 7B
         ("8b", 128_256, False, 8_030_261_248),  # Llama 3 8B
         ("3b", 128_256, True, 3_212_749_824),  # Llama 3.2 3B
         ("1b", 128_256, True, 1_235_814_400),  # Llama 3.2 1B

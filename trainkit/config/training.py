@@ -16,7 +16,7 @@ from trainkit.config.section import (
     list_field,
 )
 
-Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "8b"]
+Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b", "8b", "13b", "70b"]
 
 
 class ModelConfig(Section):

@@ -45,6 +45,7 @@ class Preset:
 
 
 # 60m, 125m, 350m: the Llama shapes of GaLore (arXiv 2403.03507). 1b, 3b: Llama 3.2. 8b: Llama 3 8B.
+# 7b, 13b, 70b: Llama 2 (arXiv 2307.09288).
 PRESETS: dict[str, Preset] = {
     "nano": Preset(64, 2, 4, 2, 192),
     "tiny": Preset(128, 4, 4, 2, 384),
@@ -54,7 +55,10 @@ PRESETS: dict[str, Preset] = {
     "350m": Preset(1024, 24, 16, 16, 2736),
     "1b": Preset(2048, 16, 32, 8, 8192, rope_theta=500_000.0),
     "3b": Preset(3072, 28, 24, 8, 8192, rope_theta=500_000.0),
+    "7b": Preset(4096, 32, 32, 32, 11008),
     "8b": Preset(4096, 32, 32, 8, 14336, rope_theta=500_000.0),
+    "13b": Preset(5120, 40, 40, 40, 13824),
+    "70b": Preset(8192, 80, 64, 8, 28672),
 }
 
 
