@@ -68,7 +68,7 @@ def make_attempt(folder: Path, overrides: list[str], num_procs: int):
     return attempt
 
 
-def hand_written_step(trainer, num_procs: int, dtype_name: str):
+def hand_written_step(trainer, task, num_procs: int, dtype_name: str):
     """The loop that a careful person writes: forward, backward, clip, step."""
     import torch
     import torch.nn.functional as F
@@ -76,7 +76,7 @@ def hand_written_step(trainer, num_procs: int, dtype_name: str):
 
     from trainkit.trainer.models.decoder import Decoder
 
-    model = Decoder(trainer.task.shape, trainer.config.data.seq_len)
+    model = Decoder(task.shape, trainer.config.data.seq_len)
     module = DistributedDataParallel(model) if num_procs > 1 else model
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     micros = next(trainer.batches).microbatches
@@ -120,7 +120,10 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
     world = join_world(find_rank_env(), select_device("cpu", 0), plan.layout, StopRequest())
     task, stop, pulse = build_task(config), StopRequest(), Pulse()
     trainer, _ = build_trainer(attempt, config, plan, world, task, stop, pulse)
-    loops = {"trainkit": trainer.advance, "hand-written": hand_written_step(trainer, num_procs, dtype_name)}
+    loops = {
+        "trainkit": trainer.advance,
+        "hand-written": hand_written_step(trainer, task, num_procs, dtype_name),
+    }
     times_s: dict[str, list[float]] = {name: [] for name in loops}
     gc.disable()
     for number in range(num_steps):

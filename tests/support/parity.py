@@ -41,8 +41,9 @@ class Case:
         dp = int(str(values["dp_replicate"])) * int(str(values["dp_shard"]))
         size = GLOBAL_BATCH // (dp * ACCUMULATION)
         values.setdefault("pp_microbatches", size)
-        batch = f"train.device_batch_size={size}"
-        return [batch, *(f"parallel.{key}={value}" for key, value in values.items()), *self.overrides]
+        # Validation reads so many device batches: the same samples on every layout.
+        batch = [f"train.device_batch_size={size}", f"train.eval_batches={GLOBAL_BATCH // size}"]
+        return [*batch, *(f"parallel.{key}={value}" for key, value in values.items()), *self.overrides]
 
 
 def run_cases(folder: Path, cases: Sequence[Case], common: Sequence[str], seed: Path | None = None) -> None:

@@ -49,7 +49,7 @@ def build(task: Task, config: RunConfig, plan: LaunchPlan, world: World, pulse: 
         else parts_of(world.place.pp, layout.pp, parallel.pp_schedule, task.num_layers)
     )
     parts = [_build_part(task, config, plan, world, piece) for piece in pieces]
-    weights = weights_of(task, parts)
+    weights = weights_of(parts, task.canonical)
     positions = seen_by(world.place.cp, layout.cp, 0, 1, config.data.seq_len).attention
     context = StepContext(
         world,

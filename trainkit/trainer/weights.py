@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
-
-from trainkit.trainer.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -20,13 +18,11 @@ class Weight:
     """Another stage of the pipeline holds it too, and there it counts: the head, where it is the embedding."""
 
 
-def weights_of(task: Task, parts: Sequence[nn.Module]) -> list[Weight]:
-    """The weights of all parts of the model that this rank has."""
+def weights_of(parts: Sequence[nn.Module], canonical: Callable[[nn.Module, str], str]) -> list[Weight]:
+    """The weights of all parts of the model that this rank has; `canonical` gives their whole names."""
     found = []
     for part in parts:
         for name, param in part.named_parameters():
-            whole = task.canonical(part, name)
+            whole = canonical(part, name)
             found.append(Weight(whole, param, is_copy=whole != name))
     return found
-
-

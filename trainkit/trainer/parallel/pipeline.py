@@ -103,7 +103,9 @@ class PipelinePasses:
         self._scale = scale
         losses: list[Tensor] = []
         with self._context.split():
-            self._schedule.step(*self._inputs(whole), losses=losses, return_outputs=False, **self._keys(whole))
+            self._schedule.step(
+                *self._inputs(whole), losses=losses, return_outputs=False, **self._keys(whole)
+            )
         on_loss(self._share(losses) / scale)
 
     def nll_sum(self, micro: Microbatch) -> Tensor:
@@ -146,9 +148,7 @@ class ForwardOnly:
         device: torch.device,
     ) -> None:
         self._mine = list(zip(stages, parts, strict=True))
-        self._rank_of = {
-            stage: rank for rank in range(pp) for stage in stages_of(rank, pp, schedule)
-        }
+        self._rank_of = {stage: rank for rank in range(pp) for stage in stages_of(rank, pp, schedule)}
         self._last = max(self._rank_of)
         self._group = group
         self._device = device

@@ -7,6 +7,7 @@ for both; with sequence parallelism each rank holds a part of the residual strea
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 
 import torch.nn.functional as F
@@ -51,9 +52,11 @@ def _look_up(module: nn.Module, mesh: DeviceMesh, output: Placement, tokens: Ten
     index = tokens - mesh.get_local_rank() * rows.shape[0]
     mine = (index >= 0) & (index < rows.shape[0])
     found = F.embedding(index.where(mine, 0), rows) * mine[..., None]
-    return DTensor.from_local(found, mesh, [Partial()], run_check=False).redistribute(
-        placements=[output]
-    ).to_local()
+    return (
+        DTensor.from_local(found, mesh, [Partial()], run_check=False)
+        .redistribute(placements=[output])
+        .to_local()
+    )
 
 
 def apply_tensor_parallel(
@@ -64,7 +67,7 @@ def apply_tensor_parallel(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> None:
-    """Split the modules of a model that the plan names; patterns may hold ``*`` for one part of a name.
+    """Split those modules of a model that the plan names; ``*`` stands for one part of a name.
 
     With `loss_parallel` the logits come out as a DTensor that is split over the vocabulary.
     """
@@ -76,15 +79,26 @@ def apply_tensor_parallel(
     )
     styles: dict[Role, ParallelStyle | None] = {
         "embedding": VocabularyParallel(stream),
-        "norm": SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True) if sequence_parallel else None,
+        "norm": SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True)
+        if sequence_parallel
+        else None,
         "whole_input": _WholeInput(stream),
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=stream),
         "head": logits,
     }
-    parallelize_module(
-        model, mesh, {name: style for name, role in plan.items() if (style := styles[role]) is not None}
-    )
+    found = {name: styles[role] for name, _ in model.named_modules() if (role := _role(name, plan))}
+    parallelize_module(model, mesh, {name: style for name, style in found.items() if style is not None})
+
+
+def _role(name: str, plan: Mapping[str, Role]) -> Role | None:
+    """What the plan says of a module, if anything."""
+    parts = name.split(".")
+    for pattern, role in plan.items():
+        wanted = pattern.split(".")
+        if len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted)):
+            return role
+    return None
 
 
 class _WholeInput(ParallelStyle):

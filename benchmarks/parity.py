@@ -1,0 +1,123 @@
+"""Train one small model on every kind of layout, and hold the curves against that of one process.
+
+    make parity                     or: python -m benchmarks.parity [--steps 20] [--only NAME …]
+
+All start from one checkpoint that a single process wrote. 20 AdamW steps in float32, samples of uneven length,
+two microbatches accumulated. The table shows the largest difference of loss, gradient norm or validation loss
+of any step, relative where the value is above 1; more than 1e-5 is a failure. Processes talk through gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.support.parity import Case, run_cases, worst_difference
+
+TOLERANCE = 1e-5
+SEED_STEPS = 2
+FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
+COMPILE = {"compile": True}
+PLAIN_TP = {"sequence_parallel": False, "loss_parallel": False}
+
+CASES = [
+    Case("compile", 1, COMPILE),
+    Case("recompute", 1, FULL),
+    Case("replicate 2", 2, {"dp_replicate": 2}),
+    Case("shard 2", 2, {"dp_shard": 2}),
+    Case("shard 2, zero 2", 2, {"dp_shard": 2, "zero": 2}),
+    Case("shard 2, offload", 2, {"dp_shard": 2, "offload": True}),
+    Case("shard 2, compile, selective", 2, {"dp_shard": 2, **COMPILE, **SELECTIVE}),
+    Case("tp 2", 2, {"tp": 2}),
+    Case("tp 2, no sequence, no loss", 2, {"tp": 2, **PLAIN_TP}),
+    Case("tp 2, compile, recompute", 2, {"tp": 2, **COMPILE, **FULL}),
+    Case("cp 2", 2, {"cp": 2}),
+    Case("cp 2, compile, recompute", 2, {"cp": 2, **COMPILE, **FULL}),
+    Case("pp 2 gpipe", 2, {"pp": 2, "pp_schedule": "gpipe"}),
+    Case("pp 2 1f1b, compile", 2, {"pp": 2, **COMPILE}),
+    Case("pp 2 interleaved_1f1b", 2, {"pp": 2, "pp_schedule": "interleaved_1f1b"}),
+    Case("pp 2 interleaved_zero_bubble", 2, {"pp": 2, "pp_schedule": "interleaved_zero_bubble"}),
+    Case("pp 2 zbv, recompute", 2, {"pp": 2, "pp_schedule": "zbv", **FULL}),
+    Case("pp 2 dualpipe_v", 2, {"pp": 2, "pp_schedule": "dualpipe_v"}),
+    Case("shard 4", 4, {"dp_shard": 4}),
+    Case("replicate 2 x shard 2", 4, {"dp_replicate": 2, "dp_shard": 2}),
+    Case("replicate 2 x tp 2", 4, {"dp_replicate": 2, "tp": 2}),
+    Case("shard 2 x tp 2, compile", 4, {"dp_shard": 2, "tp": 2, **COMPILE}),
+    Case("tp 4", 4, {"tp": 4}),
+    Case("cp 2 x tp 2", 4, {"cp": 2, "tp": 2}),
+    Case("shard 2 x cp 2", 4, {"dp_shard": 2, "cp": 2}),
+    Case("pp 4 1f1b", 4, {"pp": 4}),
+    Case("pp 2 x shard 2", 4, {"pp": 2, "dp_shard": 2}),
+    Case("pp 2 zbv x tp 2", 4, {"pp": 2, "tp": 2, "pp_schedule": "zbv"}),
+    Case("replicate 2 x shard 2 x tp 2", 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+    Case("pp 2 x shard 2 x tp 2", 8, {"pp": 2, "dp_shard": 2, "tp": 2}),
+    Case("pp 2 x replicate 2 x tp 2, recompute", 8, {"pp": 2, "dp_replicate": 2, "tp": 2, **SELECTIVE}),
+    Case("shard 2 x cp 2 x tp 2", 8, {"dp_shard": 2, "cp": 2, "tp": 2}),
+    Case("pp 2 interleaved x cp 2 x tp 2", 8, {"pp": 2, "cp": 2, "tp": 2, "pp_schedule": "interleaved_1f1b"}),
+    Case("shard 2 x tp 4", 8, {"dp_shard": 2, "tp": 4}),
+]
+TIED = ("model.tie_embeddings=true",)
+CASES += [
+    Case(f"tied: {case.name}", case.num_procs, case.parallel, TIED)
+    for case in CASES
+    if case.name
+    in ("tp 2", "pp 2 1f1b, compile", "pp 2 dualpipe_v", "pp 2 zbv x tp 2", "pp 2 x shard 2 x tp 2")
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", nargs="*", help="names, or parts of names, of the layouts to run")
+    args = parser.parse_args()
+    cases = [case for case in CASES if not args.only or any(part in case.name for part in args.only)]
+    folder = Path(tempfile.mkdtemp(prefix="parity-"))
+    failed = compare(folder, cases, args.steps)
+    if failed:
+        print(f"{len(failed)} of {len(cases)} layouts differ or fail: {', '.join(failed)}; see {folder}")
+        return 1
+    print(f"{len(cases)} layouts, none differs from one process by more than {TOLERANCE}")
+    shutil.rmtree(folder)
+    return 0
+
+
+def compare(folder: Path, cases: list[Case], steps: int) -> list[str]:
+    """Print a line for each layout; the names of those that fail."""
+    first = (f"train.steps={SEED_STEPS + steps}", f"train.eval_every={steps // 2}")
+    failed = []
+    for kind in dict.fromkeys(case.overrides for case in cases):
+        base = folder / (kind[0].partition("=")[0] if kind else "model")
+        base.mkdir()
+        seed, alone = (
+            Case("seed", 1, {}, (*kind, f"train.stop_at_step={SEED_STEPS}")),
+            Case("alone", 1, {}, kind),
+        )
+        run_cases(base, [seed], first)
+        run_cases(base, [alone], first, base / "seed")
+        for case in cases:
+            if case.overrides != kind:
+                continue
+            began_s = time.monotonic()
+            try:
+                run_cases(base, [case], first, base / "seed")
+                worst = worst_difference(base / case.name, base / "alone")
+                words = f"{worst:.1e}" if worst <= TOLERANCE else f"{worst:.1e}  DIFFERS"
+            except (RuntimeError, AssertionError, ValueError) as error:
+                worst, words = float("inf"), f"FAILED: {error}"
+            if worst > TOLERANCE:
+                failed.append(case.name)
+            print(
+                f"{case.num_procs:2d}  {case.name:42s} {words}  ({time.monotonic() - began_s:.0f} s)",
+                flush=True,
+            )
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
