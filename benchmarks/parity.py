@@ -2,9 +2,10 @@
 
     make parity                     or: python -m benchmarks.parity [--steps 20] [--only NAME …]
 
-All start from one checkpoint that a single process wrote. 20 AdamW steps in float32, samples of uneven length,
-two microbatches accumulated. The table shows the largest difference of loss, gradient norm or validation loss
-of any step, relative where the value is above 1; more than 1e-5 is a failure. Processes talk through gloo.
+All start from one checkpoint that a single process wrote. 20 AdamW steps in float32, samples of uneven
+length, two microbatches accumulated. The table shows the largest difference of loss, gradient norm or
+validation loss of any step, relative where the value is above 1; more than 1e-5 is a failure. Processes talk
+through gloo.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.runs import free_port, make_attempt
-from trainkit.rundir import RunDir, read_metrics
+from trainkit.rundir import AttemptDir, RunDir, read_metrics
 
 GLOBAL_BATCH = 16
 ACCUMULATION = 2
@@ -46,23 +47,36 @@ class Case:
         return [*batch, *(f"parallel.{key}={value}" for key, value in values.items()), *self.overrides]
 
 
-def run_cases(folder: Path, cases: Sequence[Case], common: Sequence[str], seed: Path | None = None) -> None:
-    """Train each case in a run folder of its name; `seed` is a run whose checkpoints they start from.
+def train(rank: int, attempt: AttemptDir) -> None:
+    """Train as one rank until the end of the run."""
+    trainer = make_trainer(rank, attempt)
+    trainer.train()
+    close(trainer)
 
-    Raises RuntimeError when one fails.
+
+def run_cases(
+    folder: Path,
+    cases: Sequence[Case],
+    common: Sequence[str],
+    seed: Path | None = None,
+    function: Callable[[int, AttemptDir], None] = train,
+) -> None:
+    """Call a function as each rank of each case, in a run folder of the case's name.
+
+    `seed` is a run whose checkpoints they start from. Raises RuntimeError when one fails.
     """
     for num_procs in sorted({case.num_procs for case in cases}):
         attempts = []
         for case in cases:
             if case.num_procs != num_procs:
                 continue
-            if seed is not None:
+            if seed is not None and not (folder / case.name).exists():
                 (folder / case.name).mkdir()
                 shutil.copytree(seed / "checkpoints", folder / case.name / "checkpoints", symlinks=True)
             attempts.append(
                 str(make_attempt(folder / case.name, [*MODEL, *common, *case.options], num_procs).path)
             )
-        _spawn(attempts, num_procs)
+        _spawn(function, attempts, num_procs)
 
 
 def curve(run_dir: Path) -> list[tuple[int, float, float, float, int]]:
@@ -78,11 +92,12 @@ def worst_difference(run_dir: Path, expected: Path) -> float:
     return max(abs(mine[i] - other[i]) / max(1.0, abs(other[i])) for mine, other in pairs for i in (1, 2, 3))
 
 
-def _spawn(attempts: Sequence[str], num_procs: int) -> None:
+def _spawn(function: Callable[..., None], attempts: Sequence[str], num_procs: int) -> None:
     context = multiprocessing.get_context("spawn")
     port = free_port()
     procs = [
-        context.Process(target=_as_rank, args=(rank, num_procs, port, attempts)) for rank in range(num_procs)
+        context.Process(target=_as_rank, args=(function, rank, num_procs, port, attempts))
+        for rank in range(num_procs)
     ]
     for proc in procs:
         proc.start()
@@ -100,7 +115,9 @@ def _spawn(attempts: Sequence[str], num_procs: int) -> None:
             proc.kill()
 
 
-def _as_rank(rank: int, num_procs: int, port: int, attempts: Sequence[str]) -> None:
+def _as_rank(
+    function: Callable[..., None], rank: int, num_procs: int, port: int, attempts: Sequence[str]
+) -> None:
     from datetime import timedelta
 
     import torch
@@ -118,7 +135,8 @@ def _as_rank(rank: int, num_procs: int, port: int, attempts: Sequence[str]) -> N
                 timeout=timedelta(seconds=TIMEOUT_S),
             )
         for attempt in attempts:
-            _train(rank, Path(attempt))
+            path = Path(attempt)
+            function(rank, RunDir(path.parent.parent).attempt(int(path.name)))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -126,7 +144,8 @@ def _as_rank(rank: int, num_procs: int, port: int, attempts: Sequence[str]) -> N
     os._exit(0)
 
 
-def _train(rank: int, path: Path) -> None:
+def make_trainer(rank: int, attempt: AttemptDir) -> Any:
+    """The trainer of one rank, among ranks that have met."""
     import torch
 
     from tests.support.ragged import RaggedBatches
@@ -139,7 +158,6 @@ def _train(rank: int, path: Path) -> None:
     from trainkit.trainer.tasks import build_task
     from trainkit.trainer.worker import build_trainer
 
-    attempt = RunDir(path.parent.parent).attempt(int(path.name))
     config = read_effective(attempt.config_file)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     device = torch.device("cpu")
@@ -149,6 +167,10 @@ def _train(rank: int, path: Path) -> None:
     torch.compiler.reset()
     trainer, _ = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Pulse())
     trainer.batches = RaggedBatches(trainer.batches)  # type: ignore[assignment]
-    trainer.train()
+    return trainer
+
+
+def close(trainer: Any) -> None:
+    """What a worker does at its end."""
     trainer.batches.close()
     trainer.saver.close()

@@ -22,6 +22,7 @@ START_TIMEOUT = timedelta(minutes=30)
 """Long, because the first step of some rank may compile while the others wait."""
 COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
 """Longer than the watchdog's patience, which says who is late; a collective only says that it waited."""
+ONE_PROCESS = Layout()
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class World:
     too: what is split over the one is split over the other. None for a single process."""
     checkpoint_group: dist.ProcessGroup | None
     """A group of its own: an asynchronous save runs collectives in its own thread."""
-    layout: Layout = Layout()
+    layout: Layout = ONE_PROCESS
     cp_group: dist.ProcessGroup | None = None
     """The ranks that share a sequence; None where each has the whole."""
 

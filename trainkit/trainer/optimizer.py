@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.config.training import OptimizerConfig
 from trainkit.plan.launch import Layout
+from trainkit.trainer.distributed import ONE_PROCESS
 from trainkit.trainer.dtensor import like, local
 from trainkit.trainer.weights import Weight
 
@@ -27,7 +28,9 @@ NORM_CHUNK = 1 << 16
 class ShardedAdamW:
     """AdamW (arXiv 1711.05101) on this rank's shards of a model's parameters."""
 
-    def __init__(self, weights: Sequence[Weight], config: OptimizerConfig, layout: Layout = Layout()) -> None:
+    def __init__(
+        self, weights: Sequence[Weight], config: OptimizerConfig, layout: Layout = ONE_PROCESS
+    ) -> None:
         self._weights = weights
         self._params = [weight.param for weight in weights]
         self._locals = [nn.Parameter(local(param.detach())) for param in self._params]

@@ -15,7 +15,7 @@ class Weight:
     name: str
     param: nn.Parameter
     is_copy: bool = False
-    """Another stage of the pipeline holds it too, and there it counts: the head, where it is the embedding."""
+    """It counts on another stage of the pipeline: the head, where it is the embedding."""
 
 
 def weights_of(parts: Sequence[nn.Module], canonical: Callable[[nn.Module, str], str]) -> list[Weight]:

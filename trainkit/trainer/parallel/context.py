@@ -42,7 +42,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
     keys, values = _gather(torch.stack((k, v)), group, cp)
     size = q.shape[2] // 2
     outputs = []
-    for part, queries in zip((cp_rank, 2 * cp - 1 - cp_rank), q.split(size, dim=2), strict=True):
+    for part, queries in zip((cp_rank, 2 * cp - 1 - cp_rank), q.chunk(2, dim=2), strict=True):
         num_keys = (part + 1) * size
         # The queries are the last of the keys that they look at.
         mask = torch.ones(size, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - size)

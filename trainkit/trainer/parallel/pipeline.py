@@ -17,7 +17,7 @@ from trainkit.trainer.data.batches import Microbatch
 from trainkit.trainer.distributed import World
 from trainkit.trainer.dtensor import local
 from trainkit.trainer.models.parts import Part
-from trainkit.trainer.passes import StepContext, OnLoss
+from trainkit.trainer.passes import OnLoss, StepContext
 from trainkit.trainer.pulse import Pulse
 from trainkit.trainer.tasks import Task
 
@@ -83,7 +83,7 @@ class PipelinePasses:
         kind = get_schedule_class(TORCH_NAMES[self._name])
         several = issubclass(kind, PipelineScheduleMulti)
         return kind(
-            stages if several else stages[0],  # type: ignore[arg-type]
+            stages if several else stages[0],
             n_microbatches=num_microbatches,
             loss_fn=self._scaled_loss,
             scale_grads=False,

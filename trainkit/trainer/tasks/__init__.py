@@ -40,7 +40,7 @@ class Task(Protocol):
         ...
 
     def canonical(self, model: nn.Module, name: str) -> str:
-        """The name that a parameter has in the whole model: that of the first one, for several that are one."""
+        """The name of a parameter in the whole model; of tied ones, that of the first."""
         ...
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
