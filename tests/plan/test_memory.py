@@ -1,0 +1,218 @@
+"""Memory by hand, by published formulas, and as torch's memory tracker saw it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from workloads import llama, workload
+
+from trainkit.plan.activations import block_bytes, head_bytes, kept_bytes, loss_bytes
+from trainkit.plan.device_memory import GIB
+from trainkit.plan.launch import Layout
+from trainkit.plan.memory import memory_of, rank_memory
+from trainkit.plan.model_shape import ModelShape, num_params
+from trainkit.plan.workload import Workload
+
+SMALL = ModelShape(64, 8, 2, 2, 1, 12, 1e-5, 1e4, False, 0.0)
+"""Width 8, 2 layers, one key and value head of width 4, 12 hidden units: sizes to count by hand."""
+
+
+@pytest.mark.parametrize("shards", [1, 8, 64])
+def test_sixteen_bytes_a_parameter(shards: int) -> None:
+    """ZeRO (arXiv 1910.02054), section 3: 16 bytes a parameter with Adam, over N ranks with all stages."""
+    work = workload(layout=Layout(dp_replicate=8 // min(shards, 8), dp_shard=shards))
+    update = memory_of(work).moments["update"]
+    params = num_params(work.shape)
+    assert update.total == pytest.approx(16 * params / shards, rel=1e-3)
+    assert (update.params, update.gradients) == (update.params, update.params)
+    assert update.optimizer == 2 * update.params
+    assert (update.activations, update.loss, update.buffers) == (0, 0, 0)
+
+
+def test_every_way_of_splitting_splits_the_state() -> None:
+    work = workload("70b", layout=Layout(dp_shard=4, tp=8, pp=4, cp=2), device_batch_size=4)
+    share = num_params(work.shape) / 256
+    [small, large] = sorted(rank_memory(work, rank).moments["update"].params for rank in (0, 1))
+    # The ends of the pipeline have the embedding or the head besides.
+    assert 4 * share * 0.95 < small < large < 4 * share * 1.1
+
+
+def test_a_block_by_hand() -> None:
+    """34 s b h of arXiv 2205.05198, table 2, without dropout and scores, for SwiGLU and shared keys.
+
+    A token of SMALL, in numbers: two norms keep their input (8 + 8), wq wk wv and gate up theirs (8 + 8);
+    attention its queries and output (8 + 8), keys and values (4 + 4); the feed-forward network gate, up,
+    silu(gate) and their product (4 x 12). In float32: a factor of each norm and a logarithm of each head.
+    """
+    numbers, in_float32 = 16 + 16 + 16 + 8 + 48, 2 + 2
+    work = workload(SMALL, layout=Layout(dp_shard=2), seq_len=10, device_batch_size=3)
+    assert block_bytes(work) == 30 * (2 * numbers + 4 * in_float32)
+    assert kept_bytes(work) == block_bytes(work)
+    # Full: the input. Selective: also queries, values, output of attention with its logarithms, gate, down.
+    full = workload(SMALL, layout=Layout(dp_shard=2), seq_len=10, activation_checkpointing="full")
+    assert kept_bytes(full) == 10 * 2 * 8
+    selective = workload(SMALL, layout=Layout(dp_shard=2), seq_len=10, activation_checkpointing="selective")
+    assert kept_bytes(selective) == 10 * (2 * (8 + 8 + 4 + 8 + 12 + 8) + 4 * 2)
+
+
+def test_a_block_under_tensor_parallelism() -> None:
+    """Section 4.2: sequence parallelism splits the inputs of the norms; gathered inputs stay whole here."""
+    kept = {"attention": 16 + 8, "feed-forward": 48}
+    for sequence_parallel, ranks in ((True, 2), (False, 1)):
+        work = workload(
+            SMALL, layout=Layout(tp=2, dp_shard=1), seq_len=10, sequence_parallel=sequence_parallel
+        )
+        numbers = 16 / ranks + 16 + sum(kept.values()) / 2
+        assert block_bytes(work) == 10 * (2 * numbers + 4 * (2 + 1))
+
+
+def test_a_single_process_keeps_more() -> None:
+    """Autocast: a float32 residual stream, a cast input for each of five products, and cast matrices."""
+    work = workload(SMALL, layout=Layout(), seq_len=10)
+    assert block_bytes(work) == 10 * (4 * 16 + 2 * (5 * 8 + 16 + 8 + 48) + 4 * 4)
+    matrices = 2 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 12 + 16) + 64 * 8
+    assert memory_of(work).moments["loss"].buffers == 2 * matrices
+
+
+def test_the_loss_by_hand() -> None:
+    """Logarithms of probabilities and two gradients in float32; a fourth number where it is split."""
+    assert loss_bytes(workload(SMALL, seq_len=10)) == 10 * 64 * 12
+    split = workload(SMALL, layout=Layout(tp=2), seq_len=10)
+    assert loss_bytes(split) == 10 * 32 * 16
+    assert loss_bytes(split.with_parallel(loss_parallel=False)) == 10 * 64 * 12
+    assert head_bytes(workload(SMALL, seq_len=10)) == 10 * (2 * 8 + 4 + 2 * 8)
+
+
+def test_pipeline_ranks_hold_what_is_in_flight() -> None:
+    """arXiv 2205.05198, section 4.2.3: the first of p stages keeps p microbatches, the last one 1."""
+    work = workload("13b", layout=Layout(pp=4), device_batch_size=8, pp_microbatches=8)
+    kept = [rank_memory(work, rank).moments["backward"].activations for rank in range(4)]
+    assert kept == [10 * kept_bytes(work) * passes for passes in (4, 3, 2, 1)]
+    gpipe = work.with_parallel(pp_schedule="gpipe")
+    assert rank_memory(gpipe, 0).moments["backward"].activations == 80 * kept_bytes(work)
+    assert rank_memory(gpipe, 3).moments["loss"].loss > 8 * rank_memory(work, 3).moments["loss"].loss / 2
+
+
+def test_copies_do_not_save_memory_and_zero_2_saves_less() -> None:
+    copies, zero_2, zero_3 = (
+        memory_of(workload(layout=layout, activation_checkpointing="full", zero=zero))
+        for layout, zero in ((Layout(dp_replicate=8), 3), (Layout(dp_shard=8), 2), (Layout(dp_shard=8), 3))
+    )
+    params = num_params(llama("7b"))
+    assert copies.peak > 16 * params
+    # Two bytes a parameter stay gathered, those of embedding and head in any case.
+    kept = zero_2.moments["loss"].buffers - zero_3.moments["loss"].buffers
+    assert kept == 2 * (params - 2 * 32_000 * 4096 - 4096)
+
+
+def test_offload_leaves_only_what_is_computed_with() -> None:
+    found = memory_of(workload(offload=True, activation_checkpointing="full"))
+    assert (found.largest.params, found.largest.optimizer) == (0, 0)
+    assert found.moments["update"].total == 0
+
+
+def test_accumulated_gradients_wait_whole() -> None:
+    once, twice = (memory_of(workload(accumulation_steps=steps)) for steps in (1, 2))
+    assert twice.moments["loss"].gradients - once.moments["loss"].gradients == 4 * num_params(llama("7b"))
+
+
+# (GiB, what): torch.distributed._tools.mem_tracker.MemTracker of torch 2.13 on the CPU, fake process group,
+# second step of the trainer's model with fused AdamW. Fewer layers where more would only take longer.
+TRACKED: list[tuple[float, dict[str, Any]]] = [
+    (36.291, {"num_layers": 32}),
+    (15.603, {"num_layers": 32, "activation_checkpointing": "full"}),
+    (20.091, {"num_layers": 32, "activation_checkpointing": "selective"}),
+    (10.697, {"accumulation_steps": 2}),
+    (5.362, {"zero": 2, "activation_checkpointing": "full"}),
+    (8.208, {"dtype": "fp32", "activation_checkpointing": "selective"}),
+    (10.110, {"layout": Layout(dp_shard=64), "device_batch_size": 4, "seq_len": 2048}),
+    (
+        9.101,
+        {
+            "layout": Layout(2, 4),
+            "activation_checkpointing": "full",
+            "accumulation_steps": 2,
+            "seq_len": 512,
+        },
+    ),
+    (3.738, {"layout": Layout(dp_shard=8, tp=2)}),
+    (2.745, {"layout": Layout(dp_shard=2, tp=8), "sequence_parallel": False}),
+    (2.929, {"layout": Layout(dp_shard=2, tp=8), "loss_parallel": False}),
+    (4.372, {"layout": Layout(tp=4), "activation_checkpointing": "full"}),
+    (5.583, {"layout": Layout(dp_shard=2, cp=4), "seq_len": 8192}),
+    (
+        10.035,
+        {
+            "preset": "70b",
+            "layout": Layout(dp_shard=512),
+            "activation_checkpointing": "full",
+            "seq_len": 2048,
+        },
+    ),
+    (2.316, {"preset": "70b", "layout": Layout(dp_shard=8, tp=8), "activation_checkpointing": "full"}),
+]
+
+
+@pytest.mark.parametrize(("tracked_gib", "what"), TRACKED)
+def test_as_torch_tracked_it(tracked_gib: float, what: dict[str, Any]) -> None:
+    rest = dict(what)
+    shape = llama(rest.pop("preset", "7b"), num_layers=rest.pop("num_layers", 4))
+    peak = memory_of(workload(shape, device="cpu", **rest)).peak
+    assert peak / GIB == pytest.approx(tracked_gib, rel=0.05)
+
+
+LAYOUTS = st.builds(
+    Layout,
+    dp_replicate=st.sampled_from([1, 2, 4]),
+    dp_shard=st.sampled_from([1, 2, 8, 64]),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 4]),
+    cp=st.sampled_from([1, 2]),
+)
+WORKLOADS = st.builds(
+    lambda layout, **others: workload("7b", layout=layout, device_batch_size=8, pp_microbatches=8, **others),
+    LAYOUTS,
+    activation_checkpointing=st.sampled_from(["none", "selective", "full"]),
+    pp_schedule=st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zbv"]),
+    zero=st.sampled_from([2, 3]),
+    accumulation_steps=st.sampled_from([1, 4]),
+    dtype=st.sampled_from(["fp32", "bf16"]),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+
+
+@settings(deadline=None)
+@given(WORKLOADS)
+def test_the_peak_is_the_worst_moment(work: Workload) -> None:
+    found = memory_of(work)
+    assert found.peak == max(parts.total for parts in found.moments.values()) == found.at_worst.total
+    assert found.largest.total >= found.peak
+    assert all(value >= 0 for parts in found.moments.values() for value in vars(parts).values())
+
+
+@settings(deadline=None)
+@given(WORKLOADS, st.sampled_from(["dp_shard", "tp", "pp"]))
+def test_splitting_further_never_takes_more(work: Workload, degree: str) -> None:
+    """From 2 on: the first split of a kind has its price, such as inputs that are gathered."""
+    if degree == "pp":
+        # With others as many microbatches more are in flight as a stage has fewer layers.
+        work = work.with_parallel(pp_schedule="gpipe")
+    half, more = (
+        replace(work, layout=replace(work.layout, **{degree: ranks * getattr(work.layout, degree)}))
+        for ranks in (2, 4)
+    )
+    assert memory_of(more).peak <= memory_of(half).peak
+
+
+@settings(deadline=None)
+@given(WORKLOADS)
+def test_checkpointing_keeps_less_and_less(work: Workload) -> None:
+    modes = [work.with_parallel(activation_checkpointing=mode) for mode in ("none", "selective", "full")]
+    kept = [kept_bytes(mode) for mode in modes]
+    assert kept == sorted(kept, reverse=True)
+    peaks = [memory_of(mode).peak for mode in modes]
+    assert peaks[2] <= peaks[0]

@@ -1,0 +1,206 @@
+"""What a rank has in memory at the moments of a step. Pure.
+
+Follows what the trainer does with torch's `fully_shard`. Blocks are gathered in units, the next one while
+one is computed; embedding, head and last norm stay gathered from the first use to the last. Gradients of a
+unit are copied to float32 to be reduced while those of the next one are computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from trainkit.plan.activations import (
+    block_bytes,
+    gradient_bytes,
+    head_bytes,
+    kept_bytes,
+    kept_loss_bytes,
+    loss_bytes,
+    recomputed_bytes,
+    stream_bytes,
+)
+from trainkit.plan.schedules import losses_in_flight, stages_in_flight
+from trainkit.plan.weights import Counts, Held, unit_blocks
+from trainkit.plan.workload import Workload
+
+FLOAT32 = 4
+OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2}
+"""Of the state of one parameter."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What memory is taken for, in bytes."""
+
+    params: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    """Kept for the backward pass, and those of the block that is computed again."""
+    loss: int = 0
+    buffers: int = 0
+    """Gathered and cast parameters, gradients on their way, and what passes between pipeline stages."""
+
+    @property
+    def total(self) -> int:
+        return int(sum(astuple(self)))
+
+    def plus(self, **more: int) -> Parts:
+        """With these added to the parts of the same name."""
+        return Parts(**{name: getattr(self, name) + more.get(name, 0) for name in self.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The moments of one rank at which most is there."""
+
+    work: Workload
+    held: Held
+    counts: Counts
+    pp_rank: int
+
+    def loss(self) -> Parts:
+        """The backward pass of the loss begins: all activations are there."""
+        blocks = self.held.num_layers
+        return self._always().plus(
+            gradients=self._waiting(blocks),
+            activations=self._activations(blocks) + head_bytes(self.work),
+            loss=loss_bytes(self.work) + self._other_losses(),
+            buffers=self._cast(blocks) + self._cast_head(),
+        )
+
+    def backward(self) -> Parts:
+        """The backward pass of a block begins, of those the one at which most is there.
+
+        Activations go and gradients come at the same rate, so that is one near the ends.
+        """
+        units = -(-self.held.num_layers // self._unit_blocks)
+        places = {0} if self.work.layout.pp > 1 else {0, min(1, units - 1), max(0, units - 2), units - 1}
+        return max((self._backward_after(place) for place in places), key=lambda parts: parts.total)
+
+    def reduce(self) -> Parts:
+        """The gradients that are reduced last are copied to where they are sent from."""
+        work, counts = self.work, self.counts
+        if work.layout.pp > 1:
+            # None is reduced before the schedule ends.
+            blocks = self.held.num_layers
+            return self._always().plus(
+                gradients=self._waiting(blocks), buffers=self._cast(blocks) + FLOAT32 * self._unit
+            )
+        whole = (FLOAT32 if work.accumulates else work.itemsize) * counts.root
+        return self._always().plus(
+            gradients=self._reduced(self.held.num_layers) + whole, buffers=FLOAT32 * counts.root
+        )
+
+    def update(self) -> Parts:
+        """The optimizer's step."""
+        root = 0 if self.work.parallel.offload else FLOAT32 * self.counts.root_shard
+        return self._always().plus(gradients=self._reduced(self.held.num_layers) + root)
+
+    def _backward_after(self, units_done: int) -> Parts:
+        """The backward pass of a block begins, so many units after the last one."""
+        work = self.work
+        done = units_done * self._unit_blocks
+        left = self.held.num_layers - done
+        parts = self._always().plus(
+            gradients=self._waiting(left) + self._reduced(done) + self._head_gradient(),
+            activations=self._activations(left) + recomputed_bytes(work),
+            loss=self._other_losses(),
+            buffers=self._cast(left) + self._in_use(left) + self._in_a_block(),
+        )
+        return parts.plus(buffers=FLOAT32 * self._unit if work.is_wrapped and done else 0)
+
+    def _always(self) -> Parts:
+        """What is there at every moment."""
+        sharded = self.counts.block_shard * self.held.num_layers + self.counts.root_shard
+        on_device = 0 if self.work.parallel.offload else sharded
+        return Parts(
+            params=FLOAT32 * on_device,
+            optimizer=OPTIMIZER_BYTES[self.work.optimizer] * on_device,
+            buffers=self._pipeline_buffers(),
+        )
+
+    def _pipeline_buffers(self) -> int:
+        """Where stages receive activations and gradients: one of each for every microbatch of a step."""
+        work = self.work
+        if work.layout.pp == 1:
+            return 0
+        ends = 2 * len(self.held.layers) - self.held.has_embedding - self.held.has_head
+        return ends * work.passes_per_step * work.tokens_at_once * stream_bytes(work)
+
+    @property
+    def _unit_blocks(self) -> int:
+        return unit_blocks(self.work.shape, self.held)
+
+    @property
+    def _unit(self) -> int:
+        """Parameters that are gathered at once."""
+        return self.counts.block * self._unit_blocks
+
+    def _waiting(self, blocks_left: int) -> int:
+        """Bytes of whole gradients that earlier passes of the step left, and the last one has not reduced."""
+        if not self.work.accumulates:
+            return 0
+        if not self.work.is_wrapped:
+            blocks_left = self.held.num_layers  # nothing is reduced: they are the gradients
+        return FLOAT32 * (self.counts.block * blocks_left + self.counts.root)
+
+    def _reduced(self, blocks_done: int) -> int:
+        """Bytes of gradients that are as they should be."""
+        work = self.work
+        if work.parallel.offload or (work.accumulates and not work.is_wrapped):
+            return 0
+        return FLOAT32 * self.counts.block_shard * blocks_done
+
+    def _head_gradient(self) -> int:
+        """Bytes of the head's gradient, which waits for that of the embedding."""
+        if self.work.is_wrapped:
+            return self.work.itemsize * self.counts.head
+        return 0 if self.work.accumulates else FLOAT32 * self.counts.head
+
+    def _cast(self, blocks_left: int) -> int:
+        """Bytes of parameters that are there, as they are computed with, until the backward pass is there."""
+        work, blocks = self.work, self.counts.block * blocks_left
+        if not work.is_wrapped:
+            # Autocast keeps a copy of every matrix.
+            return 0 if work.dtype == "fp32" else work.itemsize * blocks
+        return work.itemsize * (self.counts.root + (blocks if work.keeps_gathered else 0))
+
+    def _cast_head(self) -> int:
+        """Bytes of the copy of the head that autocast keeps."""
+        work = self.work
+        return 0 if work.is_wrapped or work.dtype == "fp32" else work.itemsize * self.counts.head
+
+    def _in_use(self, blocks_left: int) -> int:
+        """Bytes of the unit that is computed with, and of the next one, which is on its way meanwhile."""
+        work = self.work
+        if not work.is_wrapped or work.keeps_gathered:
+            return 0
+        on_its_way = work.shards > 1 and blocks_left > self._unit_blocks
+        return work.itemsize * self._unit * (2 if on_its_way else 1)
+
+    def _in_a_block(self) -> int:
+        """Bytes that the backward pass of a block needs besides what its forward pass kept.
+
+        First gradients of activations, later of all weights, when most activations have gone.
+        """
+        work = self.work
+        first = gradient_bytes(work) + work.itemsize * self.counts.block // 4
+        later = work.itemsize * self._unit + 4 * stream_bytes(work) * work.tokens_at_once - block_bytes(work)
+        return max(first, later)
+
+    def _activations(self, blocks_left: int) -> int:
+        """Bytes of all passes that wait for their backward pass."""
+        work, pp = self.work, self.work.layout.pp
+        if pp == 1:
+            return kept_bytes(work) * blocks_left
+        passes = stages_in_flight(work.parallel.pp_schedule, pp, self.pp_rank, work.passes_per_step)
+        return passes * max(self.held.layers) * kept_bytes(work)
+
+    def _other_losses(self) -> int:
+        """Bytes of the losses of earlier passes."""
+        work, pp = self.work, self.work.layout.pp
+        if not self.held.has_head:
+            return 0
+        others = losses_in_flight(work.parallel.pp_schedule, pp, work.passes_per_step) - 1
+        return others * (kept_loss_bytes(work) + head_bytes(work))
