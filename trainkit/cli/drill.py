@@ -17,8 +17,8 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
+    from trainkit.config.changes import Change
     from trainkit.drill.scenarios import Scenario
-    from trainkit.drill.shorten import Change
     from trainkit.drill.verdict import Result
     from trainkit.plan.launch import LaunchPlan
 
@@ -131,10 +131,11 @@ def _drill(
     as_json: bool,
 ) -> int:
     from trainkit.cli.launch import start_new_run
-    from trainkit.drill.campaign import REFERENCE, Campaign, make_folder, own_state
+    from trainkit.drill.campaign import REFERENCE, Campaign, make_folder
     from trainkit.drill.table import all_hold, result_table, summary
     from trainkit.rundir import RunDir, write_json
     from trainkit.submit.describe import describe_plan
+    from trainkit.submit.own_state import own_state
 
     def say(text: str) -> None:
         click.echo(text, err=True)

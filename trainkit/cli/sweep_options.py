@@ -75,10 +75,9 @@ def _with_seed(loaded: LoadedConfig, seed: int | None) -> LoadedConfig:
     """The config with another seed, which nobody typed: --set seed=… is what it counts on from."""
     if seed is None:
         return loaded
-    config = type(loaded.config).model_validate(
-        {**loaded.config.model_dump(mode="json", by_alias=True), "seed": seed}
-    )
-    return replace(loaded, config=config, origins={**loaded.origins, "seed": "--array"})
+    from trainkit.config.changes import with_values
+
+    return with_values(loaded, {"seed": seed}, "--array")
 
 
 def group_options(function: Command) -> Command:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,11 +24,9 @@ from trainkit.observe.status import parse_time, seconds_between
 from trainkit.observe.words import verdict_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, read_end, read_jsonl
-from trainkit.state import state_folder
 from trainkit.submit.create import new_place
 
 REFERENCE = "uninterrupted"
-STATE_VARIABLE = "XDG_STATE_HOME"
 
 
 @dataclass
@@ -157,25 +153,3 @@ def make_folder() -> Path:
     """
     with new_place(datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S"), None) as (folder, _):
         return folder.absolute()
-
-
-@contextmanager
-def own_state(folder: Path) -> Iterator[None]:
-    """Let the runs of a drill be written down in the drill's folder, not in the user's list of runs.
-
-    `last` still means the run that the user started last, and a node that the drill killed is not taken for a
-    bad one later. Nodes that are known to be bad stay known.
-    """
-    before, own = os.environ.get(STATE_VARIABLE), folder / ".state"
-    known = state_folder() / "bad_nodes"
-    own.mkdir()
-    if known.is_dir():
-        shutil.copytree(known, own / "trainkit" / "bad_nodes")
-    os.environ[STATE_VARIABLE] = str(own)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[STATE_VARIABLE]
-        else:
-            os.environ[STATE_VARIABLE] = before

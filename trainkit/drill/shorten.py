@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from trainkit.config import LoadedConfig, RunConfig
+from trainkit.config.changes import Change, with_values
 
 DEFAULT_STEPS = 30
 FEWEST_STEPS = 12
@@ -15,28 +13,6 @@ FEWEST_STEPS = 12
 SAVES = 6
 """How often a drill saves."""
 ORIGIN = "trainkit drill"
-
-
-@dataclass(frozen=True)
-class Change:
-    """A value that the drill replaces, and why."""
-
-    key: str
-    value: Any
-    before: Any
-    why: str
-
-    @property
-    def sentence(self) -> str:
-        return f"{self.key}: {_shown(self.value)} instead of {_shown(self.before)}: {self.why}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def _shown(value: Any) -> str:
-    """A value as YAML has it."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 def save_interval(num_steps: int) -> int:
@@ -51,12 +27,7 @@ def shorten(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedCo
     """
     possible = [*_changes(loaded.config, num_steps), *_same_bits(loaded.config, device)]
     changes = [change for change in possible if change.value != change.before]
-    values = loaded.config.model_dump(mode="json", by_alias=True)
-    for change in changes:
-        section, _, name = change.key.partition(".")
-        values[section][name] = change.value
-    origins = {**loaded.origins, **{change.key: ORIGIN for change in changes}}
-    return LoadedConfig(RunConfig.model_validate(values), origins), changes
+    return with_values(loaded, {change.key: change.value for change in changes}, ORIGIN), changes
 
 
 def _changes(config: RunConfig, num_steps: int) -> Iterator[Change]:

@@ -1,0 +1,63 @@
+"""Values of a loaded config that a command replaces, each with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainkit.config.contradictions import contradictions
+from trainkit.config.layers import EMPTY
+from trainkit.config.loaded import LoadedConfig
+from trainkit.config.schema import RunConfig
+from trainkit.config.tree import entry_at, merge
+from trainkit.config.validation import validation_problems
+from trainkit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that a command replaces, and why."""
+
+    key: str
+    value: Any
+    before: Any
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.key}: {_shown(self.value)} instead of {_shown(self.before)}: {self.why}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def with_values(loaded: LoadedConfig, values: Mapping[str, Any], origin: str) -> LoadedConfig:
+    """The config with other values, by keys such as ``train.steps``, all of which have this origin.
+
+    Raises ConfigError with every value that is not allowed or contradicts another.
+    """
+    dumped = loaded.config.model_dump(mode="json", by_alias=True)
+    changed = EMPTY
+    for key, value in values.items():
+        path = tuple(key.split("."))
+        changed = merge(changed, entry_at(path, value, origin))
+        section = dumped if len(path) == 1 else dumped[path[0]]
+        section[path[-1]] = value
+    try:
+        config = RunConfig.model_validate(dumped)
+    except ValidationError as error:
+        raise ConfigError(validation_problems(error, changed)) from None
+    result = LoadedConfig(config, {**loaded.origins, **dict.fromkeys(values, origin)})
+    problems = list(contradictions(result))
+    if problems:
+        raise ConfigError(problems)
+    return result
