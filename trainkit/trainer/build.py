@@ -41,14 +41,29 @@ class BuiltModel:
 
 def build(task: Task, config: RunConfig, plan: LaunchPlan, world: World, pulse: Pulse) -> BuiltModel:
     """The model on this rank's device, split, initialised, in training mode."""
+    parts = build_parts(task, config, plan, world)
+    for part in parts:
+        part.to_empty(device=world.device)
+        task.init_model(part, config.seed)
+    return assemble(task, config, plan, world, pulse, parts)
+
+
+def build_parts(task: Task, config: RunConfig, plan: LaunchPlan, world: World) -> list[nn.Module]:
+    """What of the model this rank has, split, without memory (on the meta device)."""
+    layout, schedule = plan.layout, config.parallel.pp_schedule
+    if layout.pp == 1:
+        return [_build_part(task, config, plan, world, None)]
+    pieces = parts_of(world.place.pp, layout.pp, schedule, task.num_layers)
+    return [_build_part(task, config, plan, world, piece) for piece in pieces]
+
+
+def assemble(
+    task: Task, config: RunConfig, plan: LaunchPlan, world: World, pulse: Pulse, parts: list[nn.Module]
+) -> BuiltModel:
+    """Parts that have their memory, and how they are computed with."""
     layout, parallel = plan.layout, config.parallel
-    whole: list[Part | None] = [None]
-    pieces = (
-        whole
-        if layout.pp == 1
-        else parts_of(world.place.pp, layout.pp, parallel.pp_schedule, task.num_layers)
-    )
-    parts = [_build_part(task, config, plan, world, piece) for piece in pieces]
+    for part in parts:
+        part.train()
     weights = weights_of(parts, task.canonical)
     positions = seen_by(world.place.cp, layout.cp, 0, 1, config.data.seq_len).attention
     context = StepContext(
@@ -99,7 +114,7 @@ def _build_part(
     if parallel.compile:
         for block in blocks:
             block.compile()
-    if world.mesh is not None and not reduces_on_host(world.mesh, layout):
+    if world.mesh is not None and not reduces_on_host(world):
         apply_data_parallel(
             model,
             blocks,
@@ -109,9 +124,7 @@ def _build_part(
             zero=parallel.zero,
             offload=parallel.offload,
         )
-    model.to_empty(device=world.device)
-    task.init_model(model, config.seed)
-    return model.train()
+    return model
 
 
 def set_determinism(deterministic: bool) -> None:

@@ -40,6 +40,8 @@ class World:
     layout: Layout = ONE_PROCESS
     cp_group: dist.ProcessGroup | None = None
     """The ranks that share a sequence; None where each has the whole."""
+    is_simulated: bool = False
+    """There are no other ranks, and nothing has a value."""
 
     @property
     def is_main(self) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainkit.plan.launch import Layout
+from trainkit.trainer.distributed import World
 from trainkit.trainer.parallel.host_reduction import HostReduction
 
 MIN_UNIT_BYTES = 25 * 2**20
@@ -90,9 +91,15 @@ GradientSwitch = Callable[[bool], None]
 """Switches the averaging of gradients over ranks off (for all but the last microbatch of a step) and on."""
 
 
-def reduces_on_host(mesh: DeviceMesh, layout: Layout) -> bool:
+def reduces_on_host(world: World) -> bool:
     """Whether the model stays as it is and `HostReduction` averages its gradients."""
-    return mesh.device_type == "cpu" and layout.dp_shard == 1 and not layout.splits_model
+    layout = world.layout
+    return (
+        world.device.type == "cpu"
+        and layout.dp_shard == 1
+        and not layout.splits_model
+        and not world.is_simulated
+    )
 
 
 def gradient_switch(model: nn.Module, mesh: DeviceMesh | None) -> GradientSwitch:

@@ -57,34 +57,35 @@ class PipelinePasses:
         self._world = world
         self._context = context
         self._pulse = pulse
-        self._name: PipelineSchedule = schedule
+        self.name: PipelineSchedule = schedule
         pp, place = world.layout.pp, world.place
-        self._stages = stages_of(place.pp, pp, schedule)
-        self._num_stages = num_stages(pp, schedule)
-        self._has_first = 0 in self._stages
-        self._has_last = self._num_stages - 1 in self._stages
+        self.stages = stages_of(place.pp, pp, schedule)
+        self.num_stages = num_stages(pp, schedule)
+        self._has_first = 0 in self.stages
+        self._has_last = self.num_stages - 1 in self.stages
         self._scale = torch.ones((), device=world.device)
-        self._num_microbatches = num_microbatches
+        self._num_evaluated = num_microbatches
         # A step is one run through the schedule, however much is accumulated: it has one bubble.
-        self._schedule = self._make_schedule(num_microbatches * accumulation_steps)
+        self.num_microbatches = num_microbatches * accumulation_steps
+        self.schedule = self._make_schedule()
         group = self._schedule_group()
-        self._forward = ForwardOnly(self._stages, parts, pp, schedule, group, world.device)
+        self._forward = ForwardOnly(self.stages, parts, pp, schedule, group, world.device)
 
     def _schedule_group(self) -> dist.ProcessGroup:
         assert self._world.mesh is not None
         return self._world.mesh["pp"].get_group()
 
-    def _make_schedule(self, num_microbatches: int) -> Any:
+    def _make_schedule(self) -> Any:
         group = self._schedule_group()
-        stages = [
-            PipelineStage(part, index, self._num_stages, self._world.device, group=group)
-            for index, part in zip(self._stages, self._parts, strict=True)
+        self._torch_stages = [
+            PipelineStage(part, index, self.num_stages, self._world.device, group=group)
+            for index, part in zip(self.stages, self._parts, strict=True)
         ]
-        kind = get_schedule_class(TORCH_NAMES[self._name])
+        kind = get_schedule_class(TORCH_NAMES[self.name])
         several = issubclass(kind, PipelineScheduleMulti)
         return kind(
-            stages if several else stages[0],
-            n_microbatches=num_microbatches,
+            self._torch_stages if several else self._torch_stages[0],
+            n_microbatches=self.num_microbatches,
             loss_fn=self._scaled_loss,
             scale_grads=False,
         )
@@ -94,29 +95,36 @@ class PipelinePasses:
 
     def add_gradient(self, microbatches: list[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
         self._pulse.enter("forward")
-        whole = Microbatch(
-            torch.cat([micro.tokens for micro in microbatches]),
-            torch.cat([micro.labels for micro in microbatches]),
-            torch.cat([micro.sample_keys for micro in microbatches]),
-        )
-        whole = self._context.take(whole)
+        whole = self.join(microbatches)
         self._scale = scale
         losses: list[Tensor] = []
         with self._context.split():
-            self._schedule.step(
-                *self._inputs(whole), losses=losses, return_outputs=False, **self._keys(whole)
-            )
+            self.schedule.step(*self._inputs(whole), losses=losses, return_outputs=False, **self._keys(whole))
         on_loss(self._share(losses) / scale)
 
     def nll_sum(self, micro: Microbatch) -> Tensor:
         micro = self._context.take(micro)
         tokens, labels, keys = (
-            whole.chunk(self._num_microbatches) for whole in (micro.tokens, micro.labels, micro.sample_keys)
+            whole.chunk(self._num_evaluated) for whole in (micro.tokens, micro.labels, micro.sample_keys)
         )
         with self._context.split():
             logits = self._forward.run(tokens, keys)
             losses = [self._task.nll_sum(*pair) for pair in zip(logits, labels, strict=False)]
         return self._share(losses)
+
+    def join(self, microbatches: list[Microbatch]) -> Microbatch:
+        """All of a step at once: the schedule cuts it up again."""
+        whole = Microbatch(
+            torch.cat([micro.tokens for micro in microbatches]),
+            torch.cat([micro.labels for micro in microbatches]),
+            torch.cat([micro.sample_keys for micro in microbatches]),
+        )
+        return self._context.take(whole)
+
+    def reduce_gradients(self) -> None:
+        """What a schedule does after its last pass, for whoever goes through the stages without it."""
+        for stage in self._torch_stages:
+            stage.perform_reduce_grad(1)
 
     def _inputs(self, batch: Microbatch) -> tuple[Tensor, ...]:
         return (batch.tokens,) if self._has_first else ()

@@ -35,6 +35,10 @@ class Task(Protocol):
         """Let a model work on these positions of a sequence only."""
         ...
 
+    def stream_shape(self, model: nn.Module) -> tuple[int, int]:
+        """Positions and width of what this rank gets from the stage before, of one sample."""
+        ...
+
     def attentions(self, model: nn.Module) -> list[nn.Module]:
         """The modules with an `attend` that looks at a whole sequence."""
         ...
@@ -45,6 +49,10 @@ class Task(Protocol):
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated layers, in order: the unit of compiling, recomputing and sharding."""
+        ...
+
+    def restore(self, model: nn.Module) -> None:
+        """Bring back what giving a model its memory has lost, but for the values of its parameters."""
         ...
 
     def init_model(self, model: nn.Module, seed: int) -> None:

@@ -44,6 +44,9 @@ class CausalLM:
     def see(self, model: nn.Module, seen: Seen) -> None:
         cast(Decoder, model).see(seen)
 
+    def stream_shape(self, model: nn.Module) -> tuple[int, int]:
+        return len(cast(Decoder, model).positions), self.shape.dim
+
     def attentions(self, model: nn.Module) -> list[nn.Module]:
         return [cast(Block, block).attention for block in self.blocks(model)]
 
@@ -52,6 +55,9 @@ class CausalLM:
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return [block for block in cast(Decoder, model).blocks if block is not None]
+
+    def restore(self, model: nn.Module) -> None:
+        cast(Decoder, model).restore()
 
     def init_model(self, model: nn.Module, seed: int) -> None:
         decoder = cast(Decoder, model)
