@@ -23,7 +23,7 @@ CHAIN: list[tuple[int, dict[str, object]]] = [
 def test_a_chain_of_five_layouts(tmp_path: Path) -> None:
     """With dropout and tied embeddings, which the two ends of a pipeline both hold."""
     last = STEPS * len(CHAIN)
-    common = ["model.tie_embeddings=true", "model.dropout=0.1", f"train.steps={last}", "train.eval_every=null"]
+    common = ["model.tie_embeddings=true", "model.dropout=0.1", f"train.steps={last}"]
     for index, (num_procs, parallel) in enumerate(CHAIN, 1):
         link = Case("chain", num_procs, parallel, (f"train.stop_at_step={STEPS * index}",))
         run_cases(tmp_path, [link], common)

@@ -12,7 +12,7 @@ from trainkit.cli.options import ConfigRequest, config_options, examples, json_o
 from trainkit.errors import EXIT_OK, SlurmError, TrainkitError, UsageError
 
 if TYPE_CHECKING:
-    from trainkit.config import RunConfig
+    from trainkit.config import LoadedConfig, RunConfig
     from trainkit.plan.cluster import Cluster
     from trainkit.plan.launch import LaunchPlan
     from trainkit.submit.wait import Wait
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         "trainkit check configs/quickstart.yaml --nodes 2 --show-origin",
         "trainkit check configs/quickstart.yaml --cluster example",
         "trainkit check configs/quickstart.yaml --set train.steps=100 --json",
+        "trainkit check configs/quickstart.yaml --simulate-world 4 --set parallel.tp=2",
     )
 )
 @config_options
@@ -35,8 +36,23 @@ if TYPE_CHECKING:
     help="Ask Slurm when the job would start in which partition; the default is to ask, and to go on without "
     "an answer.",
 )
+@click.option(
+    "--simulate-world",
+    "world_size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Also go through a step as one rank of N, without their memory.",
+)
+@click.option("--rank", type=click.IntRange(min=0), default=0, help="Which rank that is.", show_default=True)
 @json_option
-def command(request: ConfigRequest, show_origin: bool, wait: bool | None, as_json: bool) -> int:
+def command(
+    request: ConfigRequest,
+    show_origin: bool,
+    wait: bool | None,
+    world_size: int | None,
+    rank: int,
+    as_json: bool,
+) -> int:
     """Check CONFIG against the schema, the model's shape, the data, and the cluster or this machine.
 
     Prints what was derived and why, and on a cluster when the job would start; every problem is listed at
@@ -48,6 +64,8 @@ def command(request: ConfigRequest, show_origin: bool, wait: bool | None, as_jso
     from trainkit.submit.wait import wait_lines
 
     loaded = request.load()
+    if world_size is not None:
+        return _simulate(loaded, world_size, rank, as_json)
     target = make_target(loaded)
     plan = plan_for(loaded, target=target)
     if wait and plan.slurm is None:
@@ -68,6 +86,20 @@ def command(request: ConfigRequest, show_origin: bool, wait: bool | None, as_jso
     if waits:
         click.echo("\n" + "\n".join(wait_lines(waits)))
     click.echo(f"{request.path}: no problems", err=True)
+    return EXIT_OK
+
+
+def _simulate(loaded: LoadedConfig, world_size: int, rank: int, as_json: bool) -> int:
+    """Go through a step as one rank of a job that need not fit here."""
+    from trainkit.submit.simulate import simulate, simulated_plan, simulation_lines
+
+    plan = simulated_plan(loaded, world_size)
+    found = simulate(loaded, plan, rank)
+    if as_json:
+        click.echo(json.dumps({"plan": plan.to_dict(), "simulation": found}, ensure_ascii=False))
+    else:
+        click.echo(f"layout: {plan.reasons['layout']}")
+        click.echo("\n".join(simulation_lines(found)))
     return EXIT_OK
 
 

@@ -71,7 +71,7 @@ class _CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _PeakTracker(MemTracker):
-    """torch's tracker without its record of each module, for which a module may be called only once a step."""
+    """torch's tracker without its record of each module, which may be called only once a step for that."""
 
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None: ...
 
