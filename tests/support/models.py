@@ -24,7 +24,7 @@ def nano_shape(vocab_size: int = 257, **config: Any) -> ModelShape:
 def nano(seed: int = 0, **config: Any) -> Decoder:
     """A model of a few thousand parameters with its first values."""
     model = Decoder(nano_shape(**config), SEQ_LEN)
-    init_parameters(model, model.init_std, seed)
+    init_parameters(model, seed)
     return model
 
 

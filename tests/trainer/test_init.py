@@ -30,7 +30,7 @@ def test_torch_generators_are_left_alone() -> None:
     before = torch.get_rng_state()
     model = nano()
     state = torch.get_rng_state()
-    init_parameters(model, model.init_std, 1)
+    init_parameters(model, 1)
     assert torch.equal(torch.get_rng_state(), state)
     torch.set_rng_state(before)
 
@@ -47,7 +47,7 @@ def check_shards(world: World, whole: dict[str, torch.Tensor], layout: Layout) -
     apply_data_parallel(model, list(model.blocks), mesh, layout, torch.float32)
     model.to_empty(device="cpu")
     model.restore()
-    init_parameters(model, model.init_std, 0)
+    init_parameters(model, 0)
     for name, param in model.named_parameters():
         assert torch.equal(param.full_tensor(), whole[name]), name
         if layout.dp_shard > 1:

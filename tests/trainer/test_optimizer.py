@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.support.models import nano, sample_keys, tokens
 from trainkit.config.training import OptimizerConfig
 from trainkit.trainer.optimizer import ShardedAdamW
-from trainkit.trainer.weights import Weight, weights_of
+from trainkit.trainer.weights import Weight
 
 CONFIG = OptimizerConfig(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 KINDS = ("exp_avg", "exp_avg_sq", "step")
@@ -26,7 +26,7 @@ def reference(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
 
 
 def weights(model: nn.Module) -> list[Weight]:
-    return weights_of([model], lambda part, name: name)
+    return [Weight(name, param) for name, param in model.named_parameters()]
 
 
 def gradient_norm(optimizer: ShardedAdamW) -> Tensor:

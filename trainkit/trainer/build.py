@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.trainer.activation_checkpointing import apply_activation_checkpointing
 from trainkit.trainer.distributed import World
-from trainkit.trainer.models.parts import Part
+from trainkit.trainer.models.init import init_parameters
+from trainkit.trainer.models.model import Model, Part
 from trainkit.trainer.parallel.context import apply_context_parallel, seen_by
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
 from trainkit.trainer.parallel.pipeline import PipelinePasses, TiedEnds, parts_of
@@ -33,7 +33,7 @@ from trainkit.trainer.weights import Weight, weights_of
 class BuiltModel:
     """What this rank has of the model, and how it is computed with."""
 
-    parts: Sequence[nn.Module]
+    parts: Sequence[Model]
     weights: Sequence[Weight]
     passes: Passes
     tied_ends: TiedEnds | None
@@ -44,11 +44,12 @@ def build(task: Task, config: RunConfig, plan: LaunchPlan, world: World, pulse: 
     parts = build_parts(task, config, plan, world)
     for part in parts:
         part.to_empty(device=world.device)
-        task.init_model(part, config.seed)
+        part.restore()
+        init_parameters(part, config.seed)
     return assemble(task, config, plan, world, pulse, parts)
 
 
-def build_parts(task: Task, config: RunConfig, plan: LaunchPlan, world: World) -> list[nn.Module]:
+def build_parts(task: Task, config: RunConfig, plan: LaunchPlan, world: World) -> list[Model]:
     """What of the model this rank has, split, without memory (on the meta device)."""
     layout, schedule = plan.layout, config.parallel.pp_schedule
     if layout.pp == 1:
@@ -58,13 +59,13 @@ def build_parts(task: Task, config: RunConfig, plan: LaunchPlan, world: World) -
 
 
 def assemble(
-    task: Task, config: RunConfig, plan: LaunchPlan, world: World, pulse: Pulse, parts: list[nn.Module]
+    task: Task, config: RunConfig, plan: LaunchPlan, world: World, pulse: Pulse, parts: list[Model]
 ) -> BuiltModel:
     """Parts that have their memory, and how they are computed with."""
     layout, parallel = plan.layout, config.parallel
     for part in parts:
         part.train()
-    weights = weights_of(parts, task.canonical)
+    weights = weights_of(parts)
     positions = seen_by(world.place.cp, layout.cp, 0, 1, config.data.seq_len).attention
     context = StepContext(
         world,
@@ -86,30 +87,28 @@ def assemble(
         parallel.pp_microbatches,
         plan.batch.accumulation_steps,
     )
-    ends = [weight.param for weight in weights if weight.name in task.tied]
+    ends = [weight.param for weight in weights if weight.name in parts[0].tied_names]
     return BuiltModel(parts, weights, passes, TiedEnds(ends, world))
 
 
-def _build_part(
-    task: Task, config: RunConfig, plan: LaunchPlan, world: World, piece: Part | None
-) -> nn.Module:
+def _build_part(task: Task, config: RunConfig, plan: LaunchPlan, world: World, piece: Part | None) -> Model:
     layout, parallel, place = plan.layout, config.parallel, world.place
     model = task.build_model(piece)
     shares_stream = parallel.sequence_parallel and layout.tp > 1
     stream_ranks, stream_rank = (layout.tp, place.tp) if shares_stream else (1, 0)
-    task.see(model, seen_by(place.cp, layout.cp, stream_rank, stream_ranks, config.data.seq_len))
-    blocks = task.blocks(model)
+    model.see(seen_by(place.cp, layout.cp, stream_rank, stream_ranks, config.data.seq_len))
+    blocks = model.layers
     if layout.tp > 1:
         assert world.mesh is not None
         apply_tensor_parallel(
             model,
-            task.tensor_plan(model),
+            model.TENSOR_PLAN,
             world.mesh["tp"],
             sequence_parallel=parallel.sequence_parallel,
             loss_parallel=parallel.loss_parallel,
         )
     if world.cp_group is not None:
-        apply_context_parallel(task.attentions(model), world.cp_group)
+        apply_context_parallel(model.attentions, world.cp_group)
     apply_activation_checkpointing(blocks, parallel.activation_checkpointing)
     if parallel.compile:
         for block in blocks:

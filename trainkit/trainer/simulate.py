@@ -32,6 +32,7 @@ from trainkit.rundir import read_json
 from trainkit.trainer.build import BuiltModel, assemble, build_parts
 from trainkit.trainer.data.batches import Microbatch
 from trainkit.trainer.distributed import World, build_mesh, context_group
+from trainkit.trainer.models.model import Model
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.parallel.pipeline import PipelinePasses
 from trainkit.trainer.passes import WholePasses
@@ -109,13 +110,13 @@ def _measure(
     config: RunConfig,
     plan: LaunchPlan,
     world: World,
-    parts: list[nn.Module],
+    parts: list[Model],
     began_s: float,
 ) -> dict[str, Any]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in parts:
             part.to_empty(device=world.device)
-            task.restore(part)
+            part.restore()
         built = assemble(task, config, plan, world, Pulse(), parts)
         optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
         step = _step(task, config, plan, world, built, optimizer)
@@ -194,7 +195,7 @@ def _run_stages(
         if action.computation_type is _ComputationType.FORWARD:
             x = tokens
             if stage:
-                x = torch.zeros(size, *task.stream_shape(part), dtype=dtype, requires_grad=True)
+                x = torch.zeros(size, *part.stream_shape, dtype=dtype, requires_grad=True)
             out = part(x, sample_keys=keys)
             held[key] = task.nll_sum(out, labels) if stage == passes.num_stages - 1 else out
         elif action.computation_type in (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_WEIGHT):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from trainkit.trainer.models.model import Model
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,11 @@ class Weight:
     """It counts on another stage of the pipeline: the head, where it is the embedding."""
 
 
-def weights_of(parts: Sequence[nn.Module], canonical: Callable[[nn.Module, str], str]) -> list[Weight]:
-    """The weights of all parts of the model that this rank has; `canonical` gives their whole names."""
+def weights_of(parts: Sequence[Model]) -> list[Weight]:
+    """The weights of all parts of the model that this rank has."""
     found = []
     for part in parts:
         for name, param in part.named_parameters():
-            whole = canonical(part, name)
+            whole = part.canonical(name)
             found.append(Weight(whole, param, is_copy=whole != name))
     return found

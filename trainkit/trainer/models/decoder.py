@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.plan.model_shape import ModelShape
-from trainkit.trainer.models.parts import Part, Role, Seen
+from trainkit.trainer.models.model import Model, Part, Role, Seen
 from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
@@ -99,7 +99,7 @@ class Block(nn.Module):
         return x + dropout(y, probability, sample_keys, site_keys[1], positions)
 
 
-class Decoder(nn.Module):
+class Decoder(Model):
     """Token ids to logits, or the part of that which a pipeline stage does.
 
     `forward(tokens, sample_keys)`: tokens int64 [B, T], sample_keys int32 [B] -> logits [B, T, vocab].
@@ -126,12 +126,13 @@ class Decoder(nn.Module):
         "norm": "norm",
         "head": "head",
     }
+    TIED: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
 
     def __init__(self, shape: ModelShape, seq_len: int, part: Part | None = None) -> None:
         super().__init__()
         part = part or Part.whole(shape.num_layers)
         self.shape = shape
-        self.part = part
+        self.is_tied = shape.tie_embeddings
         self.seen = Seen.all(seq_len)
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim) if part.has_embedding else None
         # With gaps, so that a parameter has the same name in every part of the model.
@@ -145,14 +146,25 @@ class Decoder(nn.Module):
         self.register_buffer("site_keys", self.make_site_keys(), persistent=False)
         self.tie()
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        return [block for block in self.blocks if block is not None]
+
+    @property
+    def attentions(self) -> list[nn.Module]:
+        return [cast(Block, block).attention for block in self.layers]
+
+    @property
+    def stream_shape(self) -> tuple[int, int]:
+        return len(self.positions), self.shape.dim
+
     def see(self, seen: Seen) -> None:
-        """Work on these positions of a sequence only."""
         self.seen = seen
         self.rope, self.positions = self.make_rope(), seen.stream.clone()
 
     def tie(self) -> None:
         """Make the head share the embedding's weight, where the shape says so and both are here."""
-        if self.shape.tie_embeddings and self.head is not None and self.embedding is not None:
+        if self.is_tied and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 
     def make_rope(self) -> Tensor:
@@ -179,16 +191,10 @@ class Decoder(nn.Module):
         return x
 
     def restore(self) -> None:
-        """Bring back what `to_empty` loses: the buffers' values, and that tied weights are one."""
         self.rope.copy_(self.make_rope())
         self.positions.copy_(self.seen.stream)
         self.site_keys.copy_(self.make_site_keys())
         self.tie()
-
-    def canonical(self, name: str) -> str:
-        """The name of a parameter in the whole model; a tied head is the embedding, on whatever rank."""
-        tied = self.shape.tie_embeddings and name == "head.weight"
-        return "embedding.weight" if tied else name
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values by its name; None: ones (norm weights).

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainkit.trainer.dtensor import local
+from trainkit.trainer.models.model import Model
 from trainkit.trainer.stateless_random import fill_normal_
 
 
 @torch.no_grad()
-def init_parameters(
-    model: nn.Module,
-    std: Callable[[str], float | None],
-    seed: int,
-    canonical: Callable[[str], str] = lambda name: name,
-) -> None:
-    """Fill each rank's shard of every parameter from N(0, std(name)), or with ones where std is None.
-
-    `canonical` gives the name that a parameter of this part has in the whole model.
-    """
+def init_parameters(model: Model, seed: int) -> None:
+    """Fill each rank's shard of every parameter from N(0, std) as the model says, or with ones."""
     for own_name, param in model.named_parameters():
-        name = canonical(own_name)
+        name = model.canonical(own_name)
         shard, offset = local(param), (0,) * param.dim()
         if isinstance(param, DTensor):
             _, offset = compute_local_shape_and_global_offset(
                 param.shape, param.device_mesh, param.placements
             )
-        value = std(name)
+        value = model.init_std(name)
         if value is None:
             shard.fill_(1.0)
         else:

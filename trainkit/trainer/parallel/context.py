@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_single_autograd
 
-from trainkit.trainer.models.parts import Seen
+from trainkit.trainer.models.model import Seen
 
 
 def positions_of(cp_rank: int, cp: int, seq_len: int) -> Tensor:

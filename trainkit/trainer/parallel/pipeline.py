@@ -16,7 +16,7 @@ from trainkit.plan.pipeline import num_stages, stage_layers, stages_of
 from trainkit.trainer.data.batches import Microbatch
 from trainkit.trainer.distributed import World
 from trainkit.trainer.dtensor import local
-from trainkit.trainer.models.parts import Part
+from trainkit.trainer.models.model import Part
 from trainkit.trainer.passes import OnLoss, StepContext
 from trainkit.trainer.pulse import Pulse
 from trainkit.trainer.tasks import Task

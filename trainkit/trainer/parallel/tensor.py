@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from trainkit.trainer.models.parts import Role
+from trainkit.trainer.models.model import Role
 
 SEQUENCE_DIM = 1
 
