@@ -63,11 +63,11 @@ _ROWS: tuple[tuple[str, dict[int, int], _Links], ...] = (
     ("GH200", {96: 97_871, 144: 146_831}, _ONE),
     ("H200", {141: 143_771}, _NVLINK4),
     ("H100 NVL", {94: 95_830}, _PCIE5),
-    ("H100 PCIE", {80: 81_559}, _PCIE5),
+    ("H100 PCIe", {80: 81_559}, _PCIE5),
     ("H100", {80: 81_559, 94: 95_830, 64: 65_247}, _NVLINK4),
     ("H800", {80: 81_559}, _NVLINK3),
     ("H20", {96: 97_871, 141: 143_771}, _NVLINK4),
-    ("A100 PCIE", {80: 81_920, 40: 40_960}, _PCIE4),
+    ("A100 PCIe", {80: 81_920, 40: 40_960}, _PCIE4),
     ("A100", {80: 81_920, 40: 40_960, 64: 65_536}, _NVLINK3),
     ("A800", {80: 81_920, 40: 40_960}, _NVLINK3),
     ("A30", {24: 24_576}, _PCIE4),
@@ -80,7 +80,7 @@ _ROWS: tuple[tuple[str, dict[int, int], _Links], ...] = (
     ("V100", {32: 32_768, 16: 16_384}, _NVLINK2),
     ("T4", {16: 15_360}, _PCIE3),
     ("RTX PRO 6000", {96: 97_887}, _PCIE5),
-    ("RTX 6000 ADA", {48: 49_140}, _PCIE4),
+    ("RTX 6000 Ada", {48: 49_140}, _PCIE4),
     ("RTX A6000", {48: 49_140}, _PCIE4),
     ("RTX A5000", {24: 24_564}, _PCIE4),
     ("RTX 5090", {32: 32_607}, _PCIE5),
@@ -114,7 +114,7 @@ def gib(num_bytes: float) -> str:
 
 def _is_called(words: list[str], row: str) -> bool:
     """Whether a name consists of the words of a row and of others; ``rtx4090`` is as good as ``rtx 4090``."""
-    parts = row.split()
+    parts = row.upper().split()
     return all(part in words for part in parts) or "".join(parts) in words
 
 

@@ -8,6 +8,7 @@ looked at in a few moments, of which the worst one counts.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from functools import cached_property
 
 from trainkit.plan.moments import Moments, Parts
 from trainkit.plan.weights import held_by, local_counts
@@ -23,12 +24,12 @@ class Memory:
     """``loss``: its backward pass begins; ``backward``: that of a block; ``reduce``: the gradients that are
     reduced last; ``update``: the optimizer's step."""
 
-    @property
+    @cached_property
     def worst(self) -> str:
         """The moment that needs most."""
         return max(self.moments, key=lambda moment: self.moments[moment].total)
 
-    @property
+    @cached_property
     def peak(self) -> int:
         """Bytes at the worst moment."""
         return self.moments[self.worst].total

@@ -7,7 +7,7 @@ unit are copied to float32 to be reduced while those of the next one are compute
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from trainkit.plan.activations import (
     block_bytes,
@@ -43,11 +43,18 @@ class Parts:
 
     @property
     def total(self) -> int:
-        return int(sum(astuple(self)))
+        return self.params + self.gradients + self.optimizer + self.activations + self.loss + self.buffers
 
-    def plus(self, **more: int) -> Parts:
-        """With these added to the parts of the same name."""
-        return Parts(**{name: getattr(self, name) + more.get(name, 0) for name in self.__dataclass_fields__})
+    def plus(self, *, gradients: int = 0, activations: int = 0, loss: int = 0, buffers: int = 0) -> Parts:
+        """With more of these."""
+        return Parts(
+            self.params,
+            self.gradients + gradients,
+            self.optimizer,
+            self.activations + activations,
+            self.loss + loss,
+            self.buffers + buffers,
+        )
 
 
 @dataclass(frozen=True)

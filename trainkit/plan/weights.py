@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from trainkit.config.running import PipelineSchedule
 from trainkit.plan.launch import Layout
@@ -24,11 +24,12 @@ class Held:
     has_embedding: bool
     has_head: bool
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         return sum(self.layers)
 
 
+@lru_cache(maxsize=4096)
 def held_by(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> Held:
     """The part of a model that one rank of a pipeline has."""
     count = num_stages(pp, schedule)
@@ -67,6 +68,7 @@ def counts(shape: ModelShape, held: Held, tp: int, shards: int) -> Counts:
     )
 
 
+@lru_cache(maxsize=4096)
 def unit_blocks(shape: ModelShape, held: Held) -> int:
     """How many blocks are gathered together; what is left over belongs to the root."""
     block_bytes = 4 * sum(rows * columns for rows, columns in _block_matrices(shape, 1))

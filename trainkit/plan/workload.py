@@ -86,6 +86,10 @@ class Workload:
         """Tokens of one optimizer step over all ranks."""
         return self.device_batch_size * self.accumulation_steps * self.layout.dp * self.seq_len
 
+    def one_microbatch(self) -> Workload:
+        """The same with what a pipeline computes at once as the whole batch of a process."""
+        return replace(self, device_batch_size=max(1, self.samples_at_once))
+
     def with_parallel(self, **changes: object) -> Workload:
         """The same with other values in `parallel`."""
         return replace(self, parallel=self.parallel.model_copy(update=changes))

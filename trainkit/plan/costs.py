@@ -1,0 +1,139 @@
+"""Roughly how long a step takes on a layout: good for an order, not for a forecast. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from trainkit.plan.device_memory import Gpu
+from trainkit.plan.device_peaks import peak_flops
+from trainkit.plan.schedules import bubble_fraction
+from trainkit.plan.traffic import Flow, sent_by_kind, traffic
+from trainkit.plan.weights import held_by
+from trainkit.plan.workload import Workload
+
+EFFICIENCY = 0.6
+"""Of a GPU's peak in large matrix products. Llama 3 (arXiv 2407.21783) reports 38 to 43 % in all, single GPUs
+reach 58 %, with everything that comes besides."""
+FILL = 128
+"""Matrices so narrow reach half of that: about the tile of a kernel."""
+FLOAT32_SHARE = 1 / 16
+"""Of the peak with 16-bit inputs, on data-centre GPUs."""
+UNKNOWN_PEAK = 300e12
+"""FLOP/s of a GPU of which no peak is known: only relative times are shown."""
+INTERFERENCE = 0.1
+"""Of hidden communication, what it costs all the same: it takes processors and memory from what hides it."""
+HOP_S = {"node": 2e-6, "network": 6e-6}
+"""Time of one message from rank to rank, of which a ring of n ranks sends n - 1 one after the other."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Where the time of a step goes, in seconds."""
+
+    compute_s: float
+    """Of the rank that has most to compute, without what is computed again."""
+    recompute_s: float
+    exposed_s: dict[str, float]
+    """Waiting for communication that nothing hides, by parallelism."""
+    bubble: float
+    """Share of the step in which a rank of the pipeline waits."""
+    flows: tuple[Flow, ...]
+
+    @cached_property
+    def step_s(self) -> float:
+        """A whole optimizer step."""
+        inside = self.compute_s + self.recompute_s
+        inside += sum(self.exposed_s[kind] for kind in ("tp", "cp", "pp"))
+        return inside / (1 - self.bubble) + self.exposed_s["dp"]
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that a GPU sends in a step, by parallelism."""
+        return sent_by_kind(list(self.flows))
+
+    def crossing(self, node_size: int) -> tuple[str, ...]:
+        """Kinds of parallelism that use the network between nodes."""
+        found = {
+            "dp" if flow.kind in ("gather", "reduce") else flow.kind
+            for flow in self.flows
+            if flow.crosses_nodes(node_size)
+        }
+        return tuple(kind for kind in ("dp", "tp", "cp", "pp") if kind in found)
+
+
+def cost_of(work: Workload, gpu: Gpu, node_size: int) -> Cost:
+    """The cost of a step on GPUs of one type, so many of them in a node."""
+    compute_s = _compute_s(work, gpu)
+    recompute_s = compute_s * recompute_share(work)
+    flows = traffic(work)
+    seconds = dict.fromkeys(("gather", "reduce", "tp", "cp", "pp"), 0.0)
+    for flow in flows:
+        seconds[flow.kind] += _seconds(flow, gpu, node_size)
+    exposed = {kind: seconds[kind] for kind in ("tp", "cp", "pp")}
+    if work.layout.pp > 1:
+        # Gathered before the schedule begins and reduced when it is over.
+        exposed["dp"] = seconds["gather"] + seconds["reduce"]
+    else:
+        # Parameters are gathered while blocks are computed, gradients reduced during the last backward pass.
+        passes_s = compute_s + recompute_s
+        exposed["dp"] = _exposed(seconds["gather"], passes_s)
+        exposed["dp"] += _exposed(seconds["reduce"], passes_s * 2 / 3 / work.passes_per_step)
+    bubble = bubble_fraction(work.parallel.pp_schedule, work.layout.pp, work.passes_per_step)
+    return Cost(compute_s, recompute_s, exposed, bubble, tuple(flows))
+
+
+def _exposed(seconds: float, hidden_by_s: float) -> float:
+    return max(seconds - hidden_by_s, INTERFERENCE * seconds)
+
+
+def recompute_share(work: Workload) -> float:
+    """How much more is computed because activations are computed again.
+
+    A forward pass is a third of a step. Selective computes every second product again: wk, wo and up.
+    """
+    mode, shape = work.parallel.activation_checkpointing, work.shape
+    if mode == "none":
+        return 0.0
+    if mode == "full":
+        return 1 / 3
+    kv_dim = shape.num_kv_heads * shape.head_dim
+    again = kv_dim + shape.dim + shape.ffn_dim
+    return again / (2 * shape.dim + 2 * kv_dim + 3 * shape.ffn_dim) / 3
+
+
+def rank_flops(work: Workload, pp_rank: int) -> float:
+    """Floating point operations of one rank in a step: ``6 N + 12 L h T`` a token (arXiv 2204.02311)."""
+    shape, layout = work.shape, work.layout
+    held = held_by(pp_rank, layout.pp, work.parallel.pp_schedule, shape.num_layers)
+    kv_dim = shape.num_kv_heads * shape.head_dim
+    block = 6 * (2 * shape.dim * (shape.dim + kv_dim) + 3 * shape.dim * shape.ffn_dim)
+    block += 12 * shape.dim * work.seq_len
+    head = 6 * shape.dim * shape.vocab_size if held.has_head else 0
+    tokens = work.tokens_at_once * work.passes_per_step
+    return tokens * (block * held.num_layers + head) / layout.tp
+
+
+def _compute_s(work: Workload, gpu: Gpu) -> float:
+    peak = peak_flops(gpu.name, "bf16") or peak_flops(gpu.name, "fp16") or UNKNOWN_PEAK
+    if work.dtype == "fp32":
+        peak *= FLOAT32_SHARE
+    rows, columns = work.tokens_at_once, work.shape.dim / work.layout.tp
+    filled = rows / (rows + FILL) * columns / (columns + FILL)
+    pp = work.layout.pp
+    most = max(rank_flops(work, rank) for rank in sorted({0, pp // 2, pp - 1}))
+    return most / (peak * EFFICIENCY * filled)
+
+
+def _seconds(flow: Flow, gpu: Gpu, node_size: int) -> float:
+    """Time on the slowest link of the way."""
+    if flow.kind == "pp":
+        # From one rank to the next, whichever of them are on one node.
+        far = flow.crosses_nodes(node_size)
+        return flow.num_bytes / (gpu.network_bandwidth if far else gpu.node_bandwidth)
+    if not flow.crosses_nodes(node_size):
+        return flow.num_bytes / gpu.node_bandwidth + flow.calls * (flow.ranks - 1) * HOP_S["node"]
+    together = flow.ranks_of_a_node(node_size)
+    bandwidth = min(gpu.node_bandwidth, gpu.network_bandwidth * together)
+    hops = -(-flow.ranks // together) - 1
+    return flow.num_bytes / bandwidth + flow.calls * hops * HOP_S["network"]
