@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.cluster import LOCAL, Target
+from trainkit.plan.fit import judge_memory
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layout_rules import layout_problems
 from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
-from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 
 ANY_VOCABULARY = 1
 """Stands for the tokenizer's size while the data cannot be read: the other sizes are still checked."""
@@ -42,7 +44,7 @@ def check_config(
     launcher: str = "python",
     look: Callable[[DataConfig], DataLook] = look_at_data,
 ) -> LaunchPlan:
-    """The plan of a config whose layout, model and data were all looked at.
+    """The plan of a config whose layout, model, memory and data were all looked at.
 
     With a `command` there is no model and no data of ours to look at. Who checks many configs can give a
     `look` that remembers.
@@ -59,13 +61,32 @@ def check_config(
         return plan
     data = look(loaded.config.data)
     problems += [loaded.problem(key, message, hint) for key, message, hint in data.problems]
+    shape = None
     try:
-        resolve_model_shape(loaded.config.model, data.vocab_size)
+        shape = resolve_model_shape(loaded.config.model, data.vocab_size)
     except ConfigError as error:
         problems += [_with_origin(loaded, problem) for problem in error.problems]
+    if plan is not None and shape is not None:
+        plan, found = _held_against_model(loaded, plan, shape, machine, target)
+        problems += found
     if plan is None or problems:
         raise ConfigError(problems)
     return plan
+
+
+def _held_against_model(
+    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine, target: Target
+) -> tuple[LaunchPlan, list[Problem]]:
+    """The plan with what it takes, and everything because of which the model cannot be trained so."""
+    config = loaded.config
+    batch_size, seq_len = plan.batch.device_batch_size, config.data.seq_len
+    found = list(layout_problems(plan.layout, config.parallel, shape, batch_size, seq_len))
+    if found:
+        return plan, [_with_origin(loaded, problem) for problem in found]
+    words, problem = judge_memory(loaded, plan, shape, machine, target)
+    if words is not None:
+        plan = replace(plan, reasons={**plan.reasons, "memory": words})
+    return plan, [] if problem is None else [problem]
 
 
 def _with_origin(loaded: LoadedConfig, problem: Problem) -> Problem:
