@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "init": "Look at this cluster; write its profile and a first run config.",
     "check": "Every problem of a config, at once.",
+    "plan": "The parallel layouts that fit, with memory, and which to choose.",
     "submit": "Start a run that goes on without this terminal.",
     "run": "Run right here, in the foreground.",
     "status": "What runs are doing, or one run in detail.",

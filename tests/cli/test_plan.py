@@ -1,0 +1,163 @@
+"""`trainkit plan`: a table on stdout, words on stderr, exit code 1 when nothing fits."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit.cli.main import main
+from trainkit.plan.plan_table import HEADER
+
+GIB = 2**30
+LLAMA = ["--set", "model.vocab_size=32000"]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    (tmp_path / "a;b 'c.yaml").write_text(
+        "extends: models/7b.yaml\ntrain: {global_batch_size: 64}\nmodel: {vocab_size: 32000}\n"
+    )
+    return "a;b 'c.yaml"
+
+
+def test_table(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, "--gpus", "8", "--gpu-type", "h100", "--limit", "2"]) == 0
+    out, err = capsys.readouterr()
+    header, *rows = out.splitlines()
+    assert header.split() == list(HEADER[1:])
+    assert [" ".join(row.split()[:17]) for row in rows] == [
+        "1 8 1 1 1 2 none 1 x 8 3.1 25.3 6.3 20.3 12.9 67.4 fits",
+        "2 4 1 1 1 3 none 1 x 8 6.3 25.3 12.6 20.3 1.6 64.7 fits",
+        "* 1 8 1 1 1 3 full 1 x 8 3.1 25.1 6.3 2.5 2.4 38.0",
+    ]
+    assert rows[-1].endswith("state split over 8 GPUs of a node; 25% computed again")
+    assert err == (
+        "a;b 'c.yaml on 1 node x 8 H100 80GB: 79.6 GiB each, of which a plan fills 73.3 GiB\n"
+        "* the config's own layout fits: 38.0 GiB at its peak\n"
+        "recommended: state split over 8 GPUs of a node\n"
+        "  weights, gradients and optimizer state take 100.4 GiB, more than one H100 80GB can hold (73.3 "
+        "GiB): they have to be split\n"
+        "to use it: trainkit submit 'a;b '\"'\"'c.yaml' --nodes 1 --gpus-per-node 8 --set parallel.zero=2 "
+        "--set parallel.activation_checkpointing=none\n"
+    )
+
+
+def test_what_was_typed_is_part_of_what_to_type(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--gpus", "2", "--gpu-type", "rtx4090", "--profile", "balanced", "--set", "seed=7"]
+    assert main(["plan", config, *args]) == 0
+    err = capsys.readouterr().err
+    assert "c.yaml' --profile balanced --set seed=7 --nodes 1 --gpus-per-node 2 --set" in err
+
+
+def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, "--gpus", "16", "--gpu-type", "a100-40gb", "--limit", "3", "--json"]) == 0
+    out, err = capsys.readouterr()
+    value = json.loads(out)
+    assert err == ""
+    assert value["gpu"] == {
+        "name": "A100 40GB",
+        "memory_bytes": 40 * GIB,
+        "usable_bytes": int(40 * GIB * 0.92),
+    }
+    assert (value["num_gpus"], value["gpus_per_node"], value["num_params"]) == (16, 8, 6_738_415_616)
+    assert value["would_fit"] == value["config_problems"] == []
+    best, *others = value["choices"]
+    assert set(best) == {
+        *("layout", "activation_checkpointing", "zero", "offload", "device_batch_size"),
+        *("accumulation_steps", "pp_schedule", "pp_microbatches", "fit", "peak_bytes", "worst_moment"),
+        *("moments_bytes", "bubble", "recompute", "sent_bytes", "crosses_nodes", "relative_time", "reason"),
+        "settings",
+    }
+    assert (best["fit"], best["relative_time"]) == ("fits", 1.0)
+    assert best["peak_bytes"] == sum(best["moments_bytes"][best["worst_moment"]].values())
+    assert all(other["relative_time"] > 0.9 for other in others)
+    assert value["config"]["layout"] == {"dp_replicate": 1, "dp_shard": 16, "tp": 1, "pp": 1, "cp": 1}
+    assert value["config"]["settings"] == {}
+
+
+def test_nothing_fits(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", config, "--gpus", "2", "--gpu-type", "a100-40gb", "--set", "model.preset=13b"]
+    assert main(args) == 1
+    out, err = capsys.readouterr()
+    assert " fits " not in out.partition("\n")[2]
+    assert "* the config's own layout does not fit: " in err
+    assert "\nno layout fits\nwould fit, with " in err
+    assert " GPUs: trainkit submit " in err
+    assert main([*args, "--json"]) == 1
+    value = json.loads(capsys.readouterr().out)
+    assert value["headline"] is None
+    assert value["would_fit"][0]["num_gpus"] > 2
+
+
+def test_an_own_layout_that_cannot_be(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, "--gpus", "8", "--gpu-type", "h100", "--set", "parallel.tp=3"]) == 0
+    out, err = capsys.readouterr()
+    assert not any(line.startswith("*") for line in out.splitlines())
+    assert "the config's own layout cannot be:\n--set parallel.tp=3: parallel.tp: is 3: " in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "which GPU to plan for is not known: resources.gpu_type is null, and "),
+        (["--gpu-type", "zx81"], "--gpu-type zx81: the memory of such a GPU is not known"),
+        (["--gpu-type", "h100", "--gpus", "12"], "--gpus 12 are not whole nodes of 8"),
+        (
+            ["--gpus", "8", "--nodes", "2", "--gpus-per-node", "4"],
+            "--gpus says what --nodes and --gpus-per-node do",
+        ),
+        (
+            ["--gpu-type", "h100", "--gpus", "8", "--set", "model.num_heads=3"],
+            "2 problems\n\n--set model.num_heads=3: model.num_heads: is 3, which does not divide",
+        ),
+        (
+            ["--gpu-type", "h100", "--set", "model.vocab_size=null", "--set", "data.source=missing.txt"],
+            "--set data.source=missing.txt: data.source: ",
+        ),
+    ],
+)
+def test_refused(
+    args: list[str],
+    message: str,
+    config: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from trainkit.plan import machine
+
+    nothing = machine.Machine(2, 0, (), "there is no NVIDIA driver on this machine")
+    monkeypatch.setattr(machine, "detect_machine", lambda: nothing)
+    assert main(["plan", config, *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {message}")
+
+
+def test_the_gpus_of_a_cluster(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", config, "--cluster", "example", "--nodes", "2", "--json", "--limit", "1"]
+    assert main(args) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["gpu"]["name"], value["num_gpus"]) == ("H100 80GB", 16)
+
+
+@pytest.mark.parametrize(("preset", "gpus"), [("7b", 8), ("70b", 8), ("70b", 512)])
+def test_fast_and_without_torch(preset: str, gpus: int, config: str) -> None:
+    """Processor time, which is the same on a machine that is busy with something else."""
+    code = (
+        "import sys; from trainkit.cli.main import main; main(sys.argv[1:])\n"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    typed = ["plan", config, "--gpus", str(gpus), "--gpu-type", "h100", "--set", f"model.preset={preset}"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    argv = [sys.executable, "-c", code, *typed]
+    result = subprocess.run(argv, capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.stderr.splitlines()[-1] == "[]"
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2

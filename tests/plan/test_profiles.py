@@ -1,0 +1,45 @@
+"""The profiles for two GPUs take the memory that they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import load_config
+from trainkit.plan.device_memory import GIB, find_gpu
+from trainkit.plan.hardware import Hardware
+from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.plan.own_choice import own_choice
+from trainkit.resources import shipped_configs
+
+WORDS = 32_000
+DEPTHS = {"conservative": 12, "balanced": 16, "aggressive": 20}
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+def test_memory_is_what_the_profile_says(name: str, tmp_path: Path) -> None:
+    text = (shipped_configs() / "profiles" / f"{name}.yaml").read_text()
+    said = re.search(r"a peak of about ([\d.]+) GiB each, (\d+) %", text)
+    assert said is not None
+    quickstart = shipped_configs() / "quickstart.yaml"
+    loaded = load_config(quickstart, profile=name, environ={}, cwd=tmp_path)
+    gpu = find_gpu("rtx4090")
+    assert gpu is not None
+    choice, problems = own_choice(
+        loaded, resolve_model_shape(loaded.config.model, WORDS), Hardware(gpu, 2, 2)
+    )
+    assert problems == []
+    assert choice is not None
+    assert (choice.fit, choice.work.accumulation_steps) == ("fits", 1)
+    assert choice.work.shape.num_layers == DEPTHS[name]
+    assert choice.memory.peak / GIB == pytest.approx(float(said[1]), abs=0.06)
+    assert choice.memory.peak / gpu.memory == pytest.approx(int(said[2]) / 100, abs=0.006)
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+def test_one_gpu_reads_the_same_samples_a_step(name: str, tmp_path: Path) -> None:
+    loaded = load_config(shipped_configs() / "quickstart.yaml", profile=name, environ={}, cwd=tmp_path)
+    train = loaded.config.train
+    assert train.global_batch_size == 2 * train.device_batch_size

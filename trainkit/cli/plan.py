@@ -1,0 +1,195 @@
+"""``trainkit plan``: the layouts that fit, what they take, and which to choose."""
+
+from __future__ import annotations
+
+import json
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainkit.cli.options import ConfigRequest, config_options, examples, json_option
+from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from trainkit.config import LoadedConfig
+    from trainkit.plan.choices import Choice
+    from trainkit.plan.hardware import Hardware
+    from trainkit.plan.model_shape import ModelShape
+
+
+@click.command(
+    epilog=examples(
+        "trainkit plan configs/models/8b.yaml --gpus 8 --gpu-type h100",
+        "trainkit plan configs/models/70b.yaml --nodes 8 --gpus-per-node 8 --gpu-type h100 --limit 3",
+        "trainkit plan configs/models/7b.yaml --gpus 4 --gpu-type a100-40gb --set data.seq_len=2048 --all",
+        "trainkit plan configs/quickstart.yaml --gpus 2 --gpu-type rtx4090 --profile balanced --json",
+    )
+)
+@config_options
+@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Number of GPUs, in full nodes.")
+@click.option("--gpu-type", metavar="TYPE", help="Type of the GPUs; default: that of the run.")
+@click.option("--all", "show_all", is_flag=True, help="List the layouts that do not fit too.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=10, show_default=True, metavar="N", help="Most layouts."
+)
+@json_option
+def command(
+    request: ConfigRequest, gpus: int | None, gpu_type: str | None, show_all: bool, limit: int, as_json: bool
+) -> int:
+    """List the parallel layouts on which the model of CONFIG can be trained, the fastest first.
+
+    Memory is that of the GPU that needs most, in GiB: what each part takes at its largest, and the peak,
+    which is less than the sum, since they do not all come at once. Batch is samples at once x passes a step;
+    sent is GiB that a GPU sends in a step; time is a rough estimate next to the first row. The samples of a
+    step stay as they are. A star marks the config's own layout. Exit code 1: nothing fits.
+    """
+    if gpus is not None and {"resources.nodes", "resources.gpus_per_node"} <= set(request.flags):
+        raise UsageError("--gpus says what --nodes and --gpus-per-node do", hint="leave one of them out")
+    loaded = request.load()
+    hardware = _hardware(loaded, gpus, gpu_type)
+    planned = _Planned(request, loaded, _shape(loaded), hardware)
+    if as_json:
+        click.echo(json.dumps(planned.to_dict(show_all, limit), ensure_ascii=False))
+    else:
+        planned.show(show_all, limit)
+    return EXIT_OK if planned.best is not None else EXIT_FAILED
+
+
+def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> Hardware:
+    from trainkit.plan.cluster import LOCAL
+    from trainkit.plan.hardware import find_hardware
+    from trainkit.plan.machine import detect_machine
+    from trainkit.submit.target import make_target
+
+    # A cluster is asked only for what was not said.
+    said_all = (gpu_type or loaded.config.resources.gpu_type) is not None and gpus is not None
+    target = LOCAL if said_all else make_target(loaded)
+    return find_hardware(loaded.config, detect_machine(), target, gpu_type, gpus)
+
+
+def _shape(loaded: LoadedConfig) -> ModelShape:
+    """The model's shape; the data is looked at only where it decides the vocabulary."""
+    from trainkit.plan.check import look_at_data
+    from trainkit.plan.model_shape import resolve_model_shape
+
+    vocab_size = loaded.config.model.vocab_size
+    if vocab_size is None:
+        look = look_at_data(loaded.config.data)
+        if look.problems:
+            raise ConfigError([loaded.problem(*problem) for problem in look.problems])
+        vocab_size = look.vocab_size
+    try:
+        return resolve_model_shape(loaded.config.model, vocab_size)
+    except ConfigError as error:
+        found = [loaded.problem(item.key, item.message, item.hint) for item in error.problems]
+        raise ConfigError(found) from None
+
+
+class _Planned:
+    """The choices for a config, and how they are told."""
+
+    def __init__(
+        self, request: ConfigRequest, loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
+    ) -> None:
+        from trainkit.plan.choices import choose
+        from trainkit.plan.own_choice import base_workload, own_choice
+
+        self.request = request
+        self.loaded = loaded
+        self.hardware = hardware
+        self.own, self.own_problems = own_choice(loaded, shape, hardware)
+        self.base = base_workload(loaded.config, shape, self.own)
+        self.samples = loaded.config.train.global_batch_size
+        self.choices = choose(self.base, hardware, self.samples)
+        if self.own is not None and self.own not in self.choices:
+            self.choices = sorted([*self.choices, self.own], key=lambda choice: choice.rank)
+        first = self.choices[0] if self.choices else None
+        self.best = first if first is not None and first.fit != "no" else None
+
+    def listed(self, show_all: bool, limit: int) -> list[Choice]:
+        """The first choices, and the config's own wherever it stands."""
+        fitting = [choice for choice in self.choices if show_all or self.best is None or choice.fit != "no"]
+        listed = fitting[:limit]
+        return listed if self.own is None or self.own in listed else [*listed, self.own]
+
+    def advice(self) -> list[Any]:
+        """What would fit, where nothing does."""
+        from trainkit.plan.advice import advise
+        from trainkit.plan.choices import Choice
+
+        if self.best is not None:
+            return []
+        return list(advise(self.own or Choice(self.base, self.hardware), self.samples))
+
+    def show(self, show_all: bool, limit: int) -> None:
+        """The table on stdout, everything else on stderr."""
+        from trainkit.plan.device_memory import gib
+        from trainkit.plan.plan_table import table_lines
+        from trainkit.plan.why import headline, reason
+
+        hardware, listed = self.hardware, self.listed(show_all, limit)
+        gpu = hardware.gpu
+        nodes = "1 node" if hardware.num_nodes == 1 else f"{hardware.num_nodes} nodes"
+        click.echo(
+            f"{self.request.path} on {nodes} x {hardware.node_size} {gpu.name}: {gib(gpu.memory)} each, "
+            f"of which a plan fills {gib(gpu.usable)}",
+            err=True,
+        )
+        click.echo("\n".join(table_lines(listed, self.own, self.best)))
+        self._tell_own()
+        if self.best is not None:
+            click.echo(f"recommended: {reason(self.best)}\n  {headline(self.best)}", err=True)
+            click.echo(f"to use it: {self._flags(self.best)}", err=True)
+            return
+        click.echo("no layout fits" if self.choices else "the batch cannot be split so", err=True)
+        for advice in self.advice():
+            peak = gib(advice.choice.memory.peak)
+            click.echo(f"would fit, with {peak}: {advice.what}: {self._flags(advice.choice)}", err=True)
+
+    def _tell_own(self) -> None:
+        from trainkit.plan.device_memory import gib
+
+        for problem in self.own_problems:
+            click.echo(f"the config's own layout cannot be:\n{problem.render()}", err=True)
+        if self.own is not None:
+            verdict = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.own.fit]
+            peak = gib(self.own.memory.peak)
+            click.echo(f"* the config's own layout {verdict}: {peak} at its peak", err=True)
+
+    def _flags(self, choice: Choice) -> str:
+        """What to type to have a choice."""
+        from trainkit.plan.why import set_flags, settings
+
+        request, hardware = self.request, choice.hardware
+        typed = [] if request.profile is None else [f"--profile {quote(request.profile)}"]
+        typed += [f"--set {quote(text)}" for text in request.overrides]
+        flags = [*typed, f"--nodes {hardware.num_nodes}", f"--gpus-per-node {hardware.node_size}"]
+        flags += set_flags(settings(choice, self.loaded.config))
+        return f"trainkit submit {quote(request.path)} {' '.join(flags)}"
+
+    def to_dict(self, show_all: bool, limit: int) -> dict[str, Any]:
+        """The whole answer; amounts in bytes."""
+        from trainkit.plan.model_shape import num_params
+        from trainkit.plan.plan_table import choice_dict
+        from trainkit.plan.why import headline
+
+        gpu, config, best = self.hardware.gpu, self.loaded.config, self.best
+        return {
+            "gpu": {"name": gpu.name, "memory_bytes": gpu.memory, "usable_bytes": gpu.usable},
+            "num_gpus": self.hardware.num_gpus,
+            "gpus_per_node": self.hardware.node_size,
+            "num_params": num_params(self.base.shape),
+            "headline": None if best is None else headline(best),
+            "choices": [choice_dict(choice, config, best) for choice in self.listed(show_all, limit)],
+            "config": None if self.own is None else choice_dict(self.own, config, best),
+            "config_problems": [problem.render() for problem in self.own_problems],
+            "would_fit": [
+                {
+                    "what": advice.what,
+                    "num_gpus": advice.choice.hardware.num_gpus,
+                    **choice_dict(advice.choice, config, None),
+                }
+                for advice in self.advice()
+            ],
+        }
