@@ -4,7 +4,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint bench cluster clean venv venv-test
+.PHONY: help demo test test-fast lint parity bench cluster clean venv venv-test
 
 define NEXT
 
@@ -42,6 +42,9 @@ lint: venv-test ## Style and types.
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+
+parity: venv-test ## One model on every kind of layout, each held against one process.
+	$(BIN)/python -m benchmarks.parity
 
 bench: venv ## What trainkit costs, measured against loops written by hand.
 	$(BIN)/python benchmarks/training_loop.py

@@ -61,6 +61,11 @@ def test_what_fits(parallel: dict[str, object]) -> None:
             " it can be 1 or 2 or 3 or 6",
         ),
         (
+            {"pp": 2, "pp_schedule": "zbv", "activation_checkpointing": "selective"},
+            "parallel.activation_checkpointing is selective, and zbv goes back through a layer twice, which"
+            " that cannot; full and none can; gpipe, 1f1b and interleaved_1f1b go back once",
+        ),
+        (
             {"pp": 8, "num_layers": 8},
             "parallel.pp_microbatches is 4, fewer than the 8 that 1f1b needs with parallel.pp 8;"
             " gpipe works with any number",

@@ -17,6 +17,23 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     yield from _length(loaded)
     yield from _decay(loaded)
     yield from _secrets(loaded)
+    yield from _float8(loaded)
+
+
+def _float8(loaded: LoadedConfig) -> Iterator[Problem]:
+    config = loaded.config
+    if not config.precision.float8:
+        return
+    if config.device == "cpu":
+        yield loaded.problem("precision.float8", "is true, and device is cpu", "only GPUs have float8")
+    if config.precision.dtype != "bf16":
+        message = f"is true, and precision.dtype is {config.precision.dtype}"
+        yield loaded.problem("precision.float8", message, "what is not multiplied in float8 needs bf16")
+    if config.parallel.tp > 1:
+        message = f"is true, and parallel.tp is {config.parallel.tp}"
+        yield loaded.problem(
+            "precision.float8", message, "float8 and tensor parallelism do not go together yet"
+        )
 
 
 def _secrets(loaded: LoadedConfig) -> Iterator[Problem]:

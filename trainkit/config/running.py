@@ -40,7 +40,7 @@ class ParallelConfig(Section):
     )
     zero: Literal[2, 3] = Field(
         default=3,
-        description="What dp_shard splits: 3 parameters, gradients and optimizer state; 2 keeps the parameters"
+        description="What dp_shard splits: 3 parameters, gradients and optimizer state; 2 keeps parameters"
         " that were gathered for the forward pass until the backward pass.",
     )
     pp_schedule: PipelineSchedule = Field(

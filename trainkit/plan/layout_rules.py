@@ -8,7 +8,7 @@ from trainkit.config.running import ParallelConfig
 from trainkit.errors import Problem
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import ModelShape
-from trainkit.plan.pipeline import num_stages
+from trainkit.plan.pipeline import TWO_BACKWARDS, num_stages
 
 
 def layout_problems(
@@ -65,6 +65,10 @@ def _pipeline_problems(
         message = f"is {microbatches}, which does not divide train.device_batch_size {device_batch_size}"
         hint = f"it can be {divisors(device_batch_size)}"
         yield Problem("parallel.pp_microbatches", message, hint=hint)
+    if schedule in TWO_BACKWARDS and parallel.activation_checkpointing == "selective":
+        message = f"is selective, and {schedule} goes back through a layer twice, which that cannot"
+        hint = "full and none can; gpipe, 1f1b and interleaved_1f1b go back once"
+        yield Problem("parallel.activation_checkpointing", message, hint=hint)
     least = {"1f1b": pp, "dualpipe_v": stages}.get(schedule, 1)
     if microbatches < least:
         message = f"is {microbatches}, fewer than the {least} that {schedule} needs with parallel.pp {pp}"

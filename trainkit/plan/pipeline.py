@@ -15,6 +15,9 @@ STAGES_PER_RANK: dict[PipelineSchedule, int] = {
 V_SHAPED: tuple[PipelineSchedule, ...] = ("zbv", "dualpipe_v")
 """Schedules in which the stages go down the ranks and come back up: the first rank has also the last."""
 
+TWO_BACKWARDS: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
+"""Schedules that compute the gradients of inputs and of weights at different times (zero bubble)."""
+
 
 def num_stages(pp: int, schedule: PipelineSchedule) -> int:
     """How many stages `pp` ranks have together; 1 without a pipeline."""

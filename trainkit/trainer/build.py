@@ -16,6 +16,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.trainer.activation_checkpointing import apply_activation_checkpointing
 from trainkit.trainer.distributed import World
+from trainkit.trainer.float8 import apply_float8, require_float8
 from trainkit.trainer.models.init import init_parameters
 from trainkit.trainer.models.model import Model, Part
 from trainkit.trainer.parallel.context import apply_context_parallel, seen_by
@@ -98,6 +99,9 @@ def _build_part(task: Task, config: RunConfig, plan: LaunchPlan, world: World, p
     stream_ranks, stream_rank = (layout.tp, place.tp) if shares_stream else (1, 0)
     model.see(seen_by(place.cp, layout.cp, stream_rank, stream_ranks, config.data.seq_len))
     blocks = model.layers
+    if config.precision.float8:
+        require_float8(world.device)
+        apply_float8(blocks)
     if layout.tp > 1:
         assert world.mesh is not None
         apply_tensor_parallel(

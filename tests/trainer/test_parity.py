@@ -1,0 +1,43 @@
+"""Layouts that split one sample over ranks give the curve of one process; `make parity` has all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.parity import Case, run_cases, worst_difference
+
+pytestmark = pytest.mark.slow
+
+TIED, DROPOUT = "model.tie_embeddings=true", "model.dropout=0.1"
+CASES = [
+    Case("tp", 2, {"tp": 2}),
+    Case("plain-tp", 2, {"tp": 2, "sequence_parallel": False, "loss_parallel": False}),
+    Case("cp", 2, {"cp": 2, "activation_checkpointing": "full"}),
+    Case("pp", 2, {"pp": 2}),
+    Case("zero-bubble", 2, {"pp": 2, "pp_schedule": "zbv", "activation_checkpointing": "full"}),
+    Case("offload", 2, {"dp_shard": 2, "offload": True, "zero": 2}),
+    Case("shard-tp", 4, {"dp_shard": 2, "tp": 2, "activation_checkpointing": "selective"}),
+    Case("replicate-cp", 4, {"dp_replicate": 2, "cp": 2}),
+    Case("interleaved-tp", 4, {"pp": 2, "tp": 2, "pp_schedule": "interleaved_1f1b"}),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of every case, with ragged samples, dropout, tied ends and validation."""
+    folder = tmp_path_factory.mktemp("runs")
+    common = [TIED, DROPOUT, "train.steps=6", "train.eval_every=3"]
+    run_cases(folder, [Case("alone", 1, {}), *CASES], common)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_one_curve(runs: Path, case: Case) -> None:
+    assert worst_difference(runs / case.name, runs / "alone") < 1e-5
+
+
+def test_dropout_is_on(runs: Path, tmp_path: Path) -> None:
+    run_cases(tmp_path, [Case("without", 1, {})], [TIED, "train.steps=6", "train.eval_every=3"])
+    assert worst_difference(tmp_path / "without", runs / "alone") > 1e-3
