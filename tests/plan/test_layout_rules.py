@@ -14,12 +14,16 @@ from trainkit.plan.model_shape import resolve_model_shape
 
 
 def problems(
-    device_batch_size: int = 8, seq_len: int = 64, num_layers: int = 8, **parallel: object
+    device_batch_size: int = 8,
+    seq_len: int = 64,
+    num_layers: int = 8,
+    accumulation_steps: int = 1,
+    **parallel: object,
 ) -> list[str]:
     section = ParallelConfig.model_validate(parallel)
     shape = resolve_model_shape(ModelConfig(preset="nano", num_layers=num_layers), 257)
     layout = Layout(tp=section.tp, pp=section.pp, cp=section.cp)
-    found = layout_problems(layout, section, shape, device_batch_size, seq_len)
+    found = layout_problems(layout, section, shape, device_batch_size, seq_len, accumulation_steps)
     return [f"{item.key} {item.message}; {item.hint}" for item in found]
 
 
@@ -30,6 +34,7 @@ def problems(
         {"cp": 4},
         {"pp": 4, "pp_microbatches": 4},
         {"pp": 4, "pp_schedule": "interleaved_1f1b"},
+        {"pp": 8, "accumulation_steps": 2},
         {"pp": 2, "pp_schedule": "dualpipe_v"},
     ],
 )
@@ -64,6 +69,11 @@ def test_what_fits(parallel: dict[str, object]) -> None:
             {"pp": 2, "pp_schedule": "zbv", "activation_checkpointing": "selective"},
             "parallel.activation_checkpointing is selective, and zbv goes back through a layer twice, which"
             " that cannot; full and none can; gpipe, 1f1b and interleaved_1f1b go back once",
+        ),
+        (
+            {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_microbatches": 1, "accumulation_steps": 5},
+            "parallel.pp_microbatches is 1 x 5 accumulated, which interleaved_1f1b cannot share evenly between"
+            " 2 rounds; a multiple of parallel.pp 2 can be",
         ),
         (
             {"pp": 8, "num_layers": 8},

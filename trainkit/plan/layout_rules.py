@@ -12,12 +12,17 @@ from trainkit.plan.pipeline import TWO_BACKWARDS, num_stages
 
 
 def layout_problems(
-    layout: Layout, parallel: ParallelConfig, shape: ModelShape, device_batch_size: int, seq_len: int
+    layout: Layout,
+    parallel: ParallelConfig,
+    shape: ModelShape,
+    device_batch_size: int,
+    seq_len: int,
+    accumulation_steps: int = 1,
 ) -> Iterator[Problem]:
     """Everything because of which a model cannot be split so."""
     yield from _tensor_problems(layout, parallel, shape, seq_len)
     yield from _context_problems(layout, seq_len)
-    yield from _pipeline_problems(layout, parallel, shape, device_batch_size)
+    yield from _pipeline_problems(layout, parallel, shape, device_batch_size, accumulation_steps)
 
 
 def _tensor_problems(
@@ -51,7 +56,11 @@ def _context_problems(layout: Layout, seq_len: int) -> Iterator[Problem]:
 
 
 def _pipeline_problems(
-    layout: Layout, parallel: ParallelConfig, shape: ModelShape, device_batch_size: int
+    layout: Layout,
+    parallel: ParallelConfig,
+    shape: ModelShape,
+    device_batch_size: int,
+    accumulation_steps: int,
 ) -> Iterator[Problem]:
     if layout.pp == 1:
         return
@@ -69,13 +78,16 @@ def _pipeline_problems(
         message = f"is selective, and {schedule} goes back through a layer twice, which that cannot"
         hint = "full and none can; gpipe, 1f1b and interleaved_1f1b go back once"
         yield Problem("parallel.activation_checkpointing", message, hint=hint)
+    # A step is one run through the schedule, with all that is accumulated.
+    count = microbatches * accumulation_steps
+    made = f"is {microbatches}" + (f" x {accumulation_steps} accumulated" if accumulation_steps > 1 else "")
     least = {"1f1b": pp, "dualpipe_v": stages}.get(schedule, 1)
-    if microbatches < least:
-        message = f"is {microbatches}, fewer than the {least} that {schedule} needs with parallel.pp {pp}"
+    if count < least:
+        message = f"{made}, fewer than the {least} that {schedule} needs with parallel.pp {pp}"
         yield Problem("parallel.pp_microbatches", message, hint="gpipe works with any number")
-    rounds = max(1, microbatches // pp)
-    if schedule.startswith("interleaved") and microbatches % rounds:
-        message = f"is {microbatches}, which {schedule} cannot share evenly between {rounds} rounds"
+    rounds = max(1, count // pp)
+    if schedule.startswith("interleaved") and count % rounds:
+        message = f"{made}, which {schedule} cannot share evenly between {rounds} rounds"
         hint = f"a multiple of parallel.pp {pp} can be"
         yield Problem("parallel.pp_microbatches", message, hint=hint)
 
