@@ -72,8 +72,8 @@ def test_what_fits(parallel: dict[str, object]) -> None:
         ),
         (
             {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_microbatches": 1, "accumulation_steps": 5},
-            "parallel.pp_microbatches is 1 x 5 accumulated, which interleaved_1f1b cannot share evenly between"
-            " 2 rounds; a multiple of parallel.pp 2 can be",
+            "parallel.pp_microbatches is 1 x 5 accumulated, which interleaved_1f1b cannot share evenly"
+            " between 2 rounds; a multiple of parallel.pp 2 can be",
         ),
         (
             {"pp": 8, "num_layers": 8},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from trainkit.config.running import PipelineSchedule
 
 STAGES_PER_RANK: dict[PipelineSchedule, int] = {
@@ -43,4 +45,4 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
     bounds = [0]
     for stage in range(stages):
         bounds.append(bounds[-1] + size + (start <= stage < start + left))
-    return [range(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
