@@ -61,10 +61,17 @@ def _ranks_to_look_at(work: Workload) -> list[int]:
 def rank_memory(work: Workload, pp_rank: int) -> Memory:
     """The memory of one rank of the pipeline; the others of its stages need as much."""
     held = held_by(pp_rank, work.layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
-    rank = Moments(work, held, local_counts(work.shape, held, work.layout), pp_rank)
-    moments = {"backward": rank.backward(), "update": rank.update()}
-    if held.has_head:
-        moments["loss"] = rank.loss()
-    if work.is_wrapped:
-        moments["reduce"] = rank.reduce()
-    return Memory(pp_rank, moments)
+    counts = local_counts(work.shape, held, work.layout)
+    # Of a pipeline, most may be there before the first gradients are, or with them.
+    states = (False, True) if work.layout.pp > 1 else (work.accumulates,)
+    found: dict[str, Parts] = {}
+    for has_gradients in states:
+        rank = Moments(work, held, counts, pp_rank, has_gradients)
+        moments = {"backward": rank.backward(), "update": rank.update()}
+        if held.has_head:
+            moments["loss"] = rank.loss()
+        if work.is_wrapped:
+            moments["reduce"] = rank.reduce()
+        for name, parts in moments.items():
+            found[name] = max(parts, found.get(name, parts), key=lambda item: item.total)
+    return Memory(pp_rank, found)

@@ -57,6 +57,14 @@ class Parts:
         )
 
 
+def receive_buffers(work: Workload, held: Held) -> int:
+    """Bytes in which stages receive activations and gradients: one of each for every microbatch of a step."""
+    if work.layout.pp == 1:
+        return 0
+    ends = 2 * len(held.layers) - held.has_embedding - held.has_head
+    return ends * work.passes_per_step * work.tokens_at_once * stream_bytes(work)
+
+
 @dataclass(frozen=True)
 class Moments:
     """The moments of one rank at which most is there."""
@@ -65,6 +73,8 @@ class Moments:
     held: Held
     counts: Counts
     pp_rank: int
+    has_gradients: bool
+    """Whether an earlier pass of the step has left gradients."""
 
     def loss(self) -> Parts:
         """The backward pass of the loss begins: all activations are there."""
@@ -94,7 +104,7 @@ class Moments:
             return self._always().plus(
                 gradients=self._waiting(blocks), buffers=self._cast(blocks) + FLOAT32 * self._unit
             )
-        whole = (FLOAT32 if work.accumulates else work.itemsize) * counts.root
+        whole = (FLOAT32 if self.has_gradients else work.itemsize) * counts.root
         return self._always().plus(
             gradients=self._reduced(self.held.num_layers) + whole, buffers=FLOAT32 * counts.root
         )
@@ -124,16 +134,8 @@ class Moments:
         return Parts(
             params=FLOAT32 * on_device,
             optimizer=OPTIMIZER_BYTES[self.work.optimizer] * on_device,
-            buffers=self._pipeline_buffers(),
+            buffers=receive_buffers(self.work, self.held),
         )
-
-    def _pipeline_buffers(self) -> int:
-        """Where stages receive activations and gradients: one of each for every microbatch of a step."""
-        work = self.work
-        if work.layout.pp == 1:
-            return 0
-        ends = 2 * len(self.held.layers) - self.held.has_embedding - self.held.has_head
-        return ends * work.passes_per_step * work.tokens_at_once * stream_bytes(work)
 
     @property
     def _unit_blocks(self) -> int:
@@ -146,7 +148,7 @@ class Moments:
 
     def _waiting(self, blocks_left: int) -> int:
         """Bytes of whole gradients that earlier passes of the step left, and the last one has not reduced."""
-        if not self.work.accumulates:
+        if not self.has_gradients:
             return 0
         if not self.work.is_wrapped:
             blocks_left = self.held.num_layers  # nothing is reduced: they are the gradients
@@ -155,7 +157,7 @@ class Moments:
     def _reduced(self, blocks_done: int) -> int:
         """Bytes of gradients that are as they should be."""
         work = self.work
-        if work.parallel.offload or (work.accumulates and not work.is_wrapped):
+        if work.parallel.offload or (self.has_gradients and not work.is_wrapped):
             return 0
         return FLOAT32 * self.counts.block_shard * blocks_done
 
@@ -163,7 +165,7 @@ class Moments:
         """Bytes of the head's gradient, which waits for that of the embedding."""
         if self.work.is_wrapped:
             return self.work.itemsize * self.counts.head
-        return 0 if self.work.accumulates else FLOAT32 * self.counts.head
+        return 0 if self.has_gradients else FLOAT32 * self.counts.head
 
     def _cast(self, blocks_left: int) -> int:
         """Bytes of parameters that are there, as they are computed with, until the backward pass is there."""
@@ -201,8 +203,11 @@ class Moments:
         work, pp = self.work, self.work.layout.pp
         if pp == 1:
             return kept_bytes(work) * blocks_left
-        passes = stages_in_flight(work.parallel.pp_schedule, pp, self.pp_rank, work.passes_per_step)
-        return passes * max(self.held.layers) * kept_bytes(work)
+        schedule, passes = work.parallel.pp_schedule, work.passes_per_step
+        in_flight = stages_in_flight(schedule, pp, self.pp_rank, passes)
+        if self.has_gradients and in_flight == passes * len(self.held.layers):
+            in_flight -= 1  # all forward passes were done before the first backward pass left gradients
+        return in_flight * max(self.held.layers) * kept_bytes(work)
 
     def _other_losses(self) -> int:
         """Bytes of the losses of earlier passes."""
