@@ -34,6 +34,8 @@ KINDS = {
 }
 """Kind -> how often it strikes, relative to the others."""
 MOST_HOSTS_AWAY = 2
+STUCK_S = 90.0
+"""A host that completes for longer than any cut lasts has lost a message of its controller."""
 
 
 @dataclass(frozen=True)
@@ -237,10 +239,33 @@ def damage(checkpoint: Checkpoint, how: float) -> str:
     return "lost its manifest"
 
 
-def help_as_administrator(cluster: Cluster) -> list[str]:
-    """What an administrator does: resume hosts that Slurm has drained, release jobs that it holds."""
+class Administrator:
+    """Does what people do for a Slurm that has lost count."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._completing_s: dict[str, float] = {}
+        """Since when a host has been completing."""
+
+    def help(self) -> list[str]:
+        """Resume hosts that Slurm has drained, release jobs that it holds, have it count again."""
+        states = self._cluster.node_states()
+        done = _resume_and_release(self._cluster, states)
+        now = time.monotonic()
+        stuck = [name for name, state in states.items() if state.startswith("completing")]
+        self._completing_s = {name: self._completing_s.get(name, now) for name in stuck}
+        if any(now > since_s + STUCK_S for since_s in self._completing_s.values()):
+            # 22.05 puts a job back that is done but whose host was lost meanwhile, and then waits for ever
+            # for the other hosts to tell that they have ended it.
+            self._cluster.run(["scontrol", "reconfigure"], timeout_s=30)
+            self._completing_s = {}
+            done.append(f"reconfigured, for {', '.join(stuck)} did not stop completing")
+        return done
+
+
+def _resume_and_release(cluster: Cluster, states: dict[str, str]) -> list[str]:
     done = []
-    for name, state in cluster.node_states().items():
+    for name, state in states.items():
         index = cluster.hosts.index(name) + 1
         if state.startswith("drain") and daemons.is_running(cluster.state, "slurmctld"):
             cluster.run(["scontrol", "update", f"nodename={name}", "state=resume"], timeout_s=30)
