@@ -208,8 +208,10 @@ class Striker:
         shown = old.with_name(f"{old.name}-shown-{fault.number}")
         shutil.copytree(old, shown, symlinks=True)
         killed = self._kill_rank(fault, flight)
-        mount = f"mount --bind {shown} {folder} && mount -o remount,bind,ro {folder}"
-        self.cluster.run(["sh", "-c", mount], host=index, check=True)
+        # Read-only before it is shown: what has been opened for writing by then cannot be made so.
+        read_only = f"mount --bind {shown} {shown} && mount -o remount,bind,ro {shown}"
+        show = f"{read_only} && mount --bind {shown} {folder} && umount {shown}"
+        self.cluster.run(["sh", "-c", show], host=index, check=True)
         delay_s = 2 + 6 * fault.length
 
         def show_again() -> None:
