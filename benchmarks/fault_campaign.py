@@ -52,7 +52,7 @@ class Campaign:
     ) -> None:
         self.login = login
         self.striker = striker
-        self.administrator = Administrator(login.cluster)
+        self.administrator = Administrator(login.cluster, striker.away)
         self.faults = faults
         self.expected = expected
         self.chance = random.Random(f"runs of {seed}")
@@ -229,6 +229,7 @@ def main() -> int:
     try:
         code = campaign(cluster, folder, args.faults, args.seed)
     finally:
+        shutil.copytree(cluster.folder / "log", folder / "slurm-log")
         cluster.down()
     if code == 0 and args.keep is None:
         shutil.rmtree(folder)

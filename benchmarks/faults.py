@@ -138,7 +138,8 @@ class Striker:
         return f"SIGKILL of rank {rank}"
 
     def _host(self, fault: Fault) -> int:
-        there = [index for index in self.cluster.state.hosts() if index not in self.away]
+        state = self.cluster.state
+        there = [i for i in state.hosts() if i not in self.away and hosts.signal_slurmd(state, i, 0)]
         return one_of(there, fault.where)
 
     def _kill_slurmd(self, fault: Fault, flight: Flight) -> str:
@@ -244,15 +245,17 @@ def damage(checkpoint: Checkpoint, how: float) -> str:
 class Administrator:
     """Does what people do for a Slurm that has lost count."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, away: set[int]) -> None:
         self._cluster = cluster
+        self._away = away
+        """Hosts that a fault has taken away; what is wrong with the others is for the administrator."""
         self._completing_s: dict[str, float] = {}
         """Since when a host has been completing."""
 
     def help(self) -> list[str]:
-        """Resume hosts that Slurm has drained, release jobs that it holds, have it count again."""
+        """Start a slurmd that died, resume drained hosts, release held jobs, have Slurm count again."""
         states = self._cluster.node_states()
-        done = _resume_and_release(self._cluster, states)
+        done = self._start_slurmd() + _resume_and_release(self._cluster, states)
         now = time.monotonic()
         stuck = [name for name, state in states.items() if state.startswith("completing")]
         self._completing_s = {name: self._completing_s.get(name, now) for name in stuck}
@@ -263,6 +266,14 @@ class Administrator:
             self._completing_s = {}
             done.append(f"reconfigured, for {', '.join(stuck)} did not stop completing")
         return done
+
+    def _start_slurmd(self) -> list[str]:
+        """What the service manager of a host does."""
+        state = self._cluster.state
+        dead = [i for i in state.hosts() if i not in self._away and not hosts.signal_slurmd(state, i, 0)]
+        for index in dead:
+            self._cluster.start_slurmd(index)
+        return [f"started slurmd of node{index}, which had died by itself" for index in dead]
 
 
 def _resume_and_release(cluster: Cluster, states: dict[str, str]) -> list[str]:
