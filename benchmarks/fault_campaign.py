@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.faults import Fault, Striker, draw, help_as_administrator, one_of
+from benchmarks.faults import Administrator, Fault, Striker, draw, one_of
 from benchmarks.flight import Flight, processes_of
 from tests.cluster.cluster import Cluster, up
 from tests.cluster.processes import Pid
@@ -52,6 +52,7 @@ class Campaign:
     ) -> None:
         self.login = login
         self.striker = striker
+        self.administrator = Administrator(login.cluster, striker.away)
         self.faults = faults
         self.expected = expected
         self.chance = random.Random(f"runs of {seed}")
@@ -112,7 +113,7 @@ class Campaign:
                 one.disk_was_full |= fault.kind == "disk"
 
     def _help(self) -> None:
-        for done in help_as_administrator(self.login.cluster):
+        for done in self.administrator.help():
             self.counts["help of an administrator"] += 1
             self.say(f"     administrator: {done}")
 
@@ -228,6 +229,7 @@ def main() -> int:
     try:
         code = campaign(cluster, folder, args.faults, args.seed)
     finally:
+        shutil.copytree(cluster.folder / "log", folder / "slurm-log")
         cluster.down()
     if code == 0 and args.keep is None:
         shutil.rmtree(folder)

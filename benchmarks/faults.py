@@ -34,6 +34,8 @@ KINDS = {
 }
 """Kind -> how often it strikes, relative to the others."""
 MOST_HOSTS_AWAY = 2
+STUCK_S = 90.0
+"""A host that completes for longer than any cut lasts has lost a message of its controller."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class Striker:
         return f"SIGKILL of rank {rank}"
 
     def _host(self, fault: Fault) -> int:
-        there = [index for index in self.cluster.state.hosts() if index not in self.away]
+        state = self.cluster.state
+        there = [i for i in state.hosts() if i not in self.away and hosts.signal_slurmd(state, i, 0)]
         return one_of(there, fault.where)
 
     def _kill_slurmd(self, fault: Fault, flight: Flight) -> str:
@@ -206,8 +209,10 @@ class Striker:
         shown = old.with_name(f"{old.name}-shown-{fault.number}")
         shutil.copytree(old, shown, symlinks=True)
         killed = self._kill_rank(fault, flight)
-        mount = f"mount --bind {shown} {folder} && mount -o remount,bind,ro {folder}"
-        self.cluster.run(["sh", "-c", mount], host=index, check=True)
+        # Read-only before it is shown: what has been opened for writing by then cannot be made so.
+        read_only = f"mount --bind {shown} {shown} && mount -o remount,bind,ro {shown}"
+        show = f"{read_only} && mount --bind {shown} {folder} && umount {shown}"
+        self.cluster.run(["sh", "-c", show], host=index, check=True)
         delay_s = 2 + 6 * fault.length
 
         def show_again() -> None:
@@ -237,10 +242,43 @@ def damage(checkpoint: Checkpoint, how: float) -> str:
     return "lost its manifest"
 
 
-def help_as_administrator(cluster: Cluster) -> list[str]:
-    """What an administrator does: resume hosts that Slurm has drained, release jobs that it holds."""
+class Administrator:
+    """Does what people do for a Slurm that has lost count."""
+
+    def __init__(self, cluster: Cluster, away: set[int]) -> None:
+        self._cluster = cluster
+        self._away = away
+        """Hosts that a fault has taken away; what is wrong with the others is for the administrator."""
+        self._completing_s: dict[str, float] = {}
+        """Since when a host has been completing."""
+
+    def help(self) -> list[str]:
+        """Start a slurmd that died, resume drained hosts, release held jobs, have Slurm count again."""
+        states = self._cluster.node_states()
+        done = self._start_slurmd() + _resume_and_release(self._cluster, states)
+        now = time.monotonic()
+        stuck = [name for name, state in states.items() if state.startswith("completing")]
+        self._completing_s = {name: self._completing_s.get(name, now) for name in stuck}
+        if any(now > since_s + STUCK_S for since_s in self._completing_s.values()):
+            # 22.05 puts a job back that is done but whose host was lost meanwhile, and then waits for ever
+            # for the other hosts to tell that they have ended it.
+            self._cluster.run(["scontrol", "reconfigure"], timeout_s=30)
+            self._completing_s = {}
+            done.append(f"reconfigured, for {', '.join(stuck)} did not stop completing")
+        return done
+
+    def _start_slurmd(self) -> list[str]:
+        """What the service manager of a host does."""
+        state = self._cluster.state
+        dead = [i for i in state.hosts() if i not in self._away and not hosts.signal_slurmd(state, i, 0)]
+        for index in dead:
+            self._cluster.start_slurmd(index)
+        return [f"started slurmd of node{index}, which had died by itself" for index in dead]
+
+
+def _resume_and_release(cluster: Cluster, states: dict[str, str]) -> list[str]:
     done = []
-    for name, state in cluster.node_states().items():
+    for name, state in states.items():
         index = cluster.hosts.index(name) + 1
         if state.startswith("drain") and daemons.is_running(cluster.state, "slurmctld"):
             cluster.run(["scontrol", "update", f"nodename={name}", "state=resume"], timeout_s=30)
