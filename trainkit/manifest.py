@@ -201,6 +201,13 @@ def remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
+def remove_all(checkpoints_dir: Path) -> None:
+    """Delete everything that a run has saved, also what was never published."""
+    if checkpoints_dir.is_dir():
+        for path in checkpoints_dir.iterdir():
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+
+
 def superseded(checkpoints: Iterable[Checkpoint], keep_last: int, best_step: int | None) -> list[Checkpoint]:
     """The checkpoints that may go: all but the newest `keep_last` and the best one."""
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)

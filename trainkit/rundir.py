@@ -178,6 +178,9 @@ class AttemptDir:
     def profile_dir(self) -> Path:
         return self.path / "profile"
 
+    def rank_profile(self, rank: int) -> Path:
+        return self.profile_dir / f"rank-{rank:04d}.json"
+
     @property
     def rendezvous_file(self) -> Path:
         """Where the ranks of a Slurm step meet; written by its first task."""

@@ -86,6 +86,21 @@ def plan_for(
     return dataclasses.replace(plan, python=command_python(loaded.config.launch, Path.cwd()))
 
 
+def look_once() -> Callable[[DataConfig], DataLook]:
+    """A look at the data that is taken once for all configs with the same data."""
+    looks: dict[str, DataLook] = {}
+
+    def look(data: DataConfig) -> DataLook:
+        from trainkit.plan.check import look_at_data
+
+        key = data.model_dump_json()
+        if key not in looks:
+            looks[key] = look_at_data(data)
+        return looks[key]
+
+    return look
+
+
 def start_new_run(
     loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, reason: str, quiet: bool = False
 ) -> tuple[RunDir, dict[str, Any]]:

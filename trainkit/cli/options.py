@@ -72,6 +72,16 @@ def config_options(function: Command) -> Command:
     return _request_options(function, lambda command: shape_options(slurm_options(command)))
 
 
+def config_options_unless_given(function: Command) -> Command:
+    """As `config_options`, for a command that has another way to say what it is about: CONFIG may be missing.
+
+    `request` is then None.
+    """
+    return _request_options(
+        function, lambda command: shape_options(slurm_options(command)), needs_config=False
+    )
+
+
 def one_node_config_options(function: Command) -> Command:
     """As `config_options`, for a command that runs one node: ``--procs`` takes the place of the shape."""
     procs = click.option(
@@ -84,10 +94,12 @@ def one_node_config_options(function: Command) -> Command:
     return _request_options(function, procs, chooses_backend=False)
 
 
-def _request_options(function: Command, shape: Callable[[Any], Any], chooses_backend: bool = True) -> Command:
+def _request_options(
+    function: Command, shape: Callable[[Any], Any], chooses_backend: bool = True, needs_config: bool = True
+) -> Command:
     @functools.wraps(function)
     def wrapper(
-        config: str,
+        config: str | None,
         profile: str | None,
         overrides: tuple[str, ...],
         name: str | None,
@@ -101,7 +113,8 @@ def _request_options(function: Command, shape: Callable[[Any], Any], chooses_bac
             flags["name"] = (f"--name {name}", name)
         if backend is not None:
             flags["launch.backend"] = (f"--backend {backend}", backend)
-        return function(request=ConfigRequest(config, profile, overrides, flags), **others)
+        request = None if config is None else ConfigRequest(config, profile, overrides, flags)
+        return function(request=request, **others)
 
     decorated: Any = wrapper
     backend = click.option(
@@ -115,7 +128,12 @@ def _request_options(function: Command, shape: Callable[[Any], Any], chooses_bac
         shape,
         set_option,
         click.option("--profile", metavar="NAME", help="Profile laid over the config."),
-        click.argument("config", type=click.Path(), metavar="CONFIG"),
+        click.argument(
+            "config",
+            type=click.Path(),
+            metavar="CONFIG" if needs_config else "[CONFIG]",
+            required=needs_config,
+        ),
     ):
         decorated = decorate(decorated)
     return decorated  # type: ignore[no-any-return]

@@ -71,7 +71,7 @@ class _Planner:
         self.typed = typed
         self.spec = spec
         self._target: Any = None
-        self._looks: dict[str, Any] = {}
+        self._look: Any = None
         self._awaited: list[str] | None = None
 
     def __call__(self, loaded: LoadedConfig) -> LaunchPlan:
@@ -80,19 +80,11 @@ class _Planner:
         from trainkit.submit.target import make_target
 
         if self._target is None:
-            self._target = make_target(loaded)
+            self._target, self._look = make_target(loaded), launch.look_once()
             _refuse_other_backends(self._target.backend, self._target.reason, self.path)
             if not self.typed.dry_run:
                 refuse_too_large(self.spec)  # before a minute is spent on planning its points
         return launch.plan_for(loaded, self.typed.command, self.typed.launcher, self._target, self._look)
-
-    def _look(self, data: Any) -> Any:
-        from trainkit.plan.check import look_at_data
-
-        key = data.model_dump_json()
-        if key not in self._looks:
-            self._looks[key] = look_at_data(data)
-        return self._looks[key]
 
     def waiting(self, plan: LaunchPlan) -> LaunchPlan:
         """The plan with what --after asks for."""

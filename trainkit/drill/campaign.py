@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -19,7 +18,7 @@ from trainkit.drill.strike import hand_for, kill_job
 from trainkit.drill.verdict import Ended, Result, judge
 from trainkit.drill.watch import RunWatch
 from trainkit.errors import TrainkitError
-from trainkit.manifest import find_damage, published
+from trainkit.manifest import find_damage, published, remove_all
 from trainkit.observe.status import parse_time, seconds_between
 from trainkit.observe.words import verdict_line
 from trainkit.plan.launch import LaunchPlan
@@ -86,7 +85,7 @@ class Campaign:
         self.usual_s = _seconds_of(run, end)
         last = f"{self.reference[-1].step} steps" if self.reference else "no steps in metrics.jsonl"
         self.say(f"{REFERENCE}: {last}, {self.usual_s:.1f} s")
-        _remove_checkpoints(run)
+        remove_all(run.checkpoints_dir)  # of a large model a drill would leave dozens of them
 
     def _try(self, scenario: Scenario) -> Result:
         # Ranks that hang are ended by the run itself, sooner than this.
@@ -104,7 +103,7 @@ class Campaign:
         self.running = None
         result = judge(scenario, played, _ended(run), self.reference, self.interval, self.config.requeue.on)
         if result.state in ("holds", "not here"):
-            _remove_checkpoints(run)
+            remove_all(run.checkpoints_dir)
         return result
 
     def _start(self, name: str, patience_s: float) -> tuple[RunDir, RunWatch]:
@@ -138,12 +137,6 @@ def _seconds_of(run: RunDir, end: Mapping[str, Any]) -> float:
     ended = parse_time(end["time"])
     assert ended is not None
     return seconds_between(started, ended) or 0.0
-
-
-def _remove_checkpoints(run: RunDir) -> None:
-    """Free the space: of a large model a drill would otherwise leave dozens of checkpoints."""
-    for path in run.checkpoints_dir.iterdir():
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def make_folder() -> Path:

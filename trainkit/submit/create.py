@@ -68,9 +68,10 @@ def create_run(
 
 
 @contextmanager
-def new_place(name: str, run_dir: Path | None) -> Iterator[tuple[Path, str]]:
+def new_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> Iterator[tuple[Path, str]]:
     """A folder of its own for what is made within, and the name that goes with it; removed if that fails.
 
+    `option` is what names `run_dir` on the command line.
     Raises UsageError when `run_dir` is not empty or the place cannot be written.
     """
     folder = None
@@ -79,7 +80,7 @@ def new_place(name: str, run_dir: Path | None) -> Iterator[tuple[Path, str]]:
             folder = _new_folder(Path(RUNS_FOLDER), name)
             name = folder.name
         else:
-            folder = _empty_folder(run_dir)
+            folder = _empty_folder(run_dir, option)
         yield folder, name
     except BaseException as error:
         if folder is not None:
@@ -90,7 +91,7 @@ def new_place(name: str, run_dir: Path | None) -> Iterator[tuple[Path, str]]:
         place = run_dir or Path(RUNS_FOLDER)
         raise UsageError(
             f"cannot make a run folder at {place}: {error.strerror or error}",
-            hint="name a place that you can write to with --run-dir, and check that its disk is not full",
+            hint=f"name a place that you can write to with {option}, and check that its disk is not full",
         ) from error
 
 
@@ -133,7 +134,7 @@ def _new_folder(parent: Path, name: str) -> Path:
     raise AssertionError("numbers do not end")
 
 
-def _empty_folder(folder: Path) -> Path:
+def _empty_folder(folder: Path, option: str) -> Path:
     """The folder that was asked for, made if need be; nothing that exists in it is touched."""
     if RunDir(folder).exists():
         raise UsageError(
@@ -145,9 +146,9 @@ def _empty_folder(folder: Path) -> Path:
         )
     if folder.exists():
         if not folder.is_dir():
-            raise UsageError(f"{folder} is a file", hint="choose another folder with --run-dir")
+            raise UsageError(f"{folder} is a file", hint=f"choose another folder with {option}")
         if any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty", hint="choose a new or empty folder with --run-dir")
+            raise UsageError(f"{folder} is not empty", hint=f"choose a new or empty folder with {option}")
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)

@@ -140,13 +140,14 @@ def create_group(
     run_dir: Path | None,
     argv: Sequence[str],
     copy: Callable[[RunDir], dict[str, Any] | None],
+    option: str = "--run-dir",
 ) -> RunGroup:
-    """Make the folder of a group with everything but its job.
+    """Make the folder of a group with everything but its job; `option` is what names `run_dir`.
 
     Raises UsageError when `run_dir` is not empty, the place cannot be written, or a secret would be.
     """
     config = points[0].config
-    with new_place(config.name, run_dir) as (folder, name):
+    with new_place(config.name, run_dir, option) as (folder, name):
         group = RunGroup(folder)
         group.logs_dir.mkdir(mode=0o700)
         code = copy(RunDir(group.path))

@@ -1,0 +1,47 @@
+"""Values that a command replaces in a config that was loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config import LoadedConfig, load_config
+from trainkit.config.changes import with_values
+from trainkit.errors import ConfigError
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> LoadedConfig:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\ntrain: {steps: 7}\n")
+    return load_config(file, environ={}, cwd=tmp_path)
+
+
+def test_the_others_stay_as_they_are(loaded: LoadedConfig) -> None:
+    values = {"name": "other", "optimizer.lr": 0.5, "launch.env": {"A": "b"}, "checkpoint.async": False}
+    changed = with_values(loaded, values, "a test")
+    assert changed.config.name == "other"
+    assert changed.config.optimizer.lr == 0.5
+    assert changed.config.launch.env == {"A": "b"}
+    assert not changed.config.checkpoint.async_save
+    assert changed.config.train == loaded.config.train
+    assert {key for key, origin in changed.origins.items() if origin == "a test"} == values.keys()
+    assert changed.origins["train.steps"] == loaded.origins["train.steps"] == "mine.yaml:2"
+    assert loaded.config.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"parallel.tp": 0}, "a test: parallel.tp: must be a whole number of at least 1, not 0"),
+        ({"parallel.zero": 4}, "a test: parallel.zero: must be "),
+        ({"train.epochs": 2.0}, "a test: train.epochs: is 2 while train.steps is 7"),
+    ],
+)
+def test_what_is_not_allowed(loaded: LoadedConfig, values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_values(loaded, values, "a test")
+    (found,) = caught.value.problems
+    assert found.render().startswith(problem)
