@@ -42,11 +42,15 @@ ALLOWED = {
     "drill": {
         *("errors", "rundir", "state", "manifest", "config", "plan", "slurm", "job", "submit", "observe"),
     },
+    # Runs a config in many ways, as its owner could by hand, and compares them.
+    "bench": {
+        *("errors", "rundir", "rungroup", "manifest", "config", "plan", "submit", "observe", "job.record"),
+    },
     # The only one with torch. It is named in argv, never imported.
     "trainer": {"errors", "rundir", "manifest", "config", "data", "plan", "job.signals", "job.rank_env"},
     "cli": {
         *("errors", "resources", "rundir", "rungroup", "manifest", "config", "data", "plan"),
-        *("slurm", "job", "submit", "observe", "drill"),
+        *("slurm", "job", "submit", "observe", "drill", "bench"),
     },
     "__main__": {"cli"},
 }

@@ -1,0 +1,84 @@
+"""Folders of benches whose runs are made up: curves, ends and profiles as a trainer leaves them."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from trainkit.bench.layouts import BenchLayout, Selection
+from trainkit.bench.record import Bench, bench_runs, write_bench
+from trainkit.bench.shorten import Length
+from trainkit.plan.launch import Layout
+from trainkit.rundir import RunDir, append_jsonl, write_json
+
+LENGTH = Length(steps=10, warmup=2)
+BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
+TWO = (Layout(1, 2), Layout(1, 1, tp=2))
+
+
+def made_up_bench(folder: Path, layouts: tuple[Layout, ...] = TWO) -> Bench:
+    """A bench on this machine of which nothing has started."""
+    folder.mkdir(exist_ok=True)
+    items = tuple(made_up_layout(layout) for layout in layouts)
+    bench = Bench(folder, "local", "cpu", LENGTH, bench_runs(items, [item.name for item in items]))
+    write_bench(bench, "small.yaml", Selection(items, {}, ()), [])
+    return bench
+
+
+def made_up_layout(layout: Layout) -> BenchLayout:
+    from trainkit.bench.layouts import name_of
+
+    values = {"train.device_batch_size": 4, "parallel.pp_microbatches": 4}
+    return BenchLayout(name_of(layout, {}), layout, values)
+
+
+def train_made_up(run: RunDir, num_steps: int = 10, step_s: float = 0.5, **end: Any) -> None:
+    """The files of a run whose steps take so long, one that waits for data, and of its end."""
+    attempt = run.attempt(1)
+    (run.path / "checkpoints" / "step-00000010").mkdir(parents=True)
+    attempt.create()
+    run.config_file.write_text("name: small\n")
+    for step in range(1, num_steps + 1):
+        seconds = step_s * (100 if step == 1 else 7 if step > 7 else 1)  # warming up, and profiled
+        record = {
+            "step": step,
+            "time": stamp(step),
+            "attempt": 1,
+            "loss": 5.0 - step / 10,
+            "tokens_per_s": 1024 / seconds,
+            "tokens_per_s_per_gpu": 512 / seconds,
+            "mfu": None,
+            "step_s": seconds,
+            "data_wait_s": 0.01 * step,
+            "mem_gib_peak": 1.0 + step / 100,
+            "samples_seen": 16 * step,
+        }
+        append_jsonl(run.metrics_file, record)
+    write_json(run.job_file, {"name": "small", "attempts": [{"attempt": 1, "host": "elsewhere", "pid": 1}]})
+    ended = {"state": "finished", "action": "stopped", "exit_code": 0, "reason": "all ranks", "verdict": None}
+    write_json(attempt.end_file, {**ended, "time": stamp(num_steps), **end})
+
+
+def profile_made_up(run: RunDir, rank: int, *waits: tuple[float, float]) -> None:
+    """A profile of a rank that computes 20 s from the end of step 7 on, and in between waits for gloo.
+
+    `waits` are the seconds since then at which it begins and ends to wait.
+    """
+    base = int((BEGAN + timedelta(seconds=7)).timestamp() * 1e9)
+    cuts = [0.0, *(moment for wait in waits for moment in wait), 20.0]
+    work = [_event("aten::mm", begin, end) for begin, end in zip(cuts[::2], cuts[1::2], strict=True)]
+    talk = [_event("c10d::allreduce_", begin, end) for begin, end in waits]
+    file = run.attempt(1).rank_profile(rank)
+    file.parent.mkdir(exist_ok=True)
+    write_json(file, {"traceEvents": [*work, *talk], "baseTimeNanoseconds": base})
+
+
+def stamp(step: int) -> str:
+    """When a step ended: one a second."""
+    return (BEGAN + timedelta(seconds=step)).isoformat().replace("+00:00", "Z")
+
+
+def _event(name: str, begin: float, end: float) -> dict[str, Any]:
+    times = {"ts": begin * 1e6, "dur": (end - begin) * 1e6}
+    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, **times}
