@@ -35,6 +35,7 @@ COMMANDS = {
     "requeue": "Same job again: save, stop and come back.",
     "resume": "Go on from the newest good checkpoint.",
     "drill": "A fire drill: interrupt a short run in every way, and compare its losses.",
+    "bench": "Run a config in many ways for a few steps each, and compare them.",
     "ckpt": "List, verify and prune checkpoints.",
     "data": "Prepare and validate training data.",
     "shell": "An interactive allocation on the cluster, with the environment ready.",

@@ -1,0 +1,252 @@
+"""`trainkit bench layouts` as it is typed, with small scripts as workers and once with the real trainer."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from steering import Desk, wait_for
+
+from tests.support.benches import made_up_bench, profile_made_up, train_made_up
+from trainkit.bench.columns import COLUMNS
+from trainkit.job.record import Liveness, liveness, newest_entry
+from trainkit.rundir import RunDir, read_json
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO = ("--gpus-per-node", "2")
+CURVE = """
+plan = json.load(open(f"{RUN_DIR}/attempts/001/plan.json"))
+layout, batch = plan["layout"], plan["batch"]
+if layout["tp"] == 2 and RANK == 1:
+    os.makedirs(f"{RUN_DIR}/attempts/001/errors", exist_ok=True)
+    with open(f"{RUN_DIR}/attempts/001/errors/rank-0001.json", "w") as stream:
+        json.dump({"rank": 1, "type": "OutOfMemoryError", "message": "no memory", "step": 3}, stream)
+    sys.exit(1)
+if layout["tp"] == 2:
+    time.sleep(30)
+if RANK == 0:
+    with open(f"{RUN_DIR}/metrics.jsonl", "w") as stream:
+        for step in range(1, 13):
+            seconds = 0.5 / layout["dp_shard"]
+            record = {"step": step, "time": "2026-01-01T00:00:00Z", "attempt": 1, "loss": 1.0,
+                      "tokens_per_s": 100 / seconds, "tokens_per_s_per_gpu": 50 / seconds, "mfu": 0.25,
+                      "step_s": seconds, "data_wait_s": 0.0, "mem_gib_peak": 1.0,
+                      "samples_seen": step * batch["global_batch_size"]}
+            stream.write(json.dumps(record) + "\\n")
+    os.makedirs(f"{RUN_DIR}/checkpoints/step-00000012")
+"""
+"""A trainer that computes nothing, and whose rank 1 has no memory for tensor parallelism."""
+
+
+def bench(desk: Desk, *args: str) -> subprocess.CompletedProcess[str]:
+    return desk.trainkit("bench", "layouts", *args)
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "summary.csv").open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_a_dry_run_lists_what_would_be_run(desk: Desk) -> None:
+    done = bench(desk, str(desk.config), *TWO, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    heading, *rows = [line.split() for line in done.stdout.splitlines()]
+    assert heading == ["LAYOUT", "BATCH", "MICROBATCHES", "ACCUMULATION"]
+    assert rows == [
+        ["dp_shard=2", "1", "-", "2"],
+        ["dp_replicate=2", "1", "-", "2"],
+        ["tp=2", "1", "-", "4"],
+        ["pp=2", "2", "2", "2"],
+    ]
+    why = "1f1b over 2 ranks needs more microbatches"
+    assert f"pp=2: train.device_batch_size: 2 instead of 1: {why}" in done.stderr
+    assert "train.steps: 30 instead of 10: a bench is short" in done.stderr
+    assert "30 steps each: 5 to warm up, 22 measured, 3 profiled" in done.stderr
+    assert not (desk.folder / "runs").exists()
+
+
+def test_what_is_not_run_is_said(desk: Desk) -> None:
+    done = bench(desk, str(desk.config), "--gpus-per-node", "16", "--set", "train.global_batch_size=64",
+                 "--set", "model.num_layers=16", "--dry-run", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    value = json.loads(done.stdout)
+    assert len(value["layouts"]) == 16
+    names = [item["layout"] for item in value["layouts"]] + value["left_out"]
+    assert len(names) == len(set(names)) > 20
+    assert value["impossible"]["tp=16"].startswith("parallel.tp is 16, which does not divide")
+    assert f"{len(value['left_out'])} that are possible too" in done.stderr
+    assert all(item["values"]["train.global_batch_size"] == 64 for item in value["layouts"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--layout", "tq=2"], "--layout tq=2: the section parallel has no key tq"),
+        (["--layout", "tp=3"], "parallel.tp 3 does not divide 2 processes"),
+        (["--layout", "tp=zwei"], "--layout tp=zwei: parallel.tp: must be a whole number"),
+        (["--layout", "tp=2", "--layout", "tp=2,dp_shard=1"], "two --layout mean the same: tp=2"),
+        (["--steps", "5"], "--steps 5: with 5 to warm up (--warmup) and 3 that are profiled"),
+        (["--set", "data.source=nowhere.txt"], "nowhere.txt"),
+        (["--backend", "submitit"], "submitit has arrays of its own kind"),
+        (["--out", " "], "--out is empty"),
+        (["--out", "."], "is not empty"),
+    ],
+)
+def test_what_was_typed_wrong(desk: Desk, args: list[str], message: str) -> None:
+    done = bench(desk, str(desk.config), *TWO, *args, "--json")
+    value = json.loads(done.stdout)
+    assert (done.returncode, value["exit_code"]) == (2, 2)
+    assert message in value["error"]
+    assert not (desk.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message", "hint"),
+    [
+        ([], "missing argument 'CONFIG'", "--help` shows how it is used"),
+        (
+            ["--collect", "nowhere"],
+            "nowhere is no folder of a bench",
+            "`trainkit bench layouts CONFIG` makes",
+        ),
+        (["--collect", ""], "--collect is empty", "name the folder of a bench"),
+        (["small.yaml", "--collect", "x", "--steps", "9"], "CONFIG, --steps would have no effect", "leave"),
+    ],
+)
+def test_collect_takes_a_bench_and_nothing_else(desk: Desk, args: list[str], message: str, hint: str) -> None:
+    done = bench(desk, *args)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert hint in done.stderr
+
+
+def test_the_summary_of_runs_that_were_made_elsewhere(desk: Desk) -> None:
+    made = made_up_bench(desk.folder / "bench")
+    first, second = (made.run_dir(item) for item in made.runs)
+    train_made_up(first)
+    for rank in range(2):
+        profile_made_up(first, rank, (2.0, 2.5))
+    verdict = {"rank": 1, "type": "OutOfMemoryError", "message": "no memory", "step": 3}
+    train_made_up(second, 4, state="failed", reason="rank 1 failed", verdict=verdict)
+    done = bench(desk, "--collect", "bench", "--json")
+    assert done.returncode == 0, done.stderr
+    value = json.loads(done.stdout)
+    good, bad = rows_of(made.folder)
+    assert list(good) == list(COLUMNS)
+    assert (
+        [row["layout"] for row in value["rows"]] == [good["layout"], bad["layout"]] == ["dp_shard=2", "tp=2"]
+    )
+    assert (good["status"], good["tokens_per_s"], good["exposed_comm_s"]) == ("finished", "2048", "0.25")
+    assert (bad["status"], bad["steps"], bad["exposed_comm_s"]) == ("failed", "2", "")
+    assert bad["verdict"] == "rank 1 failed first at step 3: OutOfMemoryError: no memory"
+    assert list(first.checkpoints_dir.iterdir()) == []
+    shown = bench(desk, "--collect", "bench")
+    assert shown.stdout.splitlines()[-1].startswith("tp=2: rank 1 failed first at step 3")
+
+
+def test_without_matplotlib_there_is_the_csv_and_a_word(desk: Desk) -> None:
+    made = made_up_bench(desk.folder / "bench")
+    train_made_up(made.run_dir(made.runs[0]))
+    hidden = desk.folder / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(
+        "import importlib.util as util\nfind = util.find_spec\n"
+        "util.find_spec = lambda name, *more: None if name == 'matplotlib' else find(name, *more)\n"
+    )
+    desk.environ["PYTHONPATH"] = f"{hidden}:{desk.environ['PYTHONPATH']}"
+    done = bench(desk, "--collect", "bench")
+    assert done.returncode == 0, done.stderr
+    assert "no plots: matplotlib is not installed (pip install 'trainkit[bench]')" in done.stderr
+    assert not (made.folder / "plots").exists()
+    assert len(rows_of(made.folder)) == 2
+
+
+def test_nothing_measured_is_a_failure(desk: Desk) -> None:
+    made = made_up_bench(desk.folder / "bench")
+    done = bench(desk, "--collect", "bench")
+    assert done.returncode == 1
+    assert {row["status"] for row in rows_of(made.folder)} == {"not started"}
+    assert "2 of 2 have not ended" in done.stderr
+
+
+def test_layouts_run_one_after_another_and_one_that_fails_stays_in_the_table(desk: Desk) -> None:
+    desk.works(CURVE)
+    args = [str(desk.config), *TWO, "--steps", "12", "--warmup", "2", "--out", "runs/mine"]
+    done = bench(desk, *args, "--layout", "tp=2", "--layout", "dp_replicate=2", "--layout", "dp_shard=2")
+    assert done.returncode == 0, done.stderr
+    folder = desk.folder / "runs/mine"
+    rows = rows_of(folder)
+    assert [row["layout"] for row in rows] == ["dp_shard=2", "dp_replicate=2", "tp=2"]
+    assert [row["status"] for row in rows] == ["finished", "finished", "failed"]
+    assert [row["tokens_per_s"] for row in rows] == ["400", "200", ""]
+    assert [row["samples_per_s"] for row in rows] == ["16", "8", ""]
+    assert rows[2]["verdict"].startswith("rank 1 failed first")
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:4]] == [row["layout"] for row in rows]
+    said = [line for line in done.stderr.splitlines() if line[:3] in ("1/3", "2/3", "3/3")]
+    assert [line.split()[1] for line in said] == ["tp=2:", "dp_replicate=2:", "dp_shard=2:"]
+    assert "exposed_comm_s is not known" in done.stderr  # these workers wrote no profile
+    for row in rows:
+        run = RunDir(folder / row["run"])
+        assert run.attempt_numbers() == [1]  # what fails is not started again
+        assert list(run.checkpoints_dir.iterdir()) == []
+    assert "no runs yet" in desk.trainkit("status").stderr  # they are no runs of their own
+    again = bench(desk, "--collect", "runs/mine", "--json")
+    assert [row["layout"] for row in json.loads(again.stdout)["rows"]] == [row["layout"] for row in rows]
+
+
+def test_ctrl_c_ends_the_one_that_runs(desk: Desk) -> None:
+    process = desk.start("bench", "layouts", str(desk.config), *TWO, "--out", "mine")
+    run = RunDir(desk.folder / "mine" / "dp_shard=2")
+    desk.wait_for_log(run, "attempt 1 rank 0")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert "--collect" in err
+    entry = newest_entry(run)
+    assert entry is not None
+    wait_for(lambda: liveness(entry) is Liveness.GONE)
+    assert sorted(path.name for path in (desk.folder / "mine").glob("*/job.json")) == ["job.json"]
+
+
+@pytest.mark.slow
+def test_two_processes_on_three_layouts(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"line {n} says {n * n}\n" for n in range(1500)))
+    (tmp_path / "small.yaml").write_text(
+        "name: small\ndevice: cpu\nmodel: {preset: nano}\nprecision: {dtype: fp32}\n"
+        "data: {source: text.txt, seq_len: 64}\ntrain: {device_batch_size: 4, global_batch_size: 16}\n"
+    )
+    home = {"XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    layouts = [word for name in ("dp_shard=2", "tp=2", "pp=2") for word in ("--layout", name)]
+    argv = ["bench", "layouts", "small.yaml", "--backend", "local", *TWO, "--steps", "9", "--warmup", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainkit", *argv, *layouts, "--out", "out", "--json"],
+        cwd=tmp_path,
+        env={**os.environ, **home, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    assert {row["layout"] for row in rows} == {"dp_shard=2", "tp=2", "pp=2"}
+    assert {row["status"] for row in rows} == {"finished"}
+    assert {row["steps"] for row in rows} == {4}
+    # The same samples on every layout, and so the same loss.
+    assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * 3, abs=1e-4)
+    for row in rows:
+        run = RunDir(tmp_path / "out" / row["run"])
+        assert row["samples_per_s"] * row["step_s"] == pytest.approx(16, rel=0.3)
+        assert row["tokens_per_s"] == pytest.approx(row["samples_per_s"] * 64, rel=0.01)
+        assert row["mfu"] is None
+        assert row["mem_gib_peak"] > 0.05
+        assert 0 < row["exposed_comm_s"] < 60
+        assert read_json(run.plan_file)["batch"]["global_batch_size"] == 16
+        assert list(run.checkpoints_dir.iterdir()) == []
+        assert run.attempt(1).rank_profile(1).exists()

@@ -1,0 +1,118 @@
+"""``trainkit bench``: a config run in many ways for a few steps each."""
+
+from __future__ import annotations
+
+from textwrap import wrap
+from typing import Any
+
+import click
+
+from trainkit.bench.columns import COLUMNS
+from trainkit.cli.options import ConfigRequest, config_options_unless_given, examples, json_option
+from trainkit.errors import UsageError
+
+STEPS = 30
+WARMUP = 5
+WIDTH = 100
+
+
+@click.group(
+    epilog=examples(
+        "trainkit bench layouts configs/quickstart.yaml --gpus-per-node 2 --steps 20",
+        "trainkit bench layouts configs/quickstart.yaml --gpus-per-node 4 --dry-run",
+    )
+)
+def command() -> None:
+    """Run a config in many ways for a few steps each, and compare what they cost."""
+
+
+def _columns() -> str:
+    """What summary.csv says, for the help."""
+    width = max(map(len, COLUMNS)) + 4
+    lines = []
+    for name, text in COLUMNS.items():
+        first, *rest = wrap(text, WIDTH - width - 2)
+        lines += [f"  {name:<{width - 2}}{first}", *(" " * width + line for line in rest)]
+    return "\b\nColumns of summary.csv:\n" + "\n".join(lines)
+
+
+@command.command(
+    epilog=_columns()
+    + "\n\n"
+    + examples(
+        "trainkit bench layouts configs/quickstart.yaml --gpus-per-node 4 --dry-run",
+        "trainkit bench layouts configs/quickstart.yaml --gpus-per-node 2 --steps 20 --out runs/two",
+        "trainkit bench layouts --collect runs/two",
+        "trainkit bench layouts configs/quickstart.yaml --gpus-per-node 2 --steps 20 "
+        "--layout tp=2 --layout dp_shard=2,zero=2",
+    )
+)
+@config_options_unless_given
+@click.option(
+    "--layout",
+    "layouts",
+    multiple=True,
+    metavar="KEY=N,KEY=N,…",
+    help="A layout, by keys of the section parallel; repeatable. Default: all that can be run.",
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=STEPS, metavar="N", help=f"Steps of a run; {STEPS}."
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=0),
+    default=WARMUP,
+    metavar="K",
+    help=f"First steps, which are not measured; {WARMUP}.",
+)
+@click.option("--out", metavar="DIR", help="Folder of the bench, new or empty; default: runs/NAME-layouts.")
+@click.option(
+    "--at-once",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="On Slurm: so many run at once; 1, so that none disturbs another.",
+)
+@click.option("--follow", is_flag=True, help="On Slurm: wait for the runs and make the summary.")
+@click.option("--dry-run", is_flag=True, help="Print the layouts that would be run; start nothing.")
+@click.option("--collect", metavar="DIR", help="Make the summary of the bench in DIR; nothing is run.")
+@json_option
+def layouts(request: ConfigRequest | None, collect: str | None, as_json: bool, **typed: Any) -> int:
+    """Run CONFIG on many layouts for a few steps each; write summary.csv and plots.
+
+    Without --layout these are all layouts that the number of processes, the model and the batch allow, the
+    simplest first; parallel.cp only where the config has it or the sequence is longer than 16,000 tokens.
+    train.global_batch_size is the same for all; train.device_batch_size and
+    parallel.pp_microbatches are adapted where a layout needs it.
+
+    On this machine they run one after another, and Ctrl-C ends the one that runs. On Slurm they are one
+    array, and --follow, or --collect DIR later, makes the summary. Exit code 1 when nothing was measured.
+    """
+    from trainkit.cli.bench_layouts import bench_layouts
+    from trainkit.cli.bench_plan import LayoutsRequest
+    from trainkit.cli.bench_summary import summarize_folder
+
+    if collect is not None:
+        _refuse_others()
+        return summarize_folder(collect, as_json)
+    if request is None:
+        raise UsageError(
+            "missing argument 'CONFIG'", hint="`trainkit bench layouts --help` shows how it is used"
+        )
+    return bench_layouts(request, LayoutsRequest(**typed, as_json=as_json))
+
+
+def _refuse_others() -> None:
+    """Refuse whatever else was typed beside --collect: it would have no effect."""
+    context = click.get_current_context()
+    typed = [
+        parameter.opts[0] if isinstance(parameter, click.Option) else "CONFIG"
+        for parameter in context.command.params
+        if parameter.name not in ("collect", "as_json", "help")
+        and context.get_parameter_source(str(parameter.name)) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if typed:
+        raise UsageError(
+            f"--collect makes the summary of what has run, and {', '.join(typed)} would have no effect",
+            hint="leave it out",
+        )
