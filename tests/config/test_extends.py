@@ -116,7 +116,8 @@ def test_shipped_profile(tmp_path: Path) -> None:
 
 def test_no_such_profile(tmp_path: Path) -> None:
     assert message(tmp_path, {"run.yaml": "seed: 1\n", "profiles/big.yaml": "seed: 1\n"}, profile="smok") == (
-        "--profile smok: there is no profile 'smok'\n  hint: did you mean smoke? profiles here: big, smoke"
+        "--profile smok: there is no profile 'smok'\n  hint: did you mean smoke? "
+        "profiles here: aggressive, balanced, big, conservative, smoke"
     )
 
 

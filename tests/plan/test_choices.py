@@ -41,7 +41,8 @@ def test_every_choice_is_a_layout_of_all_gpus(preset: str, num_gpus: int) -> Non
         assert work.layout.world_size == num_gpus
         assert work.layout.tp <= size
         batch_size, seq_len = work.device_batch_size, work.seq_len
-        assert list(layout_problems(work.layout, work.parallel, work.shape, batch_size, seq_len)) == []
+        steps = work.accumulation_steps
+        assert list(layout_problems(work.layout, work.parallel, work.shape, batch_size, seq_len, steps)) == []
         assert work.tokens_per_step == 3 * 512 * seq_len
         assert work.samples_at_once <= 4
     ranks = [choice.rank for choice in found]
@@ -96,6 +97,13 @@ def test_a_pipeline_cuts_the_share_of_a_process() -> None:
     assert (work.samples_at_once, work.passes_per_step) == (1, 24)
     assert work.parallel.pp_microbatches >= 4
     assert best_of(workload("7b"), Layout(dp_shard=2, pp=4), hardware(8), 4) is None  # fewer than stages
+
+
+def test_a_schedule_that_goes_back_twice_is_not_combined_with_selective_recomputation() -> None:
+    base = workload("7b", pp_schedule="zbv", activation_checkpointing="selective", seq_len=16_384)
+    choice = best_of(base, Layout(dp_shard=2, pp=4), hardware(8, "a100-40gb"), 64)
+    assert choice is not None
+    assert choice.work.parallel.activation_checkpointing == "full"
 
 
 def test_a_batch_that_cannot_be_shared_leaves_nothing() -> None:

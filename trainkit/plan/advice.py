@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trainkit.plan.choices import MODES, Choice, batches, choose
+from trainkit.plan.choices import MODES, Choice, batches, choose, is_refused
 from trainkit.plan.hardware import Hardware
 
 MOST_NODES = 512
@@ -44,12 +44,14 @@ def advise(asked: Choice, global_batch_size: int | None) -> Iterator[Advice]:
 def _on_the_same_layout(asked: Choice, global_batch_size: int | None) -> Iterator[Advice]:
     mode = asked.work.parallel.activation_checkpointing
     for stronger in MODES[MODES.index(mode) + 1 :]:
-        choice = Choice(asked.work.with_parallel(activation_checkpointing=stronger), asked.hardware)
-        if choice.fit == "fits":
+        work = asked.work.with_parallel(activation_checkpointing=stronger)
+        choice = Choice(work, asked.hardware)
+        if not is_refused(work) and choice.fit == "fits":
             yield Advice(f"parallel.activation_checkpointing: {stronger}", choice)
             break
-    for work in batches(asked.work, global_batch_size):
-        if work.samples_at_once < asked.work.samples_at_once:
+    for smaller in batches(asked.work, global_batch_size):
+        work = smaller.with_parallel(activation_checkpointing=mode)
+        if work.samples_at_once < asked.work.samples_at_once and not is_refused(work):
             choice = Choice(work, asked.hardware)
             if choice.fit == "fits":
                 yield Advice(f"train.device_batch_size: {work.device_batch_size}", choice)

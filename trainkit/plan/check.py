@@ -78,9 +78,9 @@ def _held_against_model(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine, target: Target
 ) -> tuple[LaunchPlan, list[Problem]]:
     """The plan with what it takes, and everything because of which the model cannot be trained so."""
-    config = loaded.config
-    batch_size, seq_len = plan.batch.device_batch_size, config.data.seq_len
-    found = list(layout_problems(plan.layout, config.parallel, shape, batch_size, seq_len))
+    config, size, steps = loaded.config, plan.batch.device_batch_size, plan.batch.accumulation_steps
+    seq_len = config.data.seq_len
+    found = list(layout_problems(plan.layout, config.parallel, shape, size, seq_len, steps))
     if found:
         return plan, [_with_origin(loaded, problem) for problem in found]
     words, problem = judge_memory(loaded, plan, shape, machine, target)

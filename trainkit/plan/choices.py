@@ -93,7 +93,10 @@ def best_of(
     for mode in MODES:
         # More is computed again only for a larger batch.
         for index, work in enumerate(works):
-            choice = Choice(work.with_parallel(activation_checkpointing=mode), hardware)
+            made = work.with_parallel(activation_checkpointing=mode)
+            if is_refused(made):
+                break
+            choice = Choice(made, hardware)
             if best is None or choice.rank < best.rank:
                 best = choice
             if choice.fit == "fits":
@@ -103,7 +106,11 @@ def best_of(
 
 
 def batches(work: Workload, global_batch_size: int | None) -> Iterator[Workload]:
-    """The ways to read a step's samples on a layout, the largest batches first, none larger than asked."""
+    """The ways to read a step's samples on a layout, the largest batches first, none larger than asked.
+
+    Nothing is computed again in them: not every schedule allows that.
+    """
+    work = work.with_parallel(activation_checkpointing="none")
     dp = work.layout.dp
     if global_batch_size is None:
         global_batch_size = work.device_batch_size * dp
@@ -121,20 +128,30 @@ def _with_batch(work: Workload, samples: int, passes: int) -> Workload | None:
     """A workload that computes so many samples at once, so many times a step; None where that cannot be."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
-        return None if _refused(made) else made
-    for microbatches in _divisors(passes):
+        return None if is_refused(made) else made
+    # As many microbatches as ranks fill the pipeline in a validation too, where nothing is accumulated.
+    pp, counts = work.layout.pp, _divisors(passes)
+    for microbatches in sorted(counts, key=lambda count: (count < pp, abs(count - pp))):
         made = replace(
             work.with_parallel(pp_microbatches=microbatches),
             device_batch_size=samples * microbatches,
             accumulation_steps=passes // microbatches,
         )
-        if not _refused(made):
+        if not is_refused(made):
             return made
     return None
 
 
-def _refused(work: Workload) -> bool:
-    found = layout_problems(work.layout, work.parallel, work.shape, work.device_batch_size, work.seq_len)
+def is_refused(work: Workload) -> bool:
+    """Whether the rules of layouts speak against a workload."""
+    found = layout_problems(
+        work.layout,
+        work.parallel,
+        work.shape,
+        work.device_batch_size,
+        work.seq_len,
+        work.accumulation_steps,
+    )
     return next(found, None) is not None
 
 

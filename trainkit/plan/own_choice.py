@@ -27,7 +27,8 @@ def own_choice(
     except ConfigError as error:
         found = error.problems
     else:
-        found = list(layout_problems(layout, config.parallel, shape, train.device_batch_size, seq_len))
+        size, steps = batch.device_batch_size, batch.accumulation_steps
+        found = list(layout_problems(layout, config.parallel, shape, size, seq_len, steps))
         if not found:
             return Choice(workload_of(config, shape, layout, batch), hardware), []
     return None, [loaded.problem(problem.key, problem.message, problem.hint) for problem in found]
