@@ -20,6 +20,7 @@ from trainkit.bench.layouts import (
 )
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.plan.choices import LONG_SEQUENCE
 from trainkit.plan.launch import Layout
 
 
@@ -73,7 +74,7 @@ def test_tensor_parallelism_stays_within_a_node() -> None:
 def test_sequences_are_split_when_they_are_long_or_the_config_does_it() -> None:
     assert not any("cp=" in name for name in names())
     assert "cp=4" in names(parallel={"cp": 2})
-    assert "cp=4" in names(seq_len=16_384)
+    assert "cp=4" in names(seq_len=LONG_SEQUENCE)
 
 
 def test_what_is_not_possible_has_a_reason() -> None:
@@ -124,10 +125,15 @@ def test_a_pipeline_gets_the_microbatches_that_it_needs() -> None:
     assert item.notes == (f"parallel.pp_microbatches: 2 instead of 3: {why}",)
 
 
-def test_a_long_pipeline_gets_a_larger_batch() -> None:
-    item = asked("pp=8", 8)
-    assert item.values["train.device_batch_size"] == item.values["parallel.pp_microbatches"] == 8
-    assert item.notes[0].startswith("train.device_batch_size: 8 instead of 4: 1f1b over 8 ranks needs more")
+def test_microbatches_of_a_whole_step_fill_a_long_pipeline() -> None:
+    item = asked("pp=8", 8, {"pp_microbatches": 2})
+    assert (item.values["train.device_batch_size"], item.values["parallel.pp_microbatches"]) == (4, 2)
+    assert item.notes == ()
+
+
+def test_a_step_that_is_too_small_for_a_pipeline() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.pp_microbatches: .* needs with parallel\.pp 8"):
+        asked("pp=8", 8, global_batch_size=4)
 
 
 def test_microbatches_that_were_asked_for_stay() -> None:
@@ -135,6 +141,7 @@ def test_microbatches_that_were_asked_for_stay() -> None:
     assert item.name == "pp=2,pp_microbatches=8"
     assert item.values["parallel.pp_microbatches"] == 8
     assert item.values["train.device_batch_size"] == 8
+    assert item.notes[0] == "train.device_batch_size: 8 instead of 4: it is cut into 8 microbatches"
 
 
 def test_what_is_left_out_is_what_a_config_would_take() -> None:

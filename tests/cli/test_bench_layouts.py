@@ -63,10 +63,10 @@ def test_a_dry_run_lists_what_would_be_run(desk: Desk) -> None:
         ["dp_shard=2", "1", "-", "2"],
         ["dp_replicate=2", "1", "-", "2"],
         ["tp=2", "1", "-", "4"],
-        ["pp=2", "2", "2", "2"],
+        ["pp=2", "1", "1", "4"],
     ]
-    why = "1f1b over 2 ranks needs more microbatches"
-    assert f"pp=2: train.device_batch_size: 2 instead of 1: {why}" in done.stderr
+    why = "of a batch of 1 1f1b over 2 ranks can have 1"
+    assert f"pp=2: parallel.pp_microbatches: 1 instead of 4: {why}" in done.stderr
     assert "train.steps: 30 instead of 10: a bench is short" in done.stderr
     assert "30 steps each: 5 to warm up, 22 measured, 3 profiled" in done.stderr
     assert not (desk.folder / "runs").exists()

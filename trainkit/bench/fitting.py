@@ -52,7 +52,7 @@ def fit(layout: Layout, parallel: ParallelConfig, site: Site, microbatches: int 
     for size in _nearest(share, site.device_batch_size):
         for number in _microbatches(layout, size, parallel.pp_microbatches, microbatches):
             tried = parallel.model_copy(update={"pp_microbatches": number})
-            found = list(layout_problems(layout, tried, site.shape, size, site.seq_len))
+            found = list(layout_problems(layout, tried, site.shape, size, site.seq_len, share // size))
             if not found:
                 return FittedBatch(size, number, tuple(_notes(layout, parallel, site, size, number)))
             problems = problems or found
@@ -87,7 +87,7 @@ def _notes(
         if share % wanted:
             why = f"each of {layout.dp} data-parallel has {share} of the {site.global_batch_size} samples"
         else:
-            why = f"{parallel.pp_schedule} over {layout.pp} ranks needs more microbatches"
+            why = f"it is cut into {microbatches} microbatches"
         yield f"train.device_batch_size: {size} instead of {wanted}: {why}"
     if microbatches != parallel.pp_microbatches:
         why = f"of a batch of {size} {parallel.pp_schedule} over {layout.pp} ranks can have {divisors(size)}"

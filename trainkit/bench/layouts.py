@@ -12,12 +12,11 @@ from trainkit.config.names import near
 from trainkit.config.running import ParallelConfig
 from trainkit.config.yamlfile import parse_value
 from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.plan.choices import LONG_SEQUENCE
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout import make_layout
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
-LONG_SEQUENCE = 16_384
-"""Tokens from which on a sequence is split over ranks without being asked to."""
 MOST_LAYOUTS = 16
 """Layouts that are run without being named: a bench is meant to end soon."""
 
