@@ -50,8 +50,8 @@ def plus(*counts: dict[str, int]) -> dict[str, int]:
 # A split embedding, two splits in each block, a split head: each has a reduction in one pass and, in the
 # other, one for the gradient of its input.
 SPLITS = 2 * LAYERS + 1
-SHARDED = {"all_gather": PASSES, "reduce_scatter": 1}
-"""All parameters are one unit: gathered for each forward pass, reduced once."""
+SHARDED = {"all_gather": PASSES, "reduce_scatter": PASSES}
+"""All parameters are one unit: gathered for each forward pass, reduced after each backward pass."""
 MICROBATCHES = GLOBAL_BATCH
 """Of one sample."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,7 +75,8 @@ def check_against_the_wrapper(world: World) -> None:
     mesh = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     on_host, wrapped = nano(), nano()
     apply_data_parallel(wrapped, list(wrapped.blocks), mesh, Layout(world.size, 1), torch.float32)
-    switches = [gradient_switch(model, mesh) for model in (on_host, wrapped)]
+    copies = replace(world, mesh=mesh, layout=Layout(world.size, 1))
+    switches = [gradient_switch(model, copies) for model in (on_host, wrapped)]
     for number in range(4):
         last = number % 2 == 1
         for model, switch in zip((on_host, wrapped), switches, strict=True):

@@ -66,11 +66,12 @@ def _parameters(work: Workload) -> Iterator[Flow]:
 
 
 def _gradients(work: Workload) -> Iterator[Flow]:
-    """Once a step, however much is accumulated: scattered over the shards, summed over the copies."""
+    """Scattered over the shards after every pass, unless that is for the pipeline; summed over copies once."""
     blocks, root, units = _weights(work)
     layout, shards, copies = work.layout, work.shards, work.layout.dp_replicate
     whole = FLOAT32 * (blocks + root)
-    yield Flow("reduce", whole * (shards - 1) // shards, units + 1, shards, layout.tp)
+    passes = 1 if layout.pp > 1 else work.passes_per_step
+    yield Flow("reduce", passes * whole * (shards - 1) // shards, passes * (units + 1), shards, layout.tp)
     sent = 2 * (whole // shards) * (copies - 1) // copies
     yield Flow("reduce", sent, units + 1, copies, layout.tp * layout.cp * layout.dp_shard)
 

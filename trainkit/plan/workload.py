@@ -74,7 +74,7 @@ class Workload:
     @property
     def accumulates(self) -> bool:
         """Whether whole gradients wait for later passes of the step before they are reduced."""
-        return self.layout.pp > 1 or self.accumulation_steps > 1
+        return self.layout.pp > 1 or (self.accumulation_steps > 1 and self.shards == 1)
 
     @property
     def tokens_at_once(self) -> int:

@@ -76,7 +76,7 @@ def assemble(
     )
     if layout.pp == 1:
         [model] = parts
-        passes: Passes = WholePasses(task, model, gradient_switch(model, world.mesh), world, context, pulse)
+        passes: Passes = WholePasses(task, model, gradient_switch(model, world), world, context, pulse)
         return BuiltModel(parts, weights, passes, None)
     passes = PipelinePasses(
         task,

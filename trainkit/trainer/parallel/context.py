@@ -8,12 +8,14 @@ so that all have the same number of keys to look at.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_single_autograd
+from torch.nn.attention.bias import causal_lower_right
 
 from trainkit.trainer.models.model import Seen
 
@@ -44,18 +46,18 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
     outputs = []
     for part, queries in zip((cp_rank, 2 * cp - 1 - cp_rank), q.chunk(2, dim=2), strict=True):
         num_keys = (part + 1) * size
-        # The queries are the last of the keys that they look at.
-        mask = torch.ones(size, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - size)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                queries,
-                keys[:, :, :num_keys],
-                values[:, :, :num_keys],
-                attn_mask=mask,
-                enable_gqa=k.shape[1] != q.shape[1],
-            )
-        )
+        outputs.append(_attend_to_last(queries, keys[:, :, :num_keys], values[:, :, :num_keys]))
     return torch.cat(outputs, dim=2)
+
+
+def _attend_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of queries that stand at the last of the keys' positions."""
+    if q.is_cuda:
+        mask: Any = causal_lower_right(q.shape[2], k.shape[2])  # no mask in memory: the kernels know this one
+    else:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    out: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
+    return out
 
 
 def _gather(mine: Tensor, group: dist.ProcessGroup, cp: int) -> Tensor:

@@ -6,7 +6,7 @@ Copies on CPUs are the exception: there is nothing to wrap, their gradients are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -88,7 +88,7 @@ def apply_data_parallel(
 
 
 GradientSwitch = Callable[[bool], None]
-"""Switches the averaging of gradients over ranks off (for all but the last microbatch of a step) and on."""
+"""Switches off (for all but the last microbatch of a step) and on what can wait until a step is whole."""
 
 
 def reduces_on_host(world: World) -> bool:
@@ -102,10 +102,13 @@ def reduces_on_host(world: World) -> bool:
     )
 
 
-def gradient_switch(model: nn.Module, mesh: DeviceMesh | None) -> GradientSwitch:
+def gradient_switch(model: nn.Module, world: World) -> GradientSwitch:
     """The switch of a model that is ready to train; begins to average where no wrapper does."""
-    if mesh is None:
+    if world.mesh is None:
         return lambda enabled: None
-    if isinstance(model, FSDPModule):
-        return cast(FSDPModule, model).set_requires_gradient_sync
-    return HostReduction(model, mesh["dp_replicate"].get_group()).set_enabled
+    if not isinstance(model, FSDPModule):
+        return HostReduction(model, world.mesh["dp_replicate"].get_group()).set_enabled
+    if world.layout.dp_shard * world.layout.cp == 1:
+        return model.set_requires_gradient_sync
+    # Between shards gradients are reduced after every microbatch: whole ones would wait on every rank.
+    return model.set_requires_all_reduce
