@@ -110,6 +110,10 @@ def test_a_smaller_share_makes_a_smaller_batch() -> None:
     )
 
 
+def test_a_batch_that_does_not_fit_becomes_smaller_not_larger() -> None:
+    assert asked("tp=2", 2, device_batch_size=7).values["train.device_batch_size"] == 4
+
+
 def test_processes_that_cannot_share_a_step() -> None:
     found, impossible = all_layouts(ParallelConfig(), site(3))
     assert [item.name for item in found] == ["pp=3"]

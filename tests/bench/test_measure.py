@@ -89,9 +89,9 @@ def test_a_step_whose_predecessor_is_missing_tells_no_samples(bench: Bench) -> N
     run = bench.run_dir(bench.runs[0])
     train_made_up(run)
     lines = run.metrics_file.read_text().splitlines(keepends=True)
-    run.metrics_file.write_text("".join(lines[:3] + lines[4:]))
+    run.metrics_file.write_text("".join(lines[1::2]))
     row = measured(read_metrics(run), bench.length.measured)
-    assert (row["steps"], row["samples_per_s"]) == (4, 32.0)
+    assert (row["steps"], row["samples_per_s"]) == (2, None)
 
 
 def test_the_order_is_the_speed_and_what_failed_comes_last(bench: Bench) -> None:

@@ -16,12 +16,15 @@ from steering import Desk, wait_for
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
 from trainkit.bench.columns import COLUMNS
-from trainkit.job.record import Liveness, liveness, newest_entry
-from trainkit.rundir import RunDir, read_json
+from trainkit.job.record import KILLED, Liveness, liveness, newest_entry
+from trainkit.rundir import RunDir, read_end, read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = ("--gpus-per-node", "2")
 CURVE = """
+import glob
+if RANK == 0 and glob.glob(f"{RUN_DIR}/../*/checkpoints/*"):
+    sys.exit("what was saved before takes space")
 plan = json.load(open(f"{RUN_DIR}/attempts/001/plan.json"))
 layout, batch = plan["layout"], plan["batch"]
 if layout["tp"] == 2 and RANK == 1:
@@ -212,6 +215,7 @@ def test_ctrl_c_ends_the_one_that_runs(desk: Desk) -> None:
     entry = newest_entry(run)
     assert entry is not None
     wait_for(lambda: liveness(entry) is Liveness.GONE)
+    assert (read_end(run.attempt(1)) or {})["reason"] == KILLED  # at once: nobody needs what it could save
     assert sorted(path.name for path in (desk.folder / "mine").glob("*/job.json")) == ["job.json"]
 
 
