@@ -32,8 +32,10 @@ if layout["tp"] == 2 and RANK == 1:
     with open(f"{RUN_DIR}/attempts/001/errors/rank-0001.json", "w") as stream:
         json.dump({"rank": 1, "type": "OutOfMemoryError", "message": "no memory", "step": 3}, stream)
     sys.exit(1)
-if layout["tp"] == 2:
-    time.sleep(30)
+while layout["tp"] == 2:
+    time.sleep(0.02)
+    if asked:
+        sys.exit(1)
 if RANK == 0:
     with open(f"{RUN_DIR}/metrics.jsonl", "w") as stream:
         for step in range(1, 13):
