@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from trainkit.bench.exposed import exposed_s, union, without
+from trainkit.bench.exposed import exposed_s, lean, union, without
 
 MAIN, GLOO = 7, 9
 """Threads: the first of the process, and one of gloo's."""
@@ -89,6 +90,23 @@ def test_alone_nothing_is_exposed() -> None:
     assert exposed_s(trace(event("aten::mm", 0.0, 3.0)), "cpu") == 0.0
 
 
+def test_a_trace_is_read_without_what_takes_most_of_its_space() -> None:
+    waits = event("gloo:all_reduce", 1.0, 5.0, "user_annotation", GLOO)
+    found = trace(
+        {**event("aten::mm", 0.0, 3.0), "args": {"Input Dims": [[1, 2], [3, 4]], "ph": "none"}},
+        {**waits, "args": {"Process Group Name": "0"}},
+        kernel("ncclDevKernel_AllReduce", 1.0, 2.0),
+        event("cudaLaunchKernel", 0.0, 1.0, "cuda_runtime"),
+    )
+    read = json.loads(json.dumps(found), object_hook=lean)
+    assert [exposed_s(read, device) for device in ("cpu", "cuda")] == [
+        exposed_s(found, device) for device in ("cpu", "cuda")
+    ]
+    assert exposed_s(read, "cpu") == pytest.approx(2.0)
+    assert "args" not in json.dumps(read)
+    assert "cudaLaunchKernel" not in json.dumps(read)
+
+
 def test_without_kernels_it_is_not_known() -> None:
     on_host = trace(event("aten::mm", 0.0, 3.0), event("nccl:all_reduce", 1.0, 2.0, "user_annotation"))
     assert exposed_s(on_host, "cuda") is None
@@ -124,7 +142,6 @@ def test_a_trace_of_torch_is_understood() -> None:
 
 def late_all_reduce(world: Any) -> None:
     """Rank 1 comes 0.3 s late to a collective: that is what rank 0 waits for, and rank 1 does not."""
-    import json
     import tempfile
     import time
     from pathlib import Path

@@ -20,7 +20,7 @@ COLUMNS = {
     "data_wait_s": "seconds a step that waited for data, the mean over all ranks",
     "mem_gib_peak": "GiB at most, on rank 0 only: of its GPU, else resident memory of the process",
     "exposed_comm_s": "seconds a step that a rank waited for communication, with nothing to compute "
-    "meanwhile: the mean over up to 8 ranks, in the last two steps, which the profiler slows; empty where no "
+    "meanwhile: the mean over up to 4 ranks, in the last two steps, which the profiler slows; empty where no "
     "profile was written",
     "loss": "of the last step",
     "status": "finished, failed, or what else became of the run",

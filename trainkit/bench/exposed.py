@@ -15,6 +15,7 @@ MICROSECOND = 1e-6
 NANOSECOND = 1e-9
 KERNEL_OF_NCCL = "nccl"
 WORK_OF_GLOO = "gloo:"
+NEEDED = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
 COMMUNICATING_OPS = ("c10d::", "_c10d_functional::wait_tensor")
 
 Span = tuple[float, float]
@@ -33,6 +34,14 @@ def exposed_s(trace: Mapping[str, Any], device: str, since_s: float = 0.0) -> fl
     begin = since_s / MICROSECOND - float(trace.get("baseTimeNanoseconds") or 0) * NANOSECOND / MICROSECOND
     exposed = without(talking, computing)
     return sum(max(0.0, end - max(start, begin)) for start, end in exposed) * MICROSECOND
+
+
+def lean(value: dict[str, Any]) -> dict[str, Any]:
+    """What `exposed_s` needs of a JSON object of a trace; an ``object_hook`` for large ones."""
+    if "ph" not in value:
+        return value
+    is_needed = value.get("cat") in ("kernel", "cpu_op") or str(value.get("name")).startswith(WORK_OF_GLOO)
+    return {key: value[key] for key in NEEDED if key in value} if is_needed else {}
 
 
 def _of_gpu(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from trainkit.bench.exposed import exposed_s
+from trainkit.bench.exposed import exposed_s, lean
 from trainkit.bench.record import Bench, BenchRun
 from trainkit.bench.shorten import COUNTED_PROFILED_STEPS, profiled_ranks
 from trainkit.observe.status import parse_time
@@ -89,7 +89,7 @@ def exposed_comm_s(
 
 def _read_trace(file: Path) -> dict[str, Any] | str:
     try:
-        trace = json.loads(file.read_bytes())
+        trace = json.loads(file.read_bytes(), object_hook=lean)
     except (OSError, ValueError) as error:
         return f"{file} cannot be read ({error})"
     return trace if isinstance(trace, dict) else f"{file} is no trace"

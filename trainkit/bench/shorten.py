@@ -13,7 +13,7 @@ PROFILED_STEPS = 3
 """The last steps, which the profiler records: they are slower, so none of them is measured."""
 COUNTED_PROFILED_STEPS = PROFILED_STEPS - 1
 """In the first of them the ranks wait for each other to start their profilers."""
-PROFILED_RANKS = 8
+PROFILED_RANKS = 4
 """A profile of every rank of a large job would take long to write and to read."""
 
 
@@ -51,9 +51,9 @@ class Length:
 
 
 def profiled_ranks(world_size: int) -> tuple[int, ...]:
-    """All ranks of a small job, of a larger one as many from every part of it."""
+    """All ranks of a small job, of a larger one the first, the last, and some in between."""
     count = min(world_size, PROFILED_RANKS)
-    return tuple(index * world_size // count for index in range(count))
+    return tuple(index * (world_size - 1) // max(1, count - 1) for index in range(count))
 
 
 def changes(config: RunConfig, length: Length, world_size: int, keeps_name: bool) -> list[Change]:
