@@ -227,10 +227,11 @@ def damage(checkpoint: Checkpoint, how: float) -> str:
     """Damage a checkpoint in the way that a number from 0 to 1 stands for; what was done."""
     shard = max((file for file in checkpoint.path.iterdir()), key=lambda file: file.stat().st_size)
     if how < 0.4:
-        data = bytearray(shard.read_bytes())
-        place = int(how / 0.4 * (len(data) - 8))
-        data[place : place + 8] = bytes(byte ^ 0xFF for byte in data[place : place + 8])
-        shard.write_bytes(data)
+        place = int(how / 0.4 * (shard.stat().st_size - 8))
+        with shard.open("rb") as stream:
+            stream.seek(place)
+            flipped = bytes(byte ^ 0xFF for byte in stream.read(8))
+        _overwrite(shard, place, flipped)
         return f"flipped at byte {place} of {shard.name}"
     if how < 0.6:
         os.truncate(shard, shard.stat().st_size - 2)
@@ -238,8 +239,15 @@ def damage(checkpoint: Checkpoint, how: float) -> str:
     if how < 0.8:
         shard.unlink()
         return f"lost {shard.name}"
-    checkpoint.manifest_file.write_bytes(b"garbage")
+    _overwrite(checkpoint.manifest_file, 0, b"garbage")
     return "lost its manifest"
+
+
+def _overwrite(file: Path, place: int, data: bytes) -> None:
+    """Change bytes where they are, which needs no space: the disk may be full."""
+    with file.open("r+b") as stream:
+        stream.seek(place)
+        stream.write(data)
 
 
 class Administrator:
