@@ -198,7 +198,7 @@ def make(*args: str) -> str:
 
 def test_make_alone_lists_what_can_be_made() -> None:
     targets = [line.split()[1] for line in make().splitlines()]
-    assert targets == ["help", "demo", "test", "test-fast", "lint", "bench", "cluster", "clean"]
+    assert targets == ["help", "demo", "test", "test-fast", "lint", "parity", "bench", "cluster", "clean"]
     assert make("help") == make()
 
 

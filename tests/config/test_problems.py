@@ -166,12 +166,6 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["task=vision"], "task: a task other than causal_lm is not in this release; task must be causal_lm"),
-        (["parallel.tp=2"], "parallel.tp: tensor parallelism is not in this release; parallel.tp must be 1"),
-        (
-            ["parallel.offload=true"],
-            "parallel.offload: offloading to host memory is not in this release; "
-            "parallel.offload must be false",
-        ),
         (
             ["logging.wandb={project: x}"],
             "logging.wandb: logging to Weights & Biases is not in this release; logging.wandb must be null",

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         "trainkit check configs/quickstart.yaml",
         "trainkit check configs/quickstart.yaml --nodes 2 --show-origin",
         "trainkit check configs/quickstart.yaml --cluster example",
-        "trainkit check configs/quickstart.yaml --set train.steps=100 --json",
         "trainkit check configs/quickstart.yaml --simulate-world 4 --set parallel.tp=2",
+        "trainkit check configs/quickstart.yaml --set train.steps=100 --json",
     )
 )
 @config_options

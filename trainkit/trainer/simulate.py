@@ -71,7 +71,7 @@ class _CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _PeakTracker(MemTracker):
+class _PeakTracker(MemTracker):  # type: ignore[no-untyped-call]
     """torch's tracker without its record of each module, which may be called only once a step for that."""
 
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None: ...
