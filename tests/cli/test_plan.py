@@ -33,14 +33,14 @@ def test_table(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     header, *rows = out.splitlines()
     assert header.split() == list(HEADER[1:])
     assert [" ".join(row.split()[:17]) for row in rows] == [
-        "1 8 1 1 1 2 none 1 x 8 3.1 25.3 6.3 20.3 12.9 67.4 fits",
-        "2 4 1 1 1 3 none 1 x 8 6.3 25.3 12.6 20.3 1.6 64.7 fits",
-        "* 1 8 1 1 1 3 full 1 x 8 3.1 25.1 6.3 2.5 2.4 38.0",
+        "1 8 1 1 1 2 none 1 x 8 3.1 3.6 6.3 20.3 12.9 45.4 fits",
+        "4 2 1 1 1 3 none 1 x 8 12.6 13.0 25.1 20.3 2.4 71.0 fits",
+        "* 1 8 1 1 1 3 full 1 x 8 3.1 3.6 6.3 2.5 2.4 16.7",
     ]
-    assert rows[-1].endswith("state split over 8 GPUs of a node; 25% computed again")
+    assert rows[-1].endswith("state split over 8 GPUs of a node; 24% computed again")
     assert err == (
         "a;b 'c.yaml on 1 node x 8 H100 80GB: 79.6 GiB each, of which a plan fills 73.3 GiB\n"
-        "* the config's own layout fits: 38.0 GiB at its peak\n"
+        "* the config's own layout fits: 16.7 GiB at its peak\n"
         "recommended: state split over 8 GPUs of a node\n"
         "  weights, gradients and optimizer state take 100.4 GiB, more than one H100 80GB can hold (73.3 "
         "GiB): they have to be split\n"

@@ -32,12 +32,36 @@ def test_zero_3_sends_half_as_much_again_as_copies() -> None:
     assert zero_3["dp"] == pytest.approx(8 * PARAMS - 2 * ROOT, rel=0.02)
 
 
-def test_gradients_are_sent_once_a_step_and_parameters_with_every_pass() -> None:
+def test_shards_are_sent_with_every_pass_and_gradients_to_copies_once_a_step() -> None:
     one, four = (
-        {flow.kind: flow.num_bytes for flow in traffic(workload(accumulation_steps=steps))}
+        {
+            flow.kind: (flow.num_bytes, flow.calls)
+            for flow in traffic(workload(layout=Layout(2, 8), accumulation_steps=steps))
+        }
         for steps in (1, 4)
     )
-    assert four == {"gather": 4 * one["gather"], "reduce": one["reduce"]}
+    for kind in ("gather", "scatter"):
+        assert four[kind] == tuple(4 * number for number in one[kind])
+    assert four["reduce"] == one["reduce"]
+    pipeline = [workload(layout=Layout(dp_shard=2, pp=2), accumulation_steps=steps) for steps in (1, 4)]
+    once, again = ([flow for flow in traffic(work) if flow.kind == "scatter"] for work in pipeline)
+    assert once == again
+
+
+def test_what_is_sent_with_every_pass_is_hidden_by_every_pass() -> None:
+    """Four times as much to hide and four times as much that hides it."""
+    assert H100 is not None
+    one, four = (
+        cost_of(workload(layout=Layout(dp_shard=16), seq_len=512, accumulation_steps=steps), H100, 8)
+        for steps in (1, 4)
+    )
+    assert one.exposed_s["dp"] > 0.1 * one.compute_s
+    assert four.exposed_s["dp"] == pytest.approx(4 * one.exposed_s["dp"])
+    copies_once, copies = (
+        cost_of(workload(layout=Layout(dp_replicate=64), seq_len=512, accumulation_steps=steps), H100, 8)
+        for steps in (1, 4)
+    )
+    assert copies.exposed_s["dp"] == pytest.approx(copies_once.exposed_s["dp"])
 
 
 def test_hybrid_sharding_sends_little_between_its_copies() -> None:

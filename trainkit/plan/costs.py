@@ -8,7 +8,7 @@ from functools import cached_property
 from trainkit.plan.device_memory import Gpu
 from trainkit.plan.device_peaks import peak_flops
 from trainkit.plan.schedules import bubble_fraction
-from trainkit.plan.traffic import Flow, sent_by_kind, traffic
+from trainkit.plan.traffic import DATA_PARALLEL, Flow, sent_by_kind, traffic
 from trainkit.plan.weights import held_by
 from trainkit.plan.workload import Workload
 
@@ -55,7 +55,7 @@ class Cost:
     def crossing(self, node_size: int) -> tuple[str, ...]:
         """Kinds of parallelism that use the network between nodes."""
         found = {
-            "dp" if flow.kind in ("gather", "reduce") else flow.kind
+            "dp" if flow.kind in DATA_PARALLEL else flow.kind
             for flow in self.flows
             if flow.crosses_nodes(node_size)
         }
@@ -67,18 +67,21 @@ def cost_of(work: Workload, gpu: Gpu, node_size: int) -> Cost:
     compute_s = _compute_s(work, gpu)
     recompute_s = compute_s * recompute_share(work)
     flows = traffic(work)
-    seconds = dict.fromkeys(("gather", "reduce", "tp", "cp", "pp"), 0.0)
+    seconds: dict[str, float] = dict.fromkeys((*DATA_PARALLEL, "tp", "cp", "pp"), 0.0)
     for flow in flows:
         seconds[flow.kind] += _seconds(flow, gpu, node_size)
     exposed = {kind: seconds[kind] for kind in ("tp", "cp", "pp")}
     if work.layout.pp > 1:
         # Gathered before the schedule begins and reduced when it is over.
-        exposed["dp"] = seconds["gather"] + seconds["reduce"]
+        exposed["dp"] = sum(seconds[kind] for kind in DATA_PARALLEL)
     else:
-        # Parameters are gathered while blocks are computed, gradients reduced during the last backward pass.
-        passes_s = compute_s + recompute_s
+        # Parameters are gathered while blocks are computed, gradients scattered during every backward pass
+        # and summed over copies during the last one.
+        passes, passes_s = work.passes_per_step, compute_s + recompute_s
+        backward_s, scatter_s = passes_s * 2 / 3 / passes, seconds["scatter"] / passes
         exposed["dp"] = _exposed(seconds["gather"], passes_s)
-        exposed["dp"] += _exposed(seconds["reduce"], passes_s * 2 / 3 / work.passes_per_step)
+        exposed["dp"] += (passes - 1) * _exposed(scatter_s, backward_s)
+        exposed["dp"] += _exposed(scatter_s + seconds["reduce"], backward_s)
     bubble = bubble_fraction(work.parallel.pp_schedule, work.layout.pp, work.passes_per_step)
     return Cost(compute_s, recompute_s, exposed, bubble, tuple(flows))
 

@@ -80,7 +80,7 @@ class Moments:
         """The backward pass of the loss begins: all activations are there."""
         blocks = self.held.num_layers
         return self._always().plus(
-            gradients=self._waiting(blocks),
+            gradients=self._waiting(blocks) + self._reduced(0),
             activations=self._activations(blocks) + head_bytes(self.work),
             loss=loss_bytes(self.work) + self._other_losses(),
             buffers=self._cast(blocks) + self._cast_head(),
@@ -104,15 +104,16 @@ class Moments:
             return self._always().plus(
                 gradients=self._waiting(blocks), buffers=self._cast(blocks) + FLOAT32 * self._unit
             )
+        # First as they came, then, those gone, this rank's share of them.
         whole = (FLOAT32 if self.has_gradients else work.itemsize) * counts.root
+        root = max(whole, FLOAT32 * counts.root_shard)
         return self._always().plus(
-            gradients=self._reduced(self.held.num_layers) + whole, buffers=FLOAT32 * counts.root
+            gradients=self._reduced(self.held.num_layers) + root, buffers=FLOAT32 * counts.root
         )
 
     def update(self) -> Parts:
         """The optimizer's step."""
-        root = 0 if self.work.parallel.offload else FLOAT32 * self.counts.root_shard
-        return self._always().plus(gradients=self._reduced(self.held.num_layers) + root)
+        return self._always().plus(gradients=0 if self.work.parallel.offload else self._all_reduced)
 
     def _backward_after(self, units_done: int) -> Parts:
         """The backward pass of a block begins, so many units after the last one."""
@@ -146,6 +147,11 @@ class Moments:
         """Parameters that are gathered at once."""
         return self.counts.block * self._unit_blocks
 
+    @property
+    def _all_reduced(self) -> int:
+        """Bytes of this rank's shards of all gradients."""
+        return FLOAT32 * (self.counts.block_shard * self.held.num_layers + self.counts.root_shard)
+
     def _waiting(self, blocks_left: int) -> int:
         """Bytes of whole gradients that earlier passes of the step left, and the last one has not reduced."""
         if not self.has_gradients:
@@ -155,9 +161,13 @@ class Moments:
         return FLOAT32 * (self.counts.block * blocks_left + self.counts.root)
 
     def _reduced(self, blocks_done: int) -> int:
-        """Bytes of gradients that are as they should be."""
+        """Bytes of gradients that this pass has reduced, or an earlier one."""
         work = self.work
-        if work.parallel.offload or (self.has_gradients and not work.is_wrapped):
+        if work.parallel.offload and (work.layout.dp_replicate == 1 or not work.adds_up_shards):
+            return 0  # each goes to the host at once, unless it waits to be summed over copies
+        if work.adds_up_shards:
+            return self._all_reduced
+        if self.has_gradients and not work.is_wrapped:
             return 0
         return FLOAT32 * self.counts.block_shard * blocks_done
 

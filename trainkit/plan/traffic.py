@@ -14,7 +14,8 @@ from trainkit.plan.activations import stream_bytes
 from trainkit.plan.weights import held_by, local_counts, unit_blocks
 from trainkit.plan.workload import Workload
 
-Kind = Literal["gather", "reduce", "tp", "cp", "pp"]
+Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
+DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce")
 FLOAT32 = 4
 
 
@@ -23,7 +24,8 @@ class Flow:
     """What one GPU sends for one purpose in one optimizer step."""
 
     kind: Kind
-    """``gather``: parameters; ``reduce``: gradients; tp, cp, pp: activations and their gradients."""
+    """``gather``: parameters; ``scatter``: gradients, over shards; ``reduce``: over copies; tp, cp, pp:
+    activations and their gradients."""
     num_bytes: int
     calls: int
     """In so many collectives."""
@@ -51,7 +53,7 @@ def sent_by_kind(flows: list[Flow]) -> dict[str, int]:
     """Bytes by parallelism: dp, tp, cp, pp."""
     sums = dict.fromkeys(("dp", "tp", "cp", "pp"), 0)
     for flow in flows:
-        sums["dp" if flow.kind in ("gather", "reduce") else flow.kind] += flow.num_bytes
+        sums["dp" if flow.kind in DATA_PARALLEL else flow.kind] += flow.num_bytes
     return sums
 
 
@@ -66,12 +68,12 @@ def _parameters(work: Workload) -> Iterator[Flow]:
 
 
 def _gradients(work: Workload) -> Iterator[Flow]:
-    """Scattered over the shards after every pass, unless that is for the pipeline; summed over copies once."""
+    """Scattered over shards with every pass, by a pipeline once; summed over copies once a step."""
     blocks, root, units = _weights(work)
     layout, shards, copies = work.layout, work.shards, work.layout.dp_replicate
     whole = FLOAT32 * (blocks + root)
     passes = 1 if layout.pp > 1 else work.passes_per_step
-    yield Flow("reduce", passes * whole * (shards - 1) // shards, passes * (units + 1), shards, layout.tp)
+    yield Flow("scatter", passes * whole * (shards - 1) // shards, passes * (units + 1), shards, layout.tp)
     sent = 2 * (whole // shards) * (copies - 1) // copies
     yield Flow("reduce", sent, units + 1, copies, layout.tp * layout.cp * layout.dp_shard)
 

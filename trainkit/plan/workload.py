@@ -39,9 +39,7 @@ class Workload:
     @property
     def is_wrapped(self) -> bool:
         """Whether parameters are cast and gathered in units; a single process casts them as it goes."""
-        layout = self.layout
-        on_host = self.device == "cpu" and layout.dp_shard == 1 and not layout.splits_model
-        return layout.world_size > 1 and not on_host
+        return self.layout.world_size > 1
 
     @property
     def keeps_gathered(self) -> bool:
@@ -75,6 +73,11 @@ class Workload:
     def accumulates(self) -> bool:
         """Whether whole gradients wait for later passes of the step before they are reduced."""
         return self.layout.pp > 1 or (self.accumulation_steps > 1 and self.shards == 1)
+
+    @property
+    def adds_up_shards(self) -> bool:
+        """Whether every pass reduces its gradients, and shards of earlier passes of the step are there."""
+        return self.layout.pp == 1 and self.shards > 1 and self.accumulation_steps > 1
 
     @property
     def tokens_at_once(self) -> int:
