@@ -20,8 +20,14 @@ Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b"
 
 
 class ModelConfig(Section):
-    """A Llama-style decoder: a preset, and what differs from it."""
+    """The model: a preset, and what differs from it."""
 
+    architecture: str = Field(
+        default="llama",
+        pattern=r"^(llama|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
+        description="llama, or FILE.py:CLASS of your own, a subclass of trainkit.trainer.models.model.Model.",
+        json_schema_extra={"allowed": "llama or FILE.py:CLASS"},
+    )
     preset: Preset = Field(
         default="tiny", description="Named size that every size left at null is taken from."
     )

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainkit.plan.model_shape import ModelShape
+from trainkit.plan.model_shape import ModelShape, flops_per_token, num_params
 from trainkit.trainer.models.model import Model, Part, Role, Seen
 from trainkit.trainer.stateless_random import dropout, stable_key
 
@@ -129,10 +129,8 @@ class Decoder(Model):
     TIED: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
 
     def __init__(self, shape: ModelShape, seq_len: int, part: Part | None = None) -> None:
-        super().__init__()
+        super().__init__(shape, seq_len, part)
         part = part or Part.whole(shape.num_layers)
-        self.shape = shape
-        self.is_tied = shape.tie_embeddings
         self.seen = Seen.all(seq_len)
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim) if part.has_embedding else None
         # With gaps, so that a parameter has the same name in every part of the model.
@@ -145,6 +143,9 @@ class Decoder(Model):
         self.register_buffer("positions", self.seen.stream.clone(), persistent=False)
         self.register_buffer("site_keys", self.make_site_keys(), persistent=False)
         self.tie()
+
+    num_params = staticmethod(num_params)
+    flops_per_token = staticmethod(flops_per_token)
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -9,9 +9,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-Role = Literal["embedding", "norm", "whole_input", "column", "row", "head"]
+from trainkit.plan.model_shape import ModelShape
+
+Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
 """What tensor parallelism does with a module: ``column`` and ``row`` split a matrix by its outputs and by its
-inputs, ``whole_input`` needs the whole sequence, ``norm`` does not."""
+inputs; ``whole_input`` needs the whole sequence; a ``norm``, and whatever else works on the ``stream``
+position by position, does not. Every module with parameters has one, or is inside of one that has."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,22 @@ class Model(nn.Module):
     """Names of modules, in which ``*`` stands for one part of a name, and what is done with them."""
     TIED: ClassVar[dict[str, str]]
     """Parameters that can be one weight: the name of the later one -> that of the first."""
-    is_tied: bool
-    """Whether they are."""
+
+    def __init__(self, shape: ModelShape, seq_len: int, part: Part | None = None) -> None:
+        """Make the modules of `part`, of the whole model if None."""
+        super().__init__()
+        self.shape = shape
+        self.is_tied = shape.tie_embeddings
+
+    @staticmethod
+    @abstractmethod
+    def num_params(shape: ModelShape) -> int:
+        """All parameters, tied ones once."""
+
+    @staticmethod
+    @abstractmethod
+    def flops_per_token(shape: ModelShape, seq_len: int) -> float:
+        """Floating point operations that training needs for one token, recomputation not counted."""
 
     @property
     @abstractmethod

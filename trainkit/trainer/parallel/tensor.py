@@ -6,9 +6,10 @@ for both; with sequence parallelism each rank holds a part of the residual strea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils.stateless import _reparametrize_module
 
 from trainkit.trainer.models.model import Role
 
@@ -81,6 +83,7 @@ def apply_tensor_parallel(
         "norm": SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True)
         if sequence_parallel
         else None,
+        "stream": _OnStream() if sequence_parallel else None,
         "whole_input": _WholeInput(stream),
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=stream),
@@ -98,6 +101,27 @@ def _role(name: str, plan: Mapping[str, Role]) -> Role | None:
         if len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted)):
             return role
     return None
+
+
+class _OnStream(ParallelStyle):
+    """Adds up, over the ranks that share a sequence, the gradients of a module's parameters."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, param in list(module.named_parameters(recurse=False)):
+            module.register_parameter(
+                name, nn.Parameter(distribute_tensor(param.data, device_mesh, [Replicate()]))
+            )
+        module.forward = partial(_on_local, module, module.forward)
+        return module
+
+
+def _on_local(module: nn.Module, forward: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    local = {
+        name: cast(DTensor, param).to_local(grad_placements=[Partial()])
+        for name, param in module.named_parameters(recurse=False)
+    }
+    with _reparametrize_module(module, local):
+        return forward(*args)
 
 
 class _WholeInput(ParallelStyle):

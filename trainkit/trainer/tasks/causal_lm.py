@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.open import has_validation, open_dataset
-from trainkit.plan.model_shape import flops_per_token, num_params, resolve_model_shape
+from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.trainer.data.batches import IGNORE_LABEL
-from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.models import architecture
 from trainkit.trainer.models.model import Model, Part
 
 
@@ -25,13 +25,14 @@ class CausalLM:
         self.val_data = open_dataset(config.data, seq_len, "val") if evaluates else None
         self.shape = resolve_model_shape(config.model, self.train_data.vocab_size)
         self.num_layers = self.shape.num_layers
-        self.num_params = num_params(self.shape)
-        self.flops_per_token = flops_per_token(self.shape, seq_len)
+        self._model_class = architecture(config.model.architecture)
+        self.num_params = self._model_class.num_params(self.shape)
+        self.flops_per_token = self._model_class.flops_per_token(self.shape, seq_len)
         self._seq_len = seq_len
 
     def build_model(self, part: Part | None = None) -> Model:
         with torch.device("meta"):
-            return Decoder(self.shape, self._seq_len, part)
+            return self._model_class(self.shape, self._seq_len, part)
 
     def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         nll_sum = F.cross_entropy(
