@@ -136,9 +136,11 @@ def test_the_line_says_when_a_loss_is_not_finite(tmp_path: Path, caplog: pytest.
     assert "loss=not-finite grad_norm=not-finite" in caplog.messages[0]
 
 
+@pytest.mark.parametrize("ends", [False, True])
 def test_a_full_disk_keeps_the_records_and_writes_them_later(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: bool
 ) -> None:
+    """With the next record; or, where the training ends and there is none, when it has saved."""
     with small_disk(tmp_path / "disk", "64k") as disk:
         metrics = metrics_of(disk)
         write(metrics, step=1)
@@ -150,5 +152,9 @@ def test_a_full_disk_keeps_the_records_and_writes_them_later(
             write(metrics, step=step)
         assert "metrics.jsonl could not be written" in caplog.text
         filler.unlink()
-        write(metrics, step=step + 1)
-        assert [record["step"] for record in records(disk)] == list(range(1, step + 2)), "in order, each once"
+        if ends:
+            metrics.flush()
+        else:
+            step += 1
+            write(metrics, step=step)
+        assert [record["step"] for record in records(disk)] == list(range(1, step + 1)), "in order, each once"

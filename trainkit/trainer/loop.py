@@ -293,6 +293,7 @@ class Trainer:
         if self.progress.step > 0 and self.progress.step != self.saver.last_step:
             self._save("stop", blocking=True)
             self.saver.require(self.progress.step)
+        self.metrics.flush()
         if self.world.is_main:
             saved = self.saver.last_step
             kept = f"checkpoint of step {saved} is the newest" if saved is not None else "no step was done"
@@ -305,6 +306,7 @@ class Trainer:
         if self.progress.step != self.saver.last_step:
             self._save("final", blocking=True)
         self.saver.require(self.progress.step)
+        self.metrics.flush()
         if self.world.is_main:
             best = self.progress
             words = (

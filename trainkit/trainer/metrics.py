@@ -105,6 +105,10 @@ class Metrics:
     def _append(self, record: dict[str, Any]) -> None:
         """Write the record, and those that a full disk refused before, in their order."""
         self._unwritten.append(record)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what a full disk refused; at the end of a training nothing else would."""
         try:
             while self._unwritten:
                 append_jsonl(self._run.metrics_file, self._unwritten[0])
