@@ -70,10 +70,15 @@ def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> H
 
 def _shape(loaded: LoadedConfig) -> ModelShape:
     """The model's shape; the data is looked at only where it decides the vocabulary."""
-    from trainkit.plan.check import look_at_data
+    from trainkit.plan.check import OURS, look_at_data
     from trainkit.plan.model_shape import resolve_model_shape
 
-    vocab_size = loaded.config.model.vocab_size
+    model = loaded.config.model
+    if model.architecture != OURS:
+        message = f"is {model.architecture}, whose memory is not known"
+        hint = "`trainkit check --simulate-world N` goes through a step of any architecture"
+        raise ConfigError([loaded.problem("model.architecture", message, hint)])
+    vocab_size = model.vocab_size
     if vocab_size is None:
         look = look_at_data(loaded.config.data)
         if look.problems:

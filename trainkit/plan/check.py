@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.training import DataConfig
@@ -17,6 +18,8 @@ from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 
+OURS = "llama"
+"""The architecture whose needs are known without its code."""
 ANY_VOCABULARY = 1
 """Stands for the tokenizer's size while the data cannot be read: the other sizes are still checked."""
 
@@ -80,6 +83,9 @@ def _held_against_model(
     """The plan with what it takes, and everything because of which the model cannot be trained so."""
     config, size, steps = loaded.config, plan.batch.device_batch_size, plan.batch.accumulation_steps
     seq_len = config.data.seq_len
+    if config.model.architecture != OURS:
+        # What it asks of a layout, and how much memory it takes, only its own code knows.
+        return plan, list(_architecture_problems(loaded))
     found = list(layout_problems(plan.layout, config.parallel, shape, size, seq_len, steps))
     if found:
         return plan, [_with_origin(loaded, problem) for problem in found]
@@ -87,6 +93,14 @@ def _held_against_model(
     if words is not None:
         plan = replace(plan, reasons={**plan.reasons, "memory": words})
     return plan, [] if problem is None else [problem]
+
+
+def _architecture_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+    name = loaded.config.model.architecture
+    file = Path(name.rpartition(":")[0])
+    if not file.is_file():
+        message = f"is {name}, and there is no file {file.absolute()}"
+        yield loaded.problem("model.architecture", message, "FILE.py:CLASS is looked for from where you are")
 
 
 def _with_origin(loaded: LoadedConfig, problem: Problem) -> Problem:

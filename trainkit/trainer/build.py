@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,13 +22,15 @@ from trainkit.trainer.models.init import init_parameters
 from trainkit.trainer.models.model import Model, Part
 from trainkit.trainer.parallel.context import apply_context_parallel, seen_by
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
-from trainkit.trainer.parallel.pipeline import PipelinePasses, TiedEnds, parts_of
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
 from trainkit.trainer.passes import Passes, StepContext, WholePasses
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.pulse import Pulse
 from trainkit.trainer.tasks import Task
 from trainkit.trainer.weights import Weight, weights_of
+
+if TYPE_CHECKING:
+    from trainkit.trainer.parallel.pipeline import TiedEnds
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ def build_parts(task: Task, config: RunConfig, plan: LaunchPlan, world: World) -
     layout, schedule = plan.layout, config.parallel.pp_schedule
     if layout.pp == 1:
         return [_build_part(task, config, plan, world, None)]
+    # Imported only where there is one: it takes half as long as all the rest of the trainer.
+    from trainkit.trainer.parallel.pipeline import parts_of
+
     pieces = parts_of(world.place.pp, layout.pp, schedule, task.num_layers)
     return [_build_part(task, config, plan, world, piece) for piece in pieces]
 
@@ -66,7 +72,6 @@ def assemble(
     layout, parallel = plan.layout, config.parallel
     for part in parts:
         part.train()
-    weights = weights_of(parts)
     positions = seen_by(world.place.cp, layout.cp, 0, 1, config.data.seq_len).attention
     context = StepContext(
         world,
@@ -74,10 +79,25 @@ def assemble(
         splits_loss=parallel.loss_parallel and layout.tp > 1,
         positions=positions if layout.cp > 1 else None,
     )
-    if layout.pp == 1:
-        [model] = parts
-        passes: Passes = WholePasses(task, model, gradient_switch(model, world), world, context, pulse)
-        return BuiltModel(parts, weights, passes, None)
+    if layout.pp > 1:
+        return _assemble_pipeline(task, config, plan, world, pulse, parts, context)
+    [model] = parts
+    passes = WholePasses(task, model, gradient_switch(model, world), world, context, pulse)
+    return BuiltModel(parts, weights_of(parts), passes, None)
+
+
+def _assemble_pipeline(
+    task: Task,
+    config: RunConfig,
+    plan: LaunchPlan,
+    world: World,
+    pulse: Pulse,
+    parts: list[Model],
+    context: StepContext,
+) -> BuiltModel:
+    from trainkit.trainer.parallel.pipeline import PipelinePasses, TiedEnds
+
+    parallel, weights = config.parallel, weights_of(parts)
     passes = PipelinePasses(
         task,
         parts,
