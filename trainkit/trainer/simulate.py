@@ -233,6 +233,7 @@ def _actions(passes: PipelinePasses, world: World) -> Iterator[_Action]:
 
 
 def main() -> int:
+    """Simulate the rank that the command line names, and print what was found."""
     config_file, plan_file, rank = sys.argv[1:4]
     config = read_effective(Path(config_file))
     plan = LaunchPlan.from_dict(read_json(Path(plan_file)))
