@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import make_attempt
-from trainkit.errors import EXIT_STOPPED
+from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
 from trainkit.job import allocation, batch, comeback, take
 from trainkit.job.batch import supervise
 from trainkit.job.record import COMEBACK, KILLED, add_slurm_entry, mark_cancelled, read_job
@@ -217,6 +217,26 @@ def test_a_step_that_slurm_could_not_start_is_no_crash(run: RunDir, slurm: Slurm
     assert [(end["action"], end["cause"], end["verdict"]) for end in ends] == [
         ("restart", "not_started", None)
     ] * 2
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (RUNNING, []),
+        (replace(RUNNING, state=JobState.REQUEUED, restarts=1), ["7"]),
+        # It runs elsewhere by now.
+        (replace(RUNNING, restarts=1), []),
+    ],
+)
+def test_a_run_that_has_ended_is_not_started_again_by_slurm(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobNow, expected: list[str]
+) -> None:
+    """A host was lost for a while, so that the job is in the queue; what ran on it has failed for good."""
+    cancelled: list[str] = []
+    monkeypatch.setattr(comeback, "cancel_waiting", cancelled.extend)
+    slurm.job = job
+    code, end = step(run, f"raise SystemExit({EXIT_NO_RESTART})")
+    assert (code, end["action"], cancelled) == (EXIT_NO_RESTART, "failed", expected)
 
 
 @pytest.mark.parametrize(

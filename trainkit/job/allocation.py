@@ -157,6 +157,11 @@ class Allocation:
         return self.job is not None and (self.job.restarts > self.restarts or self.job.state.is_waiting)
 
     @property
+    def is_queued_again(self) -> bool:
+        """Whether the job waits in the queue to be started again."""
+        return self.job is not None and self.job.state.is_waiting
+
+    @property
     def is_being_taken(self) -> bool:
         """Whether Slurm ends the job already, and waits only for this shell."""
         return self.job is not None and self.job.state is JobState.COMPLETING

@@ -96,7 +96,7 @@ class Supervisor:
                 _conclude(attempt, outcome, decision)
             if decision.comes_back:
                 return self._leave(attempt, outcome, decision)
-            let_go(attempt.run, self.job_id)
+            let_go(attempt.run, self.allocation)
             return decision.exit_code
 
     def _leave(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:

@@ -35,16 +35,23 @@ def leave(run: RunDir, plan: LaunchPlan, decision: Decision, allocation: Allocat
     return None
 
 
-def let_go(run: RunDir, job_id: str) -> None:
-    """Cancel the jobs that wait to carry on a run that has ended."""
-    waiting = follow_ups_of(run, job_id)
-    if waiting and shutil.which("scancel") is not None:
-        try:
+def let_go(run: RunDir, allocation: Allocation) -> None:
+    """Cancel what would carry on a run that has ended: jobs that wait to, and this one, if Slurm requeues it.
+
+    Slurm does that by itself when a host was lost, whatever then became of the run on it. A start of the job
+    that runs elsewhere by now is left alone: it knows better.
+    """
+    waiting = follow_ups_of(run, allocation.job_id)
+    if shutil.which("scancel") is None:
+        return
+    try:
+        if waiting:
             cancel_waiting(waiting)
-        except TrainkitError as error:
-            print(
-                f"the follow-up jobs {', '.join(waiting)} could not be cancelled: {error.message}", flush=True
-            )
+        if allocation.is_queued_again:
+            cancel_waiting([allocation.job_id])
+    except TrainkitError as error:
+        jobs = ", ".join([*waiting, allocation.job_id] if allocation.is_queued_again else waiting)
+        print(f"{jobs} could not be cancelled: {error.message}", flush=True)
 
 
 def _requeue(allocation: Allocation, plan: LaunchPlan) -> None:
