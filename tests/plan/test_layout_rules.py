@@ -71,6 +71,16 @@ def test_what_fits(parallel: dict[str, object]) -> None:
             " that cannot; full and none can; gpipe, 1f1b and interleaved_1f1b go back once",
         ),
         (
+            {"pp": 2, "pp_schedule": "dualpipe_v", "compile": True},
+            "parallel.compile is true, and dualpipe_v goes back through a layer twice, which compiled layers"
+            " cannot; gpipe, 1f1b and interleaved_1f1b go back once",
+        ),
+        (
+            {"offload": True},
+            "parallel.offload is true, and there is one process; it works where parameters are sharded or a"
+            " sample is split: with two processes or more",
+        ),
+        (
             {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_microbatches": 1, "accumulation_steps": 5},
             "parallel.pp_microbatches is 1 x 5 accumulated, which interleaved_1f1b cannot share evenly"
             " between 2 rounds; a multiple of parallel.pp 2 can be",

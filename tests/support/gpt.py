@@ -79,7 +79,7 @@ class Gpt(Model):
         self.norm = nn.LayerNorm(shape.dim) if part.has_head else None
         self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False) if part.has_head else None
         self.register_buffer("positions", self.seen.stream.clone(), persistent=False)
-        self.restore_ties()
+        self.tie()
 
     @staticmethod
     def num_params(shape: ModelShape) -> int:
@@ -88,10 +88,6 @@ class Gpt(Model):
     @staticmethod
     def flops_per_token(shape: ModelShape, seq_len: int) -> float:
         return 0.0
-
-    def restore_ties(self) -> None:
-        if self.is_tied and self.head is not None and self.tokens is not None:
-            self.head.weight = self.tokens.weight
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -110,7 +106,7 @@ class Gpt(Model):
 
     def restore(self) -> None:
         self.positions.copy_(self.seen.stream)
-        self.restore_ties()
+        self.tie()
 
     def init_std(self, name: str) -> float | None:
         if name.endswith("bias"):

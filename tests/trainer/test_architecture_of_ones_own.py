@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support import gpt
+from tests.support.models import SEQ_LEN, nano_shape
 from tests.support.parity import Case, run_cases, worst_difference
+from tests.support.runs import run_ranks
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.trainer.distributed import World
 from trainkit.trainer.models import architecture
+from trainkit.trainer.models.model import Role
+from trainkit.trainer.parallel.tensor import apply_tensor_parallel
 
 FILE = Path(gpt.__file__)
 CASES = [
@@ -45,6 +53,27 @@ def test_what_is_none(name: str, message: str) -> None:
     with pytest.raises(TrainkitError, match=message) as error:
         architecture(name)
     assert error.value.exit_code == EXIT_NO_RESTART
+
+
+class Forgetful(gpt.Gpt):
+    """Does not say what becomes of the embedding of positions."""
+
+    TENSOR_PLAN: ClassVar[dict[str, Role]] = {
+        name: role for name, role in gpt.Gpt.TENSOR_PLAN.items() if name != "places"
+    }
+
+
+def refuse_a_gap(world: World) -> None:
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
+    with torch.device("meta"):
+        model = Forgetful(nano_shape(), SEQ_LEN)
+    with pytest.raises(TrainkitError, match="TENSOR_PLAN of Forgetful does not say how `places` is split"):
+        apply_tensor_parallel(model, model.TENSOR_PLAN, mesh, sequence_parallel=True, loss_parallel=True)
+
+
+@pytest.mark.slow
+def test_a_plan_with_a_gap_is_refused() -> None:
+    run_ranks(refuse_a_gap, 2)
 
 
 def test_ours() -> None:

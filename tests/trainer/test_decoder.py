@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.models import SEQ_LEN, nano, nano_shape, sample_keys, tokens
 from trainkit.plan.model_shape import PRESETS, num_params
-from trainkit.trainer.activation_checkpointing import apply_activation_checkpointing
+from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.models.decoder import Decoder
 
 
@@ -164,7 +164,7 @@ def test_recomputing_changes_no_gradient(mode: str, dropout: float) -> None:
     gradients = []
     for used in ("none", mode):
         model = nano(dropout=dropout).train()
-        apply_activation_checkpointing(list(model.blocks), used)  # type: ignore[arg-type]
+        recompute_and_compile(list(model.blocks), used, compiled=False)  # type: ignore[arg-type]
         model(tokens(), sample_keys()).float().square().sum().backward()
         gradients.append({name: param.grad for name, param in model.named_parameters()})
     for name, expected in gradients[0].items():
@@ -182,7 +182,7 @@ def test_recomputing_keeps_less(mode: str) -> None:
             return tensor
 
         model = nano(num_layers=4)
-        apply_activation_checkpointing(list(model.blocks), used)  # type: ignore[arg-type]
+        recompute_and_compile(list(model.blocks), used, compiled=False)  # type: ignore[arg-type]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             alive = model(tokens(8), sample_keys(8))
         assert alive.requires_grad
@@ -206,3 +206,20 @@ def test_all_blocks_share_one_compiled_graph(dropout: float) -> None:
     torch.testing.assert_close(found, model(tokens(), sample_keys()))
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_blocks_that_recompute_are_compiled_all_the_same(mode: str) -> None:
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    gradients = []
+    for compiled in (False, True):
+        model = nano(dropout=0.1).train()
+        recompute_and_compile(list(model.blocks), mode, compiled=compiled)  # type: ignore[arg-type]
+        model(tokens(), sample_keys()).float().square().mean().backward()
+        gradients.append([param.grad for param in model.parameters()])
+    assert counters["stats"]["unique_graphs"] >= 1, "the compiler saw nothing that it could compile"
+    torch.testing.assert_close(gradients[1], gradients[0])

@@ -20,6 +20,9 @@ def layout_problems(
     accumulation_steps: int = 1,
 ) -> Iterator[Problem]:
     """Everything because of which a model cannot be split so."""
+    if parallel.offload and layout.world_size == 1:
+        hint = "it works where parameters are sharded or a sample is split: with two processes or more"
+        yield Problem("parallel.offload", "is true, and there is one process", hint=hint)
     yield from _tensor_problems(layout, parallel, shape, seq_len)
     yield from _context_problems(layout, seq_len)
     yield from _pipeline_problems(layout, parallel, shape, device_batch_size, accumulation_steps)
@@ -78,6 +81,9 @@ def _pipeline_problems(
         message = f"is selective, and {schedule} goes back through a layer twice, which that cannot"
         hint = "full and none can; gpipe, 1f1b and interleaved_1f1b go back once"
         yield Problem("parallel.activation_checkpointing", message, hint=hint)
+    if schedule in TWO_BACKWARDS and parallel.compile:
+        message = f"is true, and {schedule} goes back through a layer twice, which compiled layers cannot"
+        yield Problem("parallel.compile", message, hint="gpipe, 1f1b and interleaved_1f1b go back once")
     # A step is one run through the schedule, with all that is accumulated.
     count = microbatches * accumulation_steps
     made = f"is {microbatches}" + (f" x {accumulation_steps} accumulated" if accumulation_steps > 1 else "")

@@ -12,7 +12,7 @@ from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
 from trainkit.job.interpreter import module_argv
 
 if TYPE_CHECKING:
-    from trainkit.config import LoadedConfig
+    from trainkit.config import LoadedConfig, RunConfig
     from trainkit.plan.launch import LaunchPlan
 
 GPUS_PER_NODE = 8
@@ -49,7 +49,7 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> dict[str, Any
         )
     with tempfile.TemporaryDirectory(prefix="trainkit-simulate-") as name:
         folder = Path(name)
-        (folder / "config.yaml").write_text(dump_effective(loaded.config))
+        (folder / "config.yaml").write_text(dump_effective(_without_kernels(loaded.config)))
         (folder / "plan.json").write_text(plan.to_text())
         files = [str(folder / "config.yaml"), str(folder / "plan.json")]
         done = subprocess.run(
@@ -62,10 +62,17 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> dict[str, Any
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
         raise TrainkitError(
             f"the program of rank {rank} of {plan.world_size} fails: {' '.join(last) or 'it was killed'}",
-            hint="the same happens to the real job; `--debug` shows all that it said",
+            hint="`trainkit --debug check …` shows all that it said",
         ) from RuntimeError(done.stderr)
     value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return value
+
+
+def _without_kernels(config: RunConfig) -> RunConfig:
+    """Without what needs real values or a GPU: compiled and float8 layers hold and send no more."""
+    parallel = config.parallel.model_copy(update={"compile": False})
+    precision = config.precision.model_copy(update={"float8": False})
+    return config.model_copy(update={"parallel": parallel, "precision": precision})
 
 
 def simulation_lines(found: dict[str, Any]) -> list[str]:

@@ -19,21 +19,35 @@ _ATTENTION_OPS = {
 }
 
 
-def apply_activation_checkpointing(
-    blocks: list[nn.Module], mode: Literal["none", "selective", "full"]
+def recompute_and_compile(
+    blocks: list[nn.Module], mode: Literal["none", "selective", "full"], *, compiled: bool
 ) -> None:
-    """Make each block recompute its inside: all of it, or all but attention and every second matmul.
+    """Make each block recompute its inside, or all of it but attention and every second matmul; compile it.
 
     The blocks keep their parameter names, and dropout is a function of the sample, so the recomputation
     draws the same mask without any generator state being kept.
     """
-    if mode == "none":
-        return
-    context_fn: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
     for block in blocks:
-        block.forward = partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **context_fn
+        if mode == "full":
+            # Compiled inside: from the outside the compiler would see `checkpoint` and give up, in silence.
+            inner = torch.compile(block.forward) if compiled else block.forward
+            block.forward = partial(checkpoint, inner, use_reentrant=False, preserve_rng_state=False)
+            continue
+        if mode == "selective":
+            block.forward = _selectively(block.forward)
+        if compiled:
+            block.compile()
+
+
+def _selectively(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of Python's own, which the compiler can look into, as it cannot into a partial one."""
+
+    def forward(*args: Any) -> Any:
+        return checkpoint(
+            inner, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_selective_contexts
         )
+
+    return forward
 
 
 def _selective_contexts() -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
-from trainkit.trainer.activation_checkpointing import apply_activation_checkpointing
+from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.distributed import World
 from trainkit.trainer.float8 import apply_float8, require_float8
 from trainkit.trainer.models.init import init_parameters
@@ -131,12 +131,11 @@ def _build_part(task: Task, config: RunConfig, plan: LaunchPlan, world: World, p
             sequence_parallel=parallel.sequence_parallel,
             loss_parallel=parallel.loss_parallel,
         )
+        # Before anything is sharded: two parameters that only share their memory come apart there.
+        model.tie()
     if world.cp_group is not None:
         apply_context_parallel(model.attentions, world.cp_group)
-    apply_activation_checkpointing(blocks, parallel.activation_checkpointing)
-    if parallel.compile:
-        for block in blocks:
-            block.compile()
+    recompute_and_compile(blocks, parallel.activation_checkpointing, compiled=parallel.compile)
     if world.mesh is not None and not reduces_on_host(world):
         apply_data_parallel(
             model,

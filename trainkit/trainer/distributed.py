@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
@@ -90,6 +91,9 @@ def make_world(rank: int, device: torch.device, layout: Layout) -> World:
     """The meshes of ranks that have met."""
     checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     mesh, cp_group = build_mesh(device, layout), context_group(device, layout)
+    groups = [*mesh.get_all_groups(), *([] if cp_group is None else [cp_group])]
+    for group in groups:
+        _set_pg_timeout(COLLECTIVE_TIMEOUT, group)
     return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group)
 
 

@@ -98,6 +98,8 @@ class ShardedAdamW:
         """
         for group in self._adamw.param_groups:
             group["lr"] = lr
+        # Offloaded parameters live on the host. torch would copy these there without waiting for the values.
+        divisor, skip = (value.to(self._locals[0].device) for value in (divisor, skip))
         # The hooks that GradScaler uses; the fused kernel divides and skips in the same pass.
         optimizer = cast(Any, self._adamw)
         optimizer.grad_scale = divisor

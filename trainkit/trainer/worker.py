@@ -294,11 +294,9 @@ def manifest_record(config: RunConfig, plan: LaunchPlan, task: Task) -> dict[str
 
 def describe(config: RunConfig, plan: LaunchPlan, world: World, task: Task, total_steps: int) -> None:
     """Say what is about to be trained."""
-    layout = plan.layout
     log.info(
         f"model {config.model.preset}: {task.num_params:,} parameters, {config.precision.dtype}"
-        f" on {world.size} x {world.device.type} (dp_replicate {layout.dp_replicate},"
-        f" dp_shard {layout.dp_shard})"
+        f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
     )
     log.info(
         f"data {config.data.source}: {task.train_data.num_tokens:,} training tokens in"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
@@ -25,6 +26,7 @@ def architecture(name: str) -> type[Model]:
     if spec is None or spec.loader is None or not path.is_file():
         raise _unknown(name, f"there is no file {path}")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Model)):

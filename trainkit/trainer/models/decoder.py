@@ -163,11 +163,6 @@ class Decoder(Model):
         self.seen = seen
         self.rope, self.positions = self.make_rope(), seen.stream.clone()
 
-    def tie(self) -> None:
-        """Make the head share the embedding's weight, where the shape says so and both are here."""
-        if self.is_tied and self.head is not None and self.embedding is not None:
-            self.head.weight = self.embedding.weight
-
     def make_rope(self) -> Tensor:
         return rope_table(self.seen.attention, self.shape.head_dim, self.shape.rope_theta)
 

@@ -101,6 +101,16 @@ class Model(nn.Module):
     def init_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values by its name; None: ones (norm weights)."""
 
+    def tie(self) -> None:
+        """Make tied parameters one, where both are in this part; whatever replaces parameters loses that."""
+        if not self.is_tied:
+            return
+        here = dict(self.named_parameters(remove_duplicate=False))
+        for later, first in self.TIED.items():
+            if later in here and first in here:
+                owner, _, name = later.rpartition(".")
+                setattr(self.get_submodule(owner), name, here[first])
+
     def canonical(self, name: str) -> str:
         """The name of a parameter in the whole model; of tied ones, that of the first."""
         return self.TIED.get(name, name) if self.is_tied else name

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils.stateless import _reparametrize_module
 
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.trainer.models.model import Role
 
 SEQUENCE_DIM = 1
@@ -89,8 +90,24 @@ def apply_tensor_parallel(
         "row": RowwiseParallel(output_layouts=stream),
         "head": logits,
     }
+    _refuse_gaps(model, plan)
     found = {name: styles[role] for name, _ in model.named_modules() if (role := _role(name, plan))}
     parallelize_module(model, mesh, {name: style for name, style in found.items() if style is not None})
+
+
+def _refuse_gaps(model: nn.Module, plan: Mapping[str, Role]) -> None:
+    """Raise TrainkitError (exit code 78) for parameters of which the plan does not say what each rank has.
+
+    Left alone they would get the gradient of one rank's part, and nobody would notice.
+    """
+    for name, module in model.named_modules():
+        has_own = next(module.parameters(recurse=False), None) is not None
+        if has_own and _role(name, plan) in (None, "whole_input"):
+            raise TrainkitError(
+                f"TENSOR_PLAN of {type(model).__name__} does not say how `{name}` is split",
+                hint="every module with parameters of its own needs a role; parallel.tp: 1 needs none",
+                exit_code=EXIT_NO_RESTART,
+            )
 
 
 def _role(name: str, plan: Mapping[str, Role]) -> Role | None:
