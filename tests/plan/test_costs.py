@@ -121,6 +121,9 @@ def test_what_is_computed_again() -> None:
     selective = recompute_share(workload(activation_checkpointing="selective"))
     products = 4 * 4096 + 3 * 11_008
     assert selective == pytest.approx((2 * 4096 + 11_008) / products / 3)
+    zbv = workload(layout=Layout(pp=2), activation_checkpointing="full", pp_schedule="zbv")
+    # The trainer's attention runs 11 times forward for a block, once of them the first time.
+    assert recompute_share(zbv) == pytest.approx(10 / 3)
 
 
 def test_a_bubble_lengthens_the_step() -> None:

@@ -139,7 +139,8 @@ def test_offloaded_gradients_wait_where_copies_add_them_up() -> None:
 
 
 # (GiB, what): torch.distributed._tools.mem_tracker.MemTracker of torch 2.13 on the CPU, fake process group,
-# second step of the trainer's model with fused AdamW. Fewer layers where more would only take longer.
+# second step of the trainer's model with fused AdamW (`trainkit check --simulate-world`). Fewer layers where
+# more would only take longer.
 TRACKED: list[tuple[float, dict[str, Any]]] = [
     (36.291, {"num_layers": 32}),
     (15.603, {"num_layers": 32, "activation_checkpointing": "full"}),
@@ -183,50 +184,51 @@ def test_as_torch_tracked_it(tracked_gib: float, what: dict[str, Any]) -> None:
     assert peak / GIB == pytest.approx(tracked_gib, rel=0.05)
 
 
-# (GiB, rank of the pipeline, what): `trainkit check --simulate-world`, which goes through the passes of one
-# rank in the order of torch's schedule. It receives nothing from other stages, so that is left out here.
+# (GiB, rank of the pipeline, what): `trainkit check --simulate-world`, with torch's own schedules.
+TWO_RANKS: dict[str, Any] = {"num_layers": 8, "layout": Layout(dp_shard=4, pp=2)}
 PIPELINES: list[tuple[float, int, dict[str, Any]]] = [
-    (8.634, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4)}),
-    (8.634, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4), "pp_schedule": "gpipe"}),
-    (9.357, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4), "accumulation_steps": 2}),
-    (12.137, 0, {"num_layers": 8, "layout": Layout(dp_shard=4, pp=2), "pp_schedule": "interleaved_1f1b"}),
-    (11.253, 1, {"num_layers": 8, "layout": Layout(dp_shard=4, pp=2), "pp_schedule": "interleaved_1f1b"}),
+    (8.681, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4)}),
+    (8.681, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4), "pp_schedule": "gpipe"}),
+    (9.466, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4), "accumulation_steps": 2}),
+    (12.215, 0, {**TWO_RANKS, "pp_schedule": "interleaved_1f1b"}),
+    (11.359, 1, {**TWO_RANKS, "pp_schedule": "interleaved_1f1b"}),
+    (12.733, 1, {**TWO_RANKS, "pp_schedule": "interleaved_zero_bubble"}),
+    (14.756, 1, {**TWO_RANKS, "pp_schedule": "interleaved_zero_bubble", "accumulation_steps": 2}),
+    (14.260, 0, {**TWO_RANKS, "pp_schedule": "zbv"}),
+    (12.069, 1, {**TWO_RANKS, "pp_schedule": "zbv"}),
+    (14.030, 1, {**TWO_RANKS, "pp_schedule": "zbv", "activation_checkpointing": "full"}),
+    (47.059, 1, {**TWO_RANKS, "preset": "70b", "pp_schedule": "zbv", "activation_checkpointing": "full"}),
+    (11.132, 1, {**TWO_RANKS, "pp_schedule": "dualpipe_v"}),
     (
-        12.334, 1,
-        {"num_layers": 8, "layout": Layout(dp_shard=4, pp=2), "pp_schedule": "interleaved_zero_bubble"},
-    ),
-    (13.016, 0, {"num_layers": 8, "layout": Layout(dp_shard=4, pp=2), "pp_schedule": "zbv"}),
-    (11.116, 1, {"num_layers": 8, "layout": Layout(dp_shard=4, pp=2), "pp_schedule": "dualpipe_v"}),
-    (
-        4.770, 0,
+        4.824, 0,
         {
             "num_layers": 8, "layout": Layout(dp_shard=4, pp=2, tp=2), "accumulation_steps": 2,
             "activation_checkpointing": "selective",
         },
     ),
     (
-        21.744, 0,
+        21.963, 0,
         {
             "num_layers": 32, "layout": Layout(dp_shard=2, pp=4), "seq_len": 4096, "device_batch_size": 8,
             "pp_microbatches": 8, "activation_checkpointing": "full",
         },
     ),
     (
-        13.902, 0,
+        13.970, 0,
         {
             "preset": "13b", "num_layers": 40, "layout": Layout(dp_shard=2, pp=4, tp=4), "seq_len": 4096,
             "device_batch_size": 8, "pp_microbatches": 8, "activation_checkpointing": "selective",
         },
     ),
     (
-        29.993, 0,
+        30.048, 0,
         {
             "preset": "70b", "num_layers": 80, "layout": Layout(dp_shard=8, pp=8, tp=8), "seq_len": 4096,
             "device_batch_size": 8, "pp_microbatches": 8, "loss_parallel": False,
         },
     ),
     (
-        19.011, 2,
+        19.058, 2,
         {
             "preset": "70b", "num_layers": 80, "layout": Layout(pp=8, tp=8), "seq_len": 4096,
             "device_batch_size": 8, "pp_microbatches": 8, "activation_checkpointing": "full",
@@ -239,9 +241,7 @@ PIPELINES: list[tuple[float, int, dict[str, Any]]] = [
 def test_pipelines_as_torch_tracked_them(tracked_gib: float, pp_rank: int, what: dict[str, Any]) -> None:
     rest = {"device_batch_size": 4, "seq_len": 2048, "pp_microbatches": 4, **what}
     shape = llama(rest.pop("preset", "7b"), num_layers=rest.pop("num_layers"))
-    work = workload(shape, device="cpu", **rest)
-    held = held_by(pp_rank, work.layout.pp, work.parallel.pp_schedule, shape.num_layers)
-    peak = rank_memory(work, pp_rank).peak - receive_buffers(work, held)
+    peak = rank_memory(workload(shape, device="cpu", **rest), pp_rank).peak
     assert peak / GIB == pytest.approx(tracked_gib, rel=0.03)
 
 
@@ -251,6 +251,9 @@ def test_stages_receive_into_buffers_of_their_own() -> None:
     received = [receive_buffers(work, held_by(rank, 4, "1f1b", 32)) for rank in range(4)]
     stream = 4096 * 4096 * 2
     assert received == [8 * stream * ends for ends in (1, 2, 2, 1)]
+    v = work.with_parallel(pp_schedule="zbv")
+    # Both ends are on the first rank: two inputs, of which each stays with the gradient that was sent on.
+    assert [receive_buffers(v, held_by(rank, 4, "zbv", 32)) for rank in (0, 3)] == [24 * stream, 48 * stream]
     assert receive_buffers(workload(), held_by(0, 1, "1f1b", 32)) == 0
 
 
@@ -303,5 +306,13 @@ def test_checkpointing_keeps_less_and_less(work: Workload) -> None:
     modes = [work.with_parallel(activation_checkpointing=mode) for mode in ("none", "selective", "full")]
     kept = [kept_bytes(mode) for mode in modes]
     assert kept == sorted(kept, reverse=True)
-    peaks = [memory_of(mode).peak for mode in modes]
-    assert peaks[2] <= peaks[0]
+    none, _, full = (memory_of(mode) for mode in modes)
+    assert full.peak <= none.peak or full.worst == "weights"
+
+
+def test_full_recomputation_does_not_save_where_weights_have_their_gradients_apart() -> None:
+    """The tracker's 14.0 and 12.1 GiB, see PIPELINES."""
+    zbv = workload("7b", layout=Layout(dp_shard=4, pp=2), pp_schedule="zbv", device_batch_size=4)
+    none, full = (zbv.with_parallel(activation_checkpointing=mode) for mode in ("none", "full"))
+    assert memory_of(full).worst == "weights"
+    assert rank_memory(full, 1).peak > rank_memory(none, 1).peak

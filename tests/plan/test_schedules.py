@@ -11,7 +11,13 @@ import pytest
 
 from trainkit.config.running import PipelineSchedule
 from trainkit.plan.pipeline import stages_of
-from trainkit.plan.schedules import bubble_fraction, losses_in_flight, stages_in_flight
+from trainkit.plan.schedules import (
+    WEIGHTS_LATER,
+    bubble_fraction,
+    losses_in_flight,
+    stages_in_flight,
+    worst_in_flight,
+)
 
 TABLES: dict[PipelineSchedule, str] = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
@@ -64,6 +70,53 @@ def test_as_in_the_tables_of_torch(schedule: PipelineSchedule) -> None:
                 assert last == losses_in_flight(schedule, pp, microbatches)
         assert waiting(table, 2 * pp) == pytest.approx(bubble_fraction(schedule, pp, microbatches))
     assert seen >= 4
+
+
+@pytest.mark.parametrize("gradients", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("schedule", WEIGHTS_LATER)
+def test_worst_times_are_those_of_the_tables(schedule: PipelineSchedule, gradients: float) -> None:
+    """With gradients of a stage's weights so many times as large as what a pass keeps, in float32."""
+    for pp, microbatches in SIZES:
+        table = table_of(schedule, pp, microbatches)
+        for rank in range(pp if table is not None else 0):
+            assert table is not None
+            most = most_at_once(table[rank], gradients)
+            stages = stages_of(rank, pp, schedule)
+            told = 0.0
+            for time in worst_in_flight(schedule, pp, rank, microbatches):
+                latest = sum(stage > 0 for stage in stages[-time.summed :]) if time.has_latest else 0
+                summed = gradients * (time.summed + latest / 2)
+                told = max(told, time.whole + 1.5 * time.half + summed)
+            # Before the schedule has settled it is less.
+            assert told == most if microbatches >= 3 * pp else told >= most, (pp, microbatches, rank)
+
+
+def most_at_once(actions: list[Any], gradients: float) -> float:
+    """The most that waits when a backward pass begins: 1 for a pass, 1.5 when its inputs have gradients.
+
+    The gradients of weights are half as large until the next backward pass of the stage adds them up.
+    """
+    whole: Counter[int] = Counter()
+    half: Counter[int] = Counter()
+    latest, summed = set(), set()
+    most = 0.0
+    for kind, stage, _ in actions:
+        begins = kind == "FULL_BACKWARD" or (kind == "BACKWARD_INPUT") == (stage > 0)
+        if kind == "FORWARD":
+            whole[stage] += 1
+        elif begins:
+            held = gradients * (len(summed) + len(latest) / 2)
+            most = max(most, whole.total() + 1.5 * half.total() + held)
+            whole[stage] -= 1
+            if kind == "BACKWARD_INPUT":
+                half[stage] += 1
+            if stage in latest or kind != "BACKWARD_INPUT":
+                latest.discard(stage)
+                summed.add(stage)
+        elif kind == "BACKWARD_WEIGHT":
+            half[stage] -= 1
+            latest.add(stage)
+    return most
 
 
 def table_of(schedule: PipelineSchedule, pp: int, microbatches: int) -> dict[int, list[Any]] | None:

@@ -53,6 +53,14 @@ def recomputed_bytes(work: Workload) -> int:
     return max(0, block_bytes(work) - kept_bytes(work))
 
 
+def split_gradient_bytes(work: Workload) -> int:
+    """Gradients of what came out of each weight of a block in one pass, where weights have theirs later."""
+    shape, tp = work.shape, work.layout.tp
+    kv_dim = shape.num_kv_heads * shape.head_dim
+    numbers = 2 * shape.dim + (shape.dim + 2 * kv_dim + 2 * shape.ffn_dim) / tp
+    return round(work.tokens_at_once * (work.itemsize * numbers + 2 * _norm_gradient_bytes(work)))
+
+
 def gradient_bytes(work: Workload) -> int:
     """Gradients of activations that the backward pass of a block has at once: those inside the SwiGLU."""
     shape, tp = work.shape, work.layout.tp
@@ -86,6 +94,12 @@ def kept_loss_bytes(work: Workload) -> int:
     return round(_logits(work) * (FLOAT32 + _pipeline_logits_bytes(work)))
 
 
+def split_loss_bytes(work: Workload) -> int:
+    """Gradients of the logits and of the last norm's output in one pass, where weights have theirs later."""
+    stream = work.tokens_at_once * _norm_gradient_bytes(work)
+    return round(_logits(work) * work.itemsize + stream)
+
+
 def _logits(work: Workload) -> float:
     ranks = work.layout.tp if work.parallel.loss_parallel else 1
     return work.tokens_at_once * work.shape.vocab_size / ranks
@@ -109,6 +123,12 @@ def _norm_bytes(work: Workload) -> int:
     if work.device == "cpu":
         return 2 * FLOAT32 * work.shape.dim // _stream_ranks(work)
     return stream_bytes(work)
+
+
+def _norm_gradient_bytes(work: Workload) -> int:
+    """Of the gradient of what came out of a norm, a token."""
+    item = FLOAT32 if work.device == "cpu" else work.itemsize
+    return item * work.shape.dim // _stream_ranks(work)
 
 
 def _dropout_bytes(work: Workload) -> float:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from trainkit.plan.device_memory import Gpu
 from trainkit.plan.device_peaks import peak_flops
-from trainkit.plan.schedules import bubble_fraction
+from trainkit.plan.schedules import WEIGHTS_LATER, bubble_fraction
 from trainkit.plan.traffic import DATA_PARALLEL, Flow, sent_by_kind, traffic
 from trainkit.plan.weights import held_by
 from trainkit.plan.workload import Workload
@@ -23,6 +23,8 @@ UNKNOWN_PEAK = 300e12
 """FLOP/s of a GPU of which no peak is known: only relative times are shown."""
 INTERFERENCE = 0.1
 """Of hidden communication, what it costs all the same: it takes processors and memory from what hides it."""
+WEIGHTS_OF_A_BLOCK = 9
+"""Seven matrices and two norms."""
 HOP_S = {"node": 2e-6, "network": 6e-6}
 """Time of one message from rank to rank, of which a ring of n ranks sends n - 1 one after the other."""
 
@@ -93,13 +95,15 @@ def _exposed(seconds: float, hidden_by_s: float) -> float:
 def recompute_share(work: Workload) -> float:
     """How much more is computed because activations are computed again.
 
-    A forward pass is a third of a step. Selective computes every second product again: wk, wo and up.
+    A forward pass is a third of a step. Selective computes every second product again: wk, wo and up. Where
+    weights have their gradients apart, torch computes a block again for the input's and for each weight's.
     """
     mode, shape = work.parallel.activation_checkpointing, work.shape
     if mode == "none":
         return 0.0
     if mode == "full":
-        return 1 / 3
+        is_apart = work.recomputes_for_weights and work.parallel.pp_schedule in WEIGHTS_LATER
+        return (1 + WEIGHTS_OF_A_BLOCK) / 3 if is_apart else 1 / 3
     kv_dim = shape.num_kv_heads * shape.head_dim
     again = kv_dim + shape.dim + shape.ffn_dim
     return again / (2 * shape.dim + 2 * kv_dim + 3 * shape.ffn_dim) / 3

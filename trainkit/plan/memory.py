@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 
 from trainkit.plan.moments import Moments, Parts
+from trainkit.plan.schedules import InFlight, worst_in_flight
 from trainkit.plan.weights import held_by, local_counts
 from trainkit.plan.workload import Workload
 
@@ -21,8 +22,8 @@ class Memory:
 
     pp_rank: int
     moments: dict[str, Parts]
-    """``loss``: its backward pass begins; ``backward``: that of a block; ``reduce``: the gradients that are
-    reduced last; ``update``: the optimizer's step."""
+    """``loss``: its backward pass begins; ``backward``: that of a block; ``weights``: that of weights alone;
+    ``reduce``: the gradients that are reduced last; ``update``: the optimizer's step."""
 
     @cached_property
     def worst(self) -> str:
@@ -62,16 +63,24 @@ def rank_memory(work: Workload, pp_rank: int) -> Memory:
     """The memory of one rank of the pipeline; the others of its stages need as much."""
     held = held_by(pp_rank, work.layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
     counts = local_counts(work.shape, held, work.layout)
-    # Of a pipeline, most may be there before the first gradients are, or with them.
-    states = (False, True) if work.layout.pp > 1 else (work.accumulates,)
     found: dict[str, Parts] = {}
-    for has_gradients in states:
-        rank = Moments(work, held, counts, pp_rank, has_gradients)
+    for in_flight in _in_flight(work, pp_rank):
+        rank = Moments(work, held, counts, in_flight)
         moments = {"backward": rank.backward(), "update": rank.update()}
         if held.has_head:
             moments["loss"] = rank.loss()
         if work.is_wrapped:
             moments["reduce"] = rank.reduce()
+        if work.recomputes_for_weights:
+            moments["weights"] = rank.weights()
         for name, parts in moments.items():
             found[name] = max(parts, found.get(name, parts), key=lambda item: item.total)
     return Memory(pp_rank, found)
+
+
+def _in_flight(work: Workload, pp_rank: int) -> list[InFlight]:
+    """What waits for its backward pass at the times at which a rank may hold most."""
+    pp = work.layout.pp
+    if pp == 1:
+        return [InFlight(summed=int(work.accumulates))]
+    return worst_in_flight(work.parallel.pp_schedule, pp, pp_rank, work.passes_per_step)

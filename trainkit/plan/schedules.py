@@ -7,11 +7,30 @@ torch's tables of these schedules do.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trainkit.config.running import PipelineSchedule
 from trainkit.plan.pipeline import STAGES_PER_RANK
 
 PASSES = 3
 """Forward, gradient of the inputs, gradient of the weights."""
+WEIGHTS_LATER: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv")
+"""Schedules that compute the gradients of weights apart from those of inputs in every pass but the first
+stage's; others of `TWO_BACKWARDS` do at the ends of a step only."""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a rank waits with at one of the times at which it holds most."""
+
+    whole: int = 1
+    """Passes forward, over all of its stages, of which no gradient was computed."""
+    half: int = 0
+    """Passes of which the gradients of inputs were computed, and those of weights not."""
+    summed: int = 0
+    """Of its stages, the last so many have gradients of weights from earlier passes."""
+    has_latest: bool = False
+    """Whether those of the latest pass of each are not among them yet."""
 
 
 def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> float:
@@ -55,6 +74,29 @@ def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_micr
     if schedule == "zbv":
         return min(both, 2 * pp, num_microbatches + 1 + pp_rank)
     return min(both, 2 * pp + 1)
+
+
+def worst_in_flight(
+    schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int
+) -> list[InFlight]:
+    """The times of a schedule at which a rank may hold most, when a backward pass begins."""
+    most = stages_in_flight(schedule, pp, pp_rank, num_microbatches)
+    stages = STAGES_PER_RANK[schedule]
+    if schedule not in WEIGHTS_LATER:
+        if most < stages * num_microbatches:
+            return [InFlight(most, summed=stages)]
+        # All forward passes were done before the first backward pass left gradients.
+        return [InFlight(most), InFlight(most - 1, summed=stages)]
+    # With few microbatches the first passes forward are over when the earlier stage has gradients.
+    settled = pp + 1 if schedule == "zbv" else 2 * pp + (pp_rank == pp - 1)
+    summed = stages if num_microbatches >= settled else 1
+    if schedule == "interleaved_zero_bubble":
+        half = min(pp_rank, most - 1)
+        return [InFlight(most - half, half), InFlight(most - half, half, summed, has_latest=True)]
+    found = [InFlight(most), InFlight(most, 0, summed, has_latest=True)]
+    half = 2 * min(pp_rank, num_microbatches - pp)
+    # At the end the gradients of all weights come last.
+    return [*found, InFlight(pp - pp_rank, half, stages)] if half > 0 else found
 
 
 def losses_in_flight(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:

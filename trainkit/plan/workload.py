@@ -8,6 +8,7 @@ from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.model_shape import ModelShape
+from trainkit.plan.pipeline import TWO_BACKWARDS
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,13 @@ class Workload:
     def adds_up_shards(self) -> bool:
         """Whether every pass reduces its gradients, and shards of earlier passes of the step are there."""
         return self.layout.pp == 1 and self.shards > 1 and self.accumulation_steps > 1
+
+    @property
+    def recomputes_for_weights(self) -> bool:
+        """Whether activations are computed again for the gradients of weights apart from those of inputs."""
+        parallel = self.parallel
+        goes_back_twice = self.layout.pp > 1 and parallel.pp_schedule in TWO_BACKWARDS
+        return goes_back_twice and parallel.activation_checkpointing == "full"
 
     @property
     def tokens_at_once(self) -> int:

@@ -10,20 +10,20 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import _Action, _ComputationType
+from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
@@ -32,10 +32,10 @@ from trainkit.rundir import read_json
 from trainkit.trainer.build import BuiltModel, assemble, build_parts
 from trainkit.trainer.data.batches import Microbatch
 from trainkit.trainer.distributed import World, build_mesh, context_group
+from trainkit.trainer.dtensor import local
 from trainkit.trainer.models.model import Model
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.parallel.pipeline import PipelinePasses
-from trainkit.trainer.passes import WholePasses
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.pulse import Pulse
 from trainkit.trainer.tasks import Task, build_task
@@ -71,16 +71,33 @@ class _CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+class _NoModules:
+    """What torch's tracker asks about modules, without a hook on each of them.
+
+    They may be called only once a step, and not in a backward pass that a schedule cuts in two.
+    """
+
+    parents: frozenset[str] = frozenset()
+
+    @property
+    def is_bw(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def register_user_hooks(self, *hooks: Any) -> None: ...
+
+    def clear_user_hooks(self) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
 class _PeakTracker(MemTracker):  # type: ignore[no-untyped-call]
-    """torch's tracker without its record of each module, which may be called only once a step for that."""
+    """torch's tracker without its record of each module."""
 
-    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None: ...
-
-    def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None: ...
-
-    def _pre_bw_hook(self, module: nn.Module, args: Any) -> None: ...
-
-    def _post_bw_hook(self, module: nn.Module, args: Any) -> None: ...
+    def __init__(self) -> None:
+        super().__init__()
+        self._mod_tracker = _NoModules()  # type: ignore[assignment]
 
 
 @contextmanager
@@ -113,16 +130,17 @@ def _measure(
     parts: list[Model],
     began_s: float,
 ) -> dict[str, Any]:
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), _shapes_untracked():
         for part in parts:
             part.to_empty(device=world.device)
             part.restore()
         built = assemble(task, config, plan, world, Pulse(), parts)
         optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
-        step = _step(task, config, plan, world, built, optimizer)
-        step()
+        step = _step(config, plan, built, optimizer)
         tracker, collectives = _PeakTracker(), _CountCollectives()
         tracker.track_external(*built.parts, *(tensor for _, tensor in optimizer.state_tensors()))
+        with tracker:
+            step()  # some of what the first step makes stays, such as the buffers of a pipeline
         with tracker, collectives:
             step()
         peak = tracker.get_tracker_snapshot("peak")[world.device]
@@ -131,24 +149,34 @@ def _measure(
         "world_size": plan.world_size,
         "peak_bytes": {str(getattr(kind, "name", kind)).lower(): size for kind, size in peak.items()},
         "collectives": dict(sorted(collectives.counts.items())),
-        "num_params": sum(_local_numel(weight.param) for weight in built.weights),
+        "num_params": sum(local(weight.param).numel() for weight in built.weights),
         "seconds": round(time.monotonic() - began_s, 2),
     }
 
 
-def _local_numel(param: Tensor) -> int:
-    from trainkit.trainer.dtensor import local
+@contextmanager
+def _shapes_untracked() -> Iterator[None]:
+    """Keeps out of the tracker what DTensor does to find out the shapes of results.
 
-    return local(param).numel()
+    It makes tensors of the whole size, which no rank ever holds: of logits that are split, those of the whole
+    vocabulary. The tracker leaves out what is made in another fake mode than its own, and here there is one.
+    """
+    kind: Any = ShardingPropagator
+    find_out = kind._propagate_tensor_meta_non_cached
+
+    def find_out_alone(propagator: ShardingPropagator, op_schema: Any) -> Any:
+        with _disable_current_modes():
+            return find_out(propagator, op_schema)
+
+    kind._propagate_tensor_meta_non_cached = find_out_alone
+    try:
+        yield
+    finally:
+        kind._propagate_tensor_meta_non_cached = find_out
 
 
 def _step(
-    task: Task,
-    config: RunConfig,
-    plan: LaunchPlan,
-    world: World,
-    built: BuiltModel,
-    optimizer: ShardedAdamW,
+    config: RunConfig, plan: LaunchPlan, built: BuiltModel, optimizer: ShardedAdamW
 ) -> Callable[[], None]:
     """A function that does what the training loop does in a step, but for what needs values."""
     batch = plan.batch
@@ -160,12 +188,13 @@ def _step(
     )
     micros = [micro] * batch.accumulation_steps
     one, zero = torch.ones(()), torch.zeros(())
+    if isinstance(built.passes, PipelinePasses):
+        _tell_shapes(built.passes.schedule, DTYPES[config.precision.dtype])
 
     def step() -> None:
-        if isinstance(built.passes, PipelinePasses):
-            _run_stages(task, world, built, micros, DTYPES[config.precision.dtype])
-        else:
-            cast(WholePasses, built.passes).add_gradient(micros, one, lambda nll_sum: None)
+        built.passes.add_gradient(micros, one, lambda nll_sum: None)
+        if built.tied_ends is not None:
+            built.tied_ends.add_up()
         optimizer.collect_gradients()
         total = optimizer.square_sum()
         dist.all_reduce(total)
@@ -175,61 +204,30 @@ def _step(
     return step
 
 
-def _run_stages(
-    task: Task, world: World, built: BuiltModel, micros: list[Microbatch], dtype: torch.dtype
-) -> None:
-    """The forward and backward passes of this rank's stages in the order of their schedule.
+def _tell_shapes(schedule: Any, dtype: torch.dtype) -> None:
+    """Tells torch's stages what they receive, which they would ask each other in the first step."""
 
-    What would come from other stages is made up. A backward pass that a schedule cuts in two is done at the
-    second of them: the memory is an upper bound.
-    """
-    passes = cast(PipelinePasses, built.passes)
-    parts = dict(zip(passes.stages, built.parts, strict=True))
-    whole = passes.join(micros)
-    size = len(whole.tokens) // passes.num_microbatches
-    tokens, labels, keys = whole.tokens[:size], whole.labels[:size], whole.sample_keys[:size]
-    held: dict[tuple[int, int | None], Tensor] = {}
-    for action in _actions(passes, world):
-        stage, key = action.stage_index, (action.stage_index, action.microbatch_index)
-        part = parts[stage]
-        if action.computation_type is _ComputationType.FORWARD:
-            x = tokens
-            if stage:
-                x = torch.zeros(size, *part.stream_shape, dtype=dtype, requires_grad=True)
-            out = part(x, sample_keys=keys)
-            held[key] = task.nll_sum(out, labels) if stage == passes.num_stages - 1 else out
-        elif action.computation_type in (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_WEIGHT):
-            _hold_gradients(part)
-            out = held.pop(key)
-            out.backward(torch.zeros_like(out))  # type: ignore[no-untyped-call]
-    passes.reduce_gradients()
+    def prepare(
+        stages: Sequence[Any],
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Tensor],
+        target: Tensor | None,
+        knows_forward: bool,
+        knows_backward: bool,
+        **rest: Any,
+    ) -> tuple[bool, bool]:
+        if not knows_forward:
+            for stage in stages:
+                shape = (len(kwargs["sample_keys"]), *stage.submod.stream_shape)
+                stream = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True),)
+                inputs = extract_tensor_metas(args if stage.is_first else stream)
+                stage._user_meta = _StageMeta(inputs, outputs=extract_tensor_metas(stream))
+                stage._inference_mode = InferenceMode.STATIC
+                stage._prepare_forward_infra(schedule._n_microbatches, None, has_backward=True)
+                stage._prepare_backward_infra(schedule._n_microbatches)
+        return True, True
 
-
-def _hold_gradients(part: nn.Module) -> None:
-    """As torch's stages do: only after the last microbatch are gradients reduced."""
-    if isinstance(part, FSDPModule):
-        part.set_is_last_backward(False)
-        part.set_reshard_after_backward(False)
-        part.set_requires_gradient_sync(False)
-
-
-def _actions(passes: PipelinePasses, world: World) -> Iterator[_Action]:
-    """What this rank computes, in order."""
-    order = passes.schedule.pipeline_order
-    if order is not None:
-        for action in order[world.place.pp]:
-            if action is not None:
-                yield from action.sub_actions or (action,)
-        return
-    [stage], count = passes.stages, passes.num_microbatches
-    is_gpipe = passes.name == "gpipe"
-    lead = count if is_gpipe else min(count, passes.num_stages - stage)
-    for index in range(count + lead):
-        # 1F1B: from the first backward pass on, one of each in turn.
-        if index >= lead:
-            yield _Action(stage, _ComputationType.FULL_BACKWARD, index - lead)
-        if index < count:
-            yield _Action(stage, _ComputationType.FORWARD, index)
+    schedule._initialize_pp_stages = prepare
 
 
 def main() -> int:

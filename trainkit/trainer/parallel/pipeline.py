@@ -77,14 +77,13 @@ class PipelinePasses:
 
     def _make_schedule(self) -> Any:
         group = self._schedule_group()
-        self._torch_stages = [
+        stages = [
             PipelineStage(part, index, self.num_stages, self._world.device, group=group)
             for index, part in zip(self.stages, self._parts, strict=True)
         ]
         kind = get_schedule_class(TORCH_NAMES[self.name])
-        several = issubclass(kind, PipelineScheduleMulti)
         return kind(
-            self._torch_stages if several else self._torch_stages[0],
+            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
             n_microbatches=self.num_microbatches,
             loss_fn=self._scaled_loss,
             scale_grads=False,
@@ -120,11 +119,6 @@ class PipelinePasses:
             torch.cat([micro.sample_keys for micro in microbatches]),
         )
         return self._context.take(whole)
-
-    def reduce_gradients(self) -> None:
-        """What a schedule does after its last pass, for whoever goes through the stages without it."""
-        for stage in self._torch_stages:
-            stage.perform_reduce_grad(1)
 
     def _inputs(self, batch: Microbatch) -> tuple[Tensor, ...]:
         return (batch.tokens,) if self._has_first else ()
