@@ -98,6 +98,16 @@ def test_the_error_that_is_shown_is_the_one_that_comes(sandbox: Path) -> None:
     assert done.stderr.split() == shown.split()
 
 
+def test_the_plan_that_is_shown_is_the_one_that_comes(sandbox: Path) -> None:
+    [command] = [command for command in commands() if command.startswith("trainkit plan")]
+    done = run(f"{command} 2>&1", sandbox)
+    shown = next(block for block in blocks("") if "recommended: " in block)
+    for shortened, line in zip(shown.splitlines(), done.stdout.splitlines(), strict=True):
+        start, _, end = shortened.partition("...")
+        assert line.startswith(start.rstrip())
+        assert line.endswith(end)
+
+
 def _with_wrong_config(folder: Path) -> Path:
     text = (folder / "configs" / "quickstart.yaml").read_text()
     (folder / "configs" / "wrong.yaml").write_text(

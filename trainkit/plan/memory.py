@@ -49,10 +49,10 @@ class Memory:
 
 def memory_of(work: Workload) -> Memory:
     """The memory of the rank that needs most."""
-    return max((rank_memory(work, rank) for rank in _ranks_to_look_at(work)), key=lambda found: found.peak)
+    return max((rank_memory(work, rank) for rank in ranks_to_look_at(work)), key=lambda found: found.peak)
 
 
-def _ranks_to_look_at(work: Workload) -> list[int]:
+def ranks_to_look_at(work: Workload) -> list[int]:
     """The ends of a pipeline, and the first of its ranks that has most layers."""
     pp, schedule = work.layout.pp, work.parallel.pp_schedule
     layers = [held_by(rank, pp, schedule, work.shape.num_layers).num_layers for rank in range(pp)]
