@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     "world_size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Also go through a step as one rank of N, without their memory.",
+    help="Check for N GPUs instead, and go through a step as one rank of them, without their memory.",
 )
-@click.option("--rank", type=click.IntRange(min=0), default=0, help="Which rank that is.", show_default=True)
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Which rank that is; 0 by default.")
 @json_option
 def command(
     request: ConfigRequest,
     show_origin: bool,
     wait: bool | None,
     world_size: int | None,
-    rank: int,
+    rank: int | None,
     as_json: bool,
 ) -> int:
     """Check CONFIG against the schema, the model's shape, the data, and the cluster or this machine.
@@ -63,9 +63,14 @@ def command(
     from trainkit.submit.target import make_target
     from trainkit.submit.wait import wait_lines
 
+    if world_size is None and rank is not None:
+        raise UsageError("--rank is of a simulated world", hint="--simulate-world N says how many there are")
+    if world_size is not None and (wait is not None or show_origin):
+        hint = "a second `trainkit check` without --simulate-world has them"
+        raise UsageError("--simulate-world goes with neither --wait nor --show-origin", hint=hint)
     loaded = request.load()
     if world_size is not None:
-        return _simulate(loaded, world_size, rank, as_json)
+        return _simulate(loaded, world_size, rank or 0, as_json)
     target = make_target(loaded)
     plan = plan_for(loaded, target=target)
     if wait and plan.slurm is None:

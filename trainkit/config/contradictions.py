@@ -31,9 +31,7 @@ def _float8(loaded: LoadedConfig) -> Iterator[Problem]:
         yield loaded.problem("precision.float8", message, "what is not multiplied in float8 needs bf16")
     if config.parallel.tp > 1:
         message = f"is true, and parallel.tp is {config.parallel.tp}"
-        yield loaded.problem(
-            "precision.float8", message, "float8 and tensor parallelism do not go together yet"
-        )
+        yield loaded.problem("precision.float8", message, "one of the two; they do not go together yet")
 
 
 def _secrets(loaded: LoadedConfig) -> Iterator[Problem]:

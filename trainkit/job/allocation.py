@@ -154,7 +154,7 @@ class Allocation:
     @property
     def is_being_requeued(self) -> bool:
         """Whether Slurm starts the job again without being asked to."""
-        return self.job is not None and (self.job.restarts > self.restarts or self.job.state.is_waiting)
+        return self.is_queued_again or (self.job is not None and self.job.restarts > self.restarts)
 
     @property
     def is_queued_again(self) -> bool:

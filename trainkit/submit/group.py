@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from trainkit.errors import UsageError
 from trainkit.job.mark import job_mark
-from trainkit.job.record import mark_cancelled, newest_entry, run_lock
+from trainkit.job.record import KILLED, mark_cancelled, newest_entry, run_lock
 from trainkit.rundir import RunDir, utc_now
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_steps, send_signal
@@ -52,7 +52,7 @@ def cancel_group(
     for run in made:
         entry = newest_entry(run)
         if entry is not None and (now or int(run.name) in waiting):
-            write_cancelled(run, entry, "killed by cancel --now" if now else "cancelled before it started")
+            write_cancelled(run, entry, KILLED if now else "cancelled before it started")
 
 
 def _steps(runs: Sequence[RunDir]) -> list[tuple[str, str]]:

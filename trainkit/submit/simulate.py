@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 GPUS_PER_NODE = 8
 """What a node of a simulated job has where the config does not say."""
-TIMEOUT_S = 1800.0
 
 
 def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
@@ -56,7 +55,6 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> dict[str, Any
             module_argv("trainkit.trainer.simulate", *files, str(rank)),
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
         )
     if done.returncode:
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
