@@ -25,6 +25,7 @@ FAULTS_FOR_A_BRAKE = 3
 """Fewer cannot be the reason why a run gave up."""
 QUEUED_S = 30.0
 """How long the job of a run that has ended may still be in the queue."""
+NOT_STARTED = "did not start the run again"
 NO_SPACE = ("No space left", "disk full")
 
 
@@ -118,7 +119,7 @@ class Flight:
         if end is not None:
             return end
         status = self.login.status(self.run)
-        return status if status["state"] == "died" else survival.last_end(self.run)
+        return status if status["state"] in ("died", "cancelled") else survival.last_end(self.run)
 
     def judge_stop(self, end: dict[str, Any]) -> str | None:
         """What is wrong with a stop; None when the faults explain it and a person may resume it."""
@@ -126,8 +127,10 @@ class Flight:
         told = f"{reason} {json.dumps(end.get('verdict'))}"
         if any(text in told for text in NO_SPACE) and self.disk_was_full:
             return None
-        if end["state"] == "died" and self.disk_was_full:
+        if end["state"] in ("died", "cancelled") and self.disk_was_full:
             return None  # it could not write its end
+        if NOT_STARTED in reason and self.recent_faults:
+            return None  # Slurm gave the job up, although it was to start it again
         if any(text in reason for text in BRAKES) and self.recent_faults >= FAULTS_FOR_A_BRAKE:
             return None
         return f"stopped: {end['state']}: {reason}"

@@ -62,11 +62,25 @@ CASES = [
     Case("shard 2 x tp 4", 8, {"dp_shard": 2, "tp": 4}),
 ]
 TIED = ("model.tie_embeddings=true",)
+UNEVEN = ("model.vocab_size=323",)
+"""No number of shards divides it."""
+WIDE = ("model.dim=512", "model.num_layers=6", "optimizer.lr=0.00003")
+"""Several units of shards: the next is gathered while one computes. AdamW's first updates are as large where
+a gradient is nothing but rounding as elsewhere, which with a higher rate shows in the gradient norm."""
+OTHER_MODELS = [
+    (
+        "tied",
+        TIED,
+        ("tp 2", "pp 2 1f1b, compile", "pp 2 dualpipe_v", "pp 2 zbv x tp 2", "pp 2 x shard 2 x tp 2"),
+    ),
+    ("uneven", UNEVEN, ("shard 4", "replicate 2 x shard 2", "shard 2 x cp 2")),
+    ("wide", WIDE, ("shard 2", "shard 2, zero 2", "replicate 2 x shard 2", "pp 2 x shard 2")),
+]
 CASES += [
-    Case(f"tied: {case.name}", case.num_procs, case.parallel, TIED)
+    Case(f"{word}: {case.name}", case.num_procs, case.parallel, overrides)
+    for word, overrides, names in OTHER_MODELS
     for case in CASES
-    if case.name
-    in ("tp 2", "pp 2 1f1b, compile", "pp 2 dualpipe_v", "pp 2 zbv x tp 2", "pp 2 x shard 2 x tp 2")
+    if case.name in names
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,9 @@ RANK_VARIABLES = (
 )
 
 
+HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """An empty home for the list of runs and the user's config, and no variables that mean something."""
@@ -28,3 +32,18 @@ def own_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         patch.setenv("XDG_STATE_HOME", str(home / "state"))
         patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """What a supervisor that a test calls blocks or ignores, no later test and no child of it inherits."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - mask
+    while blocked and signal.sigtimedwait(blocked, 0) is not None:
+        pass
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)

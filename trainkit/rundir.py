@@ -224,6 +224,22 @@ def read_end(attempt: AttemptDir) -> dict[str, Any] | None:
     return end if isinstance(end, dict) else None
 
 
+def copied_file(run: RunDir, name: str) -> Path:
+    """A file of the code that a run was submitted with, named as from the folder it was submitted from.
+
+    That is the copy; the file itself where there is none of it.
+    """
+    original = Path(name).absolute()
+    try:
+        code = read_json(run.job_file).get("code")
+    except FileNotFoundError:
+        code = None
+    if not code:
+        return original
+    copied = Path(os.path.normpath(Path(code["workdir"]) / os.path.relpath(original)))
+    return copied if copied.is_relative_to(code["code"]) and copied.is_file() else original
+
+
 def goes_on(end: Mapping[str, Any]) -> bool:
     """Whether an end.json says that the run goes on by itself."""
     return end.get("action") in COMEBACK_ACTIONS

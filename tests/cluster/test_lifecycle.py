@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -138,6 +139,8 @@ def test_a_shell_of_its_own(clusters_possible: None) -> None:
         stdin=other_end,
         stdout=other_end,
         stderr=other_end,
+        # Who runs the tests may ignore it, and a shell leaves its commands what was ignored when it began.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(other_end)
     shown = read_until(terminal, rb"\(tk\d+\) ")
@@ -178,6 +181,7 @@ def read_until(terminal: int, pattern: bytes, timeout_s: float = 40) -> str:
     shown = b""
     deadline = time.monotonic() + timeout_s
     while not re.search(pattern, shown):
-        assert time.monotonic() < deadline, shown.decode()
+        ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, shown.decode()
         shown += os.read(terminal, 1000)
     return shown.decode()

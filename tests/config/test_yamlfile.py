@@ -104,6 +104,14 @@ def test_missing_file_names_a_close_one(tmp_path: Path) -> None:
     )
 
 
+def test_missing_file_that_is_shipped(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_yaml_file(tmp_path / "configs" / "models" / "7b.yaml", "configs/models/7b.yaml")
+    assert error.value.problems[0].hint == (
+        "trainkit brings one of that name: `extends: models/7b.yaml` in a file of yours takes it over"
+    )
+
+
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     assert problem(tmp_path / "no" / "a.yaml") == (
         f"a.yaml: there is no such file\n  hint: there is no folder {tmp_path / 'no'} either"

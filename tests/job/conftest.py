@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batch_job import Slurm
 from job_tree import PREAMBLE, Job
 
 import trainkit
+from tests.support.runs import make_attempt
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
-from trainkit.job.record import Liveness, liveness, newest_entry, run_lock
+from trainkit.job import allocation, batch, comeback, take
+from trainkit.job.record import (
+    Liveness,
+    liveness,
+    newest_entry,
+    run_lock,
+)
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.rundir import RunDir, write_json
 from trainkit.submit.local import kill_job, start_attempt
@@ -68,3 +76,25 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         entry = newest_entry(job.run) if job.run.path.is_dir() else job.entry
         if entry is not None and liveness(entry) is Liveness.ALIVE:
             kill_job(job.run, entry)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr(take, "ENTRY_TIMEOUT_S", 0.2)
+    return make_attempt(tmp_path / "run", ["requeue.max_crashes=1"]).run
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """A Slurm that says what a test wants, with a job of one host."""
+    slurm = Slurm()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
+    monkeypatch.setattr(batch, "write_to", lambda log: None)
+    monkeypatch.setattr(batch.children, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(allocation, "expand_hosts", lambda text: [text])
+    monkeypatch.setattr(allocation, "look_at_job", lambda job_id, patience_s: slurm.job)
+    monkeypatch.setattr(allocation, "lost_hosts", lambda job_id, hosts, is_running: slurm.lost)
+    monkeypatch.setattr(allocation.shutil, "which", lambda program: program)
+    monkeypatch.setattr(comeback, "requeue", slurm.requeue)
+    return slurm

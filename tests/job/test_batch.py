@@ -4,71 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
+from batch_job import Slurm, reasons, step, told
 
-from tests.support.runs import make_attempt
-from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
-from trainkit.job import allocation, batch, comeback, take
+from trainkit.errors import EXIT_STOPPED
 from trainkit.job.batch import supervise
-from trainkit.job.record import COMEBACK, KILLED, add_slurm_entry, mark_cancelled, read_job
+from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, read_job
 from trainkit.job.step_watch import StepWatch
 from trainkit.job.take import take_attempt
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, log_event, read_json, read_jsonl, write_json
-from trainkit.slurm.client import SlurmRefused
-from trainkit.slurm.job_now import JobNow
-from trainkit.slurm.states import JobState
-
-RUNNING = JobNow(JobState.RUNNING, "RUNNING", is_preempted=False, may_requeue=True, end_time=None, restarts=0)
-
-
-@dataclass
-class Slurm:
-    """What Slurm says and was told."""
-
-    job: JobNow | None = RUNNING
-    lost: tuple[str, ...] | None = ()
-    refuses: bool = False
-    requeued: int = 0
-
-    def requeue(self, job_id: str, patience_s: float) -> None:
-        if self.refuses:
-            raise SlurmRefused(f"scontrol: Job {job_id} may not be requeued")
-        self.requeued += 1
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(take, "ENTRY_TIMEOUT_S", 0.2)
-    return make_attempt(tmp_path / "run", ["requeue.max_crashes=1"]).run
-
-
-@pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """A Slurm that says what a test wants, with a job of one host."""
-    slurm = Slurm()
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
-    monkeypatch.setattr(batch, "write_to", lambda log: None)
-    monkeypatch.setattr(batch.children, "adopt_orphans", lambda: None)
-    monkeypatch.setattr(allocation, "expand_hosts", lambda text: [text])
-    monkeypatch.setattr(allocation, "look_at_job", lambda job_id, patience_s: slurm.job)
-    monkeypatch.setattr(allocation, "lost_hosts", lambda job_id, hosts, is_running: slurm.lost)
-    monkeypatch.setattr(allocation.shutil, "which", lambda program: program)
-    monkeypatch.setattr(comeback, "requeue", slurm.requeue)
-    return slurm
-
-
-def reasons(run: RunDir) -> list[tuple[int, str, str]]:
-    return [(entry["attempt"], entry["job_id"], entry["reason"]) for entry in read_job(run)["attempts"]]
+from trainkit.rundir import RunDir, read_json, read_jsonl, write_json
 
 
 def test_the_first_start_takes_the_attempt_that_was_submitted(run: RunDir) -> None:
@@ -102,70 +50,10 @@ def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) ->
     assert take_attempt(run, "7") is None
 
 
-def step(run: RunDir, code: str, *writes: Any) -> tuple[int, dict[str, Any]]:
-    """The exit code of a job whose step runs some Python, and the newest end.json."""
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    for write in writes:
-        write()
-    result = supervise(run, [sys.executable, "-c", code])
-    end = read_json(run.attempt(run.attempt_numbers()[-1]).end_file)
-    assert end["exit_code"] == result
-    return result, end
-
-
-def told(run: RunDir, name: str) -> Callable[[], None]:
-    return lambda: log_event(run, 1, "signal", signal=name)
-
-
-def test_what_cancel_now_kills_was_not_a_failure(run: RunDir, slurm: Slurm) -> None:
-    # Slurm's SIGTERM for a job that it cancels may come before the step is seen to have ended.
-    code = (
-        "import os; from trainkit.rundir import RunDir, log_event;"
-        " from trainkit.job.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
-        " mark_cancelled(run, now=True); log_event(run, 1, 'signal', signal='SIGTERM');"
-        " os.kill(os.getpid(), 9)"
-    )
-    result, end = step(run, code)
-    assert (result, end["state"], end["reason"], end["verdict"]) == (137, "cancelled", KILLED, None)
-
-
 def test_a_step_that_ends_well(run: RunDir, slurm: Slurm) -> None:
     assert step(run, "pass")[0] == 0
     events = [event["event"] for event in read_jsonl(run.events_file)]
     assert events == ["started", "finished"]
-
-
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [
-        (RUNNING, "saved after SIGTERM"),
-        (replace(RUNNING, state=JobState.CANCELLED), "saved after SIGTERM"),
-    ],
-)
-def test_a_person_who_tells_only_the_ranks(run: RunDir, slurm: Slurm, job: JobNow, words: str) -> None:
-    slurm.job = job
-    code, end = step(run, "raise SystemExit(75)", told(run, "SIGTERM"))
-    assert (code, end["state"], end["reason"], slurm.requeued) == (EXIT_STOPPED, "stopped", words, 0)
-
-
-@pytest.mark.parametrize(
-    ("job", "asked"),
-    [
-        (replace(RUNNING, is_preempted=True), 1),
-        # In the queue again already: Slurm does it by itself.
-        (replace(RUNNING, state=JobState.COMPLETING, restarts=1), 0),
-        (None, 1),
-    ],
-)
-def test_a_preemption_brings_the_job_back(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobNow | None, asked: int
-) -> None:
-    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
-    slurm.job = job
-    code, end = step(run, "raise SystemExit(75)", told(run, "SIGTERM"))
-    assert (code, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "preempted")
-    assert slurm.requeued == asked
-    assert run.attempt_numbers() == [1]
 
 
 def test_a_crash_starts_the_step_again_in_the_allocation(run: RunDir, slurm: Slurm) -> None:
@@ -180,35 +68,6 @@ def test_a_crash_starts_the_step_again_in_the_allocation(run: RunDir, slurm: Slu
     assert "restart" in events
 
 
-@pytest.mark.parametrize(
-    ("job", "expected"),
-    [
-        (replace(RUNNING, state=JobState.COMPLETING, is_preempted=True), ("requeue", "crash", 1)),
-        # In the queue again already: Slurm does it by itself.
-        (replace(RUNNING, state=JobState.COMPLETING, restarts=1), ("requeue", "crash", 0)),
-        (replace(RUNNING, state=JobState.CANCELLED), ("failed", "crash", 0)),
-    ],
-)
-@pytest.mark.parametrize("says", ["", "srun: error: Unable to create step for job 7: no memory"])
-def test_a_notice_before_the_step_is_started_again(
-    run: RunDir,
-    slurm: Slurm,
-    monkeypatch: pytest.MonkeyPatch,
-    job: JobNow,
-    expected: tuple[str, str, int],
-    says: str,
-) -> None:
-    def take_away(delay_s: float) -> signal.Signals:
-        slurm.job = job
-        return signal.SIGTERM
-
-    monkeypatch.setattr(batch.children, "wait_unless_told", take_away)
-    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
-    _, end = step(run, f"import sys; sys.exit({says!r} or 5)")
-    assert (end["action"], end["cause"], slurm.requeued) == expected
-    assert run.attempt_numbers() == [1]
-
-
 def test_a_step_that_slurm_could_not_start_is_no_crash(run: RunDir, slurm: Slurm) -> None:
     says = "srun: error: Unable to create step for job 7: Memory required by task is not available"
     code = f"import os, sys; os.environ['TRAINKIT_JOB_ATTEMPT'] in '12' and sys.exit({says!r})"
@@ -217,55 +76,6 @@ def test_a_step_that_slurm_could_not_start_is_no_crash(run: RunDir, slurm: Slurm
     assert [(end["action"], end["cause"], end["verdict"]) for end in ends] == [
         ("restart", "not_started", None)
     ] * 2
-
-
-@pytest.mark.parametrize(
-    ("job", "expected"),
-    [
-        (RUNNING, []),
-        (replace(RUNNING, state=JobState.REQUEUED, restarts=1), ["7"]),
-        # It runs elsewhere by now.
-        (replace(RUNNING, restarts=1), []),
-    ],
-)
-def test_a_run_that_has_ended_is_not_started_again_by_slurm(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobNow, expected: list[str]
-) -> None:
-    """A host was lost for a while, so that the job is in the queue; what ran on it has failed for good."""
-    cancelled: list[str] = []
-    monkeypatch.setattr(comeback, "cancel_waiting", cancelled.extend)
-    slurm.job = job
-    code, end = step(run, f"raise SystemExit({EXIT_NO_RESTART})")
-    assert (code, end["action"], cancelled) == (EXIT_NO_RESTART, "failed", expected)
-
-
-@pytest.mark.parametrize(
-    "job", [replace(RUNNING, state=JobState.REQUEUED, restarts=1), replace(RUNNING, restarts=1)]
-)
-def test_a_job_that_somebody_else_brought_back_is_left_to_it(run: RunDir, slurm: Slurm, job: JobNow) -> None:
-    """A host that was cut off is back, and its job has gone on without it."""
-    slurm.job = job
-    end = step(run, "raise SystemExit(1)")[1]
-    assert (end["action"], slurm.requeued, run.attempt_numbers()) == ("requeue", 0, [1])
-
-
-def test_without_a_controller_no_step_is_started(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
-    slurm.job = None
-    assert step(run, "raise SystemExit(1)")[1]["action"] == "requeue"
-
-
-def test_a_host_that_is_lost_is_no_place_to_start_again(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
-    monkeypatch.setattr("trainkit.job.bad_nodes.exclude_from", lambda *args: ())
-    slurm.job, slurm.lost = RUNNING, ("node1",)
-    end = step(run, "raise SystemExit(137)")[1]
-    assert (end["action"], end["cause"]) == ("requeue", "node_fail")
-    assert end["reason"] == "lost node1; starting again, comeback 1"
 
 
 def test_the_code_is_that_of_what_began_it(run: RunDir, slurm: Slurm) -> None:
@@ -311,13 +121,6 @@ def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
     says = "srun: error: node1: task 0: Exited with exit code 143"
     code = f"import sys, time; print({says!r}, flush=True); time.sleep(1.5); sys.exit(75)"
     assert step(run, code, told(run, "SIGTERM"))[1]["reason"] == "saved after SIGTERM"
-
-
-def test_a_job_that_slurm_does_not_start_again(run: RunDir, slurm: Slurm) -> None:
-    slurm.job, slurm.refuses = RUNNING, True
-    result, end = step(run, f"raise SystemExit({EXIT_STOPPED})", told(run, "SIGUSR2"))
-    assert (result, end["state"], end["action"]) == (EXIT_STOPPED, "stopped", "stopped")
-    assert end["reason"] == "saved after SIGUSR2; not started again: scontrol: Job 7 may not be requeued"
 
 
 def test_a_host_that_died_has_its_end_written(run: RunDir, slurm: Slurm) -> None:

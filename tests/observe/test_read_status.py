@@ -6,6 +6,8 @@ from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.status import read_status
 from trainkit.rundir import RunDir, append_jsonl, log_event, write_json
+from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=timezone.utc)
 
@@ -50,6 +52,25 @@ def test_an_end_that_is_written_is_certain(run, alive, state):
 def test_between_two_attempts(run, alive, state):
     write_json(run.attempt(1).end_file, {"state": "stopped", "action": "requeue"})
     assert read_status(run, alive, NOW).state == state
+
+
+def test_a_job_that_slurm_was_to_start_again_and_did_not(run):
+    end = {"state": "failed", "action": "requeue", "reason": "lost node2; starting again, comeback 2"}
+    write_json(run.attempt(1).end_file, end)
+    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=1)
+    status = read_status(run, False, NOW, job)
+    words = "it did not start the run again, as was decided after this: lost node2"
+    assert (status.state, status.reason) == ("died", f"Slurm says FAILED; exit code 1; {words}")
+
+
+@pytest.mark.parametrize(("later_s", "is_later"), [(-1, False), (1, False), (30, True)])
+def test_a_job_that_slurm_put_back_into_the_queue_and_gave_up(run, later_s, is_later):
+    entry = {"attempt": 1, "job_id": "7", "backend": "sbatch", "started_at": ago(0)}
+    write_json(run.job_file, {"attempts": [entry]})
+    began = NOW + timedelta(seconds=later_s)
+    job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=1, start_time=began)
+    reason = read_status(run, False, NOW, job).reason
+    assert reason.endswith("did not start the run again") == is_later
 
 
 def test_running_then_stopping(run):

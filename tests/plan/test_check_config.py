@@ -33,6 +33,18 @@ def test_problems_of_layout_data_and_model_together(tmp_path: Path) -> None:
     ]
 
 
+def test_float8_where_the_plan_finds_no_gpu(tmp_path: Path) -> None:
+    overrides = ["precision.float8=true", "precision.dtype=bf16"]
+    loaded = load_config(None, overrides=overrides, environ={}, cwd=tmp_path)
+    with pytest.raises(ConfigError) as error:
+        check_config(loaded, CPU)
+    [problem] = error.value.problems
+    assert problem.render().startswith(
+        "--set precision.float8=true: precision.float8: is true, and it would run on CPUs: "
+        "cpu: there is no NVIDIA driver"
+    )
+
+
 def test_vocabulary_against_the_tokenizer(tmp_path: Path) -> None:
     loaded = load_config(None, overrides=["model.vocab_size=100"], environ={}, cwd=tmp_path)
     with pytest.raises(ConfigError) as error:

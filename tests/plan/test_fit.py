@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,13 @@ def test_a_layout_that_the_model_does_not_allow(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         check(tmp_path, cluster("h100"), "parallel.pp=8", "train.device_batch_size=2")
     assert [item.key for item in error.value.problems] == ["parallel.pp_microbatches"]
+
+
+def test_a_model_that_is_larger_than_this_machine(tmp_path: Path) -> None:
+    small, large = (replace(NO_GPU, memory=size * 2**30) for size in (100, 101))
+    options = ("device=cpu", "train.device_batch_size=1")
+    found = problem(tmp_path, LOCAL, *options, machine=small)
+    assert found.key == "model.preset"
+    assert "optimizer state take 100.4 GiB, and this machine has 100.0 GiB" in found.message
+    check(tmp_path, LOCAL, *options, machine=large)
+    check(tmp_path, LOCAL, *options)

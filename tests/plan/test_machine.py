@@ -11,6 +11,7 @@ from trainkit.plan.machine import (
     cgroup_cpu_quota,
     describe_gpus,
     detect_machine,
+    host_memory,
     visible_names,
 )
 
@@ -68,3 +69,10 @@ def test_this_machine() -> None:
 def test_without_a_driver() -> None:
     machine = detect_machine()
     assert (machine.num_gpus, machine.gpu_reason) == (0, "there is no NVIDIA driver on this machine")
+
+
+def test_memory_counts_what_can_be_swapped_out(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  4 kB\nHugePages_Total:  0\nSwapTotal:  1 kB\n")
+    assert host_memory(meminfo) == 5 * 1024
+    assert host_memory(tmp_path / "none") is None

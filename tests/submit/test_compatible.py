@@ -45,6 +45,7 @@ def run(tmp_path: Path) -> RunDir:
         ["train.steps=400", "optimizer.lr=0.1", "model.dropout=0.2"],
         ["model.dim=128"],  # what the preset says anyway
         ["resources.nodes=2", "train.device_batch_size=4"],
+        ["model.architecture=llama"],
     ],
 )
 def test_what_may_change(run: RunDir, tmp_path: Path, overrides: list[str]) -> None:
@@ -56,6 +57,10 @@ def test_what_may_change(run: RunDir, tmp_path: Path, overrides: list[str]) -> N
     [
         ("seed=7", "seed: is 7, but step-00000100 was trained with 0"),
         ("data.seq_len=64", "data.seq_len: is 64, but step-00000100 was trained with 256"),
+        (
+            "model.architecture=mine.py:Mine",
+            "model.architecture: is Mine, but step-00000100 was trained with llama",
+        ),
         ("model.preset=nano", "model: is of another shape than the one in step-00000100"),
         ("train.steps=99", "train.steps: is 99, but step-00000100 is there already"),
     ],

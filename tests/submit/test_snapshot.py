@@ -14,46 +14,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.disks import small_disk
+from tests.support.folders import content, git, names
 from trainkit.errors import UsageError
 from trainkit.rundir import RunDir, write_json
-from trainkit.submit import ignored_links
 from trainkit.submit import snapshot as module
-from trainkit.submit.import_path import find_import_path
 from trainkit.submit.snapshot import Snapshot, plan_snapshot, take_snapshot
-
-
-def git(folder: Path, *args: str) -> None:
-    subprocess.run(["git", "-C", str(folder), *args], check=True, capture_output=True, timeout=20)
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    folder = tmp_path / "it's a project"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    (tmp_path / "run").mkdir()
-    return RunDir(tmp_path / "run")
 
 
 def take(project: Path, run: RunDir, **environ: str) -> Snapshot:
     return take_snapshot(project, run, environ)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def content(folder: Path) -> dict[str, str]:
-    """Every file and link below a folder, and what is in it."""
-    return {
-        str(path.relative_to(folder)): str(path.readlink()) if path.is_symlink() else path.read_text()
-        for path in folder.rglob("*")
-        if path.is_symlink() or path.is_file()
-    }
 
 
 def test_copy_of_a_repository(project: Path, run: RunDir) -> None:
@@ -219,55 +188,6 @@ def test_full_disk_leaves_nothing(project: Path, tmp_path: Path) -> None:
         assert names(disk) == []
 
 
-class TestLinks:
-    """For commands: what is beside the code can be reached from the copy."""
-
-    def test_what_git_ignores(self, project: Path, run: RunDir) -> None:
-        git(project, "init")
-        (project / ".gitignore").write_text("data/\n*.bin\n.env\n__pycache__/\nruns/\nold/\n.venv\n")
-        for name in ("data/deep", ".venv/bin", "sub/__pycache__", "runs/x", "old/attempts"):
-            (project / name).mkdir(parents=True)
-        for name in ("data/deep/x", ".venv/bin/python", "sub/m.py", "sub/w.bin", ".env", "key.pem"):
-            (project / name).write_text(name)
-        (project / "old" / "job.json").touch()
-        (project / "sub" / "__pycache__" / "m.pyc").touch()
-        found = take_snapshot(project, run, {}, links=True)
-        assert found.links == (".venv", "data", "sub/w.bin")
-        assert content(run.code_dir) == {
-            ".gitignore": (project / ".gitignore").read_text(),
-            "sub/m.py": "sub/m.py",
-            **{name: f"{project}/{name}" for name in found.links},
-        }
-        assert (run.code_dir / "data" / "deep" / "x").read_text() == "data/deep/x"
-        assert found.notes == (
-            "not in the copy of the code: key.pem (looks like a secret)",
-            "linked into the copy of the code, not copied: .venv, data, sub/w.bin",
-        )
-        assert json.loads(json.dumps(found.to_dict()))["links"] == [".venv", "data", "sub/w.bin"]
-
-    def test_without_git(self, project: Path) -> None:
-        for name in ("data", "mine", "pkg/__pycache__"):
-            (project / name).mkdir(parents=True)
-        for name in ("data/x.bin", "a.py", "pkg/b.py", "pkg/w.bin", "id_rsa"):
-            (project / name).write_text(name)
-        run = RunDir(project / "mine")
-        assert take_snapshot(project, run, {}, links=True).links == ("data", "pkg/w.bin")
-        assert (run.code_dir / "pkg" / "w.bin").read_text() == "pkg/w.bin"
-
-    def test_data_between_the_code(self, project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ignored_links, "MAX_LINKS", 2)
-        for number in range(3):
-            (project / f"{number}.jpg").touch()
-        with pytest.raises(UsageError, match=r"3 files lie between the code in .* and are no code"):
-            take_snapshot(project, run, {}, links=True)
-        assert take_snapshot(project, run, {}).num_files == 0
-
-    def test_none_unless_asked_for(self, project: Path, run: RunDir) -> None:
-        (project / "x.bin").touch()
-        assert take(project, run).links == ()
-        assert names(run.code_dir) == []
-
-
 def test_plan_is_what_is_taken(project: Path, run: RunDir) -> None:
     (project / "a.py").touch()
     (project / ".env").touch()
@@ -331,53 +251,3 @@ def test_a_thousand_files_take_no_longer_than_with_the_standard_library(project:
         shutil.copytree(project, run.path / f"copy{number}", ignore=shutil.ignore_patterns(".git"))
         theirs.append(time.perf_counter() - start)
     assert min(ours) < 2 * min(theirs) + 0.05
-
-
-class TestImportPath:
-    def find(self, *files: str, subfolder: str = "", inherited: str | None = None) -> tuple[str, ...]:
-        found, notes = find_import_path("/source", files, "/code", subfolder, inherited)
-        assert notes == ()
-        return found
-
-    def test_working_directory(self) -> None:
-        assert self.find() == ("/code",)
-        assert self.find("sub/a.py", subfolder="sub") == ("/code/sub",)
-        assert self.find("a.py", subfolder="empty") == ("/code/empty",)
-
-    def test_projects_around_it(self) -> None:
-        files = ("tools/exp/a.py", "tools/setup.py", "src/pkg/__init__.py", "pyproject.toml")
-        assert self.find(*files, subfolder="tools/exp") == ("/code/tools/exp", "/code/tools", "/code/src")
-
-    def test_what_pythonpath_has_of_the_source(self) -> None:
-        inherited = "/source/lib:/elsewhere:relative::/source/gone:/sourcery"
-        assert self.find("lib/a.py", inherited=inherited) == ("/code", "/code/lib")
-
-    @pytest.mark.parametrize("name", ["queue.py", "types/__init__.py"])
-    def test_a_module_that_would_take_the_place_of_pythons_own(self, name: str) -> None:
-        found, [note] = find_import_path("/source", [name, "logging/x.txt", "sub/io.py"], "/code", "", None)
-        assert found == ()
-        assert f"its {name.partition('/')[0]} would take the place of Python's own module" in note
-
-    def test_folders_that_only_sound_like_modules_of_python(self) -> None:
-        assert self.find("logging/x.txt", "sub/io.py", "queue.yaml", "types/deep/__init__.py") == ("/code",)
-
-    def test_colon(self) -> None:
-        found, [note] = find_import_path("/source", ["a.py"], "/code:1", "", None)
-        assert found == ()
-        assert note.endswith("/code:1: PYTHONPATH cannot hold a folder with a colon")
-
-    def test_modules_come_from_the_copy(self, project: Path, run: RunDir) -> None:
-        """As they do in a job: an installation that leads to the source comes after PYTHONPATH."""
-        (project / "pyproject.toml").touch()
-        (project / "mine.py").write_text("VALUE = 'as submitted'")
-        found = take(project, run)
-        (project / "mine.py").write_text("VALUE = 'edited'")
-        script = f"import sys; sys.path.append({str(project)!r}); import mine; print(mine.VALUE)"
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env={"PYTHONPATH": os.pathsep.join(found.import_path)},
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        assert done.stdout == "as submitted\n"

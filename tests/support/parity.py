@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
-import sys
-import traceback
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.runs import free_port, make_attempt
 from trainkit.rundir import AttemptDir, RunDir, read_metrics
 
@@ -76,7 +75,7 @@ def run_cases(
             attempts.append(
                 str(make_attempt(folder / case.name, [*MODEL, *common, *case.options], num_procs).path)
             )
-        _spawn(function, attempts, num_procs)
+        _train_all(function, attempts, num_procs)
 
 
 def curve(run_dir: Path) -> list[tuple[int, float, float, float, int]]:
@@ -92,56 +91,37 @@ def worst_difference(run_dir: Path, expected: Path) -> float:
     return max(abs(mine[i] - other[i]) / max(1.0, abs(other[i])) for mine, other in pairs for i in (1, 2, 3))
 
 
-def _spawn(function: Callable[..., None], attempts: Sequence[str], num_procs: int) -> None:
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
-    procs = [
-        context.Process(target=_as_rank, args=(function, rank, num_procs, port, attempts))
-        for rank in range(num_procs)
-    ]
-    for proc in procs:
-        proc.start()
-    try:
-        while any(proc.is_alive() for proc in procs):
-            procs[0].join(0.2)
-            if any(proc.exitcode not in (0, None) for proc in procs):
-                procs[0].join(1.0)
-                break
-        codes = [proc.exitcode for proc in procs]
-        if codes != [0] * num_procs:
-            raise RuntimeError(f"the ranks ended with {codes}")
-    finally:
-        for proc in procs:
-            proc.kill()
+def _train_all(function: Callable[..., None], attempts: Sequence[str], num_procs: int) -> None:
+    procs = start_ranks(_in_group, num_procs, function, num_procs, free_port(), attempts)
+    deadline_s = time.monotonic() + TIMEOUT_S * len(attempts)
+    while any(proc.is_alive() for proc in procs) and time.monotonic() < deadline_s:
+        procs[0].join(0.2)
+        if any(proc.exitcode not in (0, None) for proc in procs):
+            break  # the others would wait for it
+    codes = wait_for_all(procs, 1.0)
+    if codes != [0] * num_procs:
+        raise RuntimeError(f"the ranks ended with {codes}")
 
 
-def _as_rank(
-    function: Callable[..., None], rank: int, num_procs: int, port: int, attempts: Sequence[str]
+def _in_group(
+    rank: int, function: Callable[..., None], num_procs: int, port: int, attempts: Sequence[str]
 ) -> None:
     from datetime import timedelta
 
-    import torch
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    try:
-        if num_procs > 1:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"tcp://127.0.0.1:{port}",
-                rank=rank,
-                world_size=num_procs,
-                timeout=timedelta(seconds=TIMEOUT_S),
-            )
-        for attempt in attempts:
-            path = Path(attempt)
-            function(rank, RunDir(path.parent.parent).attempt(int(path.name)))
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)
+    if num_procs > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=num_procs,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+    for attempt in attempts:
+        path = Path(attempt)
+        function(rank, RunDir(path.parent.parent).attempt(int(path.name)))
 
 
 def make_trainer(rank: int, attempt: AttemptDir) -> Any:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.ranks import start_ranks, start_worker, wait_for_all
 from trainkit.config import dump_effective, load_config
 from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
@@ -65,7 +64,25 @@ def start_workers(
     attempt: AttemptDir, num_procs: int = 1, env: dict[str, str] | None = None, **popen: Any
 ) -> list[subprocess.Popen[bytes]]:
     """The ranks of an attempt as plain processes; each one's output goes to its log."""
+    procs = []
+    for rank, environ in enumerate(environs(attempt, num_procs)):
+        with attempt.rank_log(rank).open("ab") as log:
+            procs.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "trainkit.trainer", str(attempt.run.path)],
+                    env={**environ, **(env or {})},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    **popen,
+                )
+            )
+    return procs
+
+
+def environs(attempt: AttemptDir, num_procs: int) -> list[dict[str, str]]:
+    """The environment of each rank of an attempt on this machine."""
     common = {
+        **os.environ,
         "TRAINKIT_JOB_ATTEMPT": str(attempt.number),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
@@ -73,21 +90,8 @@ def start_workers(
         "LOCAL_WORLD_SIZE": str(num_procs),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        **(env or {}),
     }
-    procs = []
-    for rank in range(num_procs):
-        with attempt.rank_log(rank).open("ab") as log:
-            procs.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "trainkit.trainer", str(attempt.run.path)],
-                    env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    **popen,
-                )
-            )
-    return procs
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_procs)]
 
 
 def wait_for(procs: Sequence[subprocess.Popen[bytes]], timeout_s: float = TIMEOUT_S) -> list[int]:
@@ -104,7 +108,11 @@ def wait_for(procs: Sequence[subprocess.Popen[bytes]], timeout_s: float = TIMEOU
 def train(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 1, expect: int = 0) -> AttemptDir:
     """Run one attempt to its end and check every rank's exit code."""
     attempt = make_attempt(run_dir, overrides, num_procs)
-    codes = wait_for(start_workers(attempt, num_procs))
+    procs = [
+        start_worker(attempt.run.path, attempt.rank_log(rank), environ)
+        for rank, environ in enumerate(environs(attempt, num_procs))
+    ]
+    codes = wait_for_all(procs, TIMEOUT_S)
     assert codes == [expect] * num_procs, log_text(attempt)
     return attempt
 
@@ -129,25 +137,12 @@ def run_ranks(function: Callable[..., None], num_procs: int, *args: Any) -> None
 
     The function stands in a test module; what it raises on any rank fails the test.
     """
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
-    procs = [
-        context.Process(target=_as_rank, args=(function, rank, num_procs, port, args))
-        for rank in range(num_procs)
-    ]
-    for proc in procs:
-        proc.start()
-    try:
-        for proc in procs:
-            proc.join(TIMEOUT_S)
-        assert [proc.exitcode for proc in procs] == [0] * num_procs
-    finally:
-        for proc in procs:
-            proc.kill()
+    procs = start_ranks(_in_world, num_procs, function, num_procs, free_port(), args)
+    assert wait_for_all(procs, TIMEOUT_S) == [0] * num_procs
 
 
-def _as_rank(
-    function: Callable[..., None], rank: int, num_procs: int, port: int, args: Sequence[Any]
+def _in_world(
+    rank: int, function: Callable[..., None], num_procs: int, port: int, args: Sequence[Any]
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -155,15 +150,7 @@ def _as_rank(
     from trainkit.trainer.distributed import World
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_procs
-        )
-        mesh = dist.init_device_mesh("cpu", (1, num_procs), mesh_dim_names=("dp_replicate", "dp_shard"))
-        function(World(rank, num_procs, torch.device("cpu"), mesh, dist.new_group(backend="gloo")), *args)
-        dist.barrier()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_procs)
+    mesh = dist.init_device_mesh("cpu", (1, num_procs), mesh_dim_names=("dp_replicate", "dp_shard"))
+    function(World(rank, num_procs, torch.device("cpu"), mesh, dist.new_group(backend="gloo")), *args)
+    dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from tests.support.models import SEQ_LEN, nano_shape
 from tests.support.parity import Case, run_cases, worst_difference
 from tests.support.runs import run_ranks
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.rundir import RunDir, write_json
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models import architecture
 from trainkit.trainer.models.model import Role
@@ -53,6 +55,24 @@ def test_what_is_none(name: str, message: str) -> None:
     with pytest.raises(TrainkitError, match=message) as error:
         architecture(name)
     assert error.value.exit_code == EXIT_NO_RESTART
+
+
+def test_a_run_has_the_code_that_it_was_submitted_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, project, code = RunDir(tmp_path / "run"), tmp_path / "project", tmp_path / "run" / "code"
+    for folder in (project / "sub", code / "sub"):
+        folder.mkdir(parents=True)
+        shutil.copy(FILE, folder.parent / "gpt.py")
+    shutil.copy(FILE, tmp_path / "elsewhere.py")
+    write_json(run.job_file, {"code": {"code": str(code), "workdir": str(code / "sub")}})
+    monkeypatch.chdir(project / "sub")
+    (project / "gpt.py").write_text("")  # edited since
+    assert architecture("../gpt.py:Gpt", run).__name__ == "Gpt"
+    assert architecture(f"{tmp_path}/project/gpt.py:Gpt", run).__name__ == "Gpt"
+    assert architecture("../../elsewhere.py:Gpt", run).__name__ == "Gpt", "the copy does not hold it"
+    with pytest.raises(TrainkitError, match="has no class Gpt"):
+        architecture("../gpt.py:Gpt")
 
 
 class Forgetful(gpt.Gpt):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.parity import Case, run_cases, worst_difference
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
 COMMON = ["model.tie_embeddings=true", "train.steps=6", "train.eval_every=3", "model.vocab_size=322"]
 """161 rows of the embedding a tensor-parallel rank: two shards of them are not equal."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainkit.config import RunConfig
-from trainkit.config.changes import Change
+from trainkit.config.changes import Change, short_training
 from trainkit.errors import UsageError
 
 PROFILED_STEPS = 3
@@ -63,7 +63,7 @@ def changes(config: RunConfig, length: Length, world_size: int, keeps_name: bool
     """
     possible = [
         *([] if keeps_name else _named(config)),
-        *_short(config, length.steps),
+        *short_training(config, length.steps, "bench"),
         *_bare(config),
         *_profiled(config, length, world_size),
     ]
@@ -72,17 +72,6 @@ def changes(config: RunConfig, length: Length, world_size: int, keeps_name: bool
 
 def _named(config: RunConfig) -> Iterator[Change]:
     yield Change("name", f"{config.name}-layouts"[:100], config.name, "these are not runs of their own")
-
-
-def _short(config: RunConfig, num_steps: int) -> Iterator[Change]:
-    train, schedule = config.train, config.schedule
-    yield Change("train.steps", num_steps, train.steps, "a bench is short")
-    yield Change("train.epochs", None, train.epochs, "train.steps ends it")
-    yield Change("train.stop_at_step", None, train.stop_at_step, "train.steps ends it")
-    yield Change("train.log_every", 1, train.log_every, "every step is measured")
-    yield Change("train.eval_every", None, train.eval_every, "only training is measured")
-    if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > num_steps:
-        yield Change("schedule.decay_steps", None, schedule.decay_steps, "it is longer than the bench")
 
 
 def _bare(config: RunConfig) -> Iterator[Change]:

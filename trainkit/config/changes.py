@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,6 +38,18 @@ class Change:
 def _shown(value: Any) -> str:
     """A value as YAML has it."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def short_training(config: RunConfig, num_steps: int, what: str) -> Iterator[Change]:
+    """What makes a training one of so many steps, all of which are looked at; `what` is a word for it."""
+    train, schedule = config.train, config.schedule
+    yield Change("train.steps", num_steps, train.steps, f"a {what} is short")
+    yield Change("train.epochs", None, train.epochs, "train.steps ends it")
+    yield Change("train.stop_at_step", None, train.stop_at_step, "train.steps ends it")
+    yield Change("train.log_every", 1, train.log_every, "every step is looked at")
+    yield Change("train.eval_every", None, train.eval_every, "only the steps are looked at")
+    if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > num_steps:
+        yield Change("schedule.decay_steps", None, schedule.decay_steps, f"it is longer than the {what}")
 
 
 def with_values(loaded: LoadedConfig, values: Mapping[str, Any], origin: str) -> LoadedConfig:

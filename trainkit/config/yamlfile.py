@@ -11,6 +11,7 @@ from trainkit.config.names import near_yaml
 from trainkit.config.tree import Entry
 from trainkit.config.yaml12 import Loader, parse_scalar
 from trainkit.errors import ConfigError, Problem
+from trainkit.resources import shipped_configs
 
 
 def read_yaml_file(path: Path, shown: str) -> Entry:
@@ -80,8 +81,10 @@ def _read_text(path: Path, shown: str) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        folder = path.parent
-        if not folder.is_dir():
+        folder, name = path.parent, shown.removeprefix("configs/")
+        if (shipped_configs() / name).is_file():
+            hint = f"trainkit brings one of that name: `extends: {name}` in a file of yours takes it over"
+        elif not folder.is_dir():
             hint = f"there is no folder {folder} either"
         else:
             match = near_yaml(path.name, [item.name for item in folder.iterdir()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainkit.config import LoadedConfig, RunConfig
-from trainkit.config.changes import Change, with_values
+from trainkit.config.changes import Change, short_training, with_values
 
 DEFAULT_STEPS = 30
 FEWEST_STEPS = 12
@@ -31,14 +31,8 @@ def shorten(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedCo
 
 
 def _changes(config: RunConfig, num_steps: int) -> Iterator[Change]:
-    train, schedule, checkpoint = config.train, config.schedule, config.checkpoint
-    yield Change("train.steps", num_steps, train.steps, "a drill is short")
-    yield Change("train.epochs", None, train.epochs, "train.steps ends it")
-    yield Change("train.stop_at_step", None, train.stop_at_step, "only the drill interrupts it")
-    yield Change("train.log_every", 1, train.log_every, "every step is compared")
-    yield Change("train.eval_every", None, train.eval_every, "the losses of the steps are what is compared")
-    if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > num_steps:
-        yield Change("schedule.decay_steps", None, schedule.decay_steps, "it is longer than the drill")
+    yield from short_training(config, num_steps, "drill")
+    checkpoint = config.checkpoint
     yield Change(
         "checkpoint.every_steps", save_interval(num_steps), checkpoint.every_steps, "a drill is short"
     )

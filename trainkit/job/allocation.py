@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -13,7 +14,7 @@ from typing import Any
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job import children
 from trainkit.job.bad_nodes import note_failure
-from trainkit.job.decision import Means
+from trainkit.job.decision import COMEBACK_SIGNAL, Means
 from trainkit.job.hangs import silent_hosts
 from trainkit.job.history import past_verdicts
 from trainkit.job.interpreter import module_argv
@@ -27,7 +28,7 @@ from trainkit.job.nodes import (
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import read_job
 from trainkit.job.verdict import blamed_host
-from trainkit.job.why import look_at_job, why_told
+from trainkit.job.why import is_ending, look_at_job, why_told
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import QUERY_PATIENCE_S
@@ -89,7 +90,11 @@ class Allocation:
             self.job_id, QUERY_PATIENCE_S if saved or outcome.request is not None else PATIENCE_S
         )
         if saved and outcome.request is None:
-            return
+            if self.job is None or not is_ending(self.job, self.restarts, plan.grace_s):
+                return
+            # They did not do so by themselves: who was told could not write it down, as on a full disk.
+            is_running = self.job.state is JobState.RUNNING
+            outcome.request = COMEBACK_SIGNAL if is_running else signal.SIGTERM.name
         # What Slurm does not say is no reason to give a host up: the next start will show.
         is_running = self.job is not None and self.job.state is JobState.RUNNING
         lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()

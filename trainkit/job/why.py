@@ -60,6 +60,16 @@ def why_told(
     return "timeout" if request == notice and not shell_was_told and _is_nearly_over(job, grace_s) else None
 
 
+def is_ending(job: JobNow, restarts: int, grace_s: float) -> bool:
+    """Whether Slurm ends this start of a job, or is about to; `restarts` as for `why_told`."""
+    return (
+        job.state is not JobState.RUNNING
+        or job.restarts > restarts
+        or job.is_preempted
+        or _is_nearly_over(job, grace_s)
+    )
+
+
 def _is_nearly_over(job: JobNow, grace_s: float) -> bool:
     if job.end_time is None:
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,8 @@ STALE_S = 60.0
 """No new metrics for this long, and for `STALE_INTERVALS` of their usual distance, is worth a warning."""
 STALE_INTERVALS = 10
 RECENT_RECORDS = 200
+CLOCKS_S = 2.0
+"""How far the clocks of a cluster's hosts may be apart."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def attempt_state(
     state = _state(entry.get("attempt"), end, alive, events, has_metrics)
     reason = end.get("reason")
     if slurm_job is not None and (not end or goes_on(end)):
-        return _slurm_state(state, reason, slurm_job, "started_at" in entry)
+        return _slurm_state(state, end, slurm_job, entry)
     return state, reason
 
 
@@ -150,15 +152,33 @@ def _state(
     return "running" if has_metrics or "first_step" in names else "starting"
 
 
-def _slurm_state(state: str, reason: str | None, job: JobInfo, was_started: bool) -> tuple[str, str | None]:
-    """State and reason of an attempt that has not written its end, with what Slurm says about its job."""
+def _slurm_state(
+    state: str, end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, Any]
+) -> tuple[str, str | None]:
+    """State and reason of an attempt after which the run is to go on, with what Slurm says of its job."""
+    reason = end.get("reason")
     if job.state.is_waiting:
-        return ("requeueing" if was_started else "pending"), job.sentence or None
+        return ("requeueing" if "started_at" in entry else "pending"), job.sentence or None
     if job.is_terminal:
-        return ("cancelled" if job.state is JobState.CANCELLED else "died"), _slurms_words(job)
+        if job.state is JobState.CANCELLED:
+            return "cancelled", _slurms_words(job)
+        return "died", _slurms_words(job) + _in_vain(end, job, entry)
     if job.state is JobState.UNKNOWN:
         return state, job.sentence or reason
     return state, reason
+
+
+def _in_vain(end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, Any]) -> str:
+    """What to add where Slurm was to start the run again and gave its job up instead."""
+    if end.get("action") == "requeue":
+        why = str(end.get("reason")).partition(";")[0]
+        return f"; it did not start the run again, as was decided after this: {why}"
+    began = parse_time(entry.get("started_at"))
+    if began is None or job.start_time is None or job.start_time - began < timedelta(seconds=CLOCKS_S):
+        return ""
+    return (
+        "; it put the job back into the queue, as after the loss of a host, and did not start the run again"
+    )
 
 
 def _slurms_words(job: JobInfo) -> str:

@@ -11,12 +11,12 @@ from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.cluster import LOCAL, Target
-from trainkit.plan.fit import judge_memory
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import layout_problems
 from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
+from trainkit.plan.state_size import host_problem
 
 OURS = "llama"
 """The architecture whose needs are known without its code."""
@@ -69,6 +69,9 @@ def check_config(
         shape = resolve_model_shape(loaded.config.model, data.vocab_size)
     except ConfigError as error:
         problems += [_with_origin(loaded, problem) for problem in error.problems]
+    if plan is not None and loaded.config.precision.float8 and plan.device == "cpu" != loaded.config.device:
+        message = f"is true, and it would run on CPUs: {plan.reasons['device']}"
+        problems.append(loaded.problem("precision.float8", message, "only GPUs have float8"))
     if plan is not None and shape is not None:
         plan, found = _held_against_model(loaded, plan, shape, machine, target)
         problems += found
@@ -89,7 +92,14 @@ def _held_against_model(
     found = list(layout_problems(plan.layout, config.parallel, shape, size, seq_len, steps))
     if found:
         return plan, [_with_origin(loaded, problem) for problem in found]
-    words, problem = judge_memory(loaded, plan, shape, machine, target)
+    words, problem = None, None
+    if plan.device == "cuda":
+        # Imported only where there is a GPU: it knows every layout, and takes its time for that.
+        from trainkit.plan.fit import judge_memory
+
+        words, problem = judge_memory(loaded, plan, shape, machine, target)
+    else:
+        problem = host_problem(loaded, plan, shape, machine)
     if words is not None:
         plan = replace(plan, reasons={**plan.reasons, "memory": words})
     return plan, [] if problem is None else [problem]

@@ -27,8 +27,6 @@ def judge_memory(
 
     Neither where the memory of its GPUs is not known. Of types that go by one name the largest counts.
     """
-    if plan.device != "cuda":
-        return None, None
     gpu = known_gpu(gpu_names(loaded.config, machine, target))
     if gpu is None:
         return None, None

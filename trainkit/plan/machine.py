@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,24 @@ class Machine:
     gpu_names: tuple[str, ...]
     gpu_reason: str
     """One sentence: which GPUs there are, or why there are none."""
+    memory: int | None = None
+    """Bytes, those it swaps out included; None where that is not known."""
 
 
 def detect_machine(environ: Mapping[str, str] | None = None) -> Machine:
     """This machine, without torch: NVML is asked only where an NVIDIA driver is loaded."""
     names, reason = _gpus(os.environ if environ is None else environ)
-    return Machine(_num_cpus(), len(names), names, reason)
+    return Machine(_num_cpus(), len(names), names, reason, host_memory(MEMINFO))
+
+
+def host_memory(meminfo: Path) -> int | None:
+    """Bytes of memory and swap, from /proc/meminfo; None where it cannot be read."""
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+    return 1024 * (kib["MemTotal"] + kib.get("SwapTotal", 0)) if "MemTotal" in kib else None
 
 
 def _num_cpus() -> int:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from trainkit.config.schema import RunConfig
 from trainkit.plan.choices import Choice
 from trainkit.plan.device_memory import gib
-from trainkit.plan.model_shape import num_params
-from trainkit.plan.moments import OPTIMIZER_BYTES
+from trainkit.plan.state_size import state_bytes
 
 WORTH_TELLING = 0.03
 """Share of a step from which on a reason names it."""
 DERIVED = -1
 """A degree that takes what the others leave, which then is what is wanted."""
-STATE_BYTES = 8
-"""Of the weight and the gradient of one parameter."""
 
 
 def reason(choice: Choice) -> str:
@@ -24,7 +21,7 @@ def reason(choice: Choice) -> str:
 def headline(best: Choice) -> str:
     """Why the model has to be split at all, or need not be."""
     work, gpu = best.work, best.hardware.gpu
-    state = num_params(work.shape) * (STATE_BYTES + OPTIMIZER_BYTES[work.optimizer])
+    state = state_bytes(work.shape, work.optimizer)
     what = f"weights, gradients and optimizer state take {gib(state)}"
     if best.hardware.num_gpus == 1:
         return f"{what} of the {gib(gpu.memory)} of one {gpu.name}"

@@ -39,6 +39,11 @@ def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> I
         before, now = manifest.get("data", {}).get(key), _value(config, key)
         if before is not None and before != now:
             yield loaded.problem(key, f"is {now}, but {name} was trained with {before}", hint)
+    # A file of one's own may have moved meanwhile.
+    before = str(manifest.get("model", {}).get("architecture", "")).rpartition(":")[2]
+    now = config.model.architecture.rpartition(":")[2]
+    if before not in ("", now):
+        yield loaded.problem("model.architecture", f"is {now}, but {name} was trained with {before}", hint)
     vocab_size = tokenizer_vocab_size(config.data)
     if "model" in manifest:
         before_shape = _shape(ModelConfig(**manifest["model"]), vocab_size)

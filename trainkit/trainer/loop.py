@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from logging import getLogger
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,12 @@ from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.events import note_event
 from trainkit.trainer.metrics import Metrics
 from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.parallel.tied_ends import TiedEnds
 from trainkit.trainer.passes import Passes
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.pulse import Pulse
 from trainkit.trainer.schedule import learning_rate
-
-if TYPE_CHECKING:
-    from trainkit.trainer.parallel.pipeline import TiedEnds
 
 log = getLogger(__name__)
 GC_EVERY_STEPS = 100

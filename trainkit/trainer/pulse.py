@@ -19,13 +19,18 @@ Phase = Literal[
     "data",
     "forward",
     "backward",
+    "passes",
     "update",
     "record",
     "evaluate",
     "save",
     "end",
 ]
-"""What a rank is doing, in the order of a training; `record` is the writing of metrics."""
+"""What a rank is doing, in the order of a training.
+
+In a pipeline, which goes forward and backward in turns, `passes` stands for both; `record` is the writing of
+metrics.
+"""
 
 NUM_RECENT = 64
 

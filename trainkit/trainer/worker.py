@@ -62,7 +62,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, pulse: 
     set_determinism(config.train.deterministic)
     device = select_device(plan.device, env.local_rank)
     # Before the ranks meet: text may have to be tokenised first, and that may take long.
-    task = unless_stopped(stop, partial(build_task, config))
+    task = unless_stopped(stop, partial(build_task, config, attempt.run))
     pulse.enter("meet")
     world = join_world(env, device, plan.layout, stop)
     if task is None or world is None:

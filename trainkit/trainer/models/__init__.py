@@ -7,21 +7,23 @@ import sys
 from pathlib import Path
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.rundir import RunDir, copied_file
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import Model
 
 ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 
 
-def architecture(name: str) -> type[Model]:
+def architecture(name: str, run: RunDir | None = None) -> type[Model]:
     """The class that `model.architecture` names: one of ours, or FILE.py:CLASS.
 
+    Of a run it is taken from the copy of the code: what was edited since it was submitted was not asked for.
     Raises TrainkitError (exit code 78) when there is no such file or class in it.
     """
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     file, _, class_name = name.rpartition(":")
-    path = Path(file).absolute()
+    path = Path(file).absolute() if run is None else copied_file(run, file)
     spec = importlib.util.spec_from_file_location(f"trainkit_architecture_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise _unknown(name, f"there is no file {path}")

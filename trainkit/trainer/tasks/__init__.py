@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.shards import TokenShards
+from trainkit.rundir import RunDir
 from trainkit.trainer.models.model import Model, Part
 
 
@@ -29,8 +30,8 @@ class Task(Protocol):
         ...
 
 
-def build_task(config: RunConfig) -> Task:
-    """The task that the config names."""
+def build_task(config: RunConfig, run: RunDir | None = None) -> Task:
+    """The task that the config names, with the code that the run was submitted with."""
     from trainkit.trainer.tasks.causal_lm import CausalLM
 
-    return CausalLM(config)
+    return CausalLM(config, run)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from trainkit.config.schema import RunConfig
 from trainkit.data.open import has_validation, open_dataset
 from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.rundir import RunDir
 from trainkit.trainer.data.batches import IGNORE_LABEL
 from trainkit.trainer.models import architecture
 from trainkit.trainer.models.model import Model, Part
@@ -18,14 +19,14 @@ from trainkit.trainer.models.model import Model, Part
 class CausalLM:
     """A decoder on token shards."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, run: RunDir | None) -> None:
         seq_len = config.data.seq_len
         self.train_data = open_dataset(config.data, seq_len, "train")
         evaluates = config.train.eval_every is not None and has_validation(config.data)
         self.val_data = open_dataset(config.data, seq_len, "val") if evaluates else None
         self.shape = resolve_model_shape(config.model, self.train_data.vocab_size)
         self.num_layers = self.shape.num_layers
-        self._model_class = architecture(config.model.architecture)
+        self._model_class = architecture(config.model.architecture, run)
         self.num_params = self._model_class.num_params(self.shape)
         self.flops_per_token = self._model_class.flops_per_token(self.shape, seq_len)
         self._seq_len = seq_len

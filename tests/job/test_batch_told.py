@@ -1,0 +1,167 @@
+"""What a job was told to do or was done to it, and whether it comes back."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import pytest
+from batch_job import RUNNING, Slurm, step, told
+
+from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
+from trainkit.job import batch, comeback
+from trainkit.job.record import KILLED
+from trainkit.rundir import RunDir
+from trainkit.slurm.job_now import JobNow
+from trainkit.slurm.states import JobState
+
+
+def test_what_cancel_now_kills_was_not_a_failure(run: RunDir, slurm: Slurm) -> None:
+    # Slurm's SIGTERM for a job that it cancels may come before the step is seen to have ended.
+    code = (
+        "import os; from trainkit.rundir import RunDir, log_event;"
+        " from trainkit.job.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
+        " mark_cancelled(run, now=True); log_event(run, 1, 'signal', signal='SIGTERM');"
+        " os.kill(os.getpid(), 9)"
+    )
+    result, end = step(run, code)
+    assert (result, end["state"], end["reason"], end["verdict"]) == (137, "cancelled", KILLED, None)
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (RUNNING, "saved after SIGTERM"),
+        (replace(RUNNING, state=JobState.CANCELLED), "saved after SIGTERM"),
+    ],
+)
+def test_a_person_who_tells_only_the_ranks(run: RunDir, slurm: Slurm, job: JobNow, words: str) -> None:
+    slurm.job = job
+    code, end = step(run, "raise SystemExit(75)", told(run, "SIGTERM"))
+    assert (code, end["state"], end["reason"], slurm.requeued) == (EXIT_STOPPED, "stopped", words, 0)
+
+
+@pytest.mark.parametrize(
+    ("job", "asked"),
+    [
+        (replace(RUNNING, is_preempted=True), 1),
+        # In the queue again already: Slurm does it by itself.
+        (replace(RUNNING, state=JobState.COMPLETING, restarts=1), 0),
+        (None, 1),
+    ],
+)
+def test_a_preemption_brings_the_job_back(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobNow | None, asked: int
+) -> None:
+    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    slurm.job = job
+    code, end = step(run, "raise SystemExit(75)", told(run, "SIGTERM"))
+    assert (code, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "preempted")
+    assert slurm.requeued == asked
+    assert run.attempt_numbers() == [1]
+
+
+@pytest.mark.parametrize(
+    ("job", "action", "cause"),
+    [
+        (replace(RUNNING, is_preempted=True), "requeue", "preempted"),
+        (replace(RUNNING, state=JobState.REQUEUED, restarts=1), "requeue", "preempted"),
+        (replace(RUNNING, end_time=datetime.now(timezone.utc)), "requeue", "timeout"),
+        (replace(RUNNING, state=JobState.CANCELLED), "stopped", None),
+        (RUNNING, "stopped", None),
+    ],
+)
+def test_a_notice_that_a_full_disk_did_not_take(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobNow, action: str, cause: str | None
+) -> None:
+    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    monkeypatch.setattr(comeback, "cancel_waiting", lambda job_ids: pytest.fail("it is to come back"))
+    slurm.job = job
+    end = step(run, "raise SystemExit(75)")[1]
+    assert (end["action"], end["cause"]) == (action, cause)
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (replace(RUNNING, state=JobState.COMPLETING, is_preempted=True), ("requeue", "crash", 1)),
+        # In the queue again already: Slurm does it by itself.
+        (replace(RUNNING, state=JobState.COMPLETING, restarts=1), ("requeue", "crash", 0)),
+        (replace(RUNNING, state=JobState.CANCELLED), ("failed", "crash", 0)),
+    ],
+)
+@pytest.mark.parametrize("says", ["", "srun: error: Unable to create step for job 7: no memory"])
+def test_a_notice_before_the_step_is_started_again(
+    run: RunDir,
+    slurm: Slurm,
+    monkeypatch: pytest.MonkeyPatch,
+    job: JobNow,
+    expected: tuple[str, str, int],
+    says: str,
+) -> None:
+    def take_away(delay_s: float) -> signal.Signals:
+        slurm.job = job
+        return signal.SIGTERM
+
+    monkeypatch.setattr(batch.children, "wait_unless_told", take_away)
+    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    _, end = step(run, f"import sys; sys.exit({says!r} or 5)")
+    assert (end["action"], end["cause"], slurm.requeued) == expected
+    assert run.attempt_numbers() == [1]
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (RUNNING, []),
+        (replace(RUNNING, state=JobState.REQUEUED, restarts=1), ["7"]),
+        # It runs elsewhere by now.
+        (replace(RUNNING, restarts=1), []),
+    ],
+)
+def test_a_run_that_has_ended_is_not_started_again_by_slurm(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobNow, expected: list[str]
+) -> None:
+    """A host was lost for a while, so that the job is in the queue; what ran on it has failed for good."""
+    cancelled: list[str] = []
+    monkeypatch.setattr(comeback, "cancel_waiting", cancelled.extend)
+    slurm.job = job
+    code, end = step(run, f"raise SystemExit({EXIT_NO_RESTART})")
+    assert (code, end["action"], cancelled) == (EXIT_NO_RESTART, "failed", expected)
+
+
+@pytest.mark.parametrize(
+    "job", [replace(RUNNING, state=JobState.REQUEUED, restarts=1), replace(RUNNING, restarts=1)]
+)
+def test_a_job_that_somebody_else_brought_back_is_left_to_it(run: RunDir, slurm: Slurm, job: JobNow) -> None:
+    """A host that was cut off is back, and its job has gone on without it."""
+    slurm.job = job
+    end = step(run, "raise SystemExit(1)")[1]
+    assert (end["action"], slurm.requeued, run.attempt_numbers()) == ("requeue", 0, [1])
+
+
+def test_without_a_controller_no_step_is_started(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    slurm.job = None
+    assert step(run, "raise SystemExit(1)")[1]["action"] == "requeue"
+
+
+def test_a_host_that_is_lost_is_no_place_to_start_again(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    monkeypatch.setattr("trainkit.job.bad_nodes.exclude_from", lambda *args: ())
+    slurm.job, slurm.lost = RUNNING, ("node1",)
+    end = step(run, "raise SystemExit(137)")[1]
+    assert (end["action"], end["cause"]) == ("requeue", "node_fail")
+    assert end["reason"] == "lost node1; starting again, comeback 1"
+
+
+def test_a_job_that_slurm_does_not_start_again(run: RunDir, slurm: Slurm) -> None:
+    slurm.job, slurm.refuses = RUNNING, True
+    result, end = step(run, f"raise SystemExit({EXIT_STOPPED})", told(run, "SIGUSR2"))
+    assert (result, end["state"], end["action"]) == (EXIT_STOPPED, "stopped", "stopped")
+    assert end["reason"] == "saved after SIGUSR2; not started again: scontrol: Job 7 may not be requeued"

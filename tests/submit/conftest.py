@@ -1,0 +1,22 @@
+"""A project, and the folder of a run that is to have a copy of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.rundir import RunDir
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "it's a project"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    (tmp_path / "run").mkdir()
+    return RunDir(tmp_path / "run")

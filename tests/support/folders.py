@@ -1,0 +1,23 @@
+"""What is in a folder, and git in one."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def git(folder: Path, *args: str) -> None:
+    subprocess.run(["git", "-C", str(folder), *args], check=True, capture_output=True, timeout=20)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Every file and link below a folder, and what is in it."""
+    return {
+        str(path.relative_to(folder)): str(path.readlink()) if path.is_symlink() else path.read_text()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
