@@ -53,7 +53,7 @@ def in_own_cluster(accounting: bool, options: Mapping[str, str]) -> None:
 def _run_shell(cluster: Cluster) -> None:
     def child() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *ENDING))
 
     # Ctrl-C is for what runs in the shell.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -139,14 +139,14 @@ def test_a_shell_of_its_own(clusters_possible: None) -> None:
         stdin=other_end,
         stdout=other_end,
         stderr=other_end,
-        # Who runs the tests may ignore it, and a shell leaves its commands what was ignored when it began.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(other_end)
     shown = read_until(terminal, rb"\(tk\d+\) ")
     assert "Leave with `exit` or Ctrl-D" in shown
-    os.write(terminal, b"sinfo --noheader --partition=high; which trainkit; sleep 100\n")
-    shown = read_until(terminal, rb"bin/trainkit")
+    # A Ctrl-C before the command has begun would be lost between the shell and it.
+    waits = b"sh -c 'echo be''gun; exec sleep 100'"
+    os.write(terminal, b"sinfo --noheader --partition=high; which trainkit; " + waits + b"\n")
+    shown = read_until(terminal, rb"bin/trainkit[^$]*begun")
     found = re.search(r"4\s+idle (tk\d+)-node\[1-4\]", shown)
     assert found, shown
     (state,) = (state for state in all_states() if state.name == found[1])
