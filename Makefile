@@ -1,6 +1,6 @@
 # Everything is installed into .venv. `PYTHON=python3.12 make …` makes it with another Python.
 BIN := .venv/bin
-# Those on the cluster, which wait most of the time, beside those that compute.
+# A group is of tests that share what takes long to make: one process runs them all.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 .DEFAULT_GOAL := help

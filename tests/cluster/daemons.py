@@ -61,11 +61,13 @@ def start_database(state: State) -> None:
         "--innodb-log-file-size=16M",
         "--innodb-buffer-pool-size=64M",
     ]
-    common = ["--no-defaults", "--user=root", f"--datadir={folder}/data", *fast]
+    # A server that starts removes the temporary tables of any other in the same folder.
+    folders = [f"--datadir={folder}/data", f"--tmpdir={folder}"]
+    common = ["--no-defaults", "--user=root", *folders, *fast]
     folder.mkdir(mode=0o700)
     call(state, "mariadb-install-db", *common, "--skip-test-db", "--auth-root-authentication-method=normal")
     server = ["--skip-networking", "--skip-log-bin", "--innodb-lock-wait-timeout=900"]
-    files = [f"--socket={folder}/socket", f"--pid-file={folder}/pid", f"--tmpdir={folder}"]
+    files = [f"--socket={folder}/socket", f"--pid-file={folder}/pid"]
     ask = ["mariadb", "--no-defaults", f"--socket={folder}/socket", "--execute=select 1"]
     _start(state, "mariadb", ["mariadbd", *common, *server, *files], lambda: succeeds(state, *ask))
 

@@ -56,16 +56,11 @@ def _clusters_are_left_as_found(request: pytest.FixtureRequest) -> Iterator[None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test that has a cluster, before `-m` chooses.
-
-    They mostly wait, one after another on the cluster of their folder, while those of another folder and
-    those that compute run in other processes.
-    """
+    """Mark every test that has a cluster, before `-m` chooses."""
     for item in items:
         if _has_cluster(item):
             item.add_marker("cluster")
             item.add_marker("slow")
-            item.add_marker(pytest.mark.xdist_group(f"cluster of {item.path.parent.name}"))
 
 
 @pytest.hookimpl(wrapper=True)

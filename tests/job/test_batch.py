@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -11,12 +12,13 @@ import pytest
 from batch_job import Slurm, reasons, step, told
 
 from trainkit.errors import EXIT_STOPPED
+from trainkit.job import allocation, batch
 from trainkit.job.batch import supervise
 from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, read_job
 from trainkit.job.step_watch import StepWatch
 from trainkit.job.take import take_attempt
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, read_json, read_jsonl, write_json
+from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
 
 
 def test_the_first_start_takes_the_attempt_that_was_submitted(run: RunDir) -> None:
@@ -133,12 +135,93 @@ def test_a_host_that_died_has_its_end_written(run: RunDir, slurm: Slurm) -> None
 
 
 def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepWatch, "look_every_s", 0.1)
-    plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))
-    watch = StepWatch(run.attempt(1), plan, ["sleep", "60"], seen="")
+    monkeypatch.setattr("trainkit.job.deleted.GONE_S", 0.3)
+    watch = watch_of(run, monkeypatch)
     threading.Timer(0.3, shutil.rmtree, (run.attempt(1).path,)).start()
     watch.work()
     assert [code for _, code in watch.outcome.ends] == [143]
+
+
+def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while a server is restarted, or the filesystem mounted anew."""
+    watch = watch_of(run, monkeypatch, "import time; time.sleep(1.2); raise SystemExit(75)")
+    folder, aside, calls = run.attempt(1).path, run.path / "aside", []
+
+    def stale() -> bool:
+        calls.append(1)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    looks_s = (0.2, 0.6)
+    threading.Timer(looks_s[0], folder.rename, (aside,)).start()
+    threading.Timer(looks_s[1], aside.rename, (folder,)).start()
+    monkeypatch.setattr(watch, "_was_replaced", stale)
+    watch.work()
+    assert [code for _, code in watch.outcome.ends] == [75]
+    assert calls
+
+
+def test_a_step_is_ended_when_another_start_of_the_job_waits_for_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the daemon of its host has died, so that Slurm has put the job back into the queue."""
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    assert run.attempt_numbers() == [1]
+    take_attempt(run, "7")
+    watch = watch_of(run, monkeypatch)
+    threading.Timer(0.3, take_attempt, (run, "7")).start()
+    watch.work()
+    assert [code for _, code in watch.outcome.ends] == [143]
+    assert run.attempt_numbers() == [1, 2]
+
+
+def watch_of(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, code: str = "import time; time.sleep(60)"
+) -> StepWatch:
+    monkeypatch.setattr(StepWatch, "look_every_s", 0.1)
+    plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))
+    return StepWatch(run.attempt(1), plan, [sys.executable, "-c", code], seen="")
+
+
+def test_a_start_waits_for_room_on_the_disk(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainkit.job.space.LOOK_AGAIN_S", 0.05)
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    full = [OSError(errno.ENOSPC, "No space left on device")] * 2
+
+    def take_later(run: RunDir, job_id: str) -> AttemptDir | None:
+        if full:
+            raise full.pop()
+        return take_attempt(run, job_id)
+
+    monkeypatch.setattr(batch, "take_attempt", take_later)
+    assert supervise(run, [sys.executable, "-c", "pass"]) == 0
+    assert not full
+    monkeypatch.setattr("trainkit.job.space.PATIENCE_S", 0.0)
+    full.append(OSError(errno.ENOSPC, "No space left on device"))
+    assert supervise(run, [sys.executable, "-c", "pass"]) == 1
+
+
+def test_a_host_by_a_name_that_slurm_does_not_know_is_not_given_up(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(allocation, "note_failure", lambda cluster, host, *args, **more: notes.append(host))
+    given = allocation.Allocation("7")
+    for host in ("node1.cluster.local", "node1"):
+        given.blame(run.attempt(1), {"host": host, "node": True, "message": "no GPU"})
+    assert (notes, given.good_hosts) == (["node1"], [])
+
+
+def test_hosts_that_an_earlier_start_has_given_up_are_still_left_out(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocation, "excluded", lambda cluster: {"node9": "it died"})
+    given = allocation.Allocation("7")
+    given.bad["node1"] = "lost"
+    assert given.hosts_to_avoid() == ["node1", "node9"]
 
 
 def test_a_step_that_cannot_start(run: RunDir, slurm: Slurm) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
 
 import pytest
 from batch_job import RUNNING, Slurm, step, told
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
-from trainkit.job import batch, comeback
+from trainkit.job import allocation, batch, comeback
 from trainkit.job.record import KILLED
-from trainkit.rundir import RunDir
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import RunDir, read_json
 from trainkit.slurm.job_now import JobNow
 from trainkit.slurm.states import JobState
 
@@ -112,23 +114,86 @@ def test_a_notice_before_the_step_is_started_again(
 
 
 @pytest.mark.parametrize(
-    ("job", "expected"),
+    ("job", "waiting", "leaving"),
     [
-        (RUNNING, []),
-        (replace(RUNNING, state=JobState.REQUEUED, restarts=1), ["7"]),
+        (RUNNING, [], []),
+        (replace(RUNNING, state=JobState.REQUEUED, restarts=1), ["7"], []),
+        # In the queue as soon as this shell has ended.
+        (replace(RUNNING, state=JobState.COMPLETING, restarts=1), [], ["7"]),
+        (replace(RUNNING, state=JobState.COMPLETING), [], []),
         # It runs elsewhere by now.
-        (replace(RUNNING, restarts=1), []),
+        (replace(RUNNING, restarts=1), [], []),
     ],
 )
 def test_a_run_that_has_ended_is_not_started_again_by_slurm(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobNow, expected: list[str]
+    run: RunDir,
+    slurm: Slurm,
+    monkeypatch: pytest.MonkeyPatch,
+    job: JobNow,
+    waiting: list[str],
+    leaving: list[str],
 ) -> None:
-    """A host was lost for a while, so that the job is in the queue; what ran on it has failed for good."""
-    cancelled: list[str] = []
-    monkeypatch.setattr(comeback, "cancel_waiting", cancelled.extend)
+    """A host was lost for a while, so that Slurm starts the job again; what ran on it has failed for good."""
+    cancelled: tuple[list[str], list[str]] = ([], [])
+    monkeypatch.setattr(comeback, "cancel_waiting", cancelled[0].extend)
+    monkeypatch.setattr(comeback, "cancel", cancelled[1].extend)
     slurm.job = job
     code, end = step(run, f"raise SystemExit({EXIT_NO_RESTART})")
-    assert (code, end["action"], cancelled) == (EXIT_NO_RESTART, "failed", expected)
+    assert (code, end["action"], *cancelled) == (EXIT_NO_RESTART, "failed", waiting, leaving)
+
+
+def test_what_stops_at_its_step_does_not_come_back_for_the_end_of_its_time(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = run.attempt(1)
+    changed = attempt.config_file.read_text().replace("stop_at_step: null", "stop_at_step: 40")
+    assert "stop_at_step: 40" in changed
+    attempt.config_file.write_text(changed)
+    monkeypatch.setattr("trainkit.job.history.published", lambda folder: [SimpleNamespace(step=40)])
+    slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc))
+    end = step(run, "raise SystemExit(75)")[1]
+    assert (end["action"], end["reason"]) == ("stopped", "the workers saved and ended by themselves")
+
+
+def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_over(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told once, up to a minute early: after a wait that may have been already."""
+    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    left_s = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file)).grace_s + 60 + 30
+    slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc) + timedelta(seconds=left_s + 5))
+
+    def wait(delay_s: float) -> None:
+        assert slurm.job is not None
+        end_time = datetime.now(timezone.utc) + timedelta(seconds=left_s - 5)
+        object.__setattr__(slurm.job, "end_time", end_time)
+
+    monkeypatch.setattr(batch.children, "wait_unless_told", wait)
+    end = step(run, "raise SystemExit(5)")[1]
+    assert (end["action"], end["cause"], run.attempt_numbers()) == ("requeue", "crash", [1])
+
+
+@pytest.mark.parametrize(
+    ("now", "requeued"),
+    [
+        (replace(RUNNING, state=JobState.CANCELLED), 0),
+        (replace(RUNNING, state=JobState.COMPLETING), 0),
+        (replace(RUNNING, state=JobState.COMPLETING, reason="TimeLimit"), 1),
+        (replace(RUNNING, state=JobState.COMPLETING, is_preempted=True), 1),
+        (None, 1),
+    ],
+)
+def test_a_job_that_a_person_ends_after_it_was_judged_does_not_come_back(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, now: JobNow | None, requeued: int
+) -> None:
+    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc))
+    answers = [slurm.job, now]
+    monkeypatch.setattr(allocation, "look_at_job", lambda job_id, patience_s: answers.pop(0))
+    end = step(run, "raise SystemExit(75)", told(run, "SIGUSR2"))[1]
+    assert slurm.requeued == requeued
+    assert end["action"] == ("requeue" if requeued else "stopped")
+    assert end["reason"].endswith("it was cancelled meanwhile") != bool(requeued)
 
 
 @pytest.mark.parametrize(

@@ -292,3 +292,25 @@ def test_plan_that_cannot_be_read_is_a_failure_with_its_reason(start_job):
     assert (end["state"], end["exit_code"], end["verdict"]["rank"]) == ("failed", 1, None)
     assert "JSONDecodeError" in end["reason"]
     wait_for(lambda: liveness(entry) is Liveness.GONE)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_worker_that_only_dies_of_the_notice_leaves_the_others_their_time(start_job, nodes):
+    """A script may listen on rank 0 alone, which then needs longer to save than a peer of a failure has."""
+    saves = """
+        if RANK == 0:
+            listen(); ready()
+            while not asked:
+                time.sleep(0.02)
+            time.sleep(6.5)
+            print("asked by", asked[0])
+            sys.exit(75)
+        ready(); time.sleep(60)
+    """
+    job = start_job(saves, nodes=nodes, workers=2 // nodes)
+    job.worker_pids()
+    os.kill(job.entry["pid"], signal.SIGTERM)
+    end = job.end()
+    assert (end["state"], end["exit_code"], end["verdict"]) == ("stopped", 75, None)
+    assert "asked by SIGTERM" in job.log(0)
+    assert not list(job.run.attempt(1).errors_dir.iterdir())

@@ -1,9 +1,21 @@
+import errno
 import os
 import subprocess
 
 import pytest
 
-from trainkit.job.record import Liveness, liveness, open_attempt, process_identity, read_job
+from tests.support.runs import make_attempt
+from trainkit.errors import UsageError
+from trainkit.job.record import (
+    Liveness,
+    add_slurm_entry,
+    claim_entry,
+    liveness,
+    open_attempt,
+    process_identity,
+    read_job,
+    run_lock,
+)
 from trainkit.rundir import RunDir
 
 
@@ -48,3 +60,32 @@ def test_attempts_keep_their_own_config_and_plan(tmp_path):
     assert (run.attempt(1).config_file.read_text(), run.config_file.read_text()) == ("a: 1\n", "a: 2\n")
     assert (run.attempt(1).plan_file.read_text(), run.plan_file.read_text()) == ("1", "2")
     assert (run.attempts_dir / "latest").readlink().name == "002"
+
+
+def test_a_record_that_cannot_be_read_now_is_not_replaced(tmp_path, monkeypatch):
+    run = make_attempt(tmp_path / "run").run
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    before = run.job_file.read_text()
+
+    def stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainkit.job.record.read_json", stale)
+        assert read_job(run)["attempts"] == []
+        with pytest.raises(OSError, match="Stale"):
+            add_slurm_entry(run, 2, "7", "comeback", "sbatch")
+        with pytest.raises(OSError, match="Stale"):
+            claim_entry(run, 1, os.getpid())
+    assert run.job_file.read_text() == before
+
+
+def test_a_filesystem_without_locks(tmp_path, monkeypatch):
+    run = make_attempt(tmp_path / "run").run
+
+    def refuses(descriptor, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("trainkit.job.record.fcntl.flock", refuses)
+    with pytest.raises(UsageError, match="cannot be locked: Function not implemented"), run_lock(run):
+        pass

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
+from trainkit.job import children
 
 SCRIPT = """
 import sys, time
@@ -47,6 +48,21 @@ def test_signal_before_the_interpreter_is_up_is_noted_too():
         worker.send_signal(signal.SIGTERM)
         assert worker.communicate(timeout=20)[0] == "installed\nSIGTERM\n"
     assert worker.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("received", "expected"),
+    [
+        ((signal.SIGCHLD, signal.SIGTERM), signal.SIGTERM),
+        ((signal.SIGUSR2,), None),
+        ((signal.SIGCHLD,), None),
+    ],
+)
+def test_a_notice_that_has_come_already_is_obeyed_without_a_delay_too(received, expected):
+    children.block_signals()
+    for number in received:
+        signal.raise_signal(number)
+    assert children.wait_unless_told(0.0) == expected
 
 
 def test_second_ctrl_c_ends_at_once():

@@ -21,7 +21,7 @@ from pathlib import Path
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.crew import PEER_S, Crew
-from trainkit.job.decision import combine, describe_exit, signal_exit_code
+from trainkit.job.decision import combine, describe_exit, is_death_by_notice, signal_exit_code
 from trainkit.job.failures import record_refusal, record_silent_death
 from trainkit.job.fence import successor
 from trainkit.job.launchers import worker_argv
@@ -111,23 +111,15 @@ class Agent(Crew):
     def told(self, received: signal.Signals) -> None:
         self.received = received
         if self.station.leads and self.plan.backend != "local" and self.deadline_s is None:
-            # The supervisor is not a task of the step: Slurm's signal to the tasks does not reach it.
-            with contextlib.suppress(OSError):  # the ranks are told and have their time, disk or no disk
-                log_event(self.attempt.run, self.attempt.number, "signal", signal=received.name)
+            write_down_notice(self.attempt, received)
         self.end_within(self.plan.grace_s + KILL_MARGIN_S)
 
     def look_around(self) -> None:
         """End when the run goes on without us, or nobody else ends us; tell where the ranks are."""
-        try:
-            self._look_at_the_run()
-        except OSError as error:
-            _say(f"the run folder cannot be looked at ({error})")  # it may be back in a moment
-
-    def _look_at_the_run(self) -> None:
         attempt = self.attempt
         newer = successor(attempt)
         if newer is not None:
-            _say(f"the run goes on as attempt {newer}: the ranks here are ended")
+            children.say(f"the run goes on as attempt {newer}: the ranks here are ended")
             self.end_within(0.0)
             return
         self._collector.look(self._pids)
@@ -157,8 +149,11 @@ class Agent(Crew):
             for rank, pid in self._pids().items():
                 if not self.attempt.rank_hang(rank).exists():
                     why = STATES.get(children.state(pid) or "", "perhaps it can write its stacks yet")
-                    _say(f"rank {rank} does not answer: {why}")
+                    children.say(f"rank {rank} does not answer: {why}")
                     os.kill(pid, signal.SIGQUIT)
+
+    def died_as_asked(self, code: int) -> bool:
+        return self.received is not None and is_death_by_notice(code)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
         if self.has_launcher and self.received is not None and code == EXIT_FAILED:
@@ -166,8 +161,8 @@ class Agent(Crew):
             self.codes.append(signal_exit_code(self.received))
             return
         self.codes.append(code)
-        if killed or code in (EXIT_OK, EXIT_STOPPED):
-            return  # a worker that was killed from here is no failure of its own
+        if killed or code in (EXIT_OK, EXIT_STOPPED) or self.died_as_asked(code):
+            return  # a worker that was killed from here, or died as it was told, is no failure of its own
         with contextlib.suppress(OSError):  # a full disk must not keep us from ending the others
             print(f"rank {rank} ended with {describe_exit(code)}", flush=True)
             record_silent_death(
@@ -192,12 +187,6 @@ class Agent(Crew):
             children.end_descendants()
 
 
-def _say(text: str) -> None:
-    """Print a line; a disk that is full must not end the ranks."""
-    with contextlib.suppress(OSError):
-        print(text, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run one node's agent; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainkit.job.agent")
@@ -218,7 +207,11 @@ def run_agent(attempt: AttemptDir, plan: LaunchPlan, station: Station) -> int:
     """Carry the workers of a station from their start to their end; one exit code for all of them."""
     agent = Agent(attempt, plan, station)
     agent.work()
-    return combine(agent.codes)
+    codes = agent.codes
+    if EXIT_STOPPED in codes:
+        # Those that saved speak for those that the notice ended because they do not listen to it.
+        codes = [code for code in codes if not agent.died_as_asked(code)]
+    return combine(codes)
 
 
 def run_slurm_task(run: RunDir, number: int) -> int:
@@ -229,7 +222,9 @@ def run_slurm_task(run: RunDir, number: int) -> int:
         raise TrainkitError(f"this is no task of a Slurm step: {why_no_task()}", exit_code=EXIT_NO_RESTART)
     try:
         plan = await_plan(attempt)
-    except ToldToStop:
+    except ToldToStop as told:
+        if place.task == 0:
+            write_down_notice(attempt, told.received)
         return EXIT_STOPPED
     write_to(attempt.node_log(place.node_rank))
     rank = plan.first_rank_of(min(place.node_rank, plan.num_nodes - 1)) + place.local_task
@@ -238,6 +233,8 @@ def run_slurm_task(run: RunDir, number: int) -> int:
         check_node(attempt, plan, own)
         return run_agent(attempt, plan, slurm_station(attempt, plan, place))
     except ToldToStop as told:
+        if place.task == 0:
+            write_down_notice(attempt, told.received)
         print(f"told to stop by {told} before the ranks were started", flush=True)
         return EXIT_STOPPED
     except (OSError, TrainkitError) as error:
@@ -248,6 +245,12 @@ def run_slurm_task(run: RunDir, number: int) -> int:
         print(refusal.render(), flush=True)
         record_refusal(attempt, rank, place.node_rank, refusal)
         return refusal.exit_code
+
+
+def write_down_notice(attempt: AttemptDir, received: signal.Signals) -> None:
+    """For the supervisor, which is no task of the step: Slurm's signal to the tasks does not reach it."""
+    with contextlib.suppress(OSError):  # the ranks are told and have their time, disk or no disk
+        log_event(attempt.run, attempt.number, "signal", signal=received.name)
 
 
 def write_to(log: Path) -> None:

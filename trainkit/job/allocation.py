@@ -13,10 +13,10 @@ from typing import Any
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job import children
-from trainkit.job.bad_nodes import note_failure
+from trainkit.job.bad_nodes import excluded, note_failure
 from trainkit.job.decision import COMEBACK_SIGNAL, Means
 from trainkit.job.hangs import silent_hosts
-from trainkit.job.history import past_verdicts
+from trainkit.job.history import past_verdicts, reached_its_stop
 from trainkit.job.interpreter import module_argv
 from trainkit.job.nodes import (
     choose_hosts,
@@ -28,7 +28,7 @@ from trainkit.job.nodes import (
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import read_job
 from trainkit.job.verdict import blamed_host
-from trainkit.job.why import is_ending, look_at_job, why_told
+from trainkit.job.why import EARLY_S, is_ending, look_at_job, why_told
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import QUERY_PATIENCE_S
@@ -39,7 +39,7 @@ from trainkit.slurm.states import JobState
 PATIENCE_S = 300.0
 """How long Slurm's controller may be away when a step is to be started again."""
 START_S = 30.0
-"""An allocation with less time than this, besides what saving takes, is no place to start again in."""
+"""An allocation with less time than this before it may be told to save is no place to start again in."""
 
 
 class Allocation:
@@ -90,10 +90,11 @@ class Allocation:
             self.job_id, QUERY_PATIENCE_S if saved or outcome.request is not None else PATIENCE_S
         )
         if saved and outcome.request is None:
-            if self.job is None or not is_ending(self.job, self.restarts, plan.grace_s):
+            ends = self.job is not None and is_ending(self.job, self.restarts, plan.grace_s)
+            if not ends or reached_its_stop(attempt):
                 return
             # They did not do so by themselves: who was told could not write it down, as on a full disk.
-            is_running = self.job.state is JobState.RUNNING
+            is_running = self.job is not None and self.job.state is JobState.RUNNING
             outcome.request = COMEBACK_SIGNAL if is_running else signal.SIGTERM.name
         # What Slurm does not say is no reason to give a host up: the next start will show.
         is_running = self.job is not None and self.job.state is JobState.RUNNING
@@ -131,6 +132,8 @@ class Allocation:
         if verdict is None or blamed is None:
             return
         host, kind = blamed
+        if host not in self.hosts:
+            return  # a name that Slurm does not know: no step or job can be kept from it
         before = [blamed_host(earlier) for earlier in past_verdicts(attempt)]
         if kind != "culprit" or blamed in before:
             self.bad[host] = "lost" if kind == "died" else "failed"
@@ -140,16 +143,18 @@ class Allocation:
         except OSError as error:
             print(f"that {host} failed could not be written down: {error}", flush=True)
 
+    def hosts_to_avoid(self) -> list[str]:
+        """What the next start of the run should do without: given up here, or remembered from before."""
+        return sorted({*self.bad, *excluded(os.environ.get("SLURM_CLUSTER_NAME", ""))})
+
     def means(self, plan: LaunchPlan, run: RunDir) -> Means:
         """The ways in which the run can start again at this moment."""
         job = self.job
         num_good = len(self.good_hosts)
-        left_s = self.time_left_s()
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
-        has_time = left_s is None or left_s > plan.grace_s + START_S
         return Means(
-            restart=is_ours and num_good >= plan.num_nodes and has_time,
+            restart=is_ours and num_good >= plan.num_nodes and self.has_time(plan),
             requeue=may_requeue and shutil.which("scontrol") is not None,
             resubmit=not may_requeue and shutil.which("sbatch") is not None,
             follow_up=bool(follow_ups_of(run, self.job_id)),
@@ -161,6 +166,14 @@ class Allocation:
         """Whether Slurm starts the job again without being asked to."""
         return self.is_queued_again or (self.job is not None and self.job.restarts > self.restarts)
 
+    def was_cancelled_meanwhile(self) -> bool:
+        """Whether a person has ended the job since it was looked at: to requeue it would undo that."""
+        before, now = self.job, look_at_job(self.job_id, QUERY_PATIENCE_S)
+        if before is None or now is None or before.state is not JobState.RUNNING:
+            return False
+        comes_back = now.is_preempted or now.restarts > self.restarts or now.reason == "TimeLimit"
+        return now.state in (JobState.CANCELLED, JobState.COMPLETING) and not comes_back
+
     @property
     def is_queued_again(self) -> bool:
         """Whether the job waits in the queue to be started again."""
@@ -170,6 +183,14 @@ class Allocation:
     def is_being_taken(self) -> bool:
         """Whether Slurm ends the job already, and waits only for this shell."""
         return self.job is not None and self.job.state is JobState.COMPLETING
+
+    def has_time(self, plan: LaunchPlan) -> bool:
+        """Whether a step that is started now has some time before it can be told that its time is over.
+
+        Slurm tells that once: what is started later would not hear it.
+        """
+        left_s = self.time_left_s()
+        return left_s is None or left_s > plan.grace_s + EARLY_S + START_S
 
     def time_left_s(self) -> float | None:
         """Seconds until Slurm ends the job; None when that is not known."""

@@ -10,7 +10,8 @@ import time
 from trainkit.job import children
 from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import Crew
-from trainkit.job.decision import COMEBACK_SIGNAL, signal_exit_code
+from trainkit.job.decision import COMEBACK_SIGNAL, is_death_by_notice, signal_exit_code
+from trainkit.job.deleted import DeletedAttempt
 from trainkit.job.hang_watch import HangWatch
 from trainkit.job.interpreter import module_argv
 from trainkit.job.outcome import Outcome
@@ -34,6 +35,7 @@ class AttemptWatch(Crew):
         self.outcome = Outcome()
         self.requested_s = 0.0
         self._hangs = HangWatch(attempt)
+        self._deleted = DeletedAttempt(attempt)
 
     def start(self) -> None:
         for node_rank in range(self.plan.num_nodes):
@@ -46,8 +48,7 @@ class AttemptWatch(Crew):
                 )
 
     def look_around(self) -> None:
-        if not self.attempt.path.is_dir():
-            # Its folder was deleted: whatever it still computes, nobody can ever find.
+        if self._deleted.look():
             self.end_within(0.0)
         elif not self.outcome.hung and (hangs := self._hangs.look()):
             self.outcome.hangs = hangs
@@ -68,6 +69,9 @@ class AttemptWatch(Crew):
             log_event(self.attempt.run, self.attempt.number, "signal", signal=received.name)
         except OSError as error:
             print(f"cannot write the event of {received.name}: {error}", file=sys.stderr, flush=True)
+
+    def died_as_asked(self, code: int) -> bool:
+        return self.outcome.request is not None and is_death_by_notice(code)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
         if not self.outcome.ends and code == signal_exit_code(signal.SIGKILL) and not killed:

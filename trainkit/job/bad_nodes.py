@@ -114,7 +114,7 @@ def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> li
 def excludable(hosts: Sequence[str], request: SlurmRequest) -> list[str]:
     """As many of these hosts as Slurm could start the job without: with too few it would wait for ever.
 
-    Raises SlurmUnreachable.
+    Raises as `_refusal`.
     """
     if not hosts or _refusal(hosts, request) is None:
         return list(hosts)
@@ -129,8 +129,18 @@ def excludable(hosts: Sequence[str], request: SlurmRequest) -> list[str]:
 
 
 def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
-    """Why Slurm would not take the job without these hosts; None when it would."""
+    """Why Slurm would not take the job without these hosts; None when it would.
+
+    Raises SlurmUnreachable, and TrainkitError when this host has no room for the question.
+    """
     options = {**with_excluded(request, hosts).sbatch, "comment": False, "dependency": False}
+    try:
+        return _ask(option_argv(options))
+    except OSError as error:
+        raise TrainkitError(f"Slurm cannot be asked on this host: {error}") from error
+
+
+def _ask(options: Sequence[str]) -> str | None:
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         script = Path(folder) / "nothing.sh"
         script.write_text("#!/bin/sh\n", encoding="utf-8")
@@ -140,7 +150,7 @@ def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
                 environ=os.environ,
                 cwd=script.parent,
                 timeout_s=ASK_TIMEOUT_S,
-                extra_argv=option_argv(options),
+                extra_argv=options,
             )
         except SlurmRefused as error:
             return error.message

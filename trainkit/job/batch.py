@@ -10,7 +10,6 @@ and could go on, anything else failed.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.agent import write_to
 from trainkit.job.allocation import Allocation
+from trainkit.job.children import say
 from trainkit.job.comeback import leave, let_go
 from trainkit.job.decision import FAILURES, Action, Decision
 from trainkit.job.ending import close_dead_attempts, judge, write_end
@@ -34,8 +34,8 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
 CANCELLED = "cancelled before the ranks were started"
-LOCK_TIMEOUT_S = 120.0
-"""A node that died holds its locks on a network filesystem for about 90 s more."""
+LOCK_TIMEOUT_S = 600.0
+"""A node that died holds its locks on a network filesystem for about 90 s more, on some for much longer."""
 
 
 def supervise(run: RunDir, step: Sequence[str]) -> int:
@@ -53,10 +53,13 @@ def supervise(run: RunDir, step: Sequence[str]) -> int:
             from trainkit.job.points import open_point
 
             open_point(run, job_id)
+        attempt = when_there_is_room(lambda: take_attempt(run, job_id), say)
     except TrainkitError as error:
-        print(error.render(), flush=True)
+        say(error.render())
         return error.exit_code
-    attempt = take_attempt(run, job_id)
+    except OSError as error:
+        say(f"error: {run.path}: {error}\n\nhint: nothing of it is lost: `trainkit resume` starts it again")
+        return EXIT_FAILED
     if attempt is None:
         say(f"there is nothing to do for {job_id}: it was cancelled before it started, or the run has ended")
         if mine := entries_of(run, job_id):
@@ -66,7 +69,10 @@ def supervise(run: RunDir, step: Sequence[str]) -> int:
         return EXIT_OK
     write_to(attempt.supervisor_log)
     if not become_sole_supervisor(run, LOCK_TIMEOUT_S):
-        reason = "another supervisor carries this run, although job.json does not say so"
+        reason = (
+            "another supervisor carries this run, although job.json does not say so: "
+            f"{run.supervisor_lock_file} is locked, perhaps by a host that was lost"
+        )
         return _conclude(attempt, Outcome(), Decision("failed", reason, EXIT_FAILED))
     return Supervisor(job_id, step).carry(attempt)
 
@@ -114,6 +120,7 @@ class Supervisor:
         """One attempt, from the start of the step to the decision what follows."""
         if is_cancelled(attempt):
             return Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED)
+        outcome = Outcome()
         try:
             plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
             seen = when_there_is_room(lambda: seen_by_supervisor(attempt), say)
@@ -122,24 +129,29 @@ class Supervisor:
             )
             self.allocation.keep_guard(plan, attempt.guard_log)
             watch = StepWatch(attempt, plan, self.allocation.step_argv(self.step, plan), seen)
-            watch.work()
             outcome = watch.outcome
-            self.allocation.look(attempt, plan, outcome)
-            outcome.verdict = first_failure(attempt, plan, outcome)
-            self.allocation.blame(attempt, outcome.verdict)
-            return outcome, judge(attempt, outcome, self.allocation.means(plan, attempt.run))
+            watch.work()
+            return outcome, when_there_is_room(lambda: self._judge(attempt, plan, outcome), say)
         except (OSError, ValueError, TrainkitError) as error:
-            return Outcome(), Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
+            return outcome, Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
+
+    def _judge(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> Decision:
+        """What follows from how a step has ended; can be asked again when the run folder was away."""
+        self.allocation.look(attempt, plan, outcome)
+        outcome.verdict = first_failure(attempt, plan, outcome)
+        self.allocation.blame(attempt, outcome.verdict)
+        return judge(attempt, outcome, self.allocation.means(plan, attempt.run))
 
     def _await_next(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> AttemptDir | Decision:
         """The attempt in which the step is started again, or what else follows from a notice meanwhile."""
         received = children.wait_unless_told(decision.delay_s)
         try:
+            plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
             if received is not None:
                 # The allocation is being taken away, or a person wants the job to end: Slurm knows which.
                 outcome.request, outcome.shell_was_told = received.name, True
-                plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
                 self.allocation.look(attempt, plan, outcome)
+            if received is not None or not self.allocation.has_time(plan):
                 return judge(attempt, outcome, self.allocation.means(plan, attempt.run))
             following = when_there_is_room(lambda: take_next(attempt, self.job_id), say)
         except (OSError, ValueError, TrainkitError) as error:
@@ -155,12 +167,6 @@ def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
     except OSError as error:
         say(f"attempt {attempt.number}: its end could not be written ({error})")
     return decision.exit_code
-
-
-def say(text: str) -> None:
-    """Print a line; a disk that is full must not change what the job ends with."""
-    with contextlib.suppress(OSError):
-        os.write(sys.stdout.fileno(), f"{text}\n".encode(errors="replace"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

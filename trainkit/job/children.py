@@ -45,13 +45,19 @@ def wait_unless_told(delay_s: float) -> signal.Signals | None:
     The one that asks for a new start is only a reason not to wait any longer.
     """
     deadline_s = time.monotonic() + delay_s
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        received = wait_for_signal(left_s)
-        if received == signal.SIGUSR2:
+    while True:
+        # What has come already is seen without any delay too.
+        received = wait_for_signal(deadline_s - time.monotonic())
+        if received in (None, signal.SIGUSR2):
             return None
-        if received not in (None, signal.SIGCHLD):
+        if received != signal.SIGCHLD:
             return received
-    return None
+
+
+def say(text: str) -> None:
+    """Print a line; a disk that is full must not change what becomes of the job."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"{text}\n".encode(errors="replace"))
 
 
 def dies_with(

@@ -12,7 +12,7 @@ from trainkit.job.allocation import Allocation, follow_ups_of
 from trainkit.job.decision import Decision
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
-from trainkit.slurm.control import cancel_waiting, requeue
+from trainkit.slurm.control import cancel, cancel_waiting, requeue
 
 REQUEUE_PATIENCE_S = 600.0
 """A controller may be away for minutes; what was saved is worth the wait."""
@@ -26,12 +26,14 @@ def leave(run: RunDir, plan: LaunchPlan, decision: Decision, allocation: Allocat
         if decision.action == "resubmit":
             from trainkit.job.resubmit import resubmit
 
-            resubmit(run, allocation.job_id, sorted(allocation.bad))
+            resubmit(run, allocation.job_id, allocation.hosts_to_avoid())
         elif decision.action == "requeue":
             _requeue(allocation, plan)
     except TrainkitError as error:
         # Forbidden by an administrator, or no controller for minutes: it has saved, and ends here.
         return error.message
+    except OSError as error:
+        return f"{run.path} cannot be written ({error})"
     return None
 
 
@@ -42,6 +44,7 @@ def let_go(run: RunDir, allocation: Allocation) -> None:
     that runs elsewhere by now is left alone: it knows better.
     """
     waiting = follow_ups_of(run, allocation.job_id)
+    is_coming_back = allocation.is_being_taken and allocation.is_being_requeued
     if shutil.which("scancel") is None:
         return
     try:
@@ -49,19 +52,24 @@ def let_go(run: RunDir, allocation: Allocation) -> None:
             cancel_waiting(waiting)
         if allocation.is_queued_again:
             cancel_waiting([allocation.job_id])
+        elif is_coming_back:
+            # It waits for this shell to end, and is not in the queue until then.
+            cancel([allocation.job_id])
     except TrainkitError as error:
-        jobs = ", ".join([*waiting, allocation.job_id] if allocation.is_queued_again else waiting)
+        jobs = ", ".join([*waiting, allocation.job_id])
         print(f"{jobs} could not be cancelled: {error.message}", flush=True)
 
 
 def _requeue(allocation: Allocation, plan: LaunchPlan) -> None:
     """Have Slurm put the job back into the queue, where it does not do so by itself already."""
     if not allocation.is_being_requeued:
+        if allocation.was_cancelled_meanwhile():
+            raise TrainkitError("it was cancelled meanwhile")
         requeue(allocation.job_id, patience_s=REQUEUE_PATIENCE_S)
     if allocation.bad and plan.slurm is not None:
         from trainkit.job.bad_nodes import exclude_from
 
-        exclude_from(allocation.job_id, sorted(allocation.bad), plan.slurm)
+        exclude_from(allocation.job_id, allocation.hosts_to_avoid(), plan.slurm)
     if not (allocation.is_being_taken or allocation.is_being_requeued):
         _await_eviction()
 

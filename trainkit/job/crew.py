@@ -27,6 +27,7 @@ class Crew:
         """The members that have not ended."""
         self.deadline_s: float | None = None
         """Monotonic time at which those that are left are killed."""
+        self._trouble = ""
 
     look_every_s = IDLE_S
 
@@ -47,6 +48,10 @@ class Crew:
         """Something to do when a member has ended; `killed` when it was killed from here."""
         raise NotImplementedError
 
+    def died_as_asked(self, code: int) -> bool:
+        """Whether a member that ended with this code only died of a notice: the others have their time."""
+        return False
+
     def look_around(self) -> None:
         """Something to do every few seconds, and whenever something has happened."""
 
@@ -65,7 +70,7 @@ class Crew:
         self.deadline_s = deadline_s if self.deadline_s is None else min(self.deadline_s, deadline_s)
 
     def _wait(self) -> None:
-        self.look_around()
+        self._look()
         left_s = float("inf") if self.deadline_s is None else self.deadline_s - time.monotonic()
         if left_s <= 0:
             self._kill_rest()
@@ -76,6 +81,17 @@ class Crew:
             self.told(received)
         self._reap()
 
+    def _look(self) -> None:
+        """Look around; a filesystem that is away for a moment is no reason to end the members."""
+        trouble = ""
+        try:
+            self.look_around()
+        except OSError as error:
+            trouble = str(error)
+            if trouble != self._trouble:
+                children.say(f"the run folder cannot be looked at ({trouble})")
+        self._trouble = trouble
+
     def _reap(self) -> None:
         for rank, member in list(self.running.items()):
             if children.ended(member):
@@ -85,7 +101,7 @@ class Crew:
     def _note(self, rank: int, member: subprocess.Popen[bytes], killed: bool) -> None:
         code = children.exit_code(member)
         del self.running[rank]
-        if code not in (EXIT_OK, EXIT_STOPPED):
+        if code not in (EXIT_OK, EXIT_STOPPED) and not self.died_as_asked(code):
             self.end_within(PEER_S)
         self.lost(rank, code, killed)
 

@@ -278,8 +278,12 @@ def _come_back(
 
 def _ended_as_asked(exit_codes: Sequence[int]) -> bool:
     """True when every worker that did not save died of the signal, or left because it was stuck."""
-    asked = [signal_exit_code(number) for number in NOTICE_SIGNALS]
-    return all(code in (EXIT_OK, EXIT_STOPPED, EXIT_STUCK, *asked) for code in exit_codes)
+    return all(code in (EXIT_OK, EXIT_STOPPED, EXIT_STUCK) or is_death_by_notice(code) for code in exit_codes)
+
+
+def is_death_by_notice(code: int) -> bool:
+    """Whether an exit code is that of a process that a notice signal has killed."""
+    return code in map(signal_exit_code, NOTICE_SIGNALS)
 
 
 def signal_exit_code(number: int) -> int:

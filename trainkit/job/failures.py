@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from trainkit.errors import EXIT_FAILED, EXIT_STUCK, TrainkitError
 from trainkit.job.decision import describe_exit, signal_exit_code
 from trainkit.job.hangs import read_hangs
+from trainkit.job.own_host import own_host
 from trainkit.job.preflight_error import PreflightFailed
 from trainkit.job.tracebacks import last_exception
 from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
@@ -47,7 +47,7 @@ def record_silent_death(
         {
             "rank": rank,
             "node_rank": node_rank,
-            "host": socket.gethostname(),
+            "host": own_host(),
             "time": utc_now(),
             "step": None,
             **_cause_of_death(attempt, rank, exit_code, out_of_memory),
@@ -81,7 +81,7 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
         {
             "rank": rank,
             "node_rank": node_rank,
-            "host": socket.gethostname(),
+            "host": own_host(),
             "time": utc_now(),
             "step": None,
             "type": type(error).__name__,
@@ -168,7 +168,7 @@ def agent_verdict(node_rank: int | None, reason: str, exit_code: int | None = No
     return {
         "rank": None,
         "node_rank": node_rank,
-        "host": socket.gethostname(),
+        "host": own_host(),
         "time": utc_now(),
         "step": None,
         "type": "exit",

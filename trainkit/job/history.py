@@ -73,6 +73,17 @@ def mark_of(attempt: AttemptDir) -> int:
     return (last if isinstance(last, int) else 0) + (_seconds(attempt) >= LONG_S)
 
 
+def reached_its_stop(attempt: AttemptDir) -> bool:
+    """Whether the run's newest checkpoint is the one at which `train.stop_at_step` ends the attempt."""
+    checkpoints = published(attempt.run.checkpoints_dir)
+    if not checkpoints:
+        return False
+    # Imported only here, where there is seldom need for it: it takes its time.
+    from trainkit.config import read_effective
+
+    return read_effective(attempt.config_file).train.stop_at_step == checkpoints[-1].step
+
+
 def _seconds(attempt: AttemptDir) -> float:
     """How long an attempt has run, from its events."""
     entry = find_entry(attempt.run, attempt.number) or {}

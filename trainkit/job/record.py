@@ -112,7 +112,13 @@ def run_lock(run: RunDir) -> Iterator[None]:
             hint="a run can be steered by who may write to its folder",
         ) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise UsageError(
+                f"{run.lock_file} cannot be locked: {error.strerror}",
+                hint="the run folder has to be on a filesystem with flock, as Lustre is with `-o flock`",
+            ) from error
         yield
     finally:
         os.close(descriptor)
@@ -140,8 +146,19 @@ def become_sole_supervisor(run: RunDir, timeout_s: float = 10.0) -> bool:
 def read_job(run: RunDir) -> dict[str, Any]:
     """The job record; one without attempts where there is none or it cannot be read."""
     try:
+        return _read_job(run)
+    except OSError:
+        return {"backend": None, "name": run.name, "attempts": []}
+
+
+def _read_job(run: RunDir) -> dict[str, Any]:
+    """The job record for who changes it: one that is there and cannot be read now must not be replaced.
+
+    Raises OSError.
+    """
+    try:
         job = read_json(run.job_file)
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         job = None
     if not isinstance(job, dict) or not isinstance(job.get("attempts"), list):
         job = {}
@@ -177,7 +194,7 @@ def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any
         **process_identity(pid),
         "reason": reason,
     }
-    job = read_job(run)
+    job = _read_job(run)
     job["attempts"].append(entry)
     write_json(run.job_file, job)
     return entry
@@ -195,7 +212,7 @@ def add_slurm_entry(
         "reason": reason,
         **more,
     }
-    job = read_job(run)
+    job = _read_job(run)
     job["attempts"].append(entry)
     write_json(run.job_file, job)
     return entry
@@ -203,7 +220,7 @@ def add_slurm_entry(
 
 def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
     """Write down which process of the Slurm job has taken an attempt; call with the lock held."""
-    job = read_job(run)
+    job = _read_job(run)
     for entry in job["attempts"]:
         if entry["attempt"] == attempt:
             entry |= {**process_identity(pid), "started_at": utc_now()}
@@ -232,7 +249,7 @@ def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
 
     `now` is the wish that nothing be saved first.
     """
-    job = read_job(run)
+    job = _read_job(run)
     job["attempts"][-1]["cancelled_at"] = utc_now()
     if now:
         job["attempts"][-1]["cancelled_now"] = True

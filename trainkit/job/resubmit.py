@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainkit.errors import TrainkitError
 from trainkit.job.bad_nodes import excludable
+from trainkit.job.children import say
 from trainkit.job.mark import job_mark
 from trainkit.job.record import (
     COMEBACK,
@@ -17,6 +18,7 @@ from trainkit.job.record import (
     open_attempt,
     run_lock,
 )
+from trainkit.job.space import when_there_is_room
 from trainkit.job.submitit_shell import give_submitit_files, submitit_file
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import with_excluded
@@ -41,7 +43,7 @@ def resubmit(run: RunDir, job_id: str, exclude: Sequence[str] = ()) -> str:
         script = script_of_job(run, job_id).read_text(encoding="utf-8")
         texts = [file.read_text(encoding="utf-8") for file in (newest.config_file, newest.plan_file)]
         plan = LaunchPlan.from_dict(read_json(newest.plan_file))
-        following = open_attempt(run, *texts)
+        following = when_there_is_room(lambda: open_attempt(run, *texts), say)
         try:
             write_atomic(following.script_file, script)
             new_id = _submit(following, job_id, plan, exclude)
@@ -49,7 +51,9 @@ def resubmit(run: RunDir, job_id: str, exclude: Sequence[str] = ()) -> str:
             if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
                 discard_attempt(following)
             raise
-        add_slurm_entry(run, following.number, new_id, COMEBACK, plan.backend)
+        when_there_is_room(
+            lambda: add_slurm_entry(run, following.number, new_id, COMEBACK, plan.backend), say
+        )
     log_event(run, following.number, "submitted", job_id=new_id, reason=COMEBACK)
     return new_id
 
@@ -73,7 +77,11 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
     mark = job_mark(run, following.number)
     comment = " ".join(filter(None, (mark, str(request.sbatch.get("comment") or ""))))
     options = [f"--comment={comment}", f"--dependency=afterany:{job_id}"]
-    bad = excludable(exclude, request)
+    try:
+        bad = excludable(exclude, request)
+    except TrainkitError as error:
+        print(f"{', '.join(exclude)} cannot be left out: {error.message}", flush=True)
+        bad = []
     if bad:
         options.append(f"--exclude={with_excluded(request, bad).sbatch['exclude']}")
     task = job_id.partition("_")[2]

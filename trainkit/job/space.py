@@ -1,4 +1,4 @@
-"""Patience with a full disk: somebody may make room before the run has to end."""
+"""Patience with a disk that is full or away: somebody may see to it before the run has to end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from trainkit.job.preflight_error import PreflightFailed
 
 PATIENCE_S = 300.0
 LOOK_AGAIN_S = 5.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_AWAY = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT)
+"""What a network filesystem says while its server is restarted or it is mounted anew."""
 T = TypeVar("T")
 
 
 def when_there_is_room(action: Callable[[], T], say: Callable[[str], None]) -> T:
-    """What the action returns, tried again for five minutes while the disk or the quota is full.
+    """What the action returns, tried again for five minutes while the disk or the quota is full, or away.
 
     Raises what it raises: at once when it is something else, or when a notice comes meanwhile.
     """
@@ -25,7 +28,7 @@ def when_there_is_room(action: Callable[[], T], say: Callable[[str], None]) -> T
         try:
             return action()
         except (OSError, PreflightFailed) as error:
-            if not _is_full(error) or time.monotonic() > give_up_s:
+            if not _may_pass(error) or time.monotonic() > give_up_s:
                 raise
             if not told:
                 told = True
@@ -34,7 +37,7 @@ def when_there_is_room(action: Callable[[], T], say: Callable[[str], None]) -> T
                 raise
 
 
-def _is_full(error: Exception) -> bool:
+def _may_pass(error: Exception) -> bool:
     if isinstance(error, PreflightFailed):
         return not error.is_node
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, OSError) and error.errno in (*_FULL, *_AWAY)

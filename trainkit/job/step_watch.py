@@ -14,11 +14,12 @@ from trainkit.job import children
 from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import PEER_S, Crew
 from trainkit.job.decision import COMEBACK_SIGNAL
+from trainkit.job.deleted import DeletedAttempt
 from trainkit.job.failures import first_exit_code
 from trainkit.job.hang_watch import HangWatch
 from trainkit.job.outcome import Outcome
 from trainkit.job.preflight import SEEN_VARIABLE
-from trainkit.job.record import is_cancelled
+from trainkit.job.record import find_entry, is_cancelled
 from trainkit.job.slurm_place import slurm_job_id
 from trainkit.job.verdict import first_task_end, node_of_killed_task
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
@@ -50,6 +51,7 @@ class StepWatch(Crew):
         """What the supervisor sees of the run folder, for the agents to compare."""
         self.outcome = Outcome()
         self._hangs = HangWatch(attempt)
+        self._deleted = DeletedAttempt(attempt)
         self._is_ending = False
         self._failed_s: float | None = None
         self._unheard_s: float | None = None
@@ -79,8 +81,7 @@ class StepWatch(Crew):
         self.end_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
     def look_around(self) -> None:
-        if not self.attempt.path.is_dir():
-            # Its folder was deleted: whatever it still computes, nobody can ever find.
+        if self._deleted.look() or self._was_replaced():
             self._end_step()
             return
         self._pass_on()
@@ -88,6 +89,16 @@ class StepWatch(Crew):
         if not self.outcome.hung and (hangs := self._hangs.look()):
             self.outcome.hangs = hangs
             self._end_step()
+
+    def _was_replaced(self) -> bool:
+        """Whether another start of the run has taken the next attempt, and waits for this one to leave.
+
+        Slurm takes a host for lost whose daemon alone has died, and starts the job again elsewhere.
+        """
+        following = self.attempt.number + 1
+        if not self.attempt.run.attempt(following).path.is_dir():
+            return False  # the usual case, at the price of one look
+        return "started_at" in (find_entry(self.attempt.run, following) or {})
 
     def _pass_on(self) -> None:
         """Tell the ranks what only this shell was told, or that a cancel came before there was a step."""

@@ -11,8 +11,10 @@ from trainkit.slurm.client import QUERY_PATIENCE_S
 from trainkit.slurm.job_now import JobNow, ask_job
 from trainkit.slurm.states import JobState
 
-EARLY_S = 90.0
-"""Slurm sends the signal that announces the end up to 60 s early."""
+EARLY_S = 60.0
+"""Slurm sends the signal that announces the end up to so much early."""
+SLACK_S = 30.0
+"""What may pass between a signal and the question to Slurm."""
 
 
 def look_at_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobNow | None:
@@ -73,4 +75,4 @@ def is_ending(job: JobNow, restarts: int, grace_s: float) -> bool:
 def _is_nearly_over(job: JobNow, grace_s: float) -> bool:
     if job.end_time is None:
         return False
-    return job.end_time - datetime.now(timezone.utc) < timedelta(seconds=grace_s + EARLY_S)
+    return job.end_time - datetime.now(timezone.utc) < timedelta(seconds=grace_s + EARLY_S + SLACK_S)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import sys
 import traceback
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError
+from trainkit.job.own_host import own_host
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, read_json, utc_now, write_json
@@ -28,7 +28,7 @@ def main() -> None:
     run = RunDir(sys.argv[1])
     attempt = run.attempt(int(os.environ.get("TRAINKIT_JOB_ATTEMPT") or run.attempt_numbers()[-1]))
     rank = int(os.environ.get("RANK", "0"))
-    who = {"rank": rank, "node_rank": int(os.environ.get("NODE_RANK", "0")), "host": socket.gethostname()}
+    who = {"rank": rank, "node_rank": int(os.environ.get("NODE_RANK", "0")), "host": own_host()}
     stacks = RankStacks(attempt, rank, pulse)
     set_up_logging(rank)
     try:

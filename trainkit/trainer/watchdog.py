@@ -127,7 +127,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _watch(self) -> None:
-        watch = ProgressWatch(self.pulse, self.plan.requeue, self.attempt.hangs_dir.is_dir)
+        watch = ProgressWatch(self.pulse, self.plan.requeue, self._others_hang)
         poll_s = min(POLL_S, self.plan.requeue.hang_min_s / 10)
         while True:
             time.sleep(poll_s)
@@ -136,11 +136,19 @@ class Watchdog:
                 continue
             try:
                 self._report(hang)
-            except OSError as error:
-                _say(f"the hang could not be written down ({error})")
+            except (OSError, RuntimeError, ValueError) as error:
+                _say(f"the hang could not be written down whole ({error})")
             self._wait_to_be_ended(hang, poll_s)
             _say("going on after all")
-            self._record.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._record.unlink(missing_ok=True)
+
+    def _others_hang(self) -> bool:
+        """Whether a rank says so now; those that went on after all have taken that back."""
+        try:
+            return any(self.attempt.hangs_dir.glob("rank-*.json"))
+        except OSError:
+            return False
 
     @property
     def _record(self) -> Path:
