@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.errors import TrainkitError
+from trainkit.job import bad_nodes
 from trainkit.job import resubmit as resubmit_module
+from trainkit.job.comeback import leave
+from trainkit.job.decision import Decision
 from trainkit.job.mark import job_mark
 from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, read_job
 from trainkit.job.resubmit import resubmit
@@ -150,3 +155,36 @@ def test_a_script_that_is_gone(run: RunDir, sbatch: Sbatch) -> None:
     with pytest.raises(TrainkitError, match=r"submit.sbatch, the script of job 7, is not there"):
         resubmit(run, "7")
     assert run.attempt_numbers() == [1]
+
+
+def test_hosts_that_slurm_cannot_be_asked_about_do_not_keep_the_run_from_going_on(
+    run: RunDir, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The temporary folder of the host that failed can be what is full."""
+
+    def full(options: Sequence[str]) -> str | None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(bad_nodes, "_ask", full)
+    monkeypatch.setattr(resubmit_module, "excludable", bad_nodes.excludable)
+    assert resubmit(run, "7", ["h1"]) == "8"
+    assert not any(option.startswith("--exclude") for option in sbatch.argv)
+    assert "h1 cannot be left out: Slurm cannot be asked on this host" in capfd.readouterr().out
+
+
+def test_a_full_disk_at_the_end_of_a_job(
+    run: RunDir, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was to follow does not, and that is said instead of a traceback."""
+
+    def full(*args: object) -> AttemptDir:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trainkit.job.space.PATIENCE_S", 0.0)
+    monkeypatch.setattr(resubmit_module, "open_attempt", full)
+    decision = Decision("resubmit", "saved", 75, "timeout")
+    allocation = SimpleNamespace(job_id="7", hosts_to_avoid=lambda: [])
+    plan = LaunchPlan.from_dict(read_json(run.plan_file))
+    trouble = leave(run, plan, decision, allocation)  # type: ignore[arg-type]
+    assert trouble is not None
+    assert trouble.startswith(f"{run.path} cannot be written")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
-from trainkit.job import children
+from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
+from trainkit.job import agent, children
 from trainkit.job.rendezvous import LOCAL_ADDR
 from trainkit.job.slurm_place import SlurmPlace
 from trainkit.job.station import ToldToStop, await_port, check_step, local_station, slurm_station
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.rundir import AttemptDir, RunDir, write_json
+from trainkit.rundir import AttemptDir, RunDir, read_jsonl, write_json
 
 
 def plan(num_nodes: int = 2, workers_per_node: int = 2, per: str = "gpu", **more: object) -> LaunchPlan:
@@ -106,3 +106,21 @@ def test_told_to_stop_while_waiting(attempt: AttemptDir) -> None:
             await_port(attempt, place(node_rank=1), timeout_s=5.0)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, children.WATCHED)
+
+
+@pytest.mark.parametrize(("procid", "events"), [("0", ["SIGUSR2"]), ("1", [])])
+def test_a_notice_before_the_ranks_are_started_is_written_down_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, procid: str, events: list[str]
+) -> None:
+    """For the supervisor, which is no task of the step: else it takes the end for the ranks' own wish."""
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    number = int(procid)
+    monkeypatch.setattr(agent, "find_slurm_place", lambda: place(local_task=number))
+
+    def told(attempt: AttemptDir) -> LaunchPlan:
+        raise ToldToStop(signal.SIGUSR2)
+
+    monkeypatch.setattr(agent, "await_plan", told)
+    assert agent.run_slurm_task(run, 1) == EXIT_STOPPED
+    assert [event["signal"] for event in read_jsonl(run.events_file)] == events
