@@ -74,7 +74,17 @@ OTHER_MODELS = [
         ("tp 2", "pp 2 1f1b, compile", "pp 2 dualpipe_v", "pp 2 zbv x tp 2", "pp 2 x shard 2 x tp 2"),
     ),
     ("uneven", UNEVEN, ("shard 4", "replicate 2 x shard 2", "shard 2 x cp 2")),
-    ("wide", WIDE, ("shard 2", "shard 2, zero 2", "replicate 2 x shard 2", "pp 2 x shard 2")),
+    (
+        "wide",
+        WIDE,
+        (
+            "shard 2",
+            "shard 2, zero 2",
+            "shard 2, compile, selective",
+            "replicate 2 x shard 2",
+            "pp 2 x shard 2",
+        ),
+    ),
 ]
 CASES += [
     Case(f"{word}: {case.name}", case.num_procs, case.parallel, overrides)

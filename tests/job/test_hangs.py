@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from trainkit.job.hangs import HangRecord, hang_verdict, missing_ranks, read_hangs
+from trainkit.job.verdict import blamed_host
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.rundir import RunDir, write_json
 
@@ -84,14 +85,20 @@ def test_the_one_that_is_behind(attempt, late, phase):
 
 def test_before_the_first_step_nothing_is_usual(attempt):
     records = [record(rank, step=None, phase="load", usual_s=None) for rank in range(4)]
-    assert hang_verdict(attempt, PLAN, records)["message"] == "no progress for 312 s, in load"
+    message = "no progress for 312 s, in load; no rank is behind the others"
+    assert hang_verdict(attempt, PLAN, records)["message"] == message
+    plan = replace(PLAN, num_nodes=1, workers_per_node=1)
+    assert hang_verdict(attempt, plan, records[:1])["message"] == "no progress for 312 s, in load"
 
 
 def test_at_the_same_position_the_one_that_is_elsewhere_in_the_code(attempt):
     records = [record(rank) for rank in range(4)]
-    assert hang_verdict(attempt, PLAN, records)["rank"] == 0, "nothing tells them apart"
+    verdict = hang_verdict(attempt, PLAN, records)
+    assert (verdict["rank"], verdict["host"]) == (0, None), "nothing tells them apart"
+    assert blamed_host(verdict) is None
     records[3] = replace(records[3], stack=("read (disk.py:3)",))
-    assert hang_verdict(attempt, PLAN, records)["rank"] == 3
+    verdict = hang_verdict(attempt, PLAN, records)
+    assert (verdict["rank"], verdict["host"]) == (3, "host1")
     records[2] = replace(records[2], stack=("read (disk.py:3)",))
     assert hang_verdict(attempt, PLAN, records)["rank"] == 0, "two against two"
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from trainkit.trainer.parallel.context import positions_of, seen_by
+from trainkit.trainer.attention import has_flash, repeat_shared_heads
+from trainkit.trainer.models.decoder import causal_attention
+from trainkit.trainer.parallel.context import _attend_to_last, positions_of, seen_by
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -20,3 +23,25 @@ def test_tensor_parallel_ranks_hold_parts_of_the_stream() -> None:
     seen = [seen_by(1, 2, tp_rank, 2, 32) for tp_rank in (0, 1)]
     assert torch.equal(seen[0].attention, seen[1].attention)
     assert torch.equal(torch.cat([one.stream for one in seen]), seen[0].attention)
+
+
+@pytest.mark.parametrize("num_queries", [8, 4])
+def test_queries_at_the_end_of_the_keys(num_queries: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+    last = q[:, :, -num_queries:]
+    found = _attend_to_last(last, k, v, flash=False)
+    torch.testing.assert_close(found, causal_attention(q, k, v)[:, :, -num_queries:])
+
+
+def test_heads_that_are_repeated_attend_as_those_that_are_shared() -> None:
+    torch.manual_seed(0)
+    attention = nn.Module()
+    attention.attend = causal_attention
+    repeat_shared_heads([attention])
+    q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+    torch.testing.assert_close(attention.attend(q, k, v), causal_attention(q, k, v))
+
+
+def test_no_flash_attention_without_a_gpu() -> None:
+    assert not has_flash(torch.device("cpu"), torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -192,16 +193,20 @@ def test_recomputing_keeps_less(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_all_blocks_share_one_compiled_graph(dropout: float) -> None:
+@pytest.mark.parametrize(
+    ("dropout", "mode"), [(0.0, "none"), (0.1, "none"), (0.1, "selective"), (0.1, "full")]
+)
+def test_all_blocks_share_one_compiled_graph(
+    dropout: float, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More blocks than torch compiles one function anew for (8): the rest would run uncompiled, unsaid."""
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
     counters.clear()
     model, compiled = nano(num_layers=10, dropout=dropout), nano(num_layers=10, dropout=dropout)
-    for block in compiled.blocks:
-        block.compile(backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    recompute_and_compile(list(compiled.blocks), mode, compiled=True)  # type: ignore[arg-type]
     found = compiled(tokens(), sample_keys())
     torch.testing.assert_close(found, model(tokens(), sample_keys()))
     assert counters["stats"]["unique_graphs"] == 1

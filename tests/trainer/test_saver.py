@@ -7,12 +7,14 @@ import logging
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from tests.support.disks import fill, limit_file_size, small_disk
 from tests.support.models import ALONE
@@ -128,6 +130,23 @@ def hold_back_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(storage._HashingStream, "__init__", wait_first)
     return gate
+
+
+def test_without_memory_to_stage_in_training_waits_for_every_save(
+    tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(stager: DefaultStager, state: dict[str, Any]) -> Future[Any]:
+        failed: Future[Any] = Future()
+        failed.set_exception(RuntimeError("cudaHostRegister: out of memory"))
+        return failed
+
+    saver = make_saver(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(DefaultStager, "stage", fails)
+        saver.warm_up()
+    for step in (5, 6):
+        saver.save(request(step), blocking=False)
+        assert saver.last_step == step, "published on return"
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path, tensors: dict[str, Tensor], make_saver: Any) -> None:

@@ -73,10 +73,10 @@ def silent_hosts(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
 def hang_verdict(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> dict[str, Any]:
     """Who held the others up, as `failures.find_verdict` gives a failure, with the type ``Hang``.
 
-    That is the first rank without a record, or else the one that is behind the others. `records` holds at
-    least one.
+    That is the first rank without a record, or else the one that is behind the others; without a host where
+    none is. `records` holds at least one.
     """
-    behind = _furthest_behind(records)
+    behind, stands_out = _furthest_behind(records)
     missing = missing_ranks(plan, records)
     if missing:
         rank, message = missing[0], _words_of_missing(missing, behind)
@@ -85,6 +85,9 @@ def hang_verdict(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
     else:
         rank, node_rank, host = behind.rank, behind.node_rank, behind.host
         message = behind.words
+        if not stands_out:
+            # On GPUs all of them wait for their device, whichever it is that does not answer.
+            host, message = None, f"{message}; no rank is behind the others"
     return {
         "rank": rank,
         "node_rank": node_rank,
@@ -98,13 +101,18 @@ def hang_verdict(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
     }
 
 
-def _furthest_behind(records: Sequence[HangRecord]) -> HangRecord:
-    """Of ranks at the same position, one that is elsewhere in the code than most: those wait for it."""
+def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
+    """The rank that is behind, and whether it is the only one that can be.
+
+    Of ranks at the same position it is one that is elsewhere in the code than most: those wait for it.
+    """
     position = min(record.position for record in records)
     there = [record for record in records if record.position == position]
     stack, count = Counter(record.stack for record in there).most_common(1)[0]
     odd = [record for record in there if record.stack != stack] if 2 * count > len(there) else []
-    return min(odd or there, key=lambda record: record.rank)
+    candidates = odd or there
+    stands_out = len(candidates) < len(records) or len(records) == 1
+    return min(candidates, key=lambda record: record.rank), stands_out
 
 
 def _node_of(plan: LaunchPlan, rank: int) -> int:

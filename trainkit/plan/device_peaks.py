@@ -5,6 +5,8 @@ from __future__ import annotations
 # A part of the name that the driver reports, and dense tensor-core FLOP/s with 16-bit inputs from
 # NVIDIA's data sheets (half of the figure "with sparsity"). The first row that matches counts.
 _BF16_PEAKS: tuple[tuple[str, float], ...] = (
+    ("GB300", 2.5e15),
+    ("B300", 2.25e15),
     ("GB200", 2.5e15),
     ("B200", 2.25e15),
     ("GH200", 989e12),
@@ -36,6 +38,8 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """Dense FLOP/s of a device for ``bf16`` or ``fp16``; None where it is not known."""
     if dtype not in ("bf16", "fp16"):
         return None
+    if "MIG" in device_name.split():
+        return None  # a part of it, of one of many sizes
     tables = _BF16_PEAKS if dtype == "bf16" else _BF16_PEAKS + _FP16_ONLY_PEAKS
     words = f"{device_name} ".replace("-", " ")
     return next((peak for part, peak in tables if f"{part} " in words), None)

@@ -36,7 +36,8 @@ def recompute_and_compile(
         if mode == "selective":
             block.forward = _selectively(block.forward)
         if compiled:
-            block.compile()
+            # Not `block.compile()`: that would take in the hooks that gather and reduce, and break on them.
+            block.forward = torch.compile(block.forward)
 
 
 def _selectively(inner: Callable[..., Any]) -> Callable[..., Any]:

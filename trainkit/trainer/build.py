@@ -15,6 +15,7 @@ import torch
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
+from trainkit.trainer.attention import has_flash, repeat_shared_heads
 from trainkit.trainer.distributed import World
 from trainkit.trainer.float8 import apply_float8, require_float8
 from trainkit.trainer.models.init import init_parameters
@@ -45,8 +46,10 @@ def build(task: Task, config: RunConfig, plan: LaunchPlan, world: World, pulse: 
     """The model on this rank's device, split, initialised, in training mode."""
     parts = build_parts(task, config, plan, world)
     for part in parts:
-        part.to_empty(device=world.device)
+        # What is offloaded lives on the host; torch brings it to the device block by block, but no buffers.
+        part.to_empty(device="cpu" if config.parallel.offload else world.device)
         part.restore()
+        _move_buffers(part, world.device)
         init_parameters(part, config.seed)
     return assemble(task, config, plan, world, pulse, parts)
 
@@ -79,6 +82,12 @@ def assemble(
     [model] = parts
     passes = WholePasses(task, model, gradient_switch(model, world), world, context, pulse)
     return BuiltModel(parts, weights_of(parts), passes, None)
+
+
+def _move_buffers(model: Model, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _assemble_pipeline(
@@ -129,8 +138,11 @@ def _build_part(task: Task, config: RunConfig, plan: LaunchPlan, world: World, p
         )
         # Before anything is sharded: two parameters that only share their memory come apart there.
         model.tie()
+    flash = has_flash(world.device, DTYPES[config.precision.dtype])
     if world.cp_group is not None:
-        apply_context_parallel(model.attentions, world.cp_group)
+        apply_context_parallel(model.attentions, world.cp_group, flash)
+    if world.device.type == "cuda" and not flash:
+        repeat_shared_heads(model.attentions)
     recompute_and_compile(blocks, parallel.activation_checkpointing, compiled=parallel.compile)
     if world.mesh is not None and not reduces_on_host(world):
         apply_data_parallel(

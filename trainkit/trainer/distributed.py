@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,8 @@ START_TIMEOUT = timedelta(minutes=30)
 """Long, because the first step of some rank may compile while the others wait."""
 COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
 """Longer than the watchdog's patience, which says who is late; a collective only says that it waited."""
+MAX_FILES = 65_536
+"""A thousand ranks take a few thousand."""
 ONE_PROCESS = Layout()
 
 
@@ -73,6 +76,7 @@ def join_world(env: RankEnv, device: torch.device, layout: Layout, stop: StopReq
     """Meet the other ranks and build the mesh; None when the ranks have agreed to stop instead."""
     if env.world_size == 1:
         return None if stop else World(0, 1, device, None, None)
+    _allow_files(MAX_FILES)
     store = meet(env, stop, START_TIMEOUT)
     if store is None:
         return None
@@ -85,6 +89,14 @@ def join_world(env: RankEnv, device: torch.device, layout: Layout, stop: StopReq
         timeout=COLLECTIVE_TIMEOUT,
     )
     return make_world(env.rank, device, layout)
+
+
+def _allow_files(count: int) -> None:
+    """Raise this process's limit of open files as far as it may: every group has sockets to all its ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def make_world(rank: int, device: torch.device, layout: Layout) -> World:

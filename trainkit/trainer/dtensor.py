@@ -15,6 +15,5 @@ def like(shard: Tensor, whole: Tensor) -> Tensor:
     """A shard, seen as part of a tensor that is split as `whole` is."""
     if not isinstance(whole, DTensor):
         return shard
-    return DTensor.from_local(
-        shard, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    # Not `from_local`, which would copy what lives on the host to the device of the mesh.
+    return DTensor(shard, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -40,7 +40,8 @@ def apply_float8(layers: list[nn.Module], emulate: bool = False) -> None:
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = Float8LinearConfig(emulate=emulate)
+    # Of the gradients' products one side is the number of tokens, which can be anything.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     for layer in layers:
         convert_to_float8_training(layer, config=config, module_filter_fn=_fits)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -53,8 +54,10 @@ class SaveRequest:
 class _PublishingWriter(HashingWriter):
     """Adds the manifest and the rename to what the coordinator does when all ranks have written."""
 
-    def __init__(self, partial: Path, target: Path, request: SaveRequest, keep_last: int) -> None:
-        super().__init__(partial)
+    def __init__(
+        self, partial: Path, target: Path, request: SaveRequest, keep_last: int, *, from_device: bool
+    ) -> None:
+        super().__init__(partial, from_device=from_device)
         self._partial = partial
         self._target = target
         self._request = request
@@ -101,13 +104,17 @@ class CheckpointSaver:
         self._keep_last = keep_last
         self._stager: DefaultStager | None = None
         self._staging: Future[None] | None = None
+        self._warming: Future[Any] | None = None
+        self._has_buffers = True
         self._pending: tuple[SaveRequest, Path, Future[Any], float] | None = None
         self.last_step: int | None = None
         """Step of the newest checkpoint that this attempt knows to be published."""
 
     def warm_up(self) -> None:
         """Get the staging buffers from the system now, in the background, so that the first save need not."""
-        self._get_stager().stage(self._tensors)
+        warming = self._get_stager().stage(self._tensors)
+        assert isinstance(warming, Future)
+        self._warming = warming
 
     def save(self, request: SaveRequest, blocking: bool) -> None:
         """Write a checkpoint; with `blocking` it is published on return.
@@ -122,7 +129,9 @@ class CheckpointSaver:
         target = self._run.checkpoint_dir(request.step)
         partial = target.with_name(f"{target.name}.attempt-{self._attempt:03d}{PARTIAL_SUFFIX}")
         started = time.monotonic()
-        writer = _PublishingWriter(partial, target, request, self._keep_last)
+        blocking = blocking or not self._can_stage()
+        from_device = blocking and self._world.device.type == "cuda"
+        writer = _PublishingWriter(partial, target, request, self._keep_last, from_device=from_device)
         how: dict[str, Any] = {
             "storage_writer": writer,
             "process_group": self._world.checkpoint_group,
@@ -194,6 +203,19 @@ class CheckpointSaver:
         """Give the staging buffers and their thread back; call after the last save."""
         if self._stager is not None:
             self._stager.close()
+
+    def _can_stage(self) -> bool:
+        """Whether every rank has memory to save while training goes on; found out before the first save."""
+        if self._warming is not None:
+            error, self._warming = self._warming.exception(), None
+            missing = torch.tensor(int(error is not None))
+            if self._world.distributed:
+                dist.all_reduce(missing, group=self._world.checkpoint_group)
+            self._has_buffers = not missing
+            if not self._has_buffers and (error is not None or self._world.is_main):
+                why = "another rank has none" if error is None else _root_cause(error)
+                log.warning(f"no memory to save while training goes on ({why}): it waits for every save")
+        return self._has_buffers
 
     def _get_stager(self) -> DefaultStager:
         """One stager for all saves: its buffers are what makes the second save fast."""

@@ -25,6 +25,8 @@ from trainkit.manifest import file_hash
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 METADATA_NAME = ".metadata"
+COPY_AHEAD = 10_000_000
+"""Bytes on their way from the device while others are written."""
 _SAFE_NAMES = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
@@ -81,10 +83,20 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """Writes a sharded checkpoint; `files` on the coordinator then has every file's size and hash."""
+    """Writes a sharded checkpoint; `files` on the coordinator then has every file's size and hash.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False)
+    `from_device`: the tensors are on the current CUDA device of the thread that writes them.
+    """
+
+    def __init__(self, path: Path, *, from_device: bool = False) -> None:
+        super().__init__(
+            path,
+            single_file_per_rank=True,
+            sync_files=True,
+            overwrite=False,
+            # Else torch would use a stream of the current device, in a thread where that is the first GPU.
+            per_thread_copy_ahead=COPY_AHEAD if from_device else 0,
+        )
         self._hashing = _HashingFileSystem()
         self.fs = self._hashing
         self.files: dict[str, dict[str, Any]] = {}

@@ -8,16 +8,17 @@ so that all have the same number of keys to look at.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_single_autograd
-from torch.nn.attention.bias import causal_lower_right
 
 from trainkit.trainer.models.model import Seen
+
+FLASH_MULTIPLE = 8
+"""Flash attention takes heads whose size is a multiple of it."""
 
 
 def positions_of(cp_rank: int, cp: int, seq_len: int) -> Tensor:
@@ -32,32 +33,41 @@ def seen_by(cp_rank: int, cp: int, tp_rank: int, tp: int, seq_len: int) -> Seen:
     return Seen(attention, attention.chunk(tp)[tp_rank])
 
 
-def apply_context_parallel(attentions: list[nn.Module], group: dist.ProcessGroup) -> None:
+def apply_context_parallel(attentions: list[nn.Module], group: dist.ProcessGroup, flash: bool) -> None:
     """Let attention modules, which work on `positions_of` this rank, see the whole sequence before them."""
     for attention in attentions:
-        attention.attend = partial(gathered_attention, group=group)  # type: ignore[assignment]
+        attention.attend = partial(gathered_attention, group=group, flash=flash)  # type: ignore[assignment]
 
 
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention of this rank's queries [B, H, T, C] to the keys and values [B, K, T, C] of all."""
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, flash: bool = False
+) -> Tensor:
+    """Causal attention of this rank's queries [B, H, T, C] to the keys and values [B, K, T, C] of all.
+
+    `flash`: the device has flash attention for tensors of this type.
+    """
     cp, cp_rank = group.size(), group.rank()
     keys, values = _gather(torch.stack((k, v)), group, cp)
     size = q.shape[2] // 2
     outputs = []
     for part, queries in zip((cp_rank, 2 * cp - 1 - cp_rank), q.chunk(2, dim=2), strict=True):
         num_keys = (part + 1) * size
-        outputs.append(_attend_to_last(queries, keys[:, :, :num_keys], values[:, :, :num_keys]))
+        outputs.append(_attend_to_last(queries, keys[:, :, :num_keys], values[:, :, :num_keys], flash))
     return torch.cat(outputs, dim=2)
 
 
-def _attend_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend_to_last(q: Tensor, k: Tensor, v: Tensor, flash: bool) -> Tensor:
     """Causal attention of queries that stand at the last of the keys' positions."""
-    if q.is_cuda:
-        mask: Any = causal_lower_right(q.shape[2], k.shape[2])  # no mask in memory: the kernels know this one
-    else:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-    out: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
-    return out
+    shares_heads = k.shape[1] != q.shape[1]
+    if q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares_heads)
+    if flash and q.shape[3] % FLASH_MULTIPLE == 0:
+        # No mask in memory: to this kernel "causal" means that the last query stands at the last key.
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+        return out
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    mask = mask.tril(k.shape[2] - q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shares_heads)
 
 
 def _gather(mine: Tensor, group: dist.ProcessGroup, cp: int) -> Tensor:
