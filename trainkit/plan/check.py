@@ -16,7 +16,7 @@ from trainkit.plan.layout_rules import layout_problems
 from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
-from trainkit.plan.state_size import host_problem
+from trainkit.plan.state_size import host_problem, staging_problem
 
 OURS = "llama"
 """The architecture whose needs are known without its code."""
@@ -98,6 +98,7 @@ def _held_against_model(
         from trainkit.plan.fit import judge_memory
 
         words, problem = judge_memory(loaded, plan, shape, machine, target)
+        problem = problem or staging_problem(loaded, plan, shape, machine)
     else:
         problem = host_problem(loaded, plan, shape, machine)
     if words is not None:
