@@ -105,10 +105,10 @@ def test_no_memory_for_the_copies_that_are_saved_while_training_goes_on(tmp_path
     found = problem(tmp_path, cluster("h200"), *options, "resources.mem=64G")
     assert found.render() == (
         "--set resources.mem=64G: resources.mem: is 64G: saving while training goes on takes 75.3 GiB "
-        "of the memory of a node\n  hint: checkpoint.async_save: false needs no memory for copies"
+        "of the memory of a node\n  hint: checkpoint.async: false needs no memory for copies"
     )
     check(tmp_path, cluster("h200"), *options, "resources.mem=96G")
-    check(tmp_path, cluster("h200"), *options, "resources.mem=64G", "checkpoint.async_save=false")
+    check(tmp_path, cluster("h200"), *options, "resources.mem=64G", "checkpoint.async=false")
     check(tmp_path, cluster("h200"), *options, "resources.mem=0")
 
 
@@ -116,5 +116,5 @@ def test_no_memory_for_copies_on_this_machine(tmp_path: Path) -> None:
     names = ("NVIDIA H200",) * 2
     machine = replace(NO_GPU, num_gpus=2, gpu_names=names, gpu_reason="two", memory=64 * 2**30)
     found = problem(tmp_path, LOCAL, "train.device_batch_size=1", machine=machine)
-    assert found.key == "checkpoint.async_save"
+    assert found.key == "checkpoint.async"
     assert found.message.startswith("is true, and this machine has 64.0 GiB: saving")

@@ -36,7 +36,7 @@ def staging_problem(
     if not config.checkpoint.async_save:
         return None
     if plan.slurm is None:
-        key, have = "checkpoint.async_save", machine.memory
+        key, have = "checkpoint.async", machine.memory
         is_what = f"is true, and this machine has {gib(have or 0)}"
     else:
         # Without the key a job has what the partition gives, which is not known here.
@@ -46,7 +46,7 @@ def staging_problem(
     if have is None or need <= have:
         return None
     message = f"{is_what}: saving while training goes on takes {gib(need)} of the memory of a node"
-    return loaded.problem(key, message, "checkpoint.async_save: false needs no memory for copies")
+    return loaded.problem(key, message, "checkpoint.async: false needs no memory for copies")
 
 
 def host_problem(
