@@ -109,7 +109,7 @@ def test_no_memory_for_the_copies_that_are_saved_while_training_goes_on(tmp_path
     )
     check(tmp_path, cluster("h200"), *options, "resources.mem=96G")
     check(tmp_path, cluster("h200"), *options, "resources.mem=64G", "checkpoint.async=false")
-    check(tmp_path, cluster("h200"), *options, "resources.mem=0")
+    check(tmp_path, cluster("h200"), *options, 'resources.mem="0"')
 
 
 def test_no_memory_for_copies_on_this_machine(tmp_path: Path) -> None:
