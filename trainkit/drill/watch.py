@@ -13,6 +13,7 @@ from trainkit.manifest import partials, published
 from trainkit.observe.follow import is_over
 from trainkit.observe.tail import LogTail
 from trainkit.rundir import RunDir, read_end
+from trainkit.slurm.client import SlurmUnreachable
 from trainkit.submit.steer import life_watch, slurm_job
 
 LOOK_FOR_END_S = 0.25
@@ -97,8 +98,12 @@ class RunWatch:
     def _is_in_queue(self) -> bool:
         """Whether the run's job waits, however long; asked only when nothing was heard for long."""
         entry = newest_entry(self.run)
-        job = slurm_job(entry) if entry is not None and is_slurm(entry) else None
         self._heard_s = time.monotonic()
+        try:
+            job = slurm_job(entry) if entry is not None and is_slurm(entry) else None
+        except SlurmUnreachable as error:
+            self._say(f"whether {self.run.name} is in the queue is not known: {error.message}")
+            return True  # it is asked again after as long a time
         return job is not None and job.state.is_waiting
 
     def over(self) -> bool:

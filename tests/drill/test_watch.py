@@ -1,0 +1,41 @@
+"""A drill's run as it is looked at from outside."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.runs import make_attempt
+from trainkit.drill import watch as watch_module
+from trainkit.drill.watch import RunWatch
+from trainkit.job.record import add_slurm_entry
+from trainkit.rundir import RunDir
+from trainkit.slurm.client import SlurmUnreachable
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    run = make_attempt(tmp_path / "run").run
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    return run
+
+
+def test_a_run_of_which_slurm_says_nothing_is_waited_for(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller can be away for as long as nothing is heard of the run."""
+    looks: list[None] = []
+
+    def away(entry: object) -> None:
+        raise SlurmUnreachable("Slurm does not answer")
+
+    def over(watch: RunWatch) -> bool:
+        looks.append(None)
+        return len(looks) > 3
+
+    monkeypatch.setattr(watch_module, "slurm_job", away)
+    monkeypatch.setattr(RunWatch, "over", over)
+    said: list[str] = []
+    watch = RunWatch(run, poll_s=0.01, patience_s=0.0, say=said.append)
+    assert not watch.until(lambda: False)
+    assert not watch.is_stuck
+    assert said[0] == "whether run is in the queue is not known: Slurm does not answer"
