@@ -25,7 +25,8 @@ FAULTS_FOR_A_BRAKE = 3
 """Fewer cannot be the reason why a run gave up."""
 QUEUED_S = 30.0
 """How long the job of a run that has ended may still be in the queue."""
-NOT_STARTED = "did not start the run again"
+GIVEN_UP = ("did not start the run again", "squeue has forgotten it")
+"""Slurm was to start it again and failed; or a controller that was killed had not yet saved that it has it."""
 NO_SPACE = ("No space left", "disk full")
 
 
@@ -129,8 +130,8 @@ class Flight:
             return None
         if end["state"] in ("died", "cancelled") and self.disk_was_full:
             return None  # it could not write its end
-        if NOT_STARTED in reason and self.recent_faults:
-            return None  # Slurm gave the job up, although it was to start it again
+        if any(text in reason for text in GIVEN_UP) and self.recent_faults:
+            return None  # Slurm lost the job
         if any(text in reason for text in BRAKES) and self.recent_faults >= FAULTS_FOR_A_BRAKE:
             return None
         return f"stopped: {end['state']}: {reason}"
