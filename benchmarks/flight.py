@@ -26,7 +26,7 @@ FAULTS_FOR_A_BRAKE = 3
 QUEUED_S = 30.0
 """How long the job of a run that has ended may still be in the queue."""
 GIVEN_UP = ("did not start the run again", "squeue has forgotten it")
-"""Slurm was to start it again and failed; or a controller that was killed had not yet saved that it has it."""
+"""Slurm failed to start it again, or its controller was killed before it had saved that it has the job."""
 NO_SPACE = ("No space left", "disk full")
 
 
