@@ -43,21 +43,21 @@ def let_go(run: RunDir, allocation: Allocation) -> None:
     Slurm does that by itself when a host was lost, whatever then became of the run on it. A start of the job
     that runs elsewhere by now is left alone: it knows better.
     """
-    waiting = follow_ups_of(run, allocation.job_id)
-    is_coming_back = allocation.is_being_taken and allocation.is_being_requeued
+    waiting, leaving = follow_ups_of(run, allocation.job_id), []
+    if allocation.is_queued_again:
+        waiting.append(allocation.job_id)
+    elif allocation.is_being_taken and allocation.is_being_requeued:
+        # It waits for this shell to end, and is not in the queue until then.
+        leaving.append(allocation.job_id)
     if shutil.which("scancel") is None:
         return
     try:
         if waiting:
             cancel_waiting(waiting)
-        if allocation.is_queued_again:
-            cancel_waiting([allocation.job_id])
-        elif is_coming_back:
-            # It waits for this shell to end, and is not in the queue until then.
-            cancel([allocation.job_id])
+        if leaving:
+            cancel(leaving)
     except TrainkitError as error:
-        jobs = ", ".join([*waiting, allocation.job_id])
-        print(f"{jobs} could not be cancelled: {error.message}", flush=True)
+        print(f"{', '.join([*waiting, *leaving])} could not be cancelled: {error.message}", flush=True)
 
 
 def _requeue(allocation: Allocation, plan: LaunchPlan) -> None:
