@@ -132,7 +132,7 @@ class Campaign:
     def _look(self) -> None:
         for flight in list(self.flights):
             flight.look(calm=not self.striker.active)
-            end = flight.end()
+            end = flight.end(slurm_is_whole=not self.striker.active & {"cut", "slurmd", "slurmctld"})
             if end is None and not any("no step for" in text for text in flight.wrong):
                 continue
             if end is not None and end["state"] != "finished":
