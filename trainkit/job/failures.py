@@ -11,8 +11,8 @@ from typing import Any
 from trainkit.errors import EXIT_FAILED, EXIT_STUCK, TrainkitError
 from trainkit.job.decision import describe_exit, signal_exit_code
 from trainkit.job.hangs import read_hangs
-from trainkit.job.own_host import own_host
 from trainkit.job.preflight_error import PreflightFailed
+from trainkit.job.rank_env import own_host
 from trainkit.job.tracebacks import last_exception
 from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
 

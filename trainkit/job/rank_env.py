@@ -1,8 +1,9 @@
-"""Which rank this process is, found from its environment."""
+"""Which rank this process is, and on which host, found from its environment."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -96,3 +97,11 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
             f"WORLD_SIZE={found.world_size} LOCAL_WORLD_SIZE={found.local_world_size}",
         )
     return found
+
+
+def own_host(environ: Mapping[str, str] = os.environ) -> str:
+    """This host by the name that Slurm has for it, where there is one: its own may be another.
+
+    Only by that name can a host be left out of a step or a job.
+    """
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()

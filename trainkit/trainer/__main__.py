@@ -10,7 +10,7 @@ import traceback
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError
-from trainkit.job.own_host import own_host
+from trainkit.job.rank_env import own_host
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, read_json, utc_now, write_json
