@@ -30,23 +30,23 @@ def fails(*errors):
 )
 def test_room_is_waited_for_and_said_once(error):
     said = []
-    assert space.when_there_is_room(fails(error, error, error), said.append) == "done"
+    assert space.when_disk_allows(fails(error, error, error), said.append) == "done"
     assert said == [f"{error}; trying again for 300 s"]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "no"), PreflightFailed("sick", is_node=True)])
 def test_anything_else_is_raised_at_once(error):
     with pytest.raises(type(error)):
-        space.when_there_is_room(fails(error), lambda text: None)
+        space.when_disk_allows(fails(error), lambda text: None)
 
 
 def test_patience_ends(monkeypatch):
     monkeypatch.setattr(space, "PATIENCE_S", -1.0)
     with pytest.raises(OSError, match="No space"):
-        space.when_there_is_room(fails(FULL), lambda text: None)
+        space.when_disk_allows(fails(FULL), lambda text: None)
 
 
 def test_a_notice_ends_the_wait(monkeypatch):
     monkeypatch.setattr(space.children, "wait_unless_told", lambda delay_s: signal.SIGTERM)
     with pytest.raises(OSError, match="No space"):
-        space.when_there_is_room(fails(FULL), lambda text: None)
+        space.when_disk_allows(fails(FULL), lambda text: None)

@@ -168,8 +168,10 @@ class Allocation:
 
     def was_cancelled_meanwhile(self) -> bool:
         """Whether a person has ended the job since it was looked at: to requeue it would undo that."""
-        before, now = self.job, look_at_job(self.job_id, QUERY_PATIENCE_S)
-        if before is None or now is None or before.state is not JobState.RUNNING:
+        if self.job is None or self.job.state is not JobState.RUNNING:
+            return False
+        now = look_at_job(self.job_id, QUERY_PATIENCE_S)
+        if now is None:
             return False
         comes_back = now.is_preempted or now.restarts > self.restarts or now.reason == "TimeLimit"
         return now.state in (JobState.CANCELLED, JobState.COMPLETING) and not comes_back

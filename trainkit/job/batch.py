@@ -26,7 +26,7 @@ from trainkit.job.outcome import Outcome
 from trainkit.job.preflight import seen_by_supervisor
 from trainkit.job.record import become_sole_supervisor, is_cancelled
 from trainkit.job.slurm_place import slurm_job_id
-from trainkit.job.space import when_there_is_room
+from trainkit.job.space import when_disk_allows
 from trainkit.job.step_watch import StepWatch
 from trainkit.job.take import entries_of, take_attempt, take_next
 from trainkit.job.verdict import first_failure
@@ -53,7 +53,7 @@ def supervise(run: RunDir, step: Sequence[str]) -> int:
             from trainkit.job.points import open_point
 
             open_point(run, job_id)
-        attempt = when_there_is_room(lambda: take_attempt(run, job_id), say)
+        attempt = when_disk_allows(lambda: take_attempt(run, job_id), say)
     except TrainkitError as error:
         say(error.render())
         return error.exit_code
@@ -123,7 +123,7 @@ class Supervisor:
         outcome = Outcome()
         try:
             plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-            seen = when_there_is_room(lambda: seen_by_supervisor(attempt), say)
+            seen = when_disk_allows(lambda: seen_by_supervisor(attempt), say)
             log_event(
                 attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
             )
@@ -131,7 +131,7 @@ class Supervisor:
             watch = StepWatch(attempt, plan, self.allocation.step_argv(self.step, plan), seen)
             outcome = watch.outcome
             watch.work()
-            return outcome, when_there_is_room(lambda: self._judge(attempt, plan, outcome), say)
+            return outcome, when_disk_allows(lambda: self._judge(attempt, plan, outcome), say)
         except (OSError, ValueError, TrainkitError) as error:
             return outcome, Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
 
@@ -153,7 +153,7 @@ class Supervisor:
                 self.allocation.look(attempt, plan, outcome)
             if received is not None or not self.allocation.has_time(plan):
                 return judge(attempt, outcome, self.allocation.means(plan, attempt.run))
-            following = when_there_is_room(lambda: take_next(attempt, self.job_id), say)
+            following = when_disk_allows(lambda: take_next(attempt, self.job_id), say)
         except (OSError, ValueError, TrainkitError) as error:
             return Decision("failed", f"could not be started again: {error}", EXIT_FAILED, decision.cause)
         return following or Decision("stopped", "cancelled before it was started again", EXIT_STOPPED)

@@ -18,7 +18,7 @@ from trainkit.job.record import (
     open_attempt,
     run_lock,
 )
-from trainkit.job.space import when_there_is_room
+from trainkit.job.space import when_disk_allows
 from trainkit.job.submitit_shell import give_submitit_files, submitit_file
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import with_excluded
@@ -43,7 +43,7 @@ def resubmit(run: RunDir, job_id: str, exclude: Sequence[str] = ()) -> str:
         script = script_of_job(run, job_id).read_text(encoding="utf-8")
         texts = [file.read_text(encoding="utf-8") for file in (newest.config_file, newest.plan_file)]
         plan = LaunchPlan.from_dict(read_json(newest.plan_file))
-        following = when_there_is_room(lambda: open_attempt(run, *texts), say)
+        following = when_disk_allows(lambda: open_attempt(run, *texts), say)
         try:
             write_atomic(following.script_file, script)
             new_id = _submit(following, job_id, plan, exclude)
@@ -51,9 +51,7 @@ def resubmit(run: RunDir, job_id: str, exclude: Sequence[str] = ()) -> str:
             if not (isinstance(error, SlurmUnreachable) and error.may_have_arrived):
                 discard_attempt(following)
             raise
-        when_there_is_room(
-            lambda: add_slurm_entry(run, following.number, new_id, COMEBACK, plan.backend), say
-        )
+        when_disk_allows(lambda: add_slurm_entry(run, following.number, new_id, COMEBACK, plan.backend), say)
     log_event(run, following.number, "submitted", job_id=new_id, reason=COMEBACK)
     return new_id
 

@@ -18,7 +18,7 @@ _AWAY = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDO
 T = TypeVar("T")
 
 
-def when_there_is_room(action: Callable[[], T], say: Callable[[str], None]) -> T:
+def when_disk_allows(action: Callable[[], T], say: Callable[[str], None]) -> T:
     """What the action returns, tried again for five minutes while the disk or the quota is full, or away.
 
     Raises what it raises: at once when it is something else, or when a notice comes meanwhile.

@@ -45,9 +45,10 @@ class BuiltModel:
 def build(task: Task, config: RunConfig, plan: LaunchPlan, world: World, pulse: Pulse) -> BuiltModel:
     """The model on this rank's device, split, initialised, in training mode."""
     parts = build_parts(task, config, plan, world)
+    # What is offloaded lives on the host; FSDP brings it to the device block by block, but no buffers.
+    home = torch.device("cpu") if config.parallel.offload else world.device
     for part in parts:
-        # What is offloaded lives on the host; torch brings it to the device block by block, but no buffers.
-        part.to_empty(device="cpu" if config.parallel.offload else world.device)
+        part.to_empty(device=home)
         part.restore()
         _move_buffers(part, world.device)
         init_parameters(part, config.seed)
