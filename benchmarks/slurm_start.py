@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -136,6 +137,8 @@ def starts(folder: Path, rounds: int, nodes: int, per_node: int, interface: str)
 
 
 def main() -> None:
+    # An installed package has its bytecode; in a shell with this a checkout compiles itself each time.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -22,6 +22,8 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         protected_namespaces=(),
+        # Built when first used: the whole config builds its sections anyway, and `submit` has to wait for it.
+        defer_build=True,
     )
 
 

@@ -52,11 +52,11 @@ def find_inputs(recipe: Recipe) -> list[Input]:
     return inputs
 
 
-def form_of(path: Path) -> tuple[str, bool] | None:
+def form_of(name: str) -> tuple[str, bool] | None:
     """(`text` or `rows`, compressed) by the name of a file; None for a kind that is not read."""
-    compressed = path.suffix == ".gz"
-    form = _FORMS.get(path.with_suffix("").suffix if compressed else path.suffix)
-    return None if form is None else (form, compressed)
+    stem, dot, kind = name.removesuffix(".gz").rpartition(".")
+    form = _FORMS.get(dot + kind) if stem else None
+    return None if form is None else (form, name.endswith(".gz"))
 
 
 def missing_hint(path: Path) -> str:
@@ -91,7 +91,7 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     except OSError as error:
         raise UsageError(f"data source {path} cannot be read: {error.strerror}") from None
     if not is_folder:
-        yield _input(path, path.name, role)
+        yield _input(str(path), path.name, role)
         return
     if is_dataset(path):
         raise UsageError(
@@ -102,17 +102,24 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     if not names:
         raise UsageError(f"data source {path} holds no {KINDS} file", hint="point it at a folder of texts")
     for name in names:
-        yield _input(path / name, name, role)
+        yield _input(f"{path}/{name}", name, role)
 
 
 def _walk(folder: Path) -> Iterator[str]:
     """Names below a folder of the kinds that can be read, without hidden ones."""
     for place, folders, files in os.walk(folder, onerror=_raise_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            path = Path(place) / name
-            if not name.startswith(".") and form_of(path):
-                yield path.relative_to(folder).as_posix()
+        below = _below(place, folder)
+        yield from (below + name for name in files if not name.startswith(".") and form_of(name))
+
+
+def _below(place: str, root: Path) -> str:
+    """What stands before the names of the files in a folder of a walk through `root`.
+
+    A string, found once a folder: `submit` would spend its time on a path object for each of many files.
+    """
+    below = os.path.relpath(place, root)
+    return "" if below == os.curdir else f"{below}/"
 
 
 def _raise_unreadable(error: OSError) -> None:
@@ -122,8 +129,8 @@ def _raise_unreadable(error: OSError) -> None:
     )
 
 
-def _input(path: Path, name: str, role: str) -> Input:
-    form = form_of(path)
+def _input(path: str, name: str, role: str) -> Input:
+    form = form_of(name)
     if form is None:
         raise UsageError(
             f"data source {path} is not a kind that can be read: {KINDS}",
@@ -132,9 +139,9 @@ def _input(path: Path, name: str, role: str) -> Input:
     return _stat_input(path, name, role, *form)
 
 
-def _stat_input(path: Path, name: str, role: str, form: str, compressed: bool) -> Input:
+def _stat_input(path: str, name: str, role: str, form: str, compressed: bool) -> Input:
     try:
-        status = path.stat()
+        status = Path(path).stat()
     except OSError as error:
         raise UsageError(f"data source {path} cannot be read: {error.strerror}") from None
     if not os.access(path, os.R_OK):
@@ -142,7 +149,7 @@ def _stat_input(path: Path, name: str, role: str, form: str, compressed: bool) -
             f"data source {path} cannot be read: permission denied",
             hint="make it readable for you (chmod u+r)",
         )
-    return Input(str(path), name, role, form, compressed, status.st_size, status.st_mtime_ns)
+    return Input(path, name, role, form, compressed, status.st_size, status.st_mtime_ns)
 
 
 def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
@@ -157,7 +164,7 @@ def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
     validation = _validation_names(names, val_fraction) if role == BOTH else set()
     for name in names:
         file_role = role if role != BOTH else VAL if name in validation else TRAIN
-        yield _stat_input(root / name, name, file_role, TEXT, False)
+        yield _stat_input(f"{root}/{name}", name, file_role, TEXT, False)
 
 
 def _stdlib_names(root: Path) -> Iterator[str]:
@@ -165,10 +172,10 @@ def _stdlib_names(root: Path) -> Iterator[str]:
         folders[:] = [
             name for name in folders if name not in _STDLIB_SKIPPED and not name.startswith(("config-", "."))
         ]
+        below = _below(place, root)
         for name in files:
-            path = Path(place) / name
-            if path.suffix == ".py" and path.is_file():
-                yield path.relative_to(root).as_posix()
+            if name.endswith(".py") and Path(place, name).is_file():
+                yield below + name
 
 
 def _validation_names(names: Sequence[str], val_fraction: float) -> set[str]:

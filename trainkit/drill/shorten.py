@@ -49,5 +49,5 @@ def _same_bits(config: RunConfig, device: str) -> Iterator[Change]:
     why = "only then are two runs on GPUs equal to the last digit"
     yield Change("train.deterministic", True, config.train.deterministic, why)
     env = config.launch.env
-    # Without it torch refuses every product of matrices once it was asked for such kernels.
+    # Unless told, cuBLAS picks each stream's workspace itself; most versions of torch refuse that here.
     yield Change("launch.env", {CUBLAS_VARIABLE: ":4096:8", **env}, env, "train.deterministic needs it")

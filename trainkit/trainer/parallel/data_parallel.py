@@ -5,6 +5,7 @@ Copies on CPUs are the exception: there is nothing to wrap, their gradients are 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
 from trainkit.trainer.parallel.host_reduction import HostReduction
+
+# Under tensor parallelism a block's output is a view of its DTensor; nothing here writes into one in place.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 MIN_UNIT_BYTES = 25 * 2**20
 """Blocks are grouped up to this size: smaller collectives cost more in latency than overlap gains."""
