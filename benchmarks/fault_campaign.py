@@ -40,6 +40,8 @@ LOOK_EVERY_S = 1.0
 HELP_EVERY_S = 5.0
 LEFT_S = 90.0
 """What a host that is back still has to end must be gone after so long."""
+RETRY_S = 60.0
+"""slurmstepd repeats what the controller did not hear, such as the end of a step, after so long."""
 SLURM_OPTIONS = {"UnkillableStepTimeout": "600", "MinJobAge": "60"}
 """A host that was cut off is not drained for what it could not report meanwhile."""
 
@@ -62,6 +64,7 @@ class Campaign:
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
         self.began_s = time.monotonic()
+        self._slurm_whole_at = 0.0
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began_s:7.1f} s  {text}", flush=True)
@@ -73,6 +76,8 @@ class Campaign:
         while waiting or self.flights:
             now = time.monotonic()
             self.striker.mend()
+            if self.striker.active & {"cut", "slurmd", "slurmctld"}:
+                self._slurm_whole_at = time.time() + RETRY_S
             if waiting and (victims := self._victims(waiting[0], now - last_s)):
                 self._strike(waiting.pop(0), victims)
                 last_s = time.monotonic()
@@ -132,7 +137,7 @@ class Campaign:
     def _look(self) -> None:
         for flight in list(self.flights):
             flight.look(calm=not self.striker.active)
-            end = flight.end(slurm_is_whole=not self.striker.active & {"cut", "slurmd", "slurmctld"})
+            end = flight.end(self._slurm_whole_at)
             if end is None and not any("no step for" in text for text in flight.wrong):
                 continue
             if end is not None and end["state"] != "finished":

@@ -51,8 +51,6 @@ class Flight:
         self._old_at_s = 0.0
         self._num_lines = 0
         self._moved_at_s = time.monotonic()
-        self._not_whole_at = 0.0
-        """When a part of Slurm was last seen to be away, in seconds since the epoch."""
         self.disk_was_full = False
 
     @property
@@ -111,16 +109,15 @@ class Flight:
         """The published checkpoints that were not damaged on purpose, oldest first."""
         return [one for one in published(self.run.checkpoints_dir) if _identity(one) not in self._damaged]
 
-    def end(self, slurm_is_whole: bool) -> dict[str, Any] | None:
+    def end(self, slurm_whole_at: float) -> dict[str, Any] | None:
         """How it ended, unless it goes on by itself; `trainkit status` says what died without a word.
 
-        Slurm takes no job for ended of which a host does not say so: the time until it can does not count.
+        Slurm takes no job for ended of which a host does not say so: the time until all its parts are there
+        and have heard of each other (`slurm_whole_at`, in seconds since the epoch) does not count.
         """
-        if not slurm_is_whole:
-            self._not_whole_at = time.time()
         end = survival.last_end(self.run)
         if self.login.job_id(self.run) in self.login.jobs():
-            ended_s = 0.0 if end is None else time.time() - max(survival.time_of(end), self._not_whole_at)
+            ended_s = 0.0 if end is None else time.time() - max(survival.time_of(end), slurm_whole_at)
             if ended_s > QUEUED_S:
                 self.wrong.append(f"ended {ended_s:.0f} s ago, and its job is still there: {end}")
             return end

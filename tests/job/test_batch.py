@@ -58,6 +58,22 @@ def test_a_step_that_ends_well(run: RunDir, slurm: Slurm) -> None:
     assert events == ["started", "finished"]
 
 
+def test_a_step_that_srun_gave_up_has_not_finished_whatever_its_code(run: RunDir, slurm: Slurm) -> None:
+    # Seen with Slurm 22.05: one host cut off, and the daemon of the other, whose tasks were killed, away.
+    slurm.lost = ("node2",)
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    said = (
+        "srun: error: Node failure on node2",
+        "srun: Job step aborted: Waiting up to 12 seconds for job step to finish.",
+        "srun: forcing job termination",
+        "srun: error: Timed out waiting for job step to complete",
+    )
+    code = "import sys; print(sys.argv[1], file=sys.stderr)"
+    assert supervise(run, [sys.executable, "-c", code, "\n".join(said)]) != 0
+    end = read_json(run.attempt(1).end_file)
+    assert (end["state"], end["action"], end["verdict"]["host"]) == ("failed", "restart", "node2")
+
+
 def test_a_crash_starts_the_step_again_in_the_allocation(run: RunDir, slurm: Slurm) -> None:
     code = "import os; raise SystemExit(5 if os.environ['TRAINKIT_JOB_ATTEMPT'] == '1' else 0)"
     assert step(run, code)[1]["state"] == "finished"

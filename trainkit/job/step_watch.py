@@ -13,7 +13,7 @@ from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import PEER_S, Crew
-from trainkit.job.decision import COMEBACK_SIGNAL
+from trainkit.job.decision import COMEBACK_SIGNAL, signal_exit_code
 from trainkit.job.deleted import DeletedAttempt
 from trainkit.job.failures import first_exit_code
 from trainkit.job.hang_watch import HangWatch
@@ -21,7 +21,7 @@ from trainkit.job.outcome import Outcome
 from trainkit.job.preflight import SEEN_VARIABLE
 from trainkit.job.record import find_entry, is_cancelled
 from trainkit.job.slurm_place import slurm_job_id
-from trainkit.job.verdict import first_task_end, node_of_killed_task
+from trainkit.job.verdict import first_task_end, node_of_killed_task, was_aborted
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_json, read_jsonl
@@ -155,6 +155,8 @@ class StepWatch(Crew):
             print(f"the tasks of the step could not be killed: {error}", flush=True)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
+        if code == EXIT_OK and was_aborted(self.attempt):
+            code = signal_exit_code(signal.SIGTERM)
         # srun's code is that of whoever was killed last; what began it is in the ranks' own records.
         if not self._is_ending and not killed:
             self.outcome.killed_node = node_of_killed_task(self.attempt)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 
 _TASK_END = re.compile(r"^srun: error: (?P<host>\S+): tasks? [\d,\[\]-]+: (?P<how>.*)$", re.MULTILINE)
+_ABORTED = re.compile(
+    r"^srun: (?:Job step aborted|forcing job termination|error: Timed out waiting for job step)", re.MULTILINE
+)
 _HARDWARE = re.compile(r"CUDA error|ECC|NVLink|Xid|unhandled (?:cuda|system) error|SIGBUS", re.IGNORECASE)
 
 
@@ -51,12 +54,23 @@ def _killed_agent(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> di
 
 def first_task_end(attempt: AttemptDir) -> tuple[str, str] | None:
     """Host and end of the first task that failed, as srun says; it may not have been able to write it."""
-    try:
-        text = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    ends = ((found["host"], found["how"]) for found in _TASK_END.finditer(text))
+    ends = ((found["host"], found["how"]) for found in _TASK_END.finditer(_said_by_srun(attempt)))
     return next((end for end in ends if end[1] != f"Exited with exit code {EXIT_STOPPED}"), None)
+
+
+def was_aborted(attempt: AttemptDir) -> bool:
+    """Whether srun says that it gave the step up: its exit code then leaves out the tasks it did not hear of.
+
+    With a host that is cut off that can be all of them, and the code 0.
+    """
+    return _ABORTED.search(_said_by_srun(attempt)) is not None
+
+
+def _said_by_srun(attempt: AttemptDir) -> str:
+    try:
+        return attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def node_of_killed_task(attempt: AttemptDir) -> int | None:
