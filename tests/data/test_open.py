@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from dataset_content import content_of, rows
 
+from trainkit.data.cache import cache_folder
 from trainkit.data.dataset_file import is_dataset
 from trainkit.data.open import ensure_prepared, has_validation, open_dataset
 from trainkit.data.prepare import prepare
@@ -34,6 +35,24 @@ def test_prepared_once(data_config, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert ensure_prepared(config) == folder
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_what_was_begun_in_the_cache_with_other_times_is_begun_anew(data_config, monkeypatch):
+    """Of the standard library the key leaves the times out: another host may have other ones."""
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    config = data_config(source="stdlib")
+    with monkeypatch.context() as patch:
+        patch.setattr("trainkit.data.prepare.run_all", killed)
+        with pytest.raises(KeyboardInterrupt):
+            ensure_prepared(config)
+    [plan_file] = cache_folder(config).glob("*.partial/*/plan.json")
+    plan = json.loads(plan_file.read_text())
+    plan["inputs"][0]["mtime_ns"] += 1
+    plan_file.write_text(json.dumps(plan))
+    assert is_dataset(ensure_prepared(config))
 
 
 def test_whatever_decides_about_tokens_has_a_cache_of_its_own(data_config, tmp_path, tokenizer_json):

@@ -4,12 +4,17 @@ import json
 
 import pytest
 
-from trainkit.errors import CheckpointError, DivergedError, TrainkitError
+from trainkit.errors import CheckpointError, DivergedError, TrainkitError, UsageError
 from trainkit.rundir import RunDir
 from trainkit.trainer.__main__ import exit_code_of, record_failure
 from trainkit.trainer.pulse import Pulse
 
 WHO = {"rank": 3, "node_rank": 1, "host": "h"}
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
 
 
 def at_step(step):
@@ -32,6 +37,8 @@ def at_step(step):
         (DivergedError("nan"), 12, 78),
         (CheckpointError("full"), 12, 1),
         (TrainkitError("other data", exit_code=78), None, 78),
+        (UsageError("the val split is too short"), None, 78),
+        (caused(UsageError("the data cache cannot be written"), OSError(28, "full")), None, 1),
         (SystemExit(5), 12, 1),
     ],
 )

@@ -14,7 +14,7 @@ from typing import TypeVar
 from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key, cannot_be_written
 from trainkit.data.dataset_file import SPLITS, TRAIN, VAL, check_shard_sizes, is_dataset, read_dataset_file
 from trainkit.data.documents import PartReader, RowError, row_text
-from trainkit.data.recipe import DataConfig, Recipe, prepared_folder, recipe_of
+from trainkit.data.recipe import DataConfig, Recipe, prepared_folder, recipe_of, refuse_val_source
 from trainkit.data.sources import BOTH, ROWS, Input, find_inputs
 from trainkit.data.tokenizer_file import check_made_by, identify, vocab_size
 from trainkit.data.units import open_input, plan_units
@@ -44,6 +44,7 @@ def data_problems(config: DataConfig) -> list[DataProblem]:
             file = read_dataset_file(folder)
             _try(problems, "data.tokenizer", lambda: check_made_by(config.tokenizer, folder, file.tokenizer))
             made = {split: file.num_tokens(split) for split in SPLITS}
+            _try(problems, "data.val_source", lambda: refuse_val_source(config, folder))
             problems += _length_problems(config, made, made[VAL] > 0)
         return problems
     _try(problems, "data.tokenizer", lambda: identify(config.tokenizer))

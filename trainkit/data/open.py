@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from pathlib import Path
 
 from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key
 from trainkit.data.dataset_file import VAL, check_shard_sizes, is_dataset, read_dataset_file
 from trainkit.data.lock import exclusive
-from trainkit.data.prepare import prepare
+from trainkit.data.prepare import OtherDataset, prepare
 from trainkit.data.progress import show_progress
-from trainkit.data.recipe import DataConfig, Recipe, prepared_folder, recipe_of
+from trainkit.data.recipe import DataConfig, Recipe, prepared_folder, recipe_of, refuse_val_source
 from trainkit.data.shards import TokenShards
 from trainkit.data.sources import find_inputs
 from trainkit.data.tokenizer_file import check_made_by
@@ -42,6 +43,7 @@ def ensure_prepared(config: DataConfig) -> Path:
     """
     folder = prepared_folder(config)
     if folder is not None:
+        refuse_val_source(config, folder)
         check_made_by(config.tokenizer, folder, read_dataset_file(folder).tokenizer)
         return folder
     recipe = recipe_of(config)
@@ -80,9 +82,14 @@ def _prepare_into(cache: Path, target: Path, recipe: Recipe, workers: int) -> No
             if is_dataset(target):
                 return
             with show_progress("preparing data") as on_progress:
-                prepare(recipe, partial, workers, on_progress)
+                try:
+                    prepare(recipe, partial, workers, on_progress)
+                except OtherDataset:
+                    # Begun elsewhere from the same texts with other times: it is only a cache.
+                    shutil.rmtree(partial)
+                    prepare(recipe, partial, workers, on_progress)
             partial.rename(target)
     except OSError as error:
         raise UsageError(
             f"the data cache {cache} cannot be written: {error.strerror}", hint=CACHE_HINT
-        ) from None
+        ) from error

@@ -233,7 +233,11 @@ def _fingerprint(tokenizer: TokenizerIdentity, options: dict[str, Any], inputs: 
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _different(folder: Path, how: str) -> UsageError:
-    return UsageError(
+class OtherDataset(UsageError):
+    """A folder holds a dataset, or the beginning of one, that was made in another way."""
+
+
+def _different(folder: Path, how: str) -> OtherDataset:
+    return OtherDataset(
         f"{folder} holds another dataset: it was {how}", hint="choose another folder; nothing was overwritten"
     )

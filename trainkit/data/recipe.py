@@ -9,6 +9,7 @@ from typing import Protocol
 
 from trainkit.data.dataset_file import is_dataset
 from trainkit.data.tokenizer_file import BYTES
+from trainkit.errors import UsageError
 
 STDLIB = "stdlib"
 """The source that every machine has: the Python sources that came with the interpreter."""
@@ -69,6 +70,15 @@ def prepared_folder(config: DataConfig) -> Path | None:
     if len(sources) == 1 and sources[0] != STDLIB and is_dataset(Path(sources[0])):
         return Path(sources[0])
     return None
+
+
+def refuse_val_source(config: DataConfig, folder: Path) -> None:
+    """Raise UsageError when a prepared dataset is to be validated on something else than its own split."""
+    if _listed(config.val_source):
+        raise UsageError(
+            f"data.val_source is set, and {folder} is a prepared dataset: its own validation split is used",
+            hint="leave data.val_source out, or give the texts of both instead of the dataset",
+        )
 
 
 def _listed(source: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from trainkit.data.checks import data_problems, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.cluster import LOCAL, Target
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.layout_rules import layout_problems
+from trainkit.plan.layout_rules import batch_problems, layout_problems
 from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
@@ -87,8 +87,10 @@ def _held_against_model(
     config, size, steps = loaded.config, plan.batch.device_batch_size, plan.batch.accumulation_steps
     seq_len = config.data.seq_len
     if config.model.architecture != OURS:
-        # What it asks of a layout, and how much memory it takes, only its own code knows.
-        return plan, list(_architecture_problems(loaded))
+        # What else it asks of a layout, and how much memory it takes, only its own code knows.
+        found = list(batch_problems(plan.layout, config.parallel, size, seq_len, steps))
+        found = [_with_origin(loaded, problem) for problem in found]
+        return plan, [*found, *_architecture_problems(loaded)]
     found = list(layout_problems(plan.layout, config.parallel, shape, size, seq_len, steps))
     if found:
         return plan, [_with_origin(loaded, problem) for problem in found]

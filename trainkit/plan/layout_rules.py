@@ -20,12 +20,28 @@ def layout_problems(
     accumulation_steps: int = 1,
 ) -> Iterator[Problem]:
     """Everything because of which a model cannot be split so."""
+    yield from _tensor_problems(layout, parallel, shape, seq_len)
+    stages = num_stages(layout.pp, parallel.pp_schedule)
+    if layout.pp > 1 and stages > shape.num_layers:
+        message = f"is {layout.pp}, which makes {stages} stages of {shape.num_layers} layers"
+        hint = f"with {parallel.pp_schedule} it can be at most {shape.num_layers * layout.pp // stages}"
+        yield Problem("parallel.pp", message, hint=hint)
+    yield from batch_problems(layout, parallel, device_batch_size, seq_len, accumulation_steps)
+
+
+def batch_problems(
+    layout: Layout,
+    parallel: ParallelConfig,
+    device_batch_size: int,
+    seq_len: int,
+    accumulation_steps: int = 1,
+) -> Iterator[Problem]:
+    """Everything because of which the batch of no model whatever can be split so."""
     if parallel.offload and layout.world_size == 1:
         hint = "it works where parameters are sharded or a sample is split: with two processes or more"
         yield Problem("parallel.offload", "is true, and there is one process", hint=hint)
-    yield from _tensor_problems(layout, parallel, shape, seq_len)
     yield from _context_problems(layout, seq_len)
-    yield from _pipeline_problems(layout, parallel, shape, device_batch_size, accumulation_steps)
+    yield from _pipeline_problems(layout, parallel, device_batch_size, accumulation_steps)
 
 
 def _tensor_problems(
@@ -59,20 +75,12 @@ def _context_problems(layout: Layout, seq_len: int) -> Iterator[Problem]:
 
 
 def _pipeline_problems(
-    layout: Layout,
-    parallel: ParallelConfig,
-    shape: ModelShape,
-    device_batch_size: int,
-    accumulation_steps: int,
+    layout: Layout, parallel: ParallelConfig, device_batch_size: int, accumulation_steps: int
 ) -> Iterator[Problem]:
     if layout.pp == 1:
         return
     pp, schedule, microbatches = layout.pp, parallel.pp_schedule, parallel.pp_microbatches
     stages = num_stages(pp, schedule)
-    if stages > shape.num_layers:
-        message = f"is {pp}, which makes {stages} stages of {shape.num_layers} layers"
-        hint = f"with {schedule} it can be at most {shape.num_layers * pp // stages}"
-        yield Problem("parallel.pp", message, hint=hint)
     if device_batch_size % microbatches:
         message = f"is {microbatches}, which does not divide train.device_batch_size {device_batch_size}"
         hint = f"it can be {divisors(device_batch_size)}"

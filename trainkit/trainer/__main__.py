@@ -9,7 +9,7 @@ import sys
 import traceback
 from typing import Any
 
-from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.job.rank_env import own_host
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
@@ -87,6 +87,9 @@ def record_failure(attempt: AttemptDir, who: dict[str, Any], error: BaseExceptio
 
 def exit_code_of(error: BaseException, position: Position) -> int:
     """What the process ends with: 78 for what would happen again, as a module that is missing."""
+    if isinstance(error, UsageError):
+        # A disk that refuses now may take it at the next start.
+        return EXIT_FAILED if isinstance(error.__cause__, OSError) else EXIT_NO_RESTART
     if isinstance(error, TrainkitError):
         return error.exit_code
     at_import = position.step is None and isinstance(error, NameError)

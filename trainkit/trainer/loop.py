@@ -68,6 +68,10 @@ class Trainer:
     """By this attempt."""
     _is_best: bool = False
     """Whether the state as it is now has the best value so far of `checkpoint.best_metric`."""
+    _best_in_flight: int | None = None
+    """Step of a best checkpoint that may still be being written."""
+    _published_best: tuple[float | None, int | None] = (None, None)
+    """Value and step of the best checkpoint that is known to be there."""
     _last_save_s: float = 0.0
 
     def train(self) -> int:
@@ -85,6 +89,7 @@ class Trainer:
             # The state is that of the checkpoint which this attempt began from.
             self.saver.mark_best()
             self._is_best = False
+        self._published_best = self.progress.best_value, self.progress.best_step
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -246,9 +251,22 @@ class Trainer:
         progress = self.progress
         if metric != self.config.checkpoint.best_metric or progress.step == 0 or not math.isfinite(value):
             return
+        self._settle_best()
         self._is_best = progress.best_value is None or value < progress.best_value
         if self._is_best:
             progress.best_value, progress.best_step = value, progress.step
+
+    def _settle_best(self) -> None:
+        """Wait for the best checkpoint that is being written; one that failed is not the best of anything."""
+        if self._best_in_flight is None:
+            return
+        self.saver.finish()
+        progress = self.progress
+        if self.saver.last_step == self._best_in_flight:
+            self._published_best = progress.best_value, progress.best_step
+        else:
+            progress.best_value, progress.best_step = self._published_best
+        self._best_in_flight = None
 
     def _save_by_time(self) -> bool:
         """Rank 0's clock decides; the others learn it from the step's report."""
@@ -275,9 +293,12 @@ class Trainer:
     def _save(self, reason: str, blocking: bool) -> None:
         started = time.monotonic()
         self.pulse.enter("save")
+        self._settle_best()
         self.progress.loss_scale = self.loss_scale.state() if self.loss_scale.enabled else {}
         record = {**self.manifest_record, "progress": self.progress.to_dict()}
         self.saver.save(SaveRequest(self.progress.step, record, self._is_best, reason), blocking)
+        if self._is_best:
+            self._best_in_flight = self.progress.step
         self._is_best = False
         self._last_save_s = time.monotonic()
         if blocking:

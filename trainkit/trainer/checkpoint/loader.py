@@ -105,7 +105,8 @@ def settled_list(run: RunDir) -> list[Checkpoint]:
     while True:
         listed = published(run.checkpoints_dir)
         known = _newest_that_should_be(run)
-        if known is None or any(checkpoint.step == known for checkpoint in listed):
+        # A later one counts too: it was published, and then its writer died before it could tell.
+        if known is None or any(checkpoint.step >= known for checkpoint in listed):
             return listed
         if time.monotonic() > deadline_s:
             return listed
