@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,20 @@ def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
         "and a config is written into the run folder\n"
         f"  hint: export {name} in the shell instead: the job inherits it"
     )
+
+
+@pytest.mark.parametrize("line", ["export HF_TOKEN=hf_abcdefgh", "A_KEY='long enough' python x.py"])
+def test_a_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None:
+    text = problem(tmp_path, f"launch.setup=[{json.dumps(line)}]")
+    assert "launch.setup: sets " in text
+    assert "which looks like a secret" in text
+    assert "abcdefgh" not in text
+    assert "long enough" not in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["export HF_TOKEN=$(cat ~/.token)", 'HF_TOKEN="$MINE" x', "MAX_TOKENS=4096 x", "x max_tokens=40960000"],
+)
+def test_what_is_no_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None:
+    assert load(tmp_path, f"launch.setup=[{json.dumps(line)}]").config.launch.setup == (line,)

@@ -219,6 +219,11 @@ def test_what_says_how_many_nodes_says_spare_nodes_by_their_own_key() -> None:
         "  hint: use resources.spare_nodes"
     ]
     assert "launch.srun_extra.nodelist: is set by trainkit" in problems("launch.srun_extra={nodelist: h1}")[0]
+    assert "launch.srun_extra.export: is set by trainkit" in problems("launch.srun_extra={export: NONE}")[0]
+    assert problems("resources.extra={clusters: east}") == [
+        "--set resources.extra={clusters: east}: resources.extra.clusters: would be heard by sbatch alone,"
+        " and the job not be found again\n  hint: export SLURM_CLUSTERS, which every command of Slurm reads"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_a_running_job_in_full() -> None:
             time_left_s=3540,
             restarts=0,
             name="quick",
+            number="7",
         )
     }
 

@@ -75,6 +75,8 @@ trainkit_fail() {{
 
 # A script that is submitted by hand from inside a job is a job of its own.
 unset {names}
+# sbatch --export leaves this, and srun would hand the ranks nothing of what is set below.
+unset SLURM_EXPORT_ENV
 unset SRUN_CPUS_PER_TASK
 """
     )

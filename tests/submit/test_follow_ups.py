@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import make_attempt
+from trainkit.errors import UsageError
 from trainkit.job.mark import job_mark
 from trainkit.job.record import add_slurm_entry, read_job
 from trainkit.plan.slurm_request import SlurmRequest
@@ -20,7 +21,7 @@ from trainkit.slurm.states import JobState
 from trainkit.submit import follow_ups, steer
 from trainkit.submit.follow_ups import cancel_follow_ups, submit_follow_ups, waiting_follow_ups
 from trainkit.submit.index import find_run, register
-from trainkit.submit.steer import live_entry, looks, slurm_ids
+from trainkit.submit.steer import life_watch, live_entry, looks, slurm_ids
 
 REQUEST = SlurmRequest({"nodes": 2, "comment": "my words"})
 WAITS = JobInfo("?", JobState.PENDING, "PENDING", reason="Dependency")
@@ -177,3 +178,28 @@ def test_a_run_is_found_by_the_id_of_a_follow_up(run: RunDir, monkeypatch: pytes
     register(run, "mine")
     with_follow_ups(run, "8")
     assert find_run("8").path == run.path
+
+
+def test_a_run_is_watched_while_its_follow_up_waits(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_follow_ups(run, "8")
+    write_json(run.attempt(1).end_file, {"action": "follow_up", "state": "stopped", "exit_code": 75})
+    queue(monkeypatch, j7=ENDED, j8=WAITS)
+    said: list[str] = []
+    assert life_watch(run, said.append)() is True
+    assert said == ["8 waits: waits for the jobs that it depends on"]
+
+
+def test_a_run_on_another_cluster_is_not_taken_for_dead(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.setenv("SLURM_CLUSTERS", "east")
+    add_slurm_entry(run, 2, "8", "submit", "sbatch")
+    monkeypatch.delenv("SLURM_CLUSTERS")
+    queue(monkeypatch)
+    assert slurm_ids([run]) == []
+    assert looks([run], {})[0].alive is None
+    assert life_watch(run)() is None
+    with pytest.raises(UsageError, match="job 8 is on the cluster east, and Slurm asks west from here"):
+        live_entry(run, "resume")

@@ -1,4 +1,6 @@
+import errno
 import json
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +80,22 @@ def test_state_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     register(RunDir(tmp_path), "x")
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_folder_of_somebody_else_hides_no_other_run(tmp_path, monkeypatch):
+    """trainkit makes run folders that only their owner can enter."""
+    mine, theirs = (make_run(tmp_path / "here/runs" / name, name) for name in ("mine", "theirs"))
+    for run in (mine, theirs):
+        register(run, run.name)
+    is_file = Path.is_file
+
+    def refused(path):
+        if path.parent == theirs.path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert [known.name for known in known_runs()] == ["mine"]
+    assert find_run("last").path == mine.path
+    with pytest.raises(UsageError, match="theirs cannot be read: Permission denied"):
+        find_run(str(theirs.path))

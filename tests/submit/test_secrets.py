@@ -7,7 +7,7 @@ import pytest
 
 from trainkit.errors import UsageError
 from trainkit.submit.quoting import quote
-from trainkit.submit.secrets import present_secrets, refuse_leaks
+from trainkit.submit.secrets import present_secrets, refuse_leaks, refuse_secrets
 
 TOKEN = "hf_abcdefgh12345678"
 NAMES = ("HF_TOKEN", "WANDB_API_KEY")
@@ -58,3 +58,11 @@ def test_short_values_occur_anywhere(value: str) -> None:
 
 def test_other_variables_are_no_secrets() -> None:
     refuse_leaks(f"home is {TOKEN}", "submit.sbatch", NAMES, {"HOME": TOKEN})
+
+
+def test_a_secret_that_a_command_sets_is_refused_without_showing_it() -> None:
+    with pytest.raises(UsageError) as error:
+        refuse_secrets(["env", "WANDB_API_KEY=0123456789abcdef", "python", "train.py"], ())
+    assert "WANDB_API_KEY" in error.value.message
+    assert "0123456789" not in error.value.render()
+    refuse_secrets(["python", "train.py", "--max_tokens=40960000", "model.vocab_key=abcdefghij"], ())

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.trainer.loop import Trainer
 from trainkit.trainer.checkpoint.progress import Progress
+from trainkit.trainer.loop import Trainer
 
 
 class Saver:

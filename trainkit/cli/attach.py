@@ -39,5 +39,5 @@ def command(run_name: str, node: int | None) -> int:
         raise UsageError(f"the job has no node {node}", hint=f"its nodes are 0 to {len(hosts) - 1}")
     if not sys.stdin.isatty():
         raise UsageError("there is no terminal for a shell", hint="`trainkit logs` shows what the run prints")
-    argv = attach_argv(str(entry["job_id"]), hosts[node or 0])
+    argv = attach_argv(job.number or job.job_id, hosts[node or 0])
     os.execvpe(argv[0], argv, scrubbed(os.environ))

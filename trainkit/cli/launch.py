@@ -49,10 +49,12 @@ def plan_for(
     launcher: str = "python",
     target: Target | None = None,
     look: Callable[[DataConfig], DataLook] | None = None,
+    code_dir: Path | None = None,
 ) -> LaunchPlan:
     """What would run, on this machine or on the cluster; ConfigError lists everything that is wrong.
 
-    `look` takes the place of a look at the data for who has looked already.
+    `look` takes the place of a look at the data for who has looked already; `code_dir` is where a command
+    is started, if not here.
     """
     from trainkit.plan.check import check_config, look_at_data
     from trainkit.plan.machine import detect_machine
@@ -80,9 +82,11 @@ def plan_for(
         plan = dataclasses.replace(plan, container_program=program)
     if command is None:
         return plan
+    from trainkit.submit.secrets import refuse_secrets
     from trainkit.submit.troubles import command_python, refuse_missing
 
-    refuse_missing(command, loaded.config.launch, launcher, Path.cwd())
+    refuse_missing(command, loaded.config.launch, launcher, code_dir or Path.cwd())
+    refuse_secrets(command, loaded.config.launch.secrets)
     return dataclasses.replace(plan, python=command_python(loaded.config.launch, Path.cwd()))
 
 

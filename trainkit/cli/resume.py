@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,17 +79,38 @@ def command(
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
     loaded = load_config(source.config_file, overrides=overrides, flags=flags, layers=False)
     before = LaunchPlan.from_dict(read_json(source.plan_file))
-    plan = launch.plan_for(loaded, before.command, before.launcher)
-    refuse_incompatible(source, loaded)
-    click.echo(describe_plan(plan, loaded.config.name), err=True)
-    for change in changes(read_effective(source.config_file), loaded.config):
-        click.echo(f"  changed             {change}", err=True)
-    if fork_dir is None:
-        run, value = _go_on(source, loaded, plan, new_code)
-    else:
-        run, value = _fork(source, Path(fork_dir), loaded, plan)
+    fork = None if fork_dir is None else Path(fork_dir).absolute()
+    with _where_it_was_submitted(source, new_code or fork is not None) as code_dir:
+        plan = launch.plan_for(loaded, before.command, before.launcher, code_dir=code_dir)
+        refuse_incompatible(source, loaded)
+        click.echo(describe_plan(plan, loaded.config.name), err=True)
+        for change in changes(read_effective(source.config_file), loaded.config):
+            click.echo(f"  changed             {change}", err=True)
+        run, value = (
+            _go_on(source, loaded, plan, new_code) if fork is None else _fork(source, fork, loaded, plan)
+        )
     launch.print_started(value, as_json)
     return launch.follow_detachable(run, value["attempt"], to_stderr=as_json) if follow else EXIT_OK
+
+
+@contextmanager
+def _where_it_was_submitted(run: RunDir, takes_new_code: bool) -> Iterator[Path]:
+    """Be in the folder that a run was submitted from: what its config says is counted from there.
+
+    Gives the folder that its command is started in: in the run's own copy of the code, where it has one.
+    """
+    from trainkit.job.record import read_job
+
+    job, here = read_job(run), Path.cwd()
+    there = Path(str(job.get("cwd") or here))
+    if not there.is_dir():
+        there = here
+    code = None if takes_new_code else job.get("code")
+    os.chdir(there)
+    try:
+        yield there if code is None else Path(str(code["workdir"]))
+    finally:
+        os.chdir(here)
 
 
 def _go_on(
@@ -93,16 +118,15 @@ def _go_on(
 ) -> tuple[RunDir, dict[str, Any]]:
     from trainkit.cli.launch import started
     from trainkit.job.record import read_job, run_lock
-    from trainkit.submit.code import renew_code
+    from trainkit.submit.code import renewed_code
     from trainkit.submit.start import start_attempt
     from trainkit.submit.steer import recall, refuse_live
 
     with run_lock(run):
         recall(run)
         refuse_live(run, "resume")  # again: another command may have been faster
-        if new_code:
-            renew_code(run, loaded.config, plan)
-        entry = start_attempt(run, loaded.config, plan, "resume")
+        with renewed_code(run, loaded.config, plan) if new_code else nullcontext():
+            entry = start_attempt(run, loaded.config, plan, "resume")
     return run, {"run_dir": str(run.path), "name": read_job(run)["name"], **started(entry, plan.backend)}
 
 
@@ -125,8 +149,13 @@ def _fork(
     run, name = create_run(
         loaded, folder, ["trainkit", *sys.argv[1:]], plan.backend, code_copier(loaded.config, plan)
     )
-    copy_checkpoint(checkpoint.path, run)
-    with run_lock(run):
-        entry = start_attempt(run, loaded.config, plan, "submit")
+    try:
+        copy_checkpoint(checkpoint.path, run)
+        with run_lock(run):
+            entry = start_attempt(run, loaded.config, plan, "submit")
+    except BaseException:
+        if not run.attempt_numbers():
+            shutil.rmtree(run.path, ignore_errors=True)  # made a moment ago; a refusal leaves no trace
+        raise
     click.echo(f"from {checkpoint.path}", err=True)
     return run, {"run_dir": str(run.path), "name": name, **started(entry, plan.backend)}

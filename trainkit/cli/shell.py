@@ -53,6 +53,8 @@ def command(
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
     loaded = ConfigRequest(config or str(shipped_configs() / "shell.yaml"), profile, overrides, flags).load()
     start_file = shell_start_file(loaded.config, Path.cwd())
+    if loaded.config.launch.container is not None:
+        click.echo("note: the shell is outside of launch.container", err=True)
     if dry_run:
         click.echo(shlex.join(shell_argv(loaded, "START_FILE")))
         click.echo(start_file, nl=False)

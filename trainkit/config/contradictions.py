@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import Problem
 
 LOOKS_SECRET = re.compile(r"(key|token|secret|password|passwd|credential)s?$", re.IGNORECASE)
+
+
+_ASSIGNMENT = re.compile(r"""(?<![\w.-])(?P<name>[A-Z][A-Z0-9_]*)=(?P<value>"[^"]*"|'[^']*'|\S+)""")
+MIN_SECRET_CHARS = 8
+"""Shorter values are no secrets and occur anywhere: ``1``, ``yes``, ``offline``."""
+
+
+def written_secrets(text: str, names: Collection[str]) -> list[str]:
+    """Variables that a text sets to a value of its own and that are secrets, by their names or as they look.
+
+    References such as ``$NAME`` are no values; of what is too short to be a secret nothing is said.
+    """
+    return [
+        found["name"]
+        for found in _ASSIGNMENT.finditer(text)
+        if (found["name"] in names or LOOKS_SECRET.search(found["name"]))
+        and len(value := found["value"].strip("\"'")) >= MIN_SECRET_CHARS
+        and not value.startswith(("$", "`"))
+    ]
 
 
 def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
@@ -44,6 +63,12 @@ def _secrets(loaded: LoadedConfig) -> Iterator[Problem]:
             # What was typed holds the secret itself, and errors end up in logs.
             shown = problem.origin.replace(launch.env[name], "***") if launch.env[name] else problem.origin
             yield replace(problem, origin=shown)
+    for line in launch.setup:
+        for name in written_secrets(line, launch.secrets):
+            message = f"sets {name}, which looks like a secret, and a script is written into the run folder"
+            hint = f"export {name} in the shell instead, or read it there: {name}=$(cat FILE)"
+            problem = loaded.problem("launch.setup", message, hint)
+            yield replace(problem, origin="--set launch.setup") if name in problem.origin else problem
 
 
 def _length(loaded: LoadedConfig) -> Iterator[Problem]:

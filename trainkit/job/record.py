@@ -30,6 +30,7 @@ from trainkit.rundir import (
     write_atomic,
     write_json,
 )
+from trainkit.slurm.conf_file import cluster_name
 
 PROC = Path("/proc")
 COMEBACK = "comeback"
@@ -204,9 +205,12 @@ def add_slurm_entry(
     run: RunDir, attempt: int, job_id: str, reason: str, backend: str, **more: Any
 ) -> dict[str, Any]:
     """Write down that a Slurm job is to carry an attempt; call with the lock held."""
+    # Of several Slurm chooses one, and only the answer of sbatch would tell which.
+    cluster = None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name()
     entry = {
         "attempt": attempt,
         "job_id": job_id,
+        **({} if cluster is None else {"cluster": cluster}),
         "submitted_at": utc_now(),
         "backend": backend,
         "reason": reason,

@@ -217,7 +217,9 @@ def _warnings(
         if metrics_age_s > max(STALE_S, STALE_INTERVALS * usual_s):
             warnings.append(f"stale: no new metrics for {metrics_age_s:.0f} s, usually every {usual_s:.1f} s")
     if state == "unknown":
-        warnings.append(f"whether it runs cannot be known from here; it was started on {entry.get('host')}")
+        where = f"its job is on the cluster {entry['cluster']}" if "cluster" in entry else ""
+        where = where or f"it was started on {entry.get('host')}"
+        warnings.append(f"whether it runs cannot be known from here; {where}")
     if state == "died":
         warnings.append("the supervisor is gone without having written how the attempt ended")
     return warnings

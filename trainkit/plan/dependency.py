@@ -10,7 +10,7 @@ from shlex import quote
 from trainkit.errors import UsageError
 from trainkit.plan.launch import LaunchPlan
 
-WAITED_FOR = ("pending", "starting", "running", "stopping", "requeueing")
+WAITED_FOR = ("pending", "starting", "running", "restarting", "stopping", "requeueing")
 """States of a run that may still finish."""
 MAX_NAMED = 3
 

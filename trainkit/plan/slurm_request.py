@@ -57,7 +57,7 @@ OWN_OPTIONS = (
 
 SRUN_OWN = (
     *("nodes", "ntasks", "ntasks-per-node", "output", "error", "input", "kill-on-bad-exit", "wait"),
-    *("chdir", "pty", "multi-prog", "label", "jobid", "overlap", "signal"),
+    *("chdir", "pty", "multi-prog", "label", "jobid", "overlap", "signal", "export"),
     *("nodelist", "nodefile", "exclude", "relative", "no-kill"),
 )
 
@@ -156,6 +156,9 @@ def reserved_options(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         key = f"resources.extra.{option}"
         if option in SBATCH_KEYS:
             yield key, "is said by a key of its own", f"use {SBATCH_KEYS[option]}"
+        elif option in ("clusters", "cluster"):
+            hint = "export SLURM_CLUSTERS, which every command of Slurm reads"
+            yield key, "would be heard by sbatch alone, and the job not be found again", hint
         elif option in OWN_OPTIONS:
             yield key, "is set by trainkit, which relies on it", "leave it out"
     for option in config.launch.srun_extra:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trainkit.slurm.environment import scrubbed
 
@@ -21,7 +23,11 @@ def conf_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     named = environ.get("SLURM_CONF")
     if named:
         return Path(named)
-    return next((path for path in map(Path, CONFIG_FILES) if path.exists()), None)
+    sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath))
+    # A Slurm of one's own build is configured below its own prefix.
+    prefix = [] if sbatch is None else [Path(os.path.realpath(sbatch)).parent.parent / "etc"]
+    beside = [folder / name for folder in prefix for name in ("slurm.conf", "slurm/slurm.conf")]
+    return next((path for path in (*map(Path, CONFIG_FILES), *beside) if path.exists()), None)
 
 
 def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -29,6 +35,21 @@ def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
     chosen = scrubbed(environ).get("SLURM_CLUSTERS", "")
     if chosen and "," not in chosen:
         return chosen
+    return _written_name(environ)
+
+
+def other_cluster(record: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> str | None:
+    """The cluster that a job went to, as its record says, where Slurm's commands ask another one from here.
+
+    A job id means something on its own cluster only.
+    """
+    named = record.get("cluster")
+    asked = scrubbed(environ).get("SLURM_CLUSTERS") or _written_name(environ)
+    return str(named) if named and asked and named not in asked.split(",") else None
+
+
+def _written_name(environ: Mapping[str, str]) -> str | None:
+    """ClusterName of slurm.conf."""
     path = conf_file(environ)
     try:
         text = "" if path is None else path.read_text(errors="replace")

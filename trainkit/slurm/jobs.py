@@ -59,6 +59,8 @@ class JobInfo:
     exit_signal: int | None = None
     """The signal that ended the batch script."""
     name: str = ""
+    number: str = ""
+    """A task's id without its array, which every command understands; empty for what squeue has forgotten."""
 
     @property
     def is_terminal(self) -> bool:
@@ -171,6 +173,7 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
             exit_code=code,
             exit_signal=signal,
             name=name,
+            number=number,
         )
         _add(found, info)
     return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +37,14 @@ def copy_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> di
     )
 
 
-def renew_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> dict[str, Any] | None:
+@contextmanager
+def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[None]:
     """Copy the code as it is now in the place of the run's copy, which stays as ``code.001`` and so on.
 
-    Call with the run's lock held; job.json tells the new one from then on. Raises UsageError as `copy_code`.
+    Call with the run's lock held; job.json tells the new one from then on. When what it was copied for is
+    refused, so that there is no new attempt, all is as it was. Raises UsageError as `copy_code`.
     """
-    job = read_job(run)
+    job, attempts = read_job(run), run.attempt_numbers()
     kept = next(run.path / f"code.{number:03d}" for number in range(1, 1000) if not _has(run, number))
     had_one = run.code_dir.exists()
     if had_one:
@@ -51,7 +56,15 @@ def renew_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> dict[str, An
             kept.rename(run.code_dir)
         raise
     write_json(run.job_file, {**job, "code": code})
-    return code
+    try:
+        yield
+    except BaseException:
+        if run.attempt_numbers() == attempts:
+            shutil.rmtree(run.code_dir, ignore_errors=True)
+            if had_one:
+                kept.rename(run.code_dir)
+            write_json(run.job_file, job)
+        raise
 
 
 def _has(run: RunDir, number: int) -> bool:

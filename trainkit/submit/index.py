@@ -70,18 +70,23 @@ def known_runs(cwd: Path | None = None) -> list[KnownRun]:
     for record in read_jsonl(index_file()):
         path, name, time = record.get("path"), record.get("name"), record.get("time")
         if isinstance(path, str) and isinstance(name, str) and isinstance(time, str):
-            run, is_group = RunDir(path), RunGroup(path).exists()
-            if is_group or run.exists():
-                found[os.path.realpath(path)] = KnownRun(run, name, time, is_group)
+            known = _known(Path(path), name, time)
+            if known is not None:
+                found[os.path.realpath(path)] = known
     return sorted(found.values(), key=lambda known: known.time, reverse=True)
 
 
-def _known(folder: Path) -> KnownRun | None:
-    """What a folder holds, as far as it tells by itself."""
+def _known(folder: Path, name: str | None = None, time: str | None = None) -> KnownRun | None:
+    """What a folder holds; what is not said of it, it tells by itself."""
     run, group = RunDir(folder), RunGroup(folder)
-    if group.exists():
-        return KnownRun(run, run.name, _written(group.sweep_file), is_group=True)
-    return KnownRun(run, str(read_job(run)["name"]), _written(run.config_file)) if run.exists() else None
+    try:
+        if group.exists():
+            return KnownRun(run, name or run.name, time or _written(group.sweep_file), is_group=True)
+        if run.exists():
+            return KnownRun(run, name or str(read_job(run)["name"]), time or _written(run.config_file))
+    except OSError:
+        pass  # another user's, or on a disk that is away: no reason to hide the others
+    return None
 
 
 def _written(file: Path) -> str:
@@ -108,10 +113,16 @@ def find_run_or_group(text: str) -> RunDir | RunGroup:
 
     Raises UsageError when there is none, with the closest name.
     """
-    if RunGroup(text).exists():
-        return RunGroup(text)
     run = RunDir(text)
-    if run.exists() or group_of(run) is not None:
+    try:
+        if RunGroup(text).exists():
+            return RunGroup(text)
+        is_run = run.exists() or group_of(run) is not None
+    except OSError as error:
+        raise UsageError(
+            f"{text} cannot be read: {error.strerror}", hint="another user's run is its owner's alone"
+        ) from None
+    if is_run:
         return _opened(run)
     head, separator, tail = text.rpartition(os.sep)
     if separator and (os.sep in head or not is_index(tail)):

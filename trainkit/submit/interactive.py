@@ -18,7 +18,7 @@ from trainkit.submit.target import make_target
 from trainkit.submit.template_engine import render
 
 NOWHERE = Machine(0, 0, (), "this is a login node")
-NOT_FOR_A_SHELL = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node")
+NOT_FOR_A_SHELL = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task")
 
 
 def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
@@ -31,7 +31,10 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
     plan = make_plan(loaded, NOWHERE, Target("sbatch", "shell", known.cluster), command=("bash",))
     assert plan.slurm is not None
     options = {name: value for name, value in plan.slurm.sbatch.items() if name not in NOT_FOR_A_SHELL}
+    # A task a GPU, whatever launch.per says: `srun trainkit run` is then right without a flag.
     options |= {"nodes": plan.num_nodes, "ntasks-per-node": plan.workers_per_node}
+    if plan.threads_per_worker is not None:
+        options["cpus-per-task"] = plan.threads_per_worker
     shell = ["bash", "--rcfile", start_file, "-i"]
     # An interactive step takes nothing from the allocation: what srun starts from it gets all.
     return [
@@ -46,13 +49,17 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
 
 
 def shell_start_file(config: RunConfig, cwd: Path) -> str:
-    """What the shell reads first: the user's own start file, then the environment of a job."""
+    """What the shell reads first: the user's own start file, then the environment of a job.
+
+    The shell itself is outside of any container, like salloc and srun.
+    """
     interpreter, troubles = find_interpreter(config.launch, sys.executable, os.environ, cwd)
     if troubles:
         from trainkit.errors import Problem
 
         raise ConfigError([Problem(key, message, hint) for key, message, hint in troubles])
-    around = make_surroundings(config.launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
+    launch = config.launch.model_copy(update={"container": None})
+    around = make_surroundings(launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
     bin_folder = str(Path(sys.executable).parent)
     return render("shell.sh.j2", {**around.context, "workdir": str(cwd), "bin": bin_folder}, cwd).text
 

@@ -6,11 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import quote as url_quote
 
+from trainkit.config.contradictions import MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
 from trainkit.submit.quoting import quote
-
-MIN_SECRET_CHARS = 8
-"""Shorter values are no secrets and occur anywhere: ``1``, ``yes``, ``offline``."""
 
 
 def present_secrets(names: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -32,6 +30,16 @@ def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[s
                 f"the value of {name} would be written into {where}",
                 hint=f"take it out of config and command line: the job inherits {name} from this shell",
             )
+
+
+def refuse_secrets(command: Sequence[str], names: Sequence[str]) -> None:
+    """Raise UsageError when a command sets a secret to a value of its own: it is written into plan.json."""
+    found = [name for word in command for name in written_secrets(word, names)]
+    if found:
+        raise UsageError(
+            f"the command sets {found[0]}, which looks like a secret, and its plan is written down",
+            hint=f"export {found[0]} in the shell instead: the job inherits it",
+        )
 
 
 def _spellings(value: str) -> Iterator[str]:

@@ -106,6 +106,8 @@ def _surroundings(
         folders.append(str(code["code"]))  # of a point it lies in the folder of the group
         python_path = tuple(code["import_path"])
         workdir = str(code["workdir"]) if plan.command is not None else workdir
+    if plan.command is None:
+        folders += _data_outside(config)
     return make_surroundings(
         launch,
         interpreter,
@@ -120,6 +122,15 @@ def _surroundings(
         container_program=program or "apptainer",
         gpus=plan.device == "cuda",
     )
+
+
+def _data_outside(config: RunConfig) -> list[str]:
+    """What the job reads that a container has to be given: texts or shards, tokenizer and cache."""
+    data = config.data
+    listed = [[value] if isinstance(value, str) else value or [] for value in (data.source, data.val_source)]
+    named = [*listed[0], *listed[1], data.tokenizer, data.cache_dir]
+    paths = [Path(name) for name in named if name is not None]
+    return [str(path) for path in paths if path.is_absolute() and path.exists()]
 
 
 def directives(run: RunDir, attempt: int, request: SlurmRequest, array: str | None = None) -> Options:

@@ -71,5 +71,8 @@ def _holds_no_sources(entry: os.DirEntry[str]) -> bool:
     if entry.name.startswith(".") or entry.name in NOT_SOURCES:
         return True
     folder = Path(entry.path)
-    is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
-    return is_environment or is_run(entry.path)
+    try:
+        is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
+        return is_environment or is_run(entry.path)
+    except PermissionError:
+        return False  # and is said to be left out when it is opened

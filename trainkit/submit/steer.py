@@ -22,6 +22,7 @@ from trainkit.job.record import (
 )
 from trainkit.job.record import liveness as local_liveness
 from trainkit.rundir import RunDir, log_event, read_json, utc_now, write_json
+from trainkit.slurm.conf_file import cluster_name, other_cluster
 from trainkit.slurm.control import Receiver, cancel, kill_step, send_signal
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
@@ -35,9 +36,23 @@ ASK_SOON_S = 1.0
 
 
 def slurm_job(entry: Mapping[str, Any]) -> JobInfo | None:
-    """What Slurm knows about the job of an entry; None when it has forgotten it."""
+    """What Slurm knows about the job of an entry; None when it has forgotten it.
+
+    Raises UsageError for a job of a cluster that is not asked from here.
+    """
+    refuse_elsewhere(entry)
     job_id = str(entry["job_id"])
     return query_jobs([job_id]).get(job_id)
+
+
+def refuse_elsewhere(record: Mapping[str, Any]) -> None:
+    """Raise UsageError when the job of a record is on a cluster that is not asked from here."""
+    cluster = other_cluster(record)
+    if cluster is not None:
+        raise UsageError(
+            f"job {record['job_id']} is on the cluster {cluster}, and Slurm asks {cluster_name()} from here",
+            hint=f"log in there, or `export SLURM_CLUSTERS={quote(cluster)}`",
+        )
 
 
 def liveness(entry: Mapping[str, Any]) -> Liveness:
@@ -78,7 +93,7 @@ def slurm_ids(runs: Iterable[RunDir]) -> list[str]:
     return [
         job_id
         for run, entry in pairs
-        if entry is not None and is_slurm(entry) and not is_leaving(run, entry)
+        if entry is not None and is_slurm(entry) and not is_leaving(run, entry) and not other_cluster(entry)
         for job_id in (str(entry["job_id"]), *waiting_follow_ups(run))
     ]
 
@@ -104,7 +119,7 @@ def _look(run: RunDir, entry: Mapping[str, Any] | None, jobs: Mapping[str, JobIn
         return Look(
             {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}[local_liveness(entry)]
         )
-    if jobs is None:
+    if jobs is None or other_cluster(entry):
         return Look(None)
     job = jobs.get(str(entry["job_id"]))
     if not is_there(job):
@@ -249,21 +264,27 @@ def life_watch(run: RunDir, say: Callable[[str], None] = lambda text: None) -> C
             return None
         if not is_slurm(entry):
             return {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}[local_liveness(entry)]
+        if other_cluster(entry):
+            return None
         waits = said != "" or alive is None
         if time.monotonic() - asked_s < (ASK_SOON_S if waits and asked_s < 0 else ASK_EVERY_S):
             return alive
         asked_s = time.monotonic()
         try:
             job = slurm_job(entry)
+            alive = is_there(job)
+            if not alive and not is_leaving(run, entry):
+                following = filter(is_there, query_jobs(waiting_follow_ups(run)).values())
+                job = next(following, job)
+                alive = is_there(job)
         except SlurmError as error:
             if str(error) != said:
                 said = str(error)
                 say(f"{error.message}; asking again")
             return alive
-        alive = is_there(job)
         words = job.sentence if job is not None and job.state.is_waiting else ""
-        if words and words != said:
-            say(f"{entry['job_id']} waits: {words}")
+        if job is not None and words and words != said:
+            say(f"{job.job_id} waits: {words}")
         said = words
         return alive
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path, PurePath
 
 from trainkit.config.running import LaunchConfig
@@ -31,11 +32,19 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
             f"there is no program {command[0]!r} on PATH",
             hint="name it by its path, or say launch.venv, conda, modules or container in the config",
         )
-    # What a shell is given is a program, in which a file may be named any way: `cd there && python x.py`.
-    is_shell = PurePath(command[0]).name in SHELLS
-    script = None if is_shell else next((word for word in command if word.endswith(".py")), None)
-    if script is not None and launch.container is None and not (cwd / script).exists():
+    script = _script_of(command)
+    # A line of launch.setup may change the folder, or make the script.
+    as_submitted = launch.container is None and not launch.setup
+    if script is not None and as_submitted and not (cwd / script).exists():
         raise UsageError(f"there is no {script} in {cwd}", hint="commands are started from this folder")
+
+
+def _script_of(command: Sequence[str]) -> str | None:
+    """The Python script that a command starts; None where it starts something else, or cannot be told."""
+    if PurePath(command[0]).name in SHELLS:
+        return None  # which are given a program, in which a file may be named any way
+    before = takewhile(lambda word: word not in ("-m", "-c"), command)
+    return next((word for word in before if word.endswith(".py")), None)
 
 
 def find_troubles(launch: LaunchConfig, cwd: Path, containers: Sequence[str]) -> Iterator[Trouble]:
