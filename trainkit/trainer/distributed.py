@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -72,12 +73,21 @@ class World:
         return self.size > 1
 
 
-def join_world(env: RankEnv, device: torch.device, layout: Layout, stop: StopRequest) -> World | None:
-    """Meet the other ranks and build the mesh; None when the ranks have agreed to stop instead."""
+def join_world(
+    env: RankEnv,
+    device: torch.device,
+    layout: Layout,
+    stop: StopRequest,
+    is_busy: Callable[[int], bool] = lambda rank: False,
+) -> World | None:
+    """Meet the other ranks and build the mesh; None when the ranks have agreed to stop instead.
+
+    `is_busy` tells of a rank that has not come whether it still prepares.
+    """
     if env.world_size == 1:
         return None if stop else World(0, 1, device, None, None)
     _allow_files(MAX_FILES)
-    store = meet(env, stop, START_TIMEOUT)
+    store = meet(env, stop, START_TIMEOUT, is_busy)
     if store is None:
         return None
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,18 +22,24 @@ from trainkit.job.signals import StopRequest
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.02
+ASK_BUSY_S = 10.0
+"""How often to look whether those that are missing still prepare, when the time is over."""
 LAST_WORDS_S = 20.0
 """How long a rank that was asked to stop waits for the others, to tell them so."""
 
 
-def meet(env: RankEnv, stop: StopRequest, timeout: timedelta) -> Store | None:
+def meet(
+    env: RankEnv, stop: StopRequest, timeout: timedelta, is_busy: Callable[[int], bool] = lambda rank: False
+) -> Store | None:
     """The store that all ranks share, or None when they have agreed to stop instead.
 
-    Raises TrainkitError when somebody has not come within the timeout, naming who.
+    Raises TrainkitError when somebody has not come within the timeout, naming who; as long as `is_busy` says
+    of one of those ranks that it still prepares, all are waited for.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
-    if env.rank != 0 and not _reach_main(env, stop, deadline):
+    patience_s = timeout.total_seconds()
+    if env.rank != 0 and not _reach_main(env, stop, patience_s, is_busy):
         return None
+    deadline = time.monotonic() + patience_s
     store = _open_store(env, timeout)
     if stop:
         # Said before arriving: a rank that comes with this wish must not be outvoted by being the last one.
@@ -45,7 +52,10 @@ def meet(env: RankEnv, stop: StopRequest, timeout: timedelta) -> Store | None:
         elif store.add("num_arrived", 0) == env.world_size:
             store.compare_set("verdict", "", "go")
         elif time.monotonic() > deadline:
-            raise _missing(env, store, timeout)
+            absent = [rank for rank in range(env.world_size) if not store.check([f"arrived/{rank}"])]
+            if not any(map(is_busy, absent)):
+                raise _missing(env, absent, timeout)
+            deadline = time.monotonic() + ASK_BUSY_S
         else:
             time.sleep(POLL_S)
     if store.get("verdict") == b"go":
@@ -64,8 +74,9 @@ def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
     return TCPStore(env.master_addr, env.master_port, env.world_size, is_master=env.rank == 0, **options)
 
 
-def _reach_main(env: RankEnv, stop: StopRequest, deadline: float) -> bool:
+def _reach_main(env: RankEnv, stop: StopRequest, patience_s: float, is_busy: Callable[[int], bool]) -> bool:
     """Wait until rank 0 listens; False when asked to stop before it does."""
+    deadline = time.monotonic() + patience_s
     while True:
         try:
             with socket.create_connection((env.master_addr, env.master_port), timeout=1.0):
@@ -74,6 +85,8 @@ def _reach_main(env: RankEnv, stop: StopRequest, deadline: float) -> bool:
             asked = stop.received_monotonic_s
             if asked is not None and time.monotonic() > asked + LAST_WORDS_S:
                 return False
+            if time.monotonic() > deadline and is_busy(0):
+                deadline = time.monotonic() + ASK_BUSY_S
             if time.monotonic() > deadline:
                 raise TrainkitError(
                     f"rank {env.rank} cannot reach rank 0 at {env.master_addr}:{env.master_port} ({error})",
@@ -90,9 +103,8 @@ def _see_off(env: RankEnv, store: TCPStore) -> None:
         time.sleep(POLL_S)
 
 
-def _missing(env: RankEnv, store: TCPStore, timeout: timedelta) -> TrainkitError:
-    absent = [str(rank) for rank in range(env.world_size) if not store.check([f"arrived/{rank}"])]
-    shown = ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+def _missing(env: RankEnv, absent: Sequence[int], timeout: timedelta) -> TrainkitError:
+    shown = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
     return TrainkitError(
         f"{len(absent)} of {env.world_size} ranks did not come within {timeout}: rank {shown}",
         hint="look at the logs of the missing ranks",

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -46,6 +47,8 @@ from trainkit.trainer.tensorboard import TensorBoardLog
 log = getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.02
+SILENT_S = 300.0
+"""A rank that has printed nothing for so long is not preparing data any more."""
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, pulse: Pulse) -> int:
@@ -64,7 +67,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, pulse: 
     # Before the ranks meet: text may have to be tokenised first, and that may take long.
     task = unless_stopped(stop, partial(build_task, config, attempt.run))
     pulse.enter("meet")
-    world = join_world(env, device, plan.layout, stop)
+    world = join_world(env, device, plan.layout, stop, partial(_still_prints, attempt))
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
         return EXIT_STOPPED
@@ -81,6 +84,14 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, pulse: 
         trainer.profiler.close()
         if tensorboard is not None:
             tensorboard.close()
+
+
+def _still_prints(attempt: AttemptDir, rank: int) -> bool:
+    """Whether a rank has printed something lately, as one does that tokenises: for hours, on a large text."""
+    try:
+        return time.time() - attempt.rank_log(rank).stat().st_mtime < SILENT_S
+    except OSError:
+        return False
 
 
 def unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T | None:
