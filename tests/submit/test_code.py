@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,13 @@ def test_a_run_is_judged_where_it_was_submitted(submitted: RunDir, project: Path
     with _where_it_was_submitted(submitted, takes_new_code=True) as code_dir:
         assert (Path.cwd(), code_dir) == (here, here)
     assert Path.cwd() == here
+
+
+def test_a_script_that_is_named_past_the_copy(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> None:  # type: ignore[no-untyped-def]
+    (project / "train.py").write_text("old\n")
+    past = replace(plan, command=("python", f"{project}/train.py", "--data", str(project.parent)))
+    code = copy_code(run, loaded.config, past, project)
+    assert code is not None
+    assert code["notes"] == [
+        f"{project}/train.py is used as it then is; named from {project} it would be the copy"
+    ]

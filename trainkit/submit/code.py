@@ -23,7 +23,9 @@ def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
 def planned_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> dict[str, Any] | None:
     """What `copy_code` would give now; nothing is written."""
     return (
-        _described(plan_snapshot(cwd, run, links=_runs_in_copy(plan))) if wants_copy(config, plan) else None
+        _described(plan_snapshot(cwd, run, links=_runs_in_copy(plan)), plan)
+        if wants_copy(config, plan)
+        else None
     )
 
 
@@ -33,7 +35,9 @@ def copy_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> di
     Raises UsageError when it is too large, cannot be read, or there is no space.
     """
     return (
-        _described(take_snapshot(cwd, run, links=_runs_in_copy(plan))) if wants_copy(config, plan) else None
+        _described(take_snapshot(cwd, run, links=_runs_in_copy(plan)), plan)
+        if wants_copy(config, plan)
+        else None
     )
 
 
@@ -76,9 +80,20 @@ def _runs_in_copy(plan: LaunchPlan) -> bool:
     return plan.command is not None
 
 
-def _described(snapshot: Snapshot) -> dict[str, Any]:
+def _described(snapshot: Snapshot, plan: LaunchPlan) -> dict[str, Any]:
+    kept = snapshot.to_dict()
+    # Such a file is its own folder's for Python too, so that what it imports comes from there.
+    past_copy = [word for word in plan.command or () if Path(word).is_relative_to(kept["source"])]
     return {
-        **snapshot.to_dict(),
+        **kept,
+        "notes": [
+            *kept["notes"],
+            *(
+                f"{word} is used as it then is; named from {kept['source']} it would be the copy"
+                for word in past_copy
+                if Path(word).is_file()
+            ),
+        ],
         "workdir": str(snapshot.workdir),
         "import_path": list(snapshot.import_path),
     }
