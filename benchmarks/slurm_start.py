@@ -43,6 +43,10 @@ srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTA
 """
 
 
+LIBRARIES = "python -c 'import click, jinja2, pydantic, yaml; pydantic.BaseModel'"
+"""What the libraries alone take, as a measure of the machine."""
+
+
 def call(argv: list[str], cwd: Path) -> str:
     done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
@@ -77,6 +81,7 @@ def submissions(folder: Path, rounds: int) -> None:
     script.write_text("#!/bin/bash\n#SBATCH --hold\n#SBATCH --output=/dev/null\ntrue\n")
     commands = {
         "sbatch": ["sbatch", "--parsable", str(script)],
+        LIBRARIES: [sys.executable, "-c", LIBRARIES.removeprefix("python -c ").strip("'")],
         "trainkit submit": trainkit(
             "submit", "mine.yaml", "--nodes", "4", "--set", "resources.extra.hold=true"
         ),
@@ -91,7 +96,8 @@ def submissions(folder: Path, rounds: int) -> None:
             began = time.perf_counter()
             answer = call(argv, folder)
             times_s[name].append(time.perf_counter() - began)
-            call(["scancel", answer.split()[-1]], folder)
+            if answer:
+                call(["scancel", answer.split()[-1]], folder)
     print("| command | median ms | min | max |\n|---|---|---|---|")
     for name, values in times_s.items():
         middle, low, high = (f(values) * 1e3 for f in (statistics.median, min, max))
