@@ -21,7 +21,7 @@ MODEL = (
     *(f"train.global_batch_size={GLOBAL_BATCH}", "checkpoint.async=false", "checkpoint.best_metric=null"),
     "schedule.warmup_steps=3",
 )
-TIMEOUT_S = 240.0
+TIMEOUT_S = 480.0
 
 
 @dataclass(frozen=True)
