@@ -106,4 +106,7 @@ def test_srun_from_a_host_and_salloc_from_the_machine(cluster: Cluster) -> None:
     """Both need a way back to where they were started."""
     assert cluster.run(["srun", "-N4", "true"], host=2, timeout_s=20).returncode == 0
     done = cluster.run(["salloc", "-N2", "srun", "hostname"], timeout_s=20, check=True)
-    assert sorted(done.stdout.split()) == cluster.hosts[:2]
+    # Which two is Slurm's own choice: those of the step before may still be completing.
+    ran_on = done.stdout.split()
+    assert len(set(ran_on)) == len(ran_on) == 2
+    assert set(ran_on) <= set(cluster.hosts)
