@@ -1,6 +1,7 @@
 import pytest
 
-from trainkit.job.decision import End, Failure, Means, Past, combine, decide, describe_exit
+from trainkit.job.decision import End, Failure, Means, Past, decide
+from trainkit.job.exit_codes import combine, describe_exit
 from trainkit.plan.launch import RequeuePolicy
 
 POLICY = RequeuePolicy()

@@ -90,7 +90,11 @@ def command(
             _go_on(source, loaded, plan, new_code) if fork is None else _fork(source, fork, loaded, plan)
         )
     launch.print_started(value, as_json)
-    return launch.follow_detachable(run, value["attempt"], to_stderr=as_json) if follow else EXIT_OK
+    if not follow:
+        return EXIT_OK
+    from trainkit.cli.following import follow_detachable
+
+    return follow_detachable(run, value["attempt"], to_stderr=as_json)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ def command(request: ConfigRequest, run_dir: str | None) -> int:
     Ctrl-C saves and ends; a second one ends at once. It ends too, after saving, when the terminal closes.
     """
     from trainkit.cli import launch
+    from trainkit.cli.following import follow_run
     from trainkit.plan.cluster import Target
     from trainkit.submit.describe import describe_plan
 
@@ -58,7 +59,7 @@ def command(request: ConfigRequest, run_dir: str | None) -> int:
     run, value = launch.start_new_run(loaded, plan, run_dir, "run")
     forwarder.install()
     launch.print_started(value, as_json=False)
-    code = launch.follow_run(run, value["attempt"], to_stderr=False, on_poll=lambda: forwarder.forward(run))
+    code = follow_run(run, value["attempt"], to_stderr=False, on_poll=lambda: forwarder.forward(run))
     return EXIT_INTERRUPTED if signal.SIGINT in forwarder.received else code
 
 

@@ -29,7 +29,7 @@ SRUN_READS_S = 1.0
 
 def run_in_step(request: ConfigRequest, run_dir: str | None, place: SlurmPlace) -> int:
     """Run CONFIG as this task of the step; the exit code of this task."""
-    from trainkit.cli.launch import tell_end
+    from trainkit.cli.following import tell_end
     from trainkit.job.step_run import (
         announce,
         await_announcement,

@@ -87,7 +87,9 @@ def command(
         shown = quote(str(run.path))
         click.echo(f"`trainkit logs {shown} -f` shows it, `trainkit cancel {shown}` ends it", err=True)
         return EXIT_OK
-    return launch.follow_detachable(run, value["attempt"], to_stderr=as_json)
+    from trainkit.cli.following import follow_detachable
+
+    return follow_detachable(run, value["attempt"], to_stderr=as_json)
 
 
 def _show(loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, test_only: bool) -> int:

@@ -15,7 +15,7 @@ from trainkit.config.running import (
     RequeueConfig,
     ResourcesConfig,
 )
-from trainkit.config.section import NotNegative, Section
+from trainkit.config.section import NotNegative, Section, section
 from trainkit.config.training import (
     DataConfig,
     ModelConfig,
@@ -57,20 +57,16 @@ class RunConfig(Section):
         default="auto", description="What to compute on; auto is CUDA where there is a GPU, else the CPU."
     )
     task: str = Field(default="causal_lm", description="What is learned.")
-    model: ModelConfig = Field(default=ModelConfig(), description="The network.")
-    data: DataConfig = Field(default=DataConfig(), description="Text for training and validation.")
-    train: TrainConfig = Field(default=TrainConfig(), description="Length of the run and size of a step.")
-    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Optimizer and learning rate.")
-    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate over the steps.")
-    precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Number formats.")
-    parallel: ParallelConfig = Field(default=ParallelConfig(), description="How processes share the work.")
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="When the state is saved.")
-    resources: ResourcesConfig = Field(
-        default=ResourcesConfig(), description="What the run asks of the cluster."
-    )
-    launch: LaunchConfig = Field(default=LaunchConfig(), description="How processes are started.")
-    requeue: RequeueConfig = Field(
-        default=RequeueConfig(), description="When the run starts again by itself."
-    )
-    logging: LoggingConfig = Field(default=LoggingConfig(), description="Where metrics go.")
-    profiler: ProfilerConfig = Field(default=ProfilerConfig(), description="A recorded window of steps.")
+    model: ModelConfig = section("The network.")
+    data: DataConfig = section("Text for training and validation.")
+    train: TrainConfig = section("Length of the run and size of a step.")
+    optimizer: OptimizerConfig = section("Optimizer and learning rate.")
+    schedule: ScheduleConfig = section("Learning rate over the steps.")
+    precision: PrecisionConfig = section("Number formats.")
+    parallel: ParallelConfig = section("How processes share the work.")
+    checkpoint: CheckpointConfig = section("When the state is saved.")
+    resources: ResourcesConfig = section("What the run asks of the cluster.")
+    launch: LaunchConfig = section("How processes are started.")
+    requeue: RequeueConfig = section("When the run starts again by itself.")
+    logging: LoggingConfig = section("Where metrics go.")
+    profiler: ProfilerConfig = section("A recorded window of steps.")

@@ -27,6 +27,15 @@ class Section(BaseModel):
     )
 
 
+def section(description: str) -> Any:
+    """A field that holds a section, all of whose keys have defaults.
+
+    Its default is read as an empty section is. An instance would need a model built for the section alone,
+    and the start of every command would wait for that.
+    """
+    return Field(default={}, validate_default=True, description=description)
+
+
 def list_field(default: tuple[Any, ...], description: str, **constraints: Any) -> Any:
     """A field that holds a tuple and is written as a YAML list."""
     return Field(default=default, description=description, strict=False, **constraints)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import stat
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,57 +91,73 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     except OSError as error:
         raise UsageError(f"data source {path} cannot be read: {error.strerror}") from None
     if not is_folder:
-        yield _input(str(path), path.name, role)
+        form = form_of(path.name)
+        if form is None:
+            raise UsageError(
+                f"data source {path} is not a kind that can be read: {KINDS}",
+                hint="rename plain text to .txt, one JSON object a line to .jsonl",
+            )
+        yield _input(str(path), path.name, role, *form, path.stat)
         return
     if is_dataset(path):
         raise UsageError(
             f"{path} is a prepared dataset and cannot be mixed with other sources",
             hint="make it the only data.source, or prepare all texts together",
         )
-    names = sorted(_walk(path))
-    if not names:
+    found = [(name, entry) for name, entry in _files_below(path, _is_shown) if _is_shown(entry.name)]
+    inputs = [
+        _input(f"{path}/{name}", name, role, *form, entry.stat)
+        for name, entry in sorted(found, key=_by_name)
+        if (form := form_of(name)) is not None
+    ]
+    if not inputs:
         raise UsageError(f"data source {path} holds no {KINDS} file", hint="point it at a folder of texts")
-    for name in names:
-        yield _input(f"{path}/{name}", name, role)
+    yield from inputs
 
 
-def _walk(folder: Path) -> Iterator[str]:
-    """Names below a folder of the kinds that can be read, without hidden ones."""
-    for place, folders, files in os.walk(folder, onerror=_raise_unreadable):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        below = _below(place, folder)
-        yield from (below + name for name in files if not name.startswith(".") and form_of(name))
+def _is_shown(name: str) -> bool:
+    return not name.startswith(".")
 
 
-def _below(place: str, root: Path) -> str:
-    """What stands before the names of the files in a folder of a walk through `root`.
+def _by_name(found: tuple[str, os.DirEntry[str]]) -> str:
+    return found[0]
 
-    A string, found once a folder: `submit` would spend its time on a path object for each of many files.
+
+def _files_below(root: Path, enters: Callable[[str], bool]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Every file by its name below a folder, in no order; links to folders are not followed.
+
+    Entries of a listing, which know what they are: `submit` would spend its time on a path object for each.
     """
-    below = os.path.relpath(place, root)
-    return "" if below == os.curdir else f"{below}/"
+    waiting = [("", str(root))]
+    while waiting:
+        below, folder = waiting.pop()
+        try:
+            with os.scandir(folder) as entries:
+                listing = list(entries)
+        except OSError as error:
+            raise UsageError(
+                f"data source {folder} cannot be read: {error.strerror}",
+                hint="make it readable for you (chmod u+rx), or leave it out",
+            ) from None
+        for entry in listing:
+            if not _is_folder(entry):
+                yield below + entry.name, entry
+            elif enters(entry.name) and not entry.is_symlink():
+                waiting.append((f"{below}{entry.name}/", entry.path))
 
 
-def _raise_unreadable(error: OSError) -> None:
-    raise UsageError(
-        f"data source {error.filename} cannot be read: {error.strerror}",
-        hint="make it readable for you (chmod u+rx), or leave it out",
-    )
-
-
-def _input(path: str, name: str, role: str) -> Input:
-    form = form_of(name)
-    if form is None:
-        raise UsageError(
-            f"data source {path} is not a kind that can be read: {KINDS}",
-            hint="rename plain text to .txt, one JSON object a line to .jsonl",
-        )
-    return _stat_input(path, name, role, *form)
-
-
-def _stat_input(path: str, name: str, role: str, form: str, compressed: bool) -> Input:
+def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
-        status = Path(path).stat()
+        return entry.is_dir()
+    except OSError:
+        return False  # links that go round in a circle: said when the file is looked at, if it ever is
+
+
+def _input(
+    path: str, name: str, role: str, form: str, compressed: bool, look: Callable[[], os.stat_result]
+) -> Input:
+    try:
+        status = look()
     except OSError as error:
         raise UsageError(f"data source {path} cannot be read: {error.strerror}") from None
     if not os.access(path, os.R_OK):
@@ -155,27 +171,26 @@ def _stat_input(path: str, name: str, role: str, form: str, compressed: bool) ->
 def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
     """The interpreter's own sources, split by file: a hash of its name decides where a file goes."""
     root = stdlib_folder()
-    names = sorted(_stdlib_names(root))
-    if not names:
+    found = sorted(_stdlib_files(root), key=_by_name) if root.is_dir() else []
+    if not found:
         raise UsageError(
             f"the standard library of this Python has no sources in {root}",
             hint="name a text with data.source, or use another Python",
         )
-    validation = _validation_names(names, val_fraction) if role == BOTH else set()
-    for name in names:
+    validation = _validation_names([name for name, _ in found], val_fraction) if role == BOTH else set()
+    for name, entry in found:
         file_role = role if role != BOTH else VAL if name in validation else TRAIN
-        yield _stat_input(f"{root}/{name}", name, file_role, TEXT, False)
+        yield _input(f"{root}/{name}", name, file_role, TEXT, False, entry.stat)
 
 
-def _stdlib_names(root: Path) -> Iterator[str]:
-    for place, folders, files in os.walk(root):
-        folders[:] = [
-            name for name in folders if name not in _STDLIB_SKIPPED and not name.startswith(("config-", "."))
-        ]
-        below = _below(place, root)
-        for name in files:
-            if name.endswith(".py") and Path(place, name).is_file():
-                yield below + name
+def _stdlib_files(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    for name, entry in _files_below(root, _is_of_stdlib):
+        if name.endswith(".py") and entry.is_file():
+            yield name, entry
+
+
+def _is_of_stdlib(folder: str) -> bool:
+    return folder not in _STDLIB_SKIPPED and not folder.startswith(("config-", "."))
 
 
 def _validation_names(names: Sequence[str], val_fraction: float) -> set[str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.crew import PEER_S, Crew
-from trainkit.job.decision import combine, describe_exit, is_death_by_notice, signal_exit_code
+from trainkit.job.exit_codes import combine, describe_exit, is_death_by_notice, signal_exit_code
 from trainkit.job.failures import record_refusal, record_silent_death
 from trainkit.job.fence import successor
 from trainkit.job.launchers import worker_argv

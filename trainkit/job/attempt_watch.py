@@ -10,8 +10,9 @@ import time
 from trainkit.job import children
 from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import Crew
-from trainkit.job.decision import COMEBACK_SIGNAL, is_death_by_notice, signal_exit_code
+from trainkit.job.decision import COMEBACK_SIGNAL
 from trainkit.job.deleted import DeletedAttempt
+from trainkit.job.exit_codes import is_death_by_notice, signal_exit_code
 from trainkit.job.hang_watch import HangWatch
 from trainkit.job.interpreter import module_argv
 from trainkit.job.outcome import Outcome

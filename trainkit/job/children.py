@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from trainkit.job.decision import signal_exit_code
+from trainkit.job.exit_codes import signal_exit_code
 from trainkit.job.signals import NOTICE_SIGNALS
 
 PR_SET_PDEATHSIG = 1

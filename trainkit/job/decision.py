@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
-from trainkit.job.signals import NOTICE_SIGNALS
+from trainkit.job.exit_codes import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.rundir import COMEBACK_ACTIONS
 
@@ -279,36 +278,3 @@ def _come_back(
 def _ended_as_asked(exit_codes: Sequence[int]) -> bool:
     """True when every worker that did not save died of the signal, or left because it was stuck."""
     return all(code in (EXIT_OK, EXIT_STOPPED, EXIT_STUCK) or is_death_by_notice(code) for code in exit_codes)
-
-
-def is_death_by_notice(code: int) -> bool:
-    """Whether an exit code is that of a process that a notice signal has killed."""
-    return code in map(signal_exit_code, NOTICE_SIGNALS)
-
-
-def signal_exit_code(number: int) -> int:
-    """The exit code that stands for a death by signal, as shells have it."""
-    return 128 + number
-
-
-def combine(codes: Sequence[int]) -> int:
-    """One exit code for several workers, given in the order in which they ended.
-
-    78 wins; else the first failure; else 75 when one saved and wants to go on; else 0.
-    """
-    if EXIT_NO_RESTART in codes:
-        return EXIT_NO_RESTART
-    for code in codes:
-        if code not in (EXIT_OK, EXIT_STOPPED):
-            return code
-    return EXIT_STOPPED if EXIT_STOPPED in codes else EXIT_OK
-
-
-def describe_exit(code: int) -> str:
-    """An exit code in words: ``exit code 3`` or ``SIGKILL``."""
-    if code > 128:
-        try:
-            return signal.Signals(code - 128).name
-        except ValueError:
-            pass
-    return f"exit code {code}"

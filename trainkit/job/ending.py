@@ -6,7 +6,8 @@ import signal
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED
-from trainkit.job.decision import FAILURES, Decision, End, Means, decide, signal_exit_code
+from trainkit.job.decision import FAILURES, Decision, End, Means, decide
+from trainkit.job.exit_codes import signal_exit_code
 from trainkit.job.failures import agent_verdict
 from trainkit.job.history import failure_of, last_step, mark_of, past_attempts
 from trainkit.job.outcome import Outcome

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_STUCK, TrainkitError
-from trainkit.job.decision import describe_exit, signal_exit_code
+from trainkit.job.exit_codes import describe_exit, signal_exit_code
 from trainkit.job.hangs import read_hangs
 from trainkit.job.preflight_error import PreflightFailed
 from trainkit.job.rank_env import own_host

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from trainkit.job.decision import Failure, Past, signal_exit_code
+from trainkit.job.decision import Failure, Past
+from trainkit.job.exit_codes import signal_exit_code
 from trainkit.job.record import find_entry, num_comebacks
 from trainkit.manifest import published
 from trainkit.rundir import AttemptDir, read_end, read_jsonl

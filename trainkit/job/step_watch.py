@@ -13,8 +13,9 @@ from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import PEER_S, Crew
-from trainkit.job.decision import COMEBACK_SIGNAL, signal_exit_code
+from trainkit.job.decision import COMEBACK_SIGNAL
 from trainkit.job.deleted import DeletedAttempt
+from trainkit.job.exit_codes import signal_exit_code
 from trainkit.job.failures import first_exit_code
 from trainkit.job.hang_watch import HangWatch
 from trainkit.job.outcome import Outcome

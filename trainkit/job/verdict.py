@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
-from trainkit.job.decision import signal_exit_code
+from trainkit.job.exit_codes import signal_exit_code
 from trainkit.job.failures import agent_verdict, find_verdict, host_verdict
 from trainkit.job.hangs import hang_verdict
 from trainkit.job.outcome import Outcome

@@ -1,0 +1,119 @@
+"""Follows a run that a command has started, until it ends, and says how it ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import click
+
+from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
+from trainkit.job.record import newest_entry
+from trainkit.observe.follow import follow
+from trainkit.observe.tail import LogTail, last_lines
+from trainkit.observe.words import event_line, verdict_line
+from trainkit.rundir import AttemptDir, RunDir, read_end
+from trainkit.submit.local import LEAVING_S
+from trainkit.submit.steer import life_watch, wait_until_gone
+
+END_S = 3.0
+
+
+def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[], None] = lambda: None) -> int:
+    """Print rank 0's log and the run's events until it ends, then how it ended; the exit code of that.
+
+    `on_poll` is called several times a second. KeyboardInterrupt passes through.
+    """
+    events = LogTail(run.events_file)
+    is_alive = life_watch(run, lambda text: click.echo(text, err=True))
+
+    def poll() -> bool | None:
+        on_poll()
+        _tell_events(events, attempt)
+        return is_alive()
+
+    for line in follow(run, attempt, _first_rank, poll):
+        click.echo(line.text, err=to_stderr)
+    entry = newest_entry(run)
+    if entry is not None:
+        # So that what is typed next, `resume` for example, does not meet a supervisor on its way out.
+        wait_until_gone(run, entry, LEAVING_S)
+    _tell_events(events, attempt)
+    return tell_end(run)
+
+
+def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
+    """`follow_run`, which Ctrl-C leaves while the job goes on (130)."""
+    try:
+        return follow_run(run, attempt, to_stderr)
+    except KeyboardInterrupt:
+        click.echo(
+            f"\ndetached: the job goes on; `trainkit logs {quote(str(run.path))} -f` shows it, "
+            f"`trainkit cancel {quote(str(run.path))}` ends it",
+            err=True,
+        )
+        return EXIT_INTERRUPTED
+
+
+def _first_rank(attempt: AttemptDir) -> list[Path]:
+    return [attempt.rank_log(0)]
+
+
+LOGGED_EVENTS = {
+    "rendezvous",
+    "training",
+    "resumed",
+    "first_step",
+    "evaluated",
+    "checkpoint_begin",
+    "checkpoint_commit",
+    "checkpoint_rejected",
+    "checkpoint_failed",
+}
+"""Events of the trainer, which rank 0's log tells of as well."""
+
+
+def _tell_events(events: LogTail, attempt: int) -> None:
+    for text in events.read():
+        try:
+            event = json.loads(text)
+        except ValueError:
+            continue
+        if not isinstance(event, dict) or event.get("event") in LOGGED_EVENTS:
+            continue
+        if event.get("attempt", 0) >= attempt:
+            click.echo(event_line(event), err=True)
+
+
+def _end_soon(run: RunDir) -> dict[str, Any] | None:
+    """How the newest attempt ended; `cancel --now` writes that a moment after the supervisor is gone."""
+    deadline_s = time.monotonic() + END_S
+    while True:
+        end = read_end(run.attempt(run.attempt_numbers()[-1]))
+        cancelled = "cancelled_at" in (newest_entry(run) or {})
+        if end is not None or not cancelled or time.monotonic() > deadline_s:
+            return end
+        time.sleep(0.05)
+
+
+def tell_end(run: RunDir) -> int:
+    """Say on stderr how a run's newest attempt ended: 0 finished or stopped as asked, 1 anything else."""
+    end = _end_soon(run)
+    if end is None:
+        log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
+        last_words = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")
+        click.echo(f"died: the supervisor is gone without a word; {log} ends with: {last_words}", err=True)
+        return EXIT_FAILED
+    click.echo(f"{end['state']}: {end['reason']}", err=True)
+    if end.get("verdict"):
+        click.echo(verdict_line(end["verdict"]), err=True)
+        if end["verdict"].get("rank") is not None:
+            command = f"trainkit logs {quote(str(run.path))} --rank {end['verdict']['rank']}"
+            click.echo(f"`{command}` shows what it printed", err=True)
+    if end["state"] == "stopped":
+        click.echo(f"`trainkit resume {quote(str(run.path))}` goes on from here", err=True)
+    return EXIT_OK if end["exit_code"] in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED
