@@ -2,6 +2,6 @@
 
 import sys
 
-from trainkit.cli.main import main
+from trainkit.cli.main import program
 
-sys.exit(main())
+sys.exit(program())
