@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
@@ -203,9 +204,13 @@ class AttemptDir:
         """
         self.run.attempts_dir.mkdir(mode=0o700, exist_ok=True)
         self.path.mkdir(mode=0o700)
-        for folder in (self.logs_dir, self.errors_dir):
-            folder.mkdir(mode=0o700)
-        self.make_latest()
+        try:
+            for folder in (self.logs_dir, self.errors_dir):
+                folder.mkdir(mode=0o700)
+            self.make_latest()
+        except OSError:
+            shutil.rmtree(self.path, ignore_errors=True)  # half of it would be taken for an attempt
+            raise
 
     def make_latest(self) -> None:
         """Point the link ``attempts/latest`` at this attempt."""
@@ -247,7 +252,12 @@ def goes_on(end: Mapping[str, Any]) -> bool:
 
 def utc_now() -> str:
     """Now as ISO-8601 UTC with milliseconds, for example ``2026-01-31T12:00:00.123Z``."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return as_utc(datetime.now(timezone.utc))
+
+
+def as_utc(time: datetime) -> str:
+    """A time that knows its zone in the same form."""
+    return time.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def write_atomic(path: Path, text: str) -> None:

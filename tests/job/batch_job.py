@@ -23,6 +23,8 @@ class Slurm:
 
     job: JobNow | None = RUNNING
     lost: tuple[str, ...] | None = ()
+    down: tuple[str, ...] = ()
+    """Hosts that are down when it is asked about them."""
     refuses: bool = False
     requeued: int = 0
 

@@ -95,6 +95,9 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setattr(allocation, "expand_hosts", lambda text: [text])
     monkeypatch.setattr(allocation, "look_at_job", lambda job_id, patience_s: slurm.job)
     monkeypatch.setattr(allocation, "lost_hosts", lambda job_id, hosts, is_running: slurm.lost)
+    monkeypatch.setattr(
+        allocation, "node_states", lambda hosts: {host: "down*" for host in hosts if host in slurm.down}
+    )
     monkeypatch.setattr(allocation.shutil, "which", lambda program, **_: program)
     monkeypatch.setattr(comeback, "requeue", slurm.requeue)
     return slurm

@@ -12,7 +12,7 @@ import pytest
 from batch_job import Slurm, reasons, step, told
 
 from trainkit.errors import EXIT_STOPPED
-from trainkit.job import allocation, batch
+from trainkit.job import allocation, batch, step_watch
 from trainkit.job.batch import supervise
 from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, read_job
 from trainkit.job.step_watch import StepWatch
@@ -141,20 +141,12 @@ def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
     assert step(run, code, told(run, "SIGTERM"))[1]["reason"] == "saved after SIGTERM"
 
 
-def test_a_host_that_died_has_its_end_written(run: RunDir, slurm: Slurm) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    assert take_attempt(run, "7") is not None
-    assert supervise(run, [sys.executable, "-c", "pass"]) == 0
-    first, second = (read_json(run.attempt(number).end_file) for number in (1, 2))
-    assert (first["state"], first["action"], first["cause"]) == ("failed", "requeue", "node_fail")
-    assert second["state"] == "finished"
-
-
 def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.job.deleted.GONE_S", 0.3)
     watch = watch_of(run, monkeypatch)
     threading.Timer(0.3, shutil.rmtree, (run.attempt(1).path,)).start()
     watch.work()
+    watch.settle()
     assert [code for _, code in watch.outcome.ends] == [143]
 
 
@@ -174,8 +166,29 @@ def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
     threading.Timer(looks_s[1], aside.rename, (folder,)).start()
     monkeypatch.setattr(watch, "_was_replaced", stale)
     watch.work()
+    watch.settle()
     assert [code for _, code in watch.outcome.ends] == [75]
     assert calls
+
+
+def test_the_end_of_a_step_waits_for_a_run_folder_that_is_away(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes the folder away may be what has ended the ranks."""
+    monkeypatch.setattr("trainkit.job.space.LOOK_AGAIN_S", 0.05)
+    real, stale = step_watch.first_exit_code, [OSError(errno.ESTALE, "Stale file handle")] * 2
+
+    def away_at_first(attempt: AttemptDir) -> int | None:
+        if stale:
+            raise stale.pop()
+        return real(attempt)
+
+    monkeypatch.setattr(step_watch, "first_exit_code", away_at_first)
+    code = "import os; raise SystemExit(5 if os.environ['TRAINKIT_JOB_ATTEMPT'] == '1' else 0)"
+    assert step(run, code)[1]["state"] == "finished"
+    assert not stale
+    first = read_json(run.attempt(1).end_file)
+    assert (first["action"], first["cause"]) == ("restart", "crash")
 
 
 def test_a_step_is_ended_when_another_start_of_the_job_waits_for_it(
@@ -188,6 +201,7 @@ def test_a_step_is_ended_when_another_start_of_the_job_waits_for_it(
     watch = watch_of(run, monkeypatch)
     threading.Timer(0.3, take_attempt, (run, "7")).start()
     watch.work()
+    watch.settle()
     assert [code for _, code in watch.outcome.ends] == [143]
     assert run.attempt_numbers() == [1, 2]
 

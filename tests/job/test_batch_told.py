@@ -230,3 +230,12 @@ def test_a_job_that_slurm_does_not_start_again(run: RunDir, slurm: Slurm) -> Non
     result, end = step(run, f"raise SystemExit({EXIT_STOPPED})", told(run, "SIGUSR2"))
     assert (result, end["state"], end["action"]) == (EXIT_STOPPED, "stopped", "stopped")
     assert end["reason"] == "saved after SIGUSR2; not started again: scontrol: Job 7 may not be requeued"
+
+
+def test_a_crash_that_slurm_does_not_start_again_has_not_saved(run: RunDir, slurm: Slurm) -> None:
+    """75 would say that."""
+    slurm.job = replace(RUNNING, state=JobState.COMPLETING, is_preempted=True)
+    slurm.refuses = True
+    result, end = step(run, "raise SystemExit(5)")
+    assert (result, end["state"], end["action"], end["cause"]) == (5, "failed", "failed", "crash")
+    assert end["reason"].endswith("not started again: scontrol: Job 7 may not be requeued")

@@ -84,6 +84,9 @@ def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch: pytest.Monke
     # While a job ends, its hosts leave it one by one.
     assert lost_hosts("7", hosts, is_running=False) == ("h2", "h3", "h6")
     assert lost_hosts("7", [], is_running=True) == ()
+    # It ended between the look at the job and the question which hosts it has.
+    monkeypatch.setattr(nodes, "hosts_of_job", lambda job_id: [])
+    assert lost_hosts("7", hosts, is_running=True) is None
 
 
 def test_a_slurm_that_does_not_answer_has_not_lost_any(

@@ -84,6 +84,15 @@ def test_a_clock_is_wrong_where_the_supervisors_is_right(
         check(attempt, **{SEEN_VARIABLE: seen})
 
 
+def test_a_server_that_takes_its_time_is_not_a_wrong_clock(
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stamps the file when it gets it, and answers when it is on disk."""
+    real, offsets_s = time.time, iter([0.0, 7.0])
+    monkeypatch.setattr(time, "time", lambda: real() + next(offsets_s))
+    assert clock_offset_s(attempt) == pytest.approx(0, abs=0.5)
+
+
 def test_a_full_run_folder_is_not_the_fault_of_the_node(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         attempt = make_attempt(disk / "run")

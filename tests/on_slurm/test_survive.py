@@ -64,7 +64,8 @@ def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
     survival.pause(ranks.values())
     wait_for(lambda: survival.events_of(run, "signal"), "the signal before the limit")
     survival.go_on(ranks.values())
-    assert wait_until_over(login, run, COMEBACK_S)["state"] == "finished", login.told_by(run)
+    # Beside other tests a start takes a good part of its minute, so that more limits follow.
+    assert wait_until_over(login, run, 4 * COMEBACK_S)["state"] == "finished", login.told_by(run)
     assert {e["cause"] for e in survival.events_of(run, "requeue_decision")} == {"timeout"}
     assert survival.computed_twice(run) == []
     assert survival.curve(run) == expected

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import children
 from trainkit.job.bad_nodes import excluded, note_failure
 from trainkit.job.decision import COMEBACK_SIGNAL, Means
@@ -34,6 +34,7 @@ from trainkit.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import QUERY_PATIENCE_S
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.job_now import JobNow
+from trainkit.slurm.nodes import is_out, node_states
 from trainkit.slurm.states import JobState
 
 PATIENCE_S = 300.0
@@ -122,6 +123,14 @@ class Allocation:
     def _spared(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
         """Hosts that do not answer, where there are others to take their place."""
         return tuple(hosts) if len(self.good_hosts) - len(hosts) >= plan.num_nodes else ()
+
+    def is_out(self, host: str) -> bool:
+        """Whether Slurm says that a host, of whatever start, is down; no when it does not answer."""
+        try:
+            return is_out(node_states([host]).get(host, ""))
+        except TrainkitError as error:
+            print(f"Slurm does not say how {host} is: {error.message}", flush=True)
+            return False
 
     def blame(self, attempt: AttemptDir, verdict: dict[str, Any] | None) -> None:
         """Give up the host that a failure speaks against, and remember it for later jobs.

@@ -20,7 +20,7 @@ from trainkit.job.agent import write_to
 from trainkit.job.allocation import Allocation
 from trainkit.job.children import say
 from trainkit.job.comeback import leave, let_go
-from trainkit.job.decision import FAILURES, Action, Decision
+from trainkit.job.decision import FAILURES, Decision
 from trainkit.job.ending import close_dead_attempts, judge, write_end
 from trainkit.job.outcome import Outcome
 from trainkit.job.preflight import seen_by_supervisor
@@ -28,7 +28,7 @@ from trainkit.job.record import become_sole_supervisor, is_cancelled
 from trainkit.job.slurm_place import slurm_job_id
 from trainkit.job.space import when_disk_allows
 from trainkit.job.step_watch import StepWatch
-from trainkit.job.take import entries_of, take_attempt, take_next
+from trainkit.job.take import cancelled_number, take_attempt, take_next
 from trainkit.job.verdict import first_failure
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
@@ -62,10 +62,9 @@ def supervise(run: RunDir, step: Sequence[str]) -> int:
         return EXIT_FAILED
     if attempt is None:
         say(f"there is nothing to do for {job_id}: it was cancelled before it started, or the run has ended")
-        if mine := entries_of(run, job_id):
+        if (number := cancelled_number(run, job_id)) is not None:
             with contextlib.suppress(OSError):
-                ended = Decision("stopped", CANCELLED, EXIT_STOPPED)
-                write_end(run.attempt(mine[-1]["attempt"]), Outcome(), ended)
+                write_end(run.attempt(number), Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
         return EXIT_OK
     write_to(attempt.supervisor_log)
     if not become_sole_supervisor(run, LOCK_TIMEOUT_S):
@@ -88,7 +87,12 @@ class Supervisor:
     def carry(self, attempt: AttemptDir) -> int:
         """Run attempts until one is the last of this start; the exit code of the job."""
         with contextlib.suppress(OSError):
-            close_dead_attempts(attempt)
+            policy = LaunchPlan.from_dict(read_json(attempt.plan_file)).requeue
+            refusal = close_dead_attempts(attempt, policy, self.allocation.is_out)
+            if refusal is not None:
+                _conclude(attempt, *refusal)
+                let_go(attempt.run, self.allocation)
+                return refusal[1].exit_code
         while True:
             outcome, decision = self._try(attempt)
             _conclude(attempt, outcome, decision)
@@ -107,14 +111,19 @@ class Supervisor:
 
     def _leave(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """Give the allocation back so that the run goes on in another; the exit code of this start."""
-        plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-        trouble = leave(attempt.run, plan, decision, self.allocation)
+        try:
+            plan = when_disk_allows(lambda: LaunchPlan.from_dict(read_json(attempt.plan_file)), say)
+            trouble = leave(attempt.run, plan, decision, self.allocation)
+        except OSError as error:
+            trouble = str(error)
         if trouble is None:
             return decision.exit_code
-        saved = decision.reason.partition(";")[0]
-        action: Action = "failed" if decision.cause in FAILURES else "stopped"
-        ended = Decision(action, f"{saved}; not started again: {trouble}", decision.exit_code, decision.cause)
-        return _conclude(attempt, outcome, ended)
+        how = f"{decision.reason.partition(';')[0]}; not started again: {trouble}"
+        if decision.cause not in FAILURES:
+            return _conclude(attempt, outcome, Decision("stopped", how, decision.exit_code, decision.cause))
+        # 75 would say that it saved.
+        code = next((code for code in outcome.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_FAILED)
+        return _conclude(attempt, outcome, Decision("failed", how, code, decision.cause))
 
     def _try(self, attempt: AttemptDir) -> tuple[Outcome, Decision]:
         """One attempt, from the start of the step to the decision what follows."""
@@ -131,12 +140,14 @@ class Supervisor:
             watch = StepWatch(attempt, plan, self.allocation.step_argv(self.step, plan), seen)
             outcome = watch.outcome
             watch.work()
-            return outcome, when_disk_allows(lambda: self._judge(attempt, plan, outcome), say)
+            return outcome, when_disk_allows(lambda: self._judge(attempt, plan, watch), say)
         except (OSError, ValueError, TrainkitError) as error:
             return outcome, Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
 
-    def _judge(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> Decision:
+    def _judge(self, attempt: AttemptDir, plan: LaunchPlan, watch: StepWatch) -> Decision:
         """What follows from how a step has ended; can be asked again when the run folder was away."""
+        watch.settle()
+        outcome = watch.outcome
         self.allocation.look(attempt, plan, outcome)
         outcome.verdict = first_failure(attempt, plan, outcome)
         self.allocation.blame(attempt, outcome.verdict)

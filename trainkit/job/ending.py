@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED
-from trainkit.job.decision import FAILURES, Decision, End, Means, decide
+from trainkit.job.decision import FAILURES, Decision, End, Means, Past, decide
 from trainkit.job.exit_codes import signal_exit_code
-from trainkit.job.failures import agent_verdict
-from trainkit.job.history import failure_of, last_step, mark_of, past_attempts
+from trainkit.job.failures import agent_verdict, dead_host_verdict, find_verdict
+from trainkit.job.history import failure_of, last_sign, last_step, mark_of, numbered_past, past_attempts
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import KILLED, is_cancelled, is_cancelled_now, read_job
 from trainkit.job.verdict import first_failure
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, read_json, utc_now, write_json
 
 
@@ -42,15 +43,46 @@ def judge(attempt: AttemptDir, outcome: Outcome, means: Means) -> Decision:
     return decide(end, past_attempts(attempt), plan.requeue, means)
 
 
-def close_dead_attempts(attempt: AttemptDir) -> None:
-    """Write the end of this job's earlier attempts that could not do so themselves: their host died."""
+def close_dead_attempts(
+    attempt: AttemptDir, policy: RequeuePolicy, is_out: Callable[[str], bool]
+) -> tuple[Outcome, Decision] | None:
+    """Write the end of this job's earlier attempts that could not do so themselves: their host died.
+
+    None when the run may go on, else what such an end makes of the attempt that was to follow: Slurm starts a
+    job again as often as its host dies, and a run that takes its hosts down has to stop like any other.
+    `is_out` tells whether a host is down now; else the job was perhaps only taken away without grace.
+    """
     entries = read_job(attempt.run)["attempts"]
     job_ids = {entry["job_id"] for entry in entries if entry["attempt"] == attempt.number}
+    refusal = None
     for entry in entries:
         dead = attempt.run.attempt(entry["attempt"])
         if dead.number < attempt.number and entry["job_id"] in job_ids and not dead.end_file.exists():
-            reason = "ended without a word: its host died, or its supervisor was killed"
-            write_end(dead, Outcome(), Decision("requeue", reason, EXIT_FAILED, "node_fail"))
+            host = str(entry.get("node") or "")
+            outcome = Outcome(verdict=find_verdict(dead) or dead_host_verdict(host, last_sign(dead)))
+            past = [one for number, one in numbered_past(attempt) if number < dead.number]
+            decision = _after_silence(dead, host if host and is_out(host) else None, past, policy)
+            write_end(dead, outcome, decision)
+            refusal = (outcome, decision) if decision.action == "failed" else None
+    return refusal
+
+
+def _after_silence(
+    dead: AttemptDir, lost_host: str | None, past: Sequence[Past], policy: RequeuePolicy
+) -> Decision:
+    if lost_host is not None:
+        end = End(
+            exit_codes=[signal_exit_code(signal.SIGKILL)],
+            lost_nodes=(lost_host,),
+            mark=mark_of(dead),
+            step=last_step(dead, None),
+        )
+        return decide(end, past, policy, Means(requeue=True))
+    reason = "ended without a word: its host died, or its supervisor was killed"
+    if len(past) >= policy.max:
+        reason += f"; not started again: requeue.max is {policy.max} and it came back {len(past)} times"
+        return Decision("failed", reason, EXIT_FAILED, "node_fail")
+    return Decision("requeue", reason, EXIT_FAILED, "node_fail")
 
 
 def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from trainkit.job.hangs import read_hangs
 from trainkit.job.preflight_error import PreflightFailed
 from trainkit.job.rank_env import own_host
 from trainkit.job.tracebacks import last_exception
-from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
+from trainkit.rundir import AttemptDir, as_utc, read_json, utc_now, write_json
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 16_384
@@ -161,6 +162,13 @@ def host_verdict(attempt: AttemptDir, lost: Sequence[str]) -> dict[str, Any]:
         "exit_code": None,
         "final": False,
     }
+
+
+def dead_host_verdict(host: str, died_at: datetime | None) -> dict[str, Any]:
+    """The verdict on an attempt of which nobody is left to tell, not even on its first host."""
+    reason = "its host died, or its supervisor was killed"
+    time = {} if died_at is None else {"time": as_utc(died_at)}
+    return {**agent_verdict(None, reason), "host": host or None, "type": "HostLost", **time}
 
 
 def agent_verdict(node_rank: int | None, reason: str, exit_code: int | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from trainkit.errors import TrainkitError
 from trainkit.job.slurm_place import slurm_job_id
 from trainkit.slurm.control import cancel, requeue
 from trainkit.slurm.job_now import ask_job
-from trainkit.slurm.nodes import is_out, node_states
+from trainkit.slurm.nodes import is_down, node_states
 
 ASK_EVERY_S = 20.0
 
@@ -34,7 +34,7 @@ def watch(job_id: str) -> None:
 def _is_done(job_id: str) -> bool:
     job = ask_job(job_id)
     host = job.batch_host
-    if not host or not is_out(node_states([host]).get(host, "")):
+    if not host or not is_down(node_states([host]).get(host, "")):
         return False
     what = "is put back into the queue" if job.may_requeue else "ends: Slurm may not start it again"
     print(f"{host}, where the supervisor ran, is gone: {job_id} {what}", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any
 
 from trainkit.job.decision import Failure, Past
@@ -20,7 +20,12 @@ RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "Checkpoin
 
 def past_attempts(attempt: AttemptDir) -> list[Past]:
     """The attempts before this one since a person last started the run, oldest first."""
-    return [_past(before) for before in _before(attempt)]
+    return [past for _, past in numbered_past(attempt)]
+
+
+def numbered_past(attempt: AttemptDir) -> list[tuple[int, Past]]:
+    """The same with their numbers."""
+    return [(before.number, _past(before)) for before in _before(attempt)]
 
 
 def past_verdicts(attempt: AttemptDir) -> list[dict[str, Any]]:
@@ -86,13 +91,22 @@ def reached_its_stop(attempt: AttemptDir) -> bool:
 
 
 def _seconds(attempt: AttemptDir) -> float:
-    """How long an attempt has run, from its events."""
+    """How long an attempt has run; one that has ended, as far as its logs tell."""
     entry = find_entry(attempt.run, attempt.number) or {}
     started = entry.get("started_at") or entry.get("submitted_at")
     if not isinstance(started, str):
         return 0.0
     begun = datetime.fromisoformat(started.replace("Z", "+00:00"))
-    return (datetime.now(begun.tzinfo) - begun).total_seconds()
+    is_newest = attempt.number == max(attempt.run.attempt_numbers())
+    ended = datetime.now(begun.tzinfo) if is_newest else last_sign(attempt)
+    return 0.0 if ended is None else (ended - begun).total_seconds()
+
+
+def last_sign(attempt: AttemptDir) -> datetime | None:
+    """When an attempt last wrote to one of its logs; None when there is none."""
+    logs = (attempt.supervisor_log, *attempt.logs_dir.glob("*"))
+    times = [log.stat().st_mtime for log in logs if log.is_file()]
+    return datetime.fromtimestamp(max(times), timezone.utc) if times else None
 
 
 def last_step(attempt: AttemptDir, verdict: Mapping[str, Any] | None) -> int | None:

@@ -74,4 +74,6 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
     except TrainkitError as error:
         print(f"Slurm does not say how the hosts of {job_id} are: {error.message}", flush=True)
         return None
+    if is_running and not left:
+        return None  # it has ended between two questions, and that all were lost at once is not known
     return tuple(host for host in hosts if host not in left or is_out(states.get(host, "")))

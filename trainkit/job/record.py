@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import UsageError
+from trainkit.job.rank_env import own_host
 from trainkit.rundir import (
     AttemptDir,
     RunDir,
@@ -147,12 +148,12 @@ def become_sole_supervisor(run: RunDir, timeout_s: float = 10.0) -> bool:
 def read_job(run: RunDir) -> dict[str, Any]:
     """The job record; one without attempts where there is none or it cannot be read."""
     try:
-        return _read_job(run)
+        return read_job_to_change(run)
     except OSError:
         return {"backend": None, "name": run.name, "attempts": []}
 
 
-def _read_job(run: RunDir) -> dict[str, Any]:
+def read_job_to_change(run: RunDir) -> dict[str, Any]:
     """The job record for who changes it: one that is there and cannot be read now must not be replaced.
 
     Raises OSError.
@@ -195,7 +196,7 @@ def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any
         **process_identity(pid),
         "reason": reason,
     }
-    job = _read_job(run)
+    job = read_job_to_change(run)
     job["attempts"].append(entry)
     write_json(run.job_file, job)
     return entry
@@ -216,7 +217,7 @@ def add_slurm_entry(
         "reason": reason,
         **more,
     }
-    job = _read_job(run)
+    job = read_job_to_change(run)
     job["attempts"].append(entry)
     write_json(run.job_file, job)
     return entry
@@ -224,10 +225,10 @@ def add_slurm_entry(
 
 def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
     """Write down which process of the Slurm job has taken an attempt; call with the lock held."""
-    job = _read_job(run)
+    job = read_job_to_change(run)
     for entry in job["attempts"]:
         if entry["attempt"] == attempt:
-            entry |= {**process_identity(pid), "started_at": utc_now()}
+            entry |= {**process_identity(pid), "node": own_host(), "started_at": utc_now()}
     write_json(run.job_file, job)
 
 
@@ -253,7 +254,7 @@ def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
 
     `now` is the wish that nothing be saved first.
     """
-    job = _read_job(run)
+    job = read_job_to_change(run)
     job["attempts"][-1]["cancelled_at"] = utc_now()
     if now:
         job["attempts"][-1]["cancelled_now"] = True

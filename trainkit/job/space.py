@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from trainkit.errors import UsageError
 from trainkit.job import children
 from trainkit.job.preflight_error import PreflightFailed
 
@@ -27,7 +28,7 @@ def when_disk_allows(action: Callable[[], T], say: Callable[[str], None]) -> T:
     while True:
         try:
             return action()
-        except (OSError, PreflightFailed) as error:
+        except (OSError, PreflightFailed, UsageError) as error:
             if not _may_pass(error) or time.monotonic() > give_up_s:
                 raise
             if not told:
@@ -40,4 +41,5 @@ def when_disk_allows(action: Callable[[], T], say: Callable[[str], None]) -> T:
 def _may_pass(error: Exception) -> bool:
     if isinstance(error, PreflightFailed):
         return not error.is_node
-    return isinstance(error, OSError) and error.errno in (*_FULL, *_AWAY)
+    cause = error.__cause__ if isinstance(error, UsageError) else error
+    return isinstance(cause, OSError) and cause.errno in (*_FULL, *_AWAY)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -34,6 +35,18 @@ HEARD_S = 2.0
 SRUN = 0
 
 
+@dataclass(frozen=True)
+class _StepEnd:
+    """What is known of the end of srun without a look into the run folder, which may be away just then."""
+
+    rank: int
+    code: int
+    killed: bool
+    was_ending: bool
+    """Whether srun had been told to end the step."""
+    time: datetime
+
+
 class StepWatch(Crew):
     """The srun of one attempt.
 
@@ -55,6 +68,7 @@ class StepWatch(Crew):
         self._deleted = DeletedAttempt(attempt)
         self._is_ending = False
         self._failed_s: float | None = None
+        self._end: _StepEnd | None = None
         self._unheard_s: float | None = None
         """Since when there is a notice that perhaps no rank has heard."""
 
@@ -156,17 +170,29 @@ class StepWatch(Crew):
             print(f"the tasks of the step could not be killed: {error}", flush=True)
 
     def lost(self, rank: int, code: int, killed: bool) -> None:
+        self._end = _StepEnd(rank, code, killed, self._is_ending, datetime.now(timezone.utc))
+
+    def settle(self) -> None:
+        """Read how the step has ended, for the outcome; can be done again when the run folder was away.
+
+        Raises OSError.
+        """
+        end = self._end
+        if end is None:
+            return
+        code = end.code
         if code == EXIT_OK and was_aborted(self.attempt):
             code = signal_exit_code(signal.SIGTERM)
         # srun's code is that of whoever was killed last; what began it is in the ranks' own records.
-        if not self._is_ending and not killed:
+        if not end.was_ending and not end.killed:
             self.outcome.killed_node = node_of_killed_task(self.attempt)
         began = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
-        self.outcome.ends.append((rank, code if began is None else began))
+        self.outcome.ends = [(end.rank, code if began is None else began)]
         if self.outcome.request is None:
             self.outcome.request = self._signal_of_the_ranks()
         # The agents kill what has not ended within the grace time: then srun ends with their code.
-        self.outcome.out_of_time = self.outcome.request is not None and (killed or self._grace_is_over())
+        is_late = end.killed or self._grace_is_over(end.time)
+        self.outcome.out_of_time = self.outcome.request is not None and is_late
 
     def _signal_of_the_ranks(self) -> str | None:
         """The notice that Slurm gave to the tasks alone; the first agent wrote it down."""
@@ -174,12 +200,11 @@ class StepWatch(Crew):
         strongest = [name for name in names if name != COMEBACK_SIGNAL] or names
         return str(strongest[0]) if strongest else None
 
-    def _grace_is_over(self) -> bool:
-        """Whether the ranks have been told to end for longer than the grace time."""
+    def _grace_is_over(self, now: datetime) -> bool:
+        """Whether the ranks had been told to end for longer than the grace time."""
         told = [
             datetime.fromisoformat(event["time"].replace("Z", "+00:00")) for event in self._signal_events()
         ]
-        now = datetime.now(timezone.utc)
         return any((now - time).total_seconds() >= self.plan.grace_s for time in told)
 
     def _signal_events(self) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from trainkit.job.record import (
     COMEBACK,
     add_slurm_entry,
     claim_entry,
+    find_entry,
     is_cancelled,
     open_attempt,
     read_job,
@@ -40,7 +41,10 @@ def take_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
             claim_entry(run, mine[-1]["attempt"], os.getpid())
             return run.attempt(mine[-1]["attempt"])
         newest = run.attempt(run.attempt_numbers()[-1])
-        if newest.number in {entry["attempt"] for entry in read_job(run)["attempts"]}:
+        entry = find_entry(run, newest.number)
+        if entry is not None and "cancelled_at" in entry:
+            return None  # told to whoever carried it before: this job had no attempt yet
+        if entry is not None:
             newest = _reopen(newest)
         # Not in job.json yet: the job came back, or the command that submitted it never learned its id.
         reason = COMEBACK if mine or follows else "submit"
@@ -76,6 +80,15 @@ def _has_ended(run: RunDir) -> bool:
     """Whether the newest attempt has written an end after which nothing follows."""
     end = read_end(run.attempt(run.attempt_numbers()[-1]))
     return end is not None and not goes_on(end)
+
+
+def cancelled_number(run: RunDir, job_id: str) -> int | None:
+    """The attempt that ends with a job that was cancelled before it had anything to do; None without one."""
+    mine = entries_of(run, job_id)
+    if mine:
+        return int(mine[-1]["attempt"])
+    newest = run.attempt(run.attempt_numbers()[-1])
+    return newest.number if is_cancelled(newest) and not _has_ended(run) else None
 
 
 def is_follow_up(run: RunDir, job_id: str) -> bool:

@@ -43,7 +43,8 @@ def find_comebacks(events: Iterable[Mapping[str, Any]]) -> list[Comeback]:
             by_attempt.setdefault(event["attempt"], []).append(event)
     found = []
     for attempt, own in sorted(by_attempt.items()):
-        decision = _first(own, "requeue_decision")
+        # The last one: what was decided first may have turned out to be impossible.
+        decision = _first(list(reversed(own)), "requeue_decision")
         if decision is not None and decision.get("action") in ("restart", "requeue", "resubmit", "follow_up"):
             found.append(_comeback(attempt, decision, own, by_attempt.get(attempt + 1, [])))
     return found

@@ -46,6 +46,11 @@ def is_out(state: str) -> bool:
     return _NOT_RESPONDING in state or _OUT.search(state) is not None
 
 
+def is_down(state: str) -> bool:
+    """Whether Slurm has given a host up: one that does not answer just now may be busy, or being upgraded."""
+    return _OUT.search(state) is not None
+
+
 def hosts_of_job(
     job_id: str,
     *,

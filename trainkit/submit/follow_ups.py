@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from trainkit.errors import TrainkitError
 from trainkit.job.mark import job_mark
-from trainkit.job.record import read_job
+from trainkit.job.record import read_job, read_job_to_change
 from trainkit.job.submitit_shell import give_submitit_files, submitit_file
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.rundir import AttemptDir, RunDir, write_json
@@ -76,4 +76,4 @@ def cancel_follow_ups(run: RunDir, but: str = "") -> None:
 
 
 def _write(run: RunDir, ids: list[str]) -> None:
-    write_json(run.job_file, {**read_job(run), "follow_ups": ids})
+    write_json(run.job_file, {**read_job_to_change(run), "follow_ups": ids})

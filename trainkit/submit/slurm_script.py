@@ -24,6 +24,8 @@ from trainkit.submit.surroundings import Surroundings, make_surroundings
 from trainkit.submit.template_engine import render
 
 TEMPLATE = "submit.sbatch.j2"
+SETUP_TEMPLATE = "partials/environment.sh.j2"
+"""The part of it that makes the environment; submitit writes the rest by itself."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class JobScript:
     directives: Options
     """The options of the `#SBATCH` lines by name; True stands for one without a value."""
     setup: str
-    """The shell lines between the directives and the step."""
+    """The shell lines between the directives and the step, where submitit writes the others; else empty."""
     step: tuple[str, ...]
     """The argv of the step that starts the ranks."""
     host_python: tuple[str, ...]
@@ -74,21 +76,21 @@ def script_for(
         "supervisor": (*around.host_python, "-m", "trainkit.job.batch"),
         **around.context,
     }
-    setup = render("partials/environment.sh.j2", context, cwd)
-    script = None if plan.backend == "submitit" else render(TEMPLATE, context, cwd)
-    made = JobScript(
-        text="" if script is None else script.text,
+    by_submitit = plan.backend == "submitit"
+    rendered = render(SETUP_TEMPLATE if by_submitit else TEMPLATE, context, cwd)
+    script = JobScript(
+        text=rendered.text,
         directives=context["directives"],
-        setup=f"cd -- {quote(around.workdir)} || exit 2\n{setup.text}",
+        setup=f"cd -- {quote(around.workdir)} || exit 2\n{rendered.text}" if by_submitit else "",
         step=step,
         host_python=around.host_python,
-        own_templates=tuple(used.path for used in (script or setup).own_templates),
+        own_templates=tuple(used.path for used in rendered.own_templates),
     )
-    if script is not None:
-        return made
+    if not by_submitit:
+        return script
     from trainkit.submit.submitit_backend import submitit_text
 
-    return replace(made, text=submitit_text(run, made))
+    return replace(script, text=submitit_text(run, script))
 
 
 def _surroundings(

@@ -1,0 +1,198 @@
+"""Attempts of which nobody is left to tell, and starts of a job that have nothing to do any more."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+from batch_job import Slurm, reasons
+
+from trainkit.job import guard
+from trainkit.job.batch import supervise
+from trainkit.job.decision import Decision
+from trainkit.job.ending import write_end
+from trainkit.job.history import mark_of
+from trainkit.job.outcome import Outcome
+from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, open_attempt, read_job
+from trainkit.job.take import take_attempt
+from trainkit.rundir import AttemptDir, RunDir, as_utc, read_json, write_json
+from trainkit.slurm.job_now import JobNow
+from trainkit.slurm.states import JobState
+from trainkit.submit.follow_ups import cancel_follow_ups
+
+PASS = [sys.executable, "-c", "pass"]
+
+
+def start_that_dies(run: RunDir, monkeypatch: pytest.MonkeyPatch, host: str) -> AttemptDir:
+    """A start of job 7 on a host that goes down with it: no end is written."""
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURMD_NODENAME", host)
+        attempt = take_attempt(run, "7")
+    assert attempt is not None
+    return attempt
+
+
+def test_a_host_that_died_has_its_end_written(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    dead = start_that_dies(run, monkeypatch, "node9")
+    dead.rank_log(0).write_text("the last that was heard\n")
+    os.utime(dead.rank_log(0), (1.8e9, 1.8e9))
+    slurm.down = ("node9",)
+    assert supervise(run, PASS) == 0
+    first, second = (read_json(run.attempt(number).end_file) for number in (1, 2))
+    assert (first["state"], first["action"], first["cause"]) == ("failed", "requeue", "node_fail")
+    assert second["state"] == "finished"
+    verdict = first["verdict"]
+    assert (verdict["type"], verdict["host"]) == ("HostLost", "node9")
+    assert verdict["time"] == as_utc(datetime.fromtimestamp(1.8e9, timezone.utc))
+
+
+@pytest.mark.parametrize(
+    ("is_down", "num_starts", "brake"),
+    [
+        (True, 2, "requeue.max_crashes is 1, and nothing new was saved in 2 attempts"),
+        (False, 4, "requeue.max is 3 and it came back 3 times"),
+    ],
+)
+def test_a_run_that_takes_its_hosts_down_stops(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, is_down: bool, num_starts: int, brake: str
+) -> None:
+    """Slurm itself starts a job whose host died as often as that happens."""
+    plan = read_json(run.attempt(1).plan_file)
+    plan["requeue"]["max"] = 3
+    write_json(run.attempt(1).plan_file, plan)
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    dead_starts = 0
+    while dead_starts < num_starts:
+        start_that_dies(run, monkeypatch, f"node{dead_starts}")
+        dead_starts += 1
+        slurm.down = tuple(f"node{number}" for number in range(10)) if is_down else ()
+        if dead_starts < num_starts:
+            close_as_the_next_start_does(run, slurm)
+    assert supervise(run, [sys.executable, "-c", "raise SystemExit(3)"]) not in (0, 75)
+    last, dead = (read_json(run.attempt(number).end_file) for number in (num_starts + 1, num_starts))
+    for end in (last, dead):
+        assert (end["state"], end["action"], end["cause"]) == ("failed", "failed", "node_fail")
+        assert end["reason"].endswith(brake)
+        assert end["verdict"]["host"] == f"node{num_starts - 1}"
+    assert not run.attempt(num_starts + 1).supervisor_log.exists()  # no step was started
+
+
+def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
+    """The next start goes on, and dies itself: it only leaves the end of the one before."""
+    from trainkit.job.allocation import Allocation
+    from trainkit.job.ending import close_dead_attempts
+    from trainkit.plan.launch import LaunchPlan
+
+    newest = run.attempt(run.attempt_numbers()[-1])
+    policy = LaunchPlan.from_dict(read_json(newest.plan_file)).requeue
+    assert close_dead_attempts(newest, policy, Allocation("7").is_out) is None
+
+
+def test_the_queue_is_no_progress(run: RunDir) -> None:
+    """Of a trainer without checkpoints only the time that it ran counts, not until it was started again."""
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    take_attempt(run, "7")
+    job = read_job(run)
+    job["attempts"][0]["started_at"] = as_utc(datetime.fromtimestamp(time.time() - 7200, timezone.utc))
+    write_json(run.job_file, job)
+    assert mark_of(run.attempt(1)) == 1  # it still runs
+    for log in (run.attempt(1).rank_log(0), run.attempt(1).supervisor_log):
+        log.write_text("a line\n")
+        os.utime(log, (time.time() - 7000, time.time() - 7000))
+    take_attempt(run, "7")
+    assert mark_of(run.attempt(1)) == 0
+    os.utime(run.attempt(1).rank_log(0), (time.time() - 3600, time.time() - 3600))
+    assert mark_of(run.attempt(1)) == 1
+
+
+def test_a_follow_up_that_had_no_attempt_yet_when_the_run_was_cancelled(run: RunDir, slurm: Slurm) -> None:
+    """Slurm had started it, so that its steps were told, and there was none."""
+    add_slurm_entry(run, 1, "6", "submit", "sbatch")
+    write_json(run.job_file, {**read_job(run), "follow_ups": ["7"]})
+    write_end(run.attempt(1), Outcome(), Decision("follow_up", "saved after SIGUSR2", 75, "timeout"))
+    mark_cancelled(run)
+    assert supervise(run, PASS) == 0
+    assert run.attempt_numbers() == [1]
+    assert read_json(run.attempt(1).end_file)["state"] == "cancelled"
+
+
+def test_a_person_who_starts_a_cancelled_run_again_is_heeded(run: RunDir) -> None:
+    add_slurm_entry(run, 1, "6", "submit", "sbatch")
+    mark_cancelled(run)
+    texts = [file.read_text() for file in (run.attempt(1).config_file, run.attempt(1).plan_file)]
+    open_attempt(run, *texts)
+    attempt = take_attempt(run, "7")
+    assert attempt is not None
+    assert reasons(run) == [(1, "6", "submit"), (2, "7", "submit")]
+
+
+def test_an_attempt_that_could_not_be_made_leaves_nothing(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota of files may have room for one folder more, and not for those in it."""
+    real = Path.mkdir
+
+    def mkdir(path: Path, *args: int, **kwargs: bool) -> None:
+        if path.name == "errors":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        real(path, *args, **kwargs)
+
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    take_attempt(run, "7")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", mkdir)
+        with pytest.raises(OSError, match="quota"):
+            take_attempt(run, "7")
+    assert run.attempt_numbers() == [1]
+    attempt = take_attempt(run, "7")
+    assert attempt is not None
+    assert reasons(run) == [(1, "7", "submit"), (2, "7", COMEBACK)]
+
+
+def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_slurm_entry(run, 1, "6", "submit", "sbatch")
+    write_json(run.job_file, {**read_job(run), "follow_ups": ["7"]})
+    before = run.job_file.read_bytes()
+    real = Path.read_text
+
+    def stale(*args: object) -> None:
+        def read_text(path: Path, *args: str, **kwargs: str) -> str:
+            if path == run.job_file:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+
+    monkeypatch.setattr("trainkit.submit.follow_ups.cancel_waiting", stale)
+    with pytest.raises(OSError, match="Stale"):
+        cancel_follow_ups(run)
+    assert run.job_file.read_bytes() == before
+
+
+@pytest.mark.parametrize(("state", "is_done"), [("allocated*", False), ("down*", True), ("mixed", False)])
+def test_the_guard_waits_until_slurm_has_given_the_host_up(
+    monkeypatch: pytest.MonkeyPatch, state: str, is_done: bool
+) -> None:
+    job = JobNow(
+        JobState.RUNNING,
+        "RUNNING",
+        is_preempted=False,
+        may_requeue=True,
+        end_time=None,
+        restarts=0,
+        batch_host="node1",
+    )
+    requeued: list[str] = []
+    monkeypatch.setattr(guard, "ask_job", lambda job_id: job)
+    monkeypatch.setattr(guard, "node_states", lambda hosts: dict.fromkeys(hosts, state))
+    monkeypatch.setattr(guard, "requeue", requeued.append)
+    assert guard._is_done("7") is is_done
+    assert requeued == (["7"] if is_done else [])
