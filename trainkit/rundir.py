@@ -252,12 +252,7 @@ def goes_on(end: Mapping[str, Any]) -> bool:
 
 def utc_now() -> str:
     """Now as ISO-8601 UTC with milliseconds, for example ``2026-01-31T12:00:00.123Z``."""
-    return as_utc(datetime.now(timezone.utc))
-
-
-def as_utc(time: datetime) -> str:
-    """A time that knows its zone in the same form."""
-    return time.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -110,7 +110,8 @@ def test_scheduler_and_accounting_stop_and_come_back(cluster: Cluster, tmp_path:
     cluster.stop_slurmctld()
     assert cluster.run(["scontrol", "ping"], timeout_s=20).returncode == 1
     cluster.start_slurmctld()
-    cluster.wait_for_job(job_id, "COMPLETED", timeout_s=60)
+    # What the controller did not hear while it was away, slurmstepd repeats after a minute.
+    cluster.wait_for_job(job_id, "COMPLETED", timeout_s=150)
     assert (tmp_path / "log").read_text() == "done\n"
     refused = cluster.run(["sacct"], timeout_s=20)
     assert refused.returncode == 1

@@ -20,10 +20,15 @@ from trainkit.job.history import mark_of
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, open_attempt, read_job
 from trainkit.job.take import take_attempt
-from trainkit.rundir import AttemptDir, RunDir, as_utc, read_json, write_json
+from trainkit.rundir import AttemptDir, RunDir, read_json, write_json
 from trainkit.slurm.job_now import JobNow
 from trainkit.slurm.states import JobState
 from trainkit.submit.follow_ups import cancel_follow_ups
+
+
+def as_utc(time: datetime) -> str:
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
 
 PASS = [sys.executable, "-c", "pass"]
 

@@ -43,6 +43,15 @@ def test_killed_rank_comes_before_those_that_noticed(attempt, code, first):
     assert find_verdict(attempt)["rank"] == first
 
 
+def test_a_rank_that_went_down_with_the_step_did_not_begin_it(attempt):
+    """Slurm may kill a worker a moment before its agent, which then writes that down."""
+    record(attempt, 3, "2026-01-01T00:00:01.000Z", type="exit", exit_code=9)
+    record(attempt, 1, "2026-01-01T00:00:06.900Z", type="exit", exit_code=137)
+    assert (find_verdict(attempt)["rank"], find_verdict(attempt)["exit_code"]) == (3, 9)
+    record(attempt, 0, "2026-01-01T00:00:01.100Z", type="exit", exit_code=137)
+    assert find_verdict(attempt)["rank"] == 0
+
+
 def test_damaged_record_is_passed_over(attempt):
     attempt.rank_error(0).write_text("{")
     assert find_verdict(attempt) is None

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_STUCK, TrainkitError
+from trainkit.job.crew import PEER_S
 from trainkit.job.exit_codes import describe_exit, signal_exit_code
 from trainkit.job.hangs import read_hangs
 from trainkit.job.preflight_error import PreflightFailed
 from trainkit.job.rank_env import own_host
 from trainkit.job.tracebacks import last_exception
-from trainkit.rundir import AttemptDir, as_utc, read_json, utc_now, write_json
+from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 16_384
@@ -103,7 +104,8 @@ def find_verdict(attempt: AttemptDir) -> dict[str, Any] | None:
     again cannot help, `node` that another node may do better.
 
     A rank that was killed comes before any exception: its peers may notice its closed connections
-    before its agent can write the record. None when no rank left a record.
+    before its agent can write the record. Those that were killed later went down with the step.
+    None when no rank left a record.
     """
     first = _first_record(attempt)
     if first is None:
@@ -133,9 +135,19 @@ def _first_record(attempt: AttemptDir) -> dict[str, Any] | None:
             continue  # cut off by a crash; the others still tell
         if isinstance(record, dict):
             records.append(record)
-    return min(
-        records, key=lambda record: (not _was_killed(record), str(record.get("time") or "~")), default=None
-    )
+    records.sort(key=lambda record: str(record.get("time") or "~"))
+    killed = (one for one in records if _was_killed(one) and _seconds_between(records[0], one) < PEER_S / 2)
+    return next(killed, records[0] if records else None)
+
+
+def _seconds_between(first: dict[str, Any], second: dict[str, Any]) -> float:
+    try:
+        begun, ended = (
+            datetime.fromisoformat(str(one["time"]).replace("Z", "+00:00")) for one in (first, second)
+        )
+        return (ended - begun).total_seconds()
+    except (KeyError, ValueError, TypeError):
+        return 0.0  # one of them does not know when
 
 
 def _was_killed(record: dict[str, Any]) -> bool:
@@ -165,10 +177,12 @@ def host_verdict(attempt: AttemptDir, lost: Sequence[str]) -> dict[str, Any]:
 
 
 def dead_host_verdict(host: str, died_at: datetime | None) -> dict[str, Any]:
-    """The verdict on an attempt of which nobody is left to tell, not even on its first host."""
+    """The verdict on an attempt of which nobody is left to tell; `died_at` is in UTC."""
     reason = "its host died, or its supervisor was killed"
-    time = {} if died_at is None else {"time": as_utc(died_at)}
-    return {**agent_verdict(None, reason), "host": host or None, "type": "HostLost", **time}
+    verdict = {**agent_verdict(None, reason), "host": host or None, "type": "HostLost"}
+    if died_at is not None:
+        verdict["time"] = died_at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return verdict
 
 
 def agent_verdict(node_rank: int | None, reason: str, exit_code: int | None = None) -> dict[str, Any]:
