@@ -130,7 +130,7 @@ def test_a_trainer_that_does_not_save_is_found_out(place: Place) -> None:
 
 
 def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> None:
-    command = ("--", "python", place.trainer(steps=150, writes=False))
+    command = ("--", "python", place.trainer(writes=False))
     done = place.drill("--gpus-per-node", "1", "--only", "signal", "--only", "rank", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()

@@ -34,7 +34,7 @@ def ends(run_dir: str) -> list[tuple[str, str]]:
 
 
 def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
-    command = ("--", "python", login.script(two_lines(steps=300), "train.py"))
+    command = ("--", "python", login.script(two_lines(steps=200), "train.py"))
     found = drill(login, *command)
     tried = {name: result for name, result in found.items() if result["state"] != "not here"}
     assert {name: result["state"] for name, result in tried.items()} == dict.fromkeys(

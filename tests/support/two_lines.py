@@ -1,4 +1,7 @@
-"""A trainer that is a command: it keeps the contract of the two lines, or not, and needs no torch."""
+"""A trainer that is a command: it keeps the contract of the two lines, or not, and needs no torch.
+
+Its steps are long enough for a strike to arrive on a slow machine before the last third of them is over.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ while step < STEPS:
     while any(int(heard(place)) < step for place in places):
         time.sleep(0.002)
     step += 1
-    time.sleep(0.02)
+    time.sleep(0.05)
     if WRITES:
         with (run / "metrics.jsonl").open("a") as stream:
             stream.write(json.dumps({"step": step, "loss": 1 / step}) + chr(10))
@@ -51,5 +54,5 @@ while step < STEPS:
 
 
 def two_lines(steps: int = 80, saves: bool = True, writes: bool = True) -> str:
-    """The code of a trainer of so many steps of 0.02 s or more; the first rank saves and writes them down."""
+    """The code of a trainer of so many steps of 0.05 s or more; the first rank saves and writes them down."""
     return _CODE.replace("STEPS", str(steps)).replace("SAVES", str(saves)).replace("WRITES", str(writes))
