@@ -6,7 +6,11 @@ import os
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 pytest_plugins = ["tests.cluster.plugin"]
 

@@ -23,6 +23,8 @@ SHORT = {
     "TRAINKIT_LOGGING__TENSORBOARD": "false",
 }
 """Laid over the configs by the environment: a training takes seconds, the commands stay as they are."""
+LONGER = {"TRAINKIT_TRAIN__GLOBAL_BATCH_SIZE": "512"}
+"""Steps long enough for a drill's strike to arrive in time."""
 
 
 def blocks(kind: str) -> list[str]:
@@ -78,7 +80,7 @@ def run(command: str, folder: Path, **environ: str) -> subprocess.CompletedProce
         env={**os.environ, "PATH": path, **home, **environ},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
 
 
@@ -87,7 +89,7 @@ def test_every_command_works_in_the_order_of_the_text(sandbox: Path) -> None:
     found = commands()
     assert len(found) >= 10
     for command in found:
-        done = run(command, sandbox, **SHORT)
+        done = run(command, sandbox, **SHORT, **(LONGER if "drill" in command else {}))
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 

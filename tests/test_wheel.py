@@ -40,7 +40,7 @@ def command(*argv: object, cwd: Path, **env: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

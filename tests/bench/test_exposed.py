@@ -142,6 +142,8 @@ def test_a_trace_of_torch_is_understood() -> None:
 
 def late_all_reduce(world: Any) -> None:
     """Rank 1 comes 0.3 s late to a collective: that is what rank 0 waits for, and rank 1 does not."""
+    import itertools
+    import statistics
     import tempfile
     import time
     from pathlib import Path
@@ -152,15 +154,18 @@ def late_all_reduce(world: Any) -> None:
     values = torch.ones(1000)
     dist.all_reduce(values)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        dist.barrier()
-        torch.mm(torch.ones(64, 64), torch.ones(64, 64))
-        begin = time.time()
-        if world.rank == 1:
-            time.sleep(0.3)
-        dist.all_reduce(values)
+        begins = []
+        for _ in range(5):  # a process that loses its core for a moment spoils one
+            dist.barrier()
+            torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+            begins.append(time.time())
+            if world.rank == 1:
+                time.sleep(0.3)
+            dist.all_reduce(values)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(file))
-        seconds = exposed_s(json.loads(file.read_text()), "cpu", begin)
-    assert seconds is not None
+        found = json.loads(file.read_text())
+    since = [exposed_s(found, "cpu", begin) or 0.0 for begin in begins]
+    seconds = statistics.median(a - b for a, b in itertools.pairwise([*since, 0.0]))
     assert (seconds > 0.25) == (world.rank == 0), f"rank {world.rank}: {seconds}"

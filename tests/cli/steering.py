@@ -17,7 +17,7 @@ from trainkit.job.record import Liveness, liveness, newest_entry
 from trainkit.rundir import RunDir, read_json
 from trainkit.submit.local import kill_job
 
-LIMIT_S = 30
+LIMIT_S = 180
 CONFIG = """
 name: small
 device: cpu
@@ -41,7 +41,7 @@ sys.exit(75)
 """
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
     """The first true value of a condition."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -101,11 +101,12 @@ class Desk:
         )
 
     def submit(self, *args: str) -> RunDir:
-        """Submit and wait until rank 0 of the first attempt has started."""
+        """Submit and wait until every rank of the first attempt has started."""
         done = self.trainkit("submit", str(self.config), *args)
         assert done.returncode == 0, done.stderr
         run = RunDir(done.stdout.splitlines()[0])
-        self.wait_for_log(run, "attempt 1 rank 0")
+        for rank in range(read_json(run.plan_file)["world_size"]):
+            self.wait_for_log(run, f"attempt 1 rank {rank}", rank=rank)
         return run
 
     def wait_for_log(self, run: RunDir, text: str, attempt: int = 1, rank: int = 0) -> None:

@@ -43,7 +43,7 @@ def test_logs_follow_a_run_over_its_attempts(desk):
     desk.trainkit("requeue", str(run.path))
     desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
     desk.trainkit("cancel", str(run.path), "--wait")
-    shown, _ = reader.communicate(timeout=20)
+    shown, _ = reader.communicate(timeout=120)
     assert (first + shown).splitlines() == [
         "attempt 1 rank 0",
         "asked by SIGUSR2",

@@ -45,9 +45,9 @@ def test_resume_from_another_folder_works_where_it_was_submitted(desk):
 
 def test_two_resumes_at_once_start_one_attempt(desk):
     run = ended_run(desk)
-    desk.works("time.sleep(3)")
+    desk.works("time.sleep(600)")
     both = [desk.start("resume", str(run.path)) for _ in range(2)]
-    words = [process.communicate(timeout=20)[1] for process in both]
+    words = [process.communicate(timeout=120)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 2]
     assert sum("is running as" in text for text in words) == 1
     assert run.attempt_numbers() == [1, 2]

@@ -31,7 +31,7 @@ def test_what_fails_in_the_foreground_is_not_started_again(desk):
 def test_ctrl_c_saves_and_ends(desk):
     process, run, supervisor = started(desk)
     process.send_signal(signal.SIGINT)
-    shown, words = process.communicate(timeout=20)
+    shown, words = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "asked by SIGINT" in shown
     assert "saving; Ctrl-C again ends at once" in words
@@ -40,12 +40,20 @@ def test_ctrl_c_saves_and_ends(desk):
 
 
 def test_second_ctrl_c_ends_at_once(desk):
-    desk.works("while len(asked) < 2: time.sleep(0.02)\nsys.exit(130)")
+    desk.works(
+        """
+        while not asked: time.sleep(0.02)
+        print("told", flush=True)
+        while len(asked) < 2: time.sleep(0.02)
+        sys.exit(130)
+        """
+    )
     process, run, _ = started(desk)
     for text in ("saving", "ending at once"):
         process.send_signal(signal.SIGINT)
         wait_for(lambda text=text: text in process.stderr.readline())
-    process.communicate(timeout=20)
+        desk.wait_for_log(run, "told")  # two that come before the first is taken are one
+    process.communicate(timeout=120)
     assert process.returncode == 130
     assert read_json(run.attempt(1).end_file)["state"] == "stopped"
 
@@ -53,7 +61,7 @@ def test_second_ctrl_c_ends_at_once(desk):
 def test_death_of_the_foreground_saves_and_ends(desk):
     process, run, supervisor = started(desk)
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=120)
     wait_for(lambda: not is_running(supervisor))
     assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGTERM"
 

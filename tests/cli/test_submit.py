@@ -84,10 +84,9 @@ def test_ctrl_c_detaches(desk):
     follower = desk.start("submit", str(desk.config), "--follow")
     wait_for(lambda: (desk.folder / "runs/small/attempts/001/logs/rank-0000.log").exists())
     run = RunDir(desk.folder / "runs/small")
-    desk.wait_for_log(run, "attempt 1 rank 0")
-    time.sleep(0.3)
+    wait_for(lambda: "attempt 1 rank 0" in follower.stdout.readline())  # it follows
     follower.send_signal(signal.SIGINT)
-    _, words = follower.communicate(timeout=20)
+    _, words = follower.communicate(timeout=120)
     assert follower.returncode == 130
     assert "detached: the job goes on" in words
     assert desk.status(run)["state"] in ("starting", "running")
@@ -104,7 +103,7 @@ def test_closing_the_terminal_does_not_end_the_job(desk):
     desk.wait_for_log(run, "attempt 1 rank 0")
     os.close(primary)
     os.killpg(follower.pid, signal.SIGHUP)
-    follower.wait(timeout=20)
+    follower.wait(timeout=120)
     time.sleep(0.3)
     assert desk.status(run)["state"] in ("starting", "running")
     os.kill(read_json(run.job_file)["attempts"][0]["pid"], signal.SIGHUP)
@@ -125,7 +124,9 @@ def test_torch_is_never_imported(desk, args):
     )
     desk.config.rename(desk.folder / "x.yaml")
     argv = [sys.executable, "-c", script, *args]
-    done = subprocess.run(argv, cwd=desk.folder, env=desk.environ, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        argv, cwd=desk.folder, env=desk.environ, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -152,7 +153,7 @@ def test_built_in_trainer_in_slices_on_two_nodes(desk):
         "train.eval_every=3",
     ]
     first = ["submit", str(desk.config), "--nodes", "2", *(part for s in settings for part in ("--set", s))]
-    options = {"cwd": desk.folder, "env": desk.environ, "capture_output": True, "text": True, "timeout": 120}
+    options = {"cwd": desk.folder, "env": desk.environ, "capture_output": True, "text": True, "timeout": 400}
     done = subprocess.run([*argv, *first, "--follow"], **options)
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDir(done.stdout.splitlines()[0])

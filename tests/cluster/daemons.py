@@ -14,8 +14,8 @@ from tests.cluster.processes import Pid, start_daemon
 from tests.cluster.state import State
 
 SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
-START_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 150.0
+STOP_TIMEOUT_S = 60.0
 NAMES = ("slurmctld", "slurmdbd", "mariadb", "munge")
 """In the order in which they are ended."""
 

@@ -41,7 +41,7 @@ def make_host(host: dict[str, str]) -> None:
 
 def join_network(host: dict[str, str]) -> None:
     """Wait for the cable and take the address."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while host["interface"] not in {name for _, name in socket.if_nameindex()}:
         if time.monotonic() > deadline:
             raise TimeoutError("nobody plugged a cable in")

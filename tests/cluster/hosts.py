@@ -43,7 +43,7 @@ def power_on(state: State, index: int) -> None:
     log = state.path / "log" / f"{state.host(index)}.out"
     outer = start_daemon([*unshare, *python], log, environ(state))
     record(state, _outer(index), outer)
-    inner = child_of(outer, timeout_s=10)
+    inner = child_of(outer, timeout_s=60)
     record(state, _inner(index), inner)
     network.plug_in(state, index, inner.pid)
 
@@ -77,7 +77,7 @@ def signal_slurmd(state: State, index: int, number: int) -> bool:
     """Send a signal to the daemon of a host, jobs on it go on; whether it was there. 0 only asks."""
     pid = (folder(state, index) / "slurmd.pid").read_text().strip()
     argv = inside(state, index, ["kill", f"-{number}", pid], "/")
-    return subprocess.run(argv, capture_output=True, timeout=20).returncode == 0
+    return subprocess.run(argv, capture_output=True, timeout=60).returncode == 0
 
 
 def _outer(index: int) -> str:

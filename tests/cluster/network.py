@@ -16,7 +16,7 @@ INSIDE = "eth0"
 
 def ip(*args: str, check: bool = True) -> str:
     """Run `ip`; raises CalledProcessError."""
-    done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=60)
     if check and done.returncode:
         raise RuntimeError(f"`ip {' '.join(args)}` failed: {done.stderr.strip()}")
     return done.stdout

@@ -81,16 +81,18 @@ def test_tcp_between_hosts(cluster: Cluster, to: str) -> None:
 def test_names_are_known_on_the_machine_and_on_the_hosts(cluster: Cluster) -> None:
     names = [*cluster.hosts, cluster.state.machine]
     for host in (None, 1):
-        began = time.monotonic()
         found = cluster.run(["getent", "ahostsv4", names[3]], host=host, check=True).stdout.split()[0]
         assert found == cluster.address(4)
-    began = time.monotonic()
-    shown = cluster.run(["getent", "hosts", names[-1]], host=1, check=True).stdout
-    assert shown.split()[0] == cluster.address(254)
-    mapped = cluster.run(["getent", "hosts", f"::ffff:{cluster.address(2)}"], host=1, check=True).stdout
-    assert mapped.split()[1] == f"{cluster.hosts[1]}.mapped"
-    assert cluster.run(["getent", "hosts", "no-such-host"], host=1).returncode == 2
-    assert time.monotonic() - began < 2
+    took_s = []
+    for _ in range(5):  # a name server that is asked and does not answer takes its time in every round
+        began = time.monotonic()
+        shown = cluster.run(["getent", "hosts", names[-1]], host=1, check=True).stdout
+        assert shown.split()[0] == cluster.address(254)
+        mapped = cluster.run(["getent", "hosts", f"::ffff:{cluster.address(2)}"], host=1, check=True).stdout
+        assert mapped.split()[1] == f"{cluster.hosts[1]}.mapped"
+        assert cluster.run(["getent", "hosts", "no-such-host"], host=1).returncode == 2
+        took_s.append(time.monotonic() - began)
+    assert min(took_s) < 2
 
 
 def test_gpus_are_given_to_jobs(cluster: Cluster) -> None:

@@ -61,20 +61,21 @@ def test_a_second_one_without_accounting(cluster: Cluster, second: Cluster, tmp_
         assert max(second.state.up_s, cluster.state.up_s) < 30
         assert not set(cluster.hosts) & set(second.hosts)
         for one in (cluster, second):
-            shown = one.run(["srun", "-N4", "hostname"], timeout_s=20, check=True).stdout
+            shown = one.run(["srun", "-N4", "hostname"], timeout_s=120, check=True).stdout
             assert sorted(shown.split()) == one.hosts
-        refused = second.run(["sacct"], timeout_s=20)
+        refused = second.run(["sacct"], timeout_s=120)
         assert (refused.returncode, refused.stderr) == (1, "Slurm accounting storage is disabled\n")
         argv = ["sbatch", "--parsable", "--output=/dev/null", "--account=any", "--wrap", ESCAPES]
-        second.wait_for_job(second.run(argv, check=True).stdout.strip(), "RUNNING", timeout_s=20)
+        second.wait_for_job(second.run(argv, check=True).stdout.strip(), "RUNNING", timeout_s=120)
         assert attach(second.folder).node_states()[second.hosts[0]] == "mixed"
         # What this looks for is there as long as the cluster is.
         assert len({trace.split()[0] for trace in traces(second.state)}) >= 5
     finally:
         began = time.monotonic()
         second.down()
+        took_s = time.monotonic() - began
     assert traces(second.state) == []
-    assert time.monotonic() - began < 10
+    assert took_s < 30
     second.down()
     assert cluster.node_states() == dict.fromkeys(cluster.hosts, "idle")
 
@@ -154,7 +155,7 @@ def test_a_shell_of_its_own(clusters_possible: None) -> None:
     os.write(terminal, b"\x03")
     read_until(terminal, rb"\(tk\d+\) ")
     os.write(terminal, b"exit 3\n")
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0
     assert traces(state) == []
 
 
@@ -172,11 +173,11 @@ def test_a_shell_that_is_killed_with_its_terminal(clusters_possible: None) -> No
     folder = next(line.split()[-1] for line in lines if "Its folder" in line)
     state = attach(Path(folder)).state
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=30) == 128 + signal.SIGHUP
+    assert process.wait(timeout=120) == 128 + signal.SIGHUP
     assert traces(state) == []
 
 
-def read_until(terminal: int, pattern: bytes, timeout_s: float = 40) -> str:
+def read_until(terminal: int, pattern: bytes, timeout_s: float = 200) -> str:
     """What a terminal shows up to a pattern."""
     shown = b""
     deadline = time.monotonic() + timeout_s

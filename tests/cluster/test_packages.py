@@ -114,7 +114,7 @@ def pytest_as_nobody(folder: Path, *args: str, **env: str) -> subprocess.Complet
         env={**{name: value for name, value in os.environ.items() if name != "CI"}, **env},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 

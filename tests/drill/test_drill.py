@@ -56,7 +56,7 @@ class Place:
             text=True,
         )
 
-    def drill(self, *args: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+    def drill(self, *args: str, timeout_s: float = 900.0) -> subprocess.CompletedProcess[str]:
         process = self.start(*args)
         try:
             out, err = process.communicate(timeout=timeout_s)
@@ -85,7 +85,7 @@ def results(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_built_in_trainer_survives_all_that_can_be_tried_here(place: Place) -> None:
-    done = place.drill("--nodes", "2", "--gpus-per-node", "1", "--seed", "3", "--json")
+    done = place.drill("--nodes", "2", "--gpus-per-node", "1", "--seed", "122", "--steps", "300", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     value = json.loads(done.stdout)
     assert value["holds"]
@@ -112,7 +112,9 @@ def test_the_built_in_trainer_survives_all_that_can_be_tried_here(place: Place) 
 def test_the_example_of_the_two_lines_survives(place: Place) -> None:
     example = str(ROOT / "examples" / "comes_back.py")
     ways = ("--only", "signal", "--only", "rank")
-    done = place.drill("--gpus-per-node", "2", *ways, "--", sys.executable, example, "--steps", "80")
+    done = place.drill(
+        "--gpus-per-node", "2", *ways, "--seed", "71", "--", sys.executable, example, "--steps", "1000"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "2 of 2 hold"
     signal_row = done.stdout.splitlines()[1].split()
@@ -167,12 +169,12 @@ def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(plac
 
 def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:
     process = place.start("--gpus-per-node", "1", "--", "python", place.trainer(steps=100_000))
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 120
     while not any(run.metrics_file.exists() for run in place.runs()):
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, words = process.communicate(timeout=30)
+    _, words = process.communicate(timeout=120)
     assert process.returncode == 130
     (run,) = place.runs()
     assert f"{run.path} is cancelled" in words

@@ -33,7 +33,7 @@ def save_when_asked():
 """
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
     """The first true value of a condition."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -65,7 +65,7 @@ class Job:
         wait_for(lambda: all(file.exists() for file in files))
         return [int(file.read_text()) for file in files]
 
-    def wait(self, timeout_s: float = 20.0) -> None:
+    def wait(self, timeout_s: float = 120.0) -> None:
         wait_for(lambda: liveness(newest_entry(self.run)) is Liveness.GONE, timeout_s)
 
     def end(self, attempt: int = 1) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 
 import pytest
 from batch_job import Slurm, reasons, step, told
@@ -154,18 +155,26 @@ def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As while a server is restarted, or the filesystem mounted anew."""
-    watch = watch_of(run, monkeypatch, "import time; time.sleep(1.2); raise SystemExit(75)")
+    back = run.path / "back"
+    code = f"while not os.path.exists({str(back)!r}): time.sleep(0.02)\nraise SystemExit(75)"
+    watch = watch_of(run, monkeypatch, f"import os, time\n{code}")
     folder, aside, calls = run.attempt(1).path, run.path / "aside", []
 
     def stale() -> bool:
         calls.append(1)
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    looks_s = (0.2, 0.6)
-    threading.Timer(looks_s[0], folder.rename, (aside,)).start()
-    threading.Timer(looks_s[1], aside.rename, (folder,)).start()
+    def move() -> None:
+        folder.rename(aside)
+        time.sleep(0.4)
+        aside.rename(folder)
+        back.touch()
+
+    mover = threading.Timer(0.2, move)
+    mover.start()
     monkeypatch.setattr(watch, "_was_replaced", stale)
     watch.work()
+    mover.join()
     watch.settle()
     assert [code for _, code in watch.outcome.ends] == [75]
     assert calls

@@ -13,6 +13,7 @@ from batch_job import RUNNING, Slurm, step, told
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
 from trainkit.job import allocation, batch, comeback
 from trainkit.job.record import KILLED
+from trainkit.job.step_watch import StepWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, read_json
 from trainkit.slurm.job_now import JobNow
@@ -29,6 +30,22 @@ def test_what_cancel_now_kills_was_not_a_failure(run: RunDir, slurm: Slurm) -> N
     )
     result, end = step(run, code)
     assert (result, end["state"], end["reason"], end["verdict"]) == (137, "cancelled", KILLED, None)
+
+
+def test_what_is_to_end_now_is_not_asked_to_save(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm may take a while between what job.json says and the kill."""
+    monkeypatch.setattr(StepWatch, "look_every_s", 0.05)
+    monkeypatch.setattr("trainkit.job.step_watch.HEARD_S", 0.1)
+    code = (
+        "import os, signal, sys, time; from trainkit.rundir import RunDir;"
+        " from trainkit.job.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
+        " signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75));"
+        " mark_cancelled(run, now=True); time.sleep(1); os.kill(os.getpid(), 9)"
+    )
+    result, end = step(run, code)
+    assert (result, end["state"], end["reason"]) == (137, "cancelled", KILLED)
 
 
 @pytest.mark.parametrize(

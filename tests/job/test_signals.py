@@ -17,9 +17,9 @@ time.sleep(0.3)
 stop = StopRequest()
 stop.install()
 print("installed", flush=True)
-assert stop.received.wait(10)
+assert stop.received.wait(120)
 print(stop.signal_name, flush=True)
-time.sleep(10 if "again" in sys.argv else 0)
+time.sleep(300 if "again" in sys.argv else 0)
 """
 
 
@@ -39,14 +39,14 @@ def test_signal_is_noted(name):
     with start() as worker:
         worker.stdout.readline()
         worker.send_signal(signal.Signals[name])
-        assert worker.communicate(timeout=20)[0] == f"{name}\n"
+        assert worker.communicate(timeout=150)[0] == f"{name}\n"
     assert worker.returncode == 0
 
 
 def test_signal_before_the_interpreter_is_up_is_noted_too():
     with start(block={signal.SIGTERM}) as worker:
         worker.send_signal(signal.SIGTERM)
-        assert worker.communicate(timeout=20)[0] == "installed\nSIGTERM\n"
+        assert worker.communicate(timeout=150)[0] == "installed\nSIGTERM\n"
     assert worker.returncode == 0
 
 
@@ -71,5 +71,5 @@ def test_second_ctrl_c_ends_at_once():
         worker.send_signal(signal.SIGINT)
         worker.stdout.readline()
         worker.send_signal(signal.SIGINT)
-        worker.communicate(timeout=5)
+        worker.communicate(timeout=60)
     assert worker.returncode == 130

@@ -9,7 +9,7 @@ from trainkit.slurm.states import JobState
 NOW = datetime.now(timezone.utc)
 
 
-def job(state=JobState.RUNNING, *, preempted=False, restarts=0, left_s=3600.0, reason=""):
+def job(state=JobState.RUNNING, *, preempted=False, restarts=0, left_s=360_000.0, reason=""):
     end_time = NOW + timedelta(seconds=left_s)
     return JobNow(state, state.name, preempted, restarts, True, end_time, reason)
 
@@ -26,7 +26,7 @@ COMPLETING = JobState.COMPLETING
         ("SIGTERM", job(JobState.REQUEUED, restarts=1), True, "preempted"),
         ("SIGTERM", job(COMPLETING, reason="TimeLimit"), True, "timeout"),
         ("SIGUSR2", job(left_s=100), False, "timeout"),
-        ("SIGUSR2", job(left_s=3000), False, "asked"),
+        ("SIGUSR2", job(left_s=300_000), False, "asked"),
         # scancel, and scancel --signal=TERM
         ("SIGTERM", job(COMPLETING), True, None),
         ("SIGTERM", job(JobState.CANCELLED), True, None),
@@ -55,7 +55,7 @@ def test_an_early_notice_of_another_name():
         told = {"shell_was_told": shell, "restarts": 0, "lost": False, "notice": "SIGTERM"}
         return why_told("SIGTERM", found, 30.0, **told)
 
-    assert (cause(100, False), cause(3000, False), cause(100, True)) == ("timeout", None, None)
+    assert (cause(100, False), cause(300_000, False), cause(100, True)) == ("timeout", None, None)
 
 
 def test_what_scontrol_prints():

@@ -46,7 +46,7 @@ time.sleep(600)
 """
 TRAINKIT = (sys.executable, "-m", "trainkit")
 BACKENDS = ("sbatch", "submitit")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 POLL_S = 0.05
 ASK_SLURM_S = 0.3
 """A question to Slurm takes a tenth of a core when it is asked so often."""

@@ -48,7 +48,7 @@ if "trainkit.trainer" in sys.orig_argv and "BUG" in os.environ:
     Pulse.begin_step, CausalLM.nll_sum = begin, loss
 """
 """A sitecustomize.py that breaks the training at step 37 in the way that $BUG names."""
-COMEBACK_S = 120.0
+COMEBACK_S = 400.0
 """More than Slurm and the start of the ranks take together after any one disturbance."""
 
 Curve = list[tuple[int, str, int]]
@@ -172,7 +172,7 @@ def set_preemption(cluster: Cluster, mode: str, grace_s: int) -> None:
     cluster.run(["scontrol", "update", *change], timeout_s=30, check=True)
 
 
-def preempt(cluster: Cluster, timeout_s: float = 60.0) -> None:
+def preempt(cluster: Cluster, timeout_s: float = 240.0) -> None:
     """Take all hosts for a second, and return when that is over."""
     options = ["--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--parsable"]
     done = cluster.run(["sbatch", *options, "--wrap=sleep 1"], timeout_s=30, check=True)

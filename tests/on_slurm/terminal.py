@@ -45,7 +45,7 @@ class Terminal:
     def __exit__(self, *error: object) -> None:
         os.close(self._keyboard)  # a terminal that closes sends SIGHUP
         try:
-            self.program.wait(timeout=20)
+            self.program.wait(timeout=90)
         except subprocess.TimeoutExpired:
             self.program.kill()
             raise

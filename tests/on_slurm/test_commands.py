@@ -13,7 +13,7 @@ from trainkit.rundir import RunDir
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHAPE = ("--nodes", "2", "--gpus-per-node", "2")
-TIMEOUT_S = 90.0
+TIMEOUT_S = 400.0
 SAVES_SLOWLY = """
 import os, signal, sys, time
 asked = []

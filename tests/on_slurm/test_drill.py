@@ -10,7 +10,7 @@ from tests.support.two_lines import two_lines
 from trainkit.rundir import RunDir, read_jsonl
 
 ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
-TIMEOUT_S = 240.0
+TIMEOUT_S = 1200.0
 NANO = settings(
     *("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=32"),
     *("precision.dtype=fp32", "logging.tensorboard=false"),
@@ -34,7 +34,7 @@ def ends(run_dir: str) -> list[tuple[str, str]]:
 
 
 def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
-    command = ("--", "python", login.script(two_lines(steps=200), "train.py"))
+    command = ("--", "python", login.script(two_lines(steps=100), "train.py"))
     found = drill(login, *command)
     tried = {name: result for name, result in found.items() if result["state"] != "not here"}
     assert {name: result["state"] for name, result in tried.items()} == dict.fromkeys(
@@ -51,7 +51,7 @@ def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
 
 def test_the_built_in_trainer_survives_the_loss_of_a_save(login: Login) -> None:
     ways = ("--only", "mid-save", "--only", "damaged-checkpoint")
-    found = drill(login, *NANO, "--steps", "60", "--per", "node", *ways)
+    found = drill(login, *NANO, "--steps", "300", "--seed", "1", "--per", "node", *ways)
     assert {result["state"] for result in found.values()} == {"holds"}
     assert [result["way_back"] for result in found.values()] == ["restart", "resume"]
     rejected = [

@@ -40,7 +40,7 @@ def status(login: Login, group: RunGroup, **more: Any) -> dict[str, Any]:
 
 
 def wait_for_states(
-    login: Login, group: RunGroup, timeout_s: float = 60.0, **expected: int
+    login: Login, group: RunGroup, timeout_s: float = 240.0, **expected: int
 ) -> dict[str, Any]:
     """The status of a group when its points are in these states."""
 
@@ -83,7 +83,7 @@ def test_a_sweep_trains_each_point_as_a_run_of_its_own(login: Login) -> None:
     assert group.job_id is not None
     assert group.script_file.read_text() == shown.stdout
     assert write_batch_script(group.job_id, environ=login.cluster.environ).decode() == shown.stdout
-    seen = wait_for_states(login, group, 120.0, finished=2)
+    seen = wait_for_states(login, group, 400.0, finished=2)
     assert [point["values"]["optimizer.lr"] for point in seen["points"]] == [1e-3, 1e-2]
     assert [point["job_id"] for point in seen["points"]] == [f"{group.job_id}_0", f"{group.job_id}_1"]
     assert seen["best"]["index"] == 1
@@ -93,7 +93,7 @@ def test_a_sweep_trains_each_point_as_a_run_of_its_own(login: Login) -> None:
         "step": 3,
     }
     here = [*fast, *settings("optimizer.lr=0.01"), "--name", "one", "--backend", "local", "--follow"]
-    alone = login.trainkit("submit", str(login.config), *here, timeout_s=120.0)
+    alone = login.trainkit("submit", str(login.config), *here, timeout_s=400.0)
     assert alone.returncode == 0, alone.stderr
     assert losses(group.run(1).path) == pytest.approx(
         losses(Path(alone.stdout.splitlines()[0])), rel=0, abs=1e-6
@@ -136,7 +136,7 @@ def test_a_point_is_steered_alone(login: Login) -> None:
 
 
 def test_tasks_know_their_index_and_a_limit_holds(login: Login) -> None:
-    code = "echo $SLURM_ARRAY_TASK_ID $RANK $VALUE; sleep 1"
+    code = "echo $SLURM_ARRAY_TASK_ID $RANK $VALUE; sleep 3"
     values = ["--sweep", "launch.env.VALUE=a,'b c',d", "--array", "%1"]
     group = submit(login, *values, "--", "bash", "-c", code)
     most = 0
@@ -182,7 +182,7 @@ def test_ten_thousand_tasks_in_two_seconds_and_two_calls(login: Login) -> None:
     counted, log = counting_calls(login)
     for state in ("pending", "cancelled"):
         took_s: dict[str, list[float]] = {"group": [], "all": []}
-        for _ in range(3):  # other tests run beside it: the fastest look counts
+        for _ in range(5):  # other tests run beside it: the fastest look counts
             log.unlink(missing_ok=True)
             began_s = time.monotonic()
             seen = status(login, group, env=counted)
@@ -193,6 +193,8 @@ def test_ten_thousand_tasks_in_two_seconds_and_two_calls(login: Login) -> None:
             began_s = time.monotonic()
             assert "10,000" in login.trainkit("status", env=counted).stdout
             took_s["all"].append(time.monotonic() - began_s)
+            if max(map(min, took_s.values())) < 2.0:
+                break
         assert max(map(min, took_s.values())) < 2.0, took_s
         login.trainkit("cancel", str(group.path))
 
@@ -209,7 +211,7 @@ def test_an_array_that_is_too_large_is_refused_before_its_points_are_planned(log
     began_s = time.monotonic()
     done = login.trainkit("submit", str(login.config), "--array", "0-99999")
     assert "the array ends with index 99,999" in done.stderr
-    assert time.monotonic() - began_s < 15  # more than 100 s with the planning
+    assert time.monotonic() - began_s < 60  # more than 100 s with the planning
 
 
 def test_a_task_that_fails_before_its_run_begins(login: Login) -> None:

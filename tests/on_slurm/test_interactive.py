@@ -38,7 +38,7 @@ def test_a_shell_in_an_allocation_of_two_nodes(login: Login) -> None:
         ]
         assert ranks[0]["hosts"] == login.cluster.hosts[:2]
         assert shell.close() == 0
-    login.wait_until_idle(20)
+    login.wait_until_idle()
     assert not list((login.folder / "runs").glob(".shell*"))
 
 

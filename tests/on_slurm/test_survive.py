@@ -42,9 +42,15 @@ def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) 
     ]
     with survival.preemption(login.cluster):
         for attempt, (mode, grace_s) in enumerate((("CANCEL", 10), ("REQUEUE", 0), ("CANCEL", 0)), 1):
+            paused: list[int] = []
             for run in runs:
                 wait_for_steps(run, attempt, 5)
+                # It must not come to its end while the other one starts.
+                ranks = survival.ranks_of(run).values()
+                survival.pause(ranks)
+                paused.extend(ranks)
             survival.set_preemption(login.cluster, mode, grace_s)
+            survival.go_on(paused)
             survival.preempt(login.cluster)
         for run in runs:
             assert wait_until_over(login, run, COMEBACK_S)["state"] == "finished", login.told_by(run)
@@ -64,8 +70,10 @@ def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
     survival.pause(ranks.values())
     wait_for(lambda: survival.events_of(run, "signal"), "the signal before the limit")
     survival.go_on(ranks.values())
-    # Beside other tests a start takes a good part of its minute, so that more limits follow.
-    assert wait_until_over(login, run, 4 * COMEBACK_S)["state"] == "finished", login.told_by(run)
+    wait_for(lambda: len(run.attempt_numbers()) > 1, "the next attempt")
+    # Where a start takes its whole minute, it would never come to an end.
+    login.run(["scontrol", "update", f"jobid={login.job_id(run)}", "timelimit=10"], check=True)
+    assert wait_until_over(login, run, 2 * COMEBACK_S)["state"] == "finished", login.told_by(run)
     assert {e["cause"] for e in survival.events_of(run, "requeue_decision")} == {"timeout"}
     assert survival.computed_twice(run) == []
     assert survival.curve(run) == expected
@@ -114,7 +122,7 @@ def test_what_must_not_start_again(login: Login, config: Path) -> None:
     assert (ends["raise"]["verdict"]["message"], ends["raise"]["verdict"]["step"]) == ("a bug of step 37", 37)
     assert "a bug of step 37" in login.trainkit("status", str(runs["raise"].path)).stdout
     assert wait_until_over(login, cancelled, COMEBACK_S)["state"] == "stopped"
-    login.wait_until_idle(20)
+    login.wait_until_idle()
     num_attempts = [len(run.attempt_numbers()) for run in (*runs.values(), cancelled)]
     assert num_attempts == [2, 1, 1, 1]
     assert survival.saved_step(cancelled) == survival.steps_of(cancelled)[-1]

@@ -16,7 +16,7 @@ SHORT = settings(
     *("train.steps=3", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=null"),
     "logging.tensorboard=false",
 )
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0
 
 
 def quickstart(login: Login, *args: str) -> RunDir:

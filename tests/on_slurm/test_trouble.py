@@ -83,7 +83,7 @@ def test_what_slurm_never_took_is_submitted_again(login: Login, sbatch: FakeSbat
         for backend in BACKENDS
     ]
     for start in starts:
-        printed, said = start.communicate(timeout=60)
+        printed, said = start.communicate(timeout=240)
         assert start.returncode == 0, said
         run = login.finish(RunDir(json.loads(printed)["run_dir"]))
         assert len(read_job(run)["attempts"]) == 1
@@ -117,12 +117,12 @@ def test_the_controller_is_restarted_during_a_submit(login: Login) -> None:
     asked = login.start([*TRAINKIT, "submit", str(login.config), "--test-only"])
     for _, log_file in starts:
         wait_for(lambda file=log_file: "trying again" in file.read_text(), "the first try")  # type: ignore[misc]
-    _, said = asked.communicate(timeout=60)
+    _, said = asked.communicate(timeout=240)
     assert asked.returncode == 3, said
     assert "hint: `scontrol ping` tells whether Slurm's controller is up" in said
     login.cluster.start_slurmctld()
     for start, log_file in starts:
-        printed, _ = start.communicate(timeout=60)
+        printed, _ = start.communicate(timeout=240)
         assert start.returncode == 0, log_file.read_text()
         login.finish(RunDir(json.loads(printed)["run_dir"]))
     ended = login.run(["squeue", "--noheader", "--states=all", "--name=small", "--format=%o"], check=True)

@@ -10,7 +10,7 @@ from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import submit_script
 
-SLEEP = "sleep 600\n"
+SLEEP = "sleep 2400\n"
 
 
 def write(folder: Path, body: str, mark: str, *directives: str) -> Path:
@@ -34,7 +34,7 @@ def send(cluster: Cluster, folder: Path, body: str, *directives: str, mark: str 
     return submit_script(path, mark=mark, environ=cluster.environ, cwd=folder, **more)  # type: ignore[arg-type]
 
 
-def wait_for(cluster: Cluster, job_id: str, *states: JobState, timeout_s: float = 60) -> JobInfo:
+def wait_for(cluster: Cluster, job_id: str, *states: JobState, timeout_s: float = 240) -> JobInfo:
     """The job, when it has one of these states."""
     deadline = time.monotonic() + timeout_s
     while (job := query_jobs([job_id], environ=cluster.environ)[job_id]).state not in states:
@@ -43,7 +43,7 @@ def wait_for(cluster: Cluster, job_id: str, *states: JobState, timeout_s: float 
     return job
 
 
-def wait_for_text(path: Path, text: str, timeout_s: float = 30) -> None:
+def wait_for_text(path: Path, text: str, timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while not path.exists() or text not in path.read_text():
         assert time.monotonic() < deadline, f"{path} never said {text!r}"
@@ -53,7 +53,7 @@ def wait_for_text(path: Path, text: str, timeout_s: float = 30) -> None:
 def marked(cluster: Cluster, mark: str) -> list[str]:
     """Every job that was ever made with this mark."""
     argv = ["squeue", "--noheader", "--states=all", "--format=%i %r %k"]
-    shown = cluster.run(argv, timeout_s=60, check=True).stdout.splitlines()
+    shown = cluster.run(argv, timeout_s=240, check=True).stdout.splitlines()
     # Slurm keeps a record of some jobs that it has refused.
     return [line.split()[0] for line in shown if mark in line.split() and "BadConstraints" not in line]
 

@@ -23,31 +23,31 @@ from trainkit.slurm.client import (
 
 def test_out_and_err_are_kept_apart(fake: FakeSlurm) -> None:
     fake.add("squeue", "echo out; echo err >&2")
-    assert ask_slurm(["squeue"], 5, environ=fake.environ) == Answer(b"out\n", "err\n")
-    assert run_slurm(["squeue"], 5, environ=fake.environ) == "out\n"
+    assert ask_slurm(["squeue"], 60, environ=fake.environ) == Answer(b"out\n", "err\n")
+    assert run_slurm(["squeue"], 60, environ=fake.environ) == "out\n"
 
 
 def test_arguments_are_never_read_by_a_shell(fake: FakeSlurm) -> None:
     hostile = ["squeue", "--name=a b", "$(touch x)", "`id`", "'\"", "a\nb", "; exit 3", "ü"]
     fake.add("squeue")
-    run_slurm(hostile, 5, environ=fake.environ)
+    run_slurm(hostile, 60, environ=fake.environ)
     assert fake.calls == [hostile]
 
 
 def test_input_is_handed_over_and_otherwise_there_is_none(fake: FakeSlurm) -> None:
     fake.add("sbatch", 'read line; echo "got $line"')
-    assert run_slurm(["sbatch"], 5, input="hello\n", environ=fake.environ) == "got hello\n"
-    assert run_slurm(["sbatch"], 5, environ=fake.environ) == "got \n"
+    assert run_slurm(["sbatch"], 60, input="hello\n", environ=fake.environ) == "got hello\n"
+    assert run_slurm(["sbatch"], 60, environ=fake.environ) == "got \n"
 
 
 def test_bytes_that_are_no_utf8(fake: FakeSlurm) -> None:
     fake.add("squeue", "printf 'a\\377b'")
-    assert run_slurm(["squeue"], 5, environ=fake.environ) == "a\ufffdb"
+    assert run_slurm(["squeue"], 60, environ=fake.environ) == "a\ufffdb"
 
 
 def test_program_missing(fake: FakeSlurm) -> None:
     with pytest.raises(UsageError, match="`sbatch` is not on PATH: there is no Slurm here") as caught:
-        run_slurm(["sbatch"], 5, environ=fake.environ)
+        run_slurm(["sbatch"], 60, environ=fake.environ)
     assert "--backend local" in caught.value.hint
     assert caught.value.exit_code == 2
 
@@ -55,11 +55,9 @@ def test_program_missing(fake: FakeSlurm) -> None:
 def test_no_answer_in_time(fake: FakeSlurm) -> None:
     fake.add("sbatch", "echo 'sbatch: error: still trying' >&2; exec /bin/sleep 30")
     begin = time.monotonic()
-    with pytest.raises(
-        SlurmUnreachable, match=r"`sbatch` did not answer within 0\.3 s: still trying"
-    ) as caught:
-        run_slurm(["sbatch"], 0.3, environ=fake.environ)
-    assert time.monotonic() - begin < 5
+    with pytest.raises(SlurmUnreachable, match=r"`sbatch` did not answer within 2 s: still trying") as caught:
+        run_slurm(["sbatch"], 2.0, environ=fake.environ)
+    assert time.monotonic() - begin < 25
     assert caught.value.exit_code == 3
     assert caught.value.may_have_arrived
 
@@ -69,7 +67,7 @@ def test_refused(fake: FakeSlurm) -> None:
         "sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid qos specification' >&2; exit 1"
     )
     with pytest.raises(SlurmRefused, match=r"^sbatch: Invalid qos specification$") as caught:
-        run_slurm(["sbatch"], 5, environ=fake.environ)
+        run_slurm(["sbatch"], 60, environ=fake.environ)
     assert caught.value.exit_code == 2
     assert caught.value.sentence == "Invalid qos specification"
     assert "--qos" in caught.value.hint
@@ -81,7 +79,7 @@ def test_away(fake: FakeSlurm) -> None:
         "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1",
     )
     with pytest.raises(SlurmUnreachable, match="squeue cannot reach Slurm: Unable to contact") as caught:
-        run_slurm(["squeue"], 5, environ=fake.environ)
+        run_slurm(["squeue"], 60, environ=fake.environ)
     assert not caught.value.may_have_arrived
 
 

@@ -94,19 +94,21 @@ def test_a_user_whom_accounting_does_not_show(fake: FakeSlurm) -> None:
 
 
 def test_all_are_asked_at_the_same_time(fake: FakeSlurm) -> None:
-    slurm(fake).add("sinfo", '/bin/sleep 0.5; /bin/cat "$here/nodes"')
-    fake.add("scontrol", '[ "$1" = show ] || exit 1; /bin/sleep 0.5; /bin/cat "$here/$2"')
-    begin = time.monotonic()
-    assert glance(fake.environ).name == "west"
-    assert time.monotonic() - begin < 0.95
+    meet = (
+        'what=$2; : > "$here/began.$$"; tries=0; set -- "$here"/began.*; while [ $# -lt 3 ]; do '
+        'tries=$((tries+1)); [ $tries -lt 600 ] || exit 1; /bin/sleep 0.1; set -- "$here"/began.*; done; '
+    )
+    slurm(fake).add("sinfo", meet + '/bin/cat "$here/nodes"')
+    fake.add("scontrol", '[ "$1" = show ] || exit 1; ' + meet + '/bin/cat "$here/$what"')
+    assert glance(fake.environ, timeout_s=90.0).name == "west"
 
 
 def test_one_that_does_not_answer(fake: FakeSlurm) -> None:
     slurm(fake).add("sinfo", "exec /bin/sleep 30")
     begin = time.monotonic()
     with pytest.raises(SlurmUnreachable, match="`sinfo` did not answer within"):
-        glance(fake.environ, timeout_s=0.3)
-    assert time.monotonic() - begin < 5
+        glance(fake.environ, timeout_s=2.0)
+    assert time.monotonic() - begin < 25
 
 
 def test_associations_without_a_line_each_are_none() -> None:

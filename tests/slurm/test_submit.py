@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -28,8 +29,24 @@ LISTING = r"printf '%s\037%s\037%s\037%s\036\n'"
 """Prints a job as squeue does: array's id, time of submission, comment, script."""
 
 
+class Clock:
+    """In the place of the module `time`: it goes on only where somebody sleeps."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "time", Clock())
     monkeypatch.setattr(submit, "SETTLE_S", 0.6)
     monkeypatch.setattr(submit, "LOOK_EVERY_S", 0.1)
     monkeypatch.setattr(submit, "FIRST_PAUSE_S", 0.1)

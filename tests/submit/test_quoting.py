@@ -121,7 +121,7 @@ def test_slurm_finds_every_log(cluster: Any, tmp_path: Path) -> None:
         log.parent.mkdir(parents=True)
     jobs = [sbatch(cluster, tmp_path, f"output={directive(log_path(str(log)))}") for log in logs]
     for job in jobs:
-        cluster.wait_for_job(job, {"COMPLETED", "FAILED"}, 60)
+        cluster.wait_for_job(job, {"COMPLETED", "FAILED"}, 240)
     assert {str(log): log.exists() and log.read_text() for log in logs} == {
         str(log): "it ran\n" for log in logs
     }

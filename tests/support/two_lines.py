@@ -1,6 +1,6 @@
 """A trainer that is a command: it keeps the contract of the two lines, or not, and needs no torch.
 
-Its steps are long enough for a strike to arrive on a slow machine before the last third of them is over.
+In a drill its first attempt waits before the last step for what is done to it: a strike may take its time.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ while rank > 0:
     time.sleep(0.005)
 step = int(heard(state))
 tell(places[0], step)
+is_struck = attempt == "1" and run.parent.name.startswith("drill-") and run.name != "uninterrupted"
+strike_due_s = time.monotonic() + (120 if is_struck else 0)
 while step < STEPS:
+    while step == STEPS - 1 and not asked and time.monotonic() < strike_due_s:
+        time.sleep(0.01)
     while any(int(heard(place)) < step for place in places):
         time.sleep(0.002)
     step += 1
-    time.sleep(0.05)
+    time.sleep(0.02)
     if WRITES:
         with (run / "metrics.jsonl").open("a") as stream:
-            stream.write(json.dumps({"step": step, "loss": 1 / step}) + chr(10))
+            stream.write(json.dumps({"step": step, "loss": 1 / step, "attempt": int(attempt)}) + chr(10))
     if SAVES and (asked or step % 10 == 0):
         tell(state, step)
     if asked and step < STEPS:
@@ -54,5 +58,5 @@ while step < STEPS:
 
 
 def two_lines(steps: int = 80, saves: bool = True, writes: bool = True) -> str:
-    """The code of a trainer of so many steps of 0.05 s or more; the first rank saves and writes them down."""
+    """The code of a trainer of so many steps of 0.02 s or more; the first rank saves and writes them down."""
     return _CODE.replace("STEPS", str(steps)).replace("SAVES", str(saves)).replace("WRITES", str(writes))

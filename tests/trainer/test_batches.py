@@ -176,7 +176,7 @@ def test_close_in_the_middle_leaves_no_thread(num_workers: int) -> None:
     batches.close()
     batches.close()
     for thread in started:
-        thread.join(timeout=5)
+        thread.join(timeout=60)
         assert not thread.is_alive()
 
 
@@ -193,7 +193,7 @@ def test_reads_ahead_while_nobody_waits() -> None:
 
     batches = PrefetchedBatches(source(dataset=Counting()), 0, num_workers=2)
     next(batches)
-    assert Counting.enough.wait(timeout=5), "read twice more than was asked for"
+    assert Counting.enough.wait(timeout=60), "read twice more than was asked for"
     batches.close()
 
 

@@ -125,7 +125,7 @@ def hold_back_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     original = storage._HashingStream.__init__
 
     def wait_first(self: Any, path: Path) -> None:
-        assert gate.wait(timeout=10)
+        assert gate.wait(timeout=60)
         original(self, path)
 
     monkeypatch.setattr(storage._HashingStream, "__init__", wait_first)
@@ -195,7 +195,7 @@ def test_poll_reports_without_waiting(
     saver.poll()
     assert saver.last_step is None
     gate.set()
-    saver._pending[2].exception(timeout=10)
+    saver._pending[2].exception(timeout=60)
     saver.poll()
     assert saver.last_step == 1
 

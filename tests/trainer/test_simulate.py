@@ -41,7 +41,7 @@ def simulate(attempt: AttemptDir, rank: int = 0) -> dict[str, Any]:
     # DTensor remembers the groups of a process after they are gone.
     argv = [str(attempt.config_file), str(attempt.plan_file), str(rank)]
     module = [sys.executable, "-m", "trainkit.trainer.simulate"]
-    done = subprocess.run([*module, *argv], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*module, *argv], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import log_text, losses, make_attempt, start_workers, train, wait_for
+from tests.support.runs import log_text, losses, make_attempt, site, start_workers, train, wait_for
 from trainkit.manifest import find_damage, published
 from trainkit.rundir import AttemptDir, read_jsonl
 
 pytestmark = pytest.mark.slow
 
-LONG = ["train.steps=2000", "model.dropout=0.1"]
+LONG = ["train.steps=100000", "model.dropout=0.1"]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never came to that"
@@ -45,7 +45,7 @@ def test_in_a_step_even_when_one_rank_only_is_told(tmp_path: Path, number: signa
     procs = start_workers(attempt, 2)
     wait_until(lambda: len(losses(attempt.run.path)) >= 3)
     procs[1].send_signal(number)
-    assert wait_for(procs, 30) == [75, 75], log_text(attempt)
+    assert wait_for(procs) == [75, 75], log_text(attempt)
     assert newest_step(attempt) >= 3
 
 
@@ -58,7 +58,7 @@ def test_during_start_up(tmp_path: Path, delay_s: float) -> None:
     time.sleep(delay_s)
     for proc in procs:
         proc.send_signal(signal.SIGTERM)
-    assert wait_for(procs, 30) == [75, 75], log_text(attempt)
+    assert wait_for(procs) == [75, 75], log_text(attempt)
 
 
 def test_during_start_up_when_one_rank_only_is_told(tmp_path: Path) -> None:
@@ -66,13 +66,40 @@ def test_during_start_up_when_one_rank_only_is_told(tmp_path: Path) -> None:
     procs = start_workers(attempt, 2)
     wait_until(lambda: handles_sigterm(procs[1].pid))
     procs[1].send_signal(signal.SIGTERM)
-    assert wait_for(procs, 30) == [75, 75], log_text(attempt)
+    assert wait_for(procs) == [75, 75], log_text(attempt)
 
 
 def handles_sigterm(pid: int) -> bool:
+    return has_signal(pid, "SigCgt", signal.SIGTERM)
+
+
+def is_pending(pid: int, number: signal.Signals) -> bool:
+    """Whether a signal was sent that the process has not taken yet: a second one would be lost."""
+    return has_signal(pid, "ShdPnd", number)
+
+
+def has_signal(pid: int, mask: str, number: signal.Signals) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught.split()[1], 16) & (1 << (signal.SIGTERM - 1)))
+    found = next(line for line in status.splitlines() if line.startswith(mask))
+    return bool(int(found.split()[1], 16) & (1 << (number - 1)))
+
+
+TOLD_IN_VALIDATION = """
+import sys
+if "trainkit.trainer" in sys.orig_argv:
+    import os, signal
+    from trainkit.trainer.evaluate import Evaluator
+    from trainkit.trainer.pulse import Pulse
+    enter, num_batches = Pulse.enter, 0
+    def enter_and_tell(pulse, phase):
+        global num_batches
+        num_batches += phase == "evaluate"
+        if phase == "evaluate" and num_batches == 10:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        enter(pulse, phase)
+    Pulse.enter = enter_and_tell
+"""
+"""A sitecustomize.py: the rank is told in the middle of its first validation."""
 
 
 def test_during_validation_which_is_made_up_for_later(tmp_path: Path) -> None:
@@ -80,11 +107,9 @@ def test_during_validation_which_is_made_up_for_later(tmp_path: Path) -> None:
     train(tmp_path / "whole", [*options, "train.eval_batches=100"])
     long = [*options, "train.eval_batches=100"]
     attempt = make_attempt(tmp_path / "cut", long)
-    procs = start_workers(attempt)
-    wait_until(lambda: 1 in losses(attempt.run.path))
-    time.sleep(0.15)
-    procs[0].send_signal(signal.SIGUSR2)
-    assert wait_for(procs, 30) == [75]
+    procs = start_workers(attempt, env=site(tmp_path, TOLD_IN_VALIDATION))
+    assert wait_for(procs) == [75], log_text(attempt)
+    assert not has_event(attempt, "evaluated")
     train(tmp_path / "cut", long)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     whole, cut = (
@@ -104,18 +129,18 @@ def test_during_an_asynchronous_save(tmp_path: Path) -> None:
     wait_until(lambda: has_event(attempt, "checkpoint_begin"))
     for proc in procs:
         proc.send_signal(signal.SIGTERM)
-    assert wait_for(procs, 60) == [75, 75], log_text(attempt)
+    assert wait_for(procs) == [75, 75], log_text(attempt)
     newest_step(attempt)
 
 
 def test_during_the_first_compile(tmp_path: Path) -> None:
-    attempt = make_attempt(tmp_path / "run", [*LONG, "parallel.compile=true"])
+    attempt = make_attempt(tmp_path / "run", [*LONG, "parallel.compile=true", "requeue.grace_s=600"])
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
     procs = start_workers(attempt, env=env)
     wait_until(lambda: has_event(attempt, "training"))
     time.sleep(0.5)
     procs[0].send_signal(signal.SIGTERM)
-    assert wait_for(procs, 120) == [75], log_text(attempt)
+    assert wait_for(procs, 600) == [75], log_text(attempt)
     assert newest_step(attempt) == 1
 
 
@@ -128,15 +153,26 @@ def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     time.sleep(0.3)
     procs[0].send_signal(signal.SIGINT)
     time.sleep(0.3)
+    wait_until(lambda: not is_pending(procs[0].pid, signal.SIGINT))
     assert procs[0].poll() is None
     procs[0].send_signal(signal.SIGINT)
-    assert procs[0].wait(timeout=5) == 130
+    assert procs[0].wait(timeout=60) == 130
     procs[1].kill()
     wait_for(procs[1:])
 
 
 def test_stuck_rank_leaves_before_the_deadline(tmp_path: Path) -> None:
-    attempt = make_attempt(tmp_path / "run", [*LONG, "requeue.grace_s=5", "checkpoint.every_steps=1"], 2)
+    took_s = 0.0
+    for number in range(3):  # a machine that stands still for a second is no rank that stays
+        took_s = leave_stuck(tmp_path / f"run-{number}")
+        if took_s < 5.0:
+            break
+    assert 3.0 < took_s < 5.0
+
+
+def leave_stuck(run_dir: Path) -> float:
+    """The seconds that a rank takes to leave when its peer stands still; its grace is 5 s."""
+    attempt = make_attempt(run_dir, [*LONG, "requeue.grace_s=5", "checkpoint.every_steps=1"], 2)
     procs = start_workers(attempt, 2)
     wait_until(lambda: len(published(attempt.run.checkpoints_dir)) >= 1)
     os.kill(procs[1].pid, signal.SIGSTOP)
@@ -144,30 +180,33 @@ def test_stuck_rank_leaves_before_the_deadline(tmp_path: Path) -> None:
     started = time.monotonic()
     procs[0].send_signal(signal.SIGTERM)
     try:
-        assert procs[0].wait(timeout=10) == 70
-        assert 3.0 < time.monotonic() - started < 5.0
+        assert procs[0].wait(timeout=60) == 70
+        took_s = time.monotonic() - started
     finally:
         procs[1].kill()
         wait_for(procs[1:])
     assert "leaving before the job is killed" in attempt.rank_log(0).read_text()
     assert "Thread" in (attempt.stacks_dir / "rank-0000.txt").read_text()
     assert all(find_damage(checkpoint) == "" for checkpoint in published(attempt.run.checkpoints_dir))
+    return took_s
 
 
 def test_first_preparation_of_the_data_can_be_left(tmp_path: Path) -> None:
-    text = tmp_path / "big.txt"
+    (tmp_path / "texts").mkdir()
+    text = tmp_path / "texts" / "0.txt"
     with text.open("w") as stream:
         for number in range(400):
             stream.write(f"{number} some line of text that says nothing much\n" * 5000)
-    attempt = make_attempt(
-        tmp_path / "run", [*LONG, f"data.source={text}", f"data.cache_dir={tmp_path / 'cache'}"]
-    )
+    for number in range(1, 20):
+        (tmp_path / "texts" / f"{number}.txt").hardlink_to(text)
+    source = [f"data.source={text.parent}", f"data.cache_dir={tmp_path / 'cache'}"]
+    attempt = make_attempt(tmp_path / "run", [*LONG, *source])
     procs = start_workers(attempt)
     wait_until(lambda: (tmp_path / "cache").exists())
     started = time.monotonic()
     procs[0].send_signal(signal.SIGTERM)
-    assert wait_for(procs, 30) == [75]
-    assert time.monotonic() - started < 5.0
+    assert wait_for(procs) == [75]
+    assert time.monotonic() - started < 15.0  # minutes with all of it
     assert "no step was done" in attempt.rank_log(0).read_text()
 
 
@@ -181,4 +220,4 @@ def test_missing_peer_is_named(tmp_path: Path) -> None:
     time.sleep(3.0)
     assert procs[0].poll() is None
     procs[0].send_signal(signal.SIGTERM)
-    assert wait_for(procs[:1], 30) == [75], log_text(attempt)
+    assert wait_for(procs[:1]) == [75], log_text(attempt)

@@ -21,7 +21,7 @@ from trainkit.job.failures import first_exit_code
 from trainkit.job.hang_watch import HangWatch
 from trainkit.job.outcome import Outcome
 from trainkit.job.preflight import SEEN_VARIABLE
-from trainkit.job.record import find_entry, is_cancelled
+from trainkit.job.record import find_entry, is_cancelled, is_cancelled_now
 from trainkit.job.slurm_place import slurm_job_id
 from trainkit.job.verdict import first_task_end, node_of_killed_task, was_aborted
 from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
@@ -118,7 +118,8 @@ class StepWatch(Crew):
     def _pass_on(self) -> None:
         """Tell the ranks what only this shell was told, or that a cancel came before there was a step."""
         if self._unheard_s is None:
-            if self.outcome.request is None and is_cancelled(self.attempt):
+            is_asked = is_cancelled(self.attempt) and not is_cancelled_now(self.attempt)
+            if self.outcome.request is None and is_asked:
                 self._unheard_s = time.monotonic()
             return
         if time.monotonic() < self._unheard_s + HEARD_S:
