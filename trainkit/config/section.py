@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +12,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+_DISABLE_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 class Section(BaseModel):
@@ -25,6 +27,22 @@ class Section(BaseModel):
         # Built when first used: the whole config builds its sections anyway, and `submit` has to wait for it.
         defer_build=True,
     )
+
+    @classmethod
+    def model_rebuild(cls, **options: Any) -> bool | None:
+        """Build the model as pydantic does, without the plugins of pydantic that happen to be installed.
+
+        To find them it reads a file of every package there is, and what it finds is loaded into the command.
+        """
+        before = os.environ.get(_DISABLE_PLUGINS)
+        os.environ[_DISABLE_PLUGINS] = "__all__"
+        try:
+            return super().model_rebuild(**options)
+        finally:
+            if before is None:
+                del os.environ[_DISABLE_PLUGINS]
+            else:
+                os.environ[_DISABLE_PLUGINS] = before
 
 
 def section(description: str) -> Any:
