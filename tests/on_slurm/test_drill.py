@@ -51,7 +51,7 @@ def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
 
 def test_the_built_in_trainer_survives_the_loss_of_a_save(login: Login) -> None:
     ways = ("--only", "mid-save", "--only", "damaged-checkpoint")
-    found = drill(login, *NANO, "--steps", "300", "--seed", "1", "--per", "node", *ways)
+    found = drill(login, *NANO, "--steps", "100", "--seed", "1", "--per", "node", *ways)
     assert {result["state"] for result in found.values()} == {"holds"}
     assert [result["way_back"] for result in found.values()] == ["restart", "resume"]
     rejected = [
