@@ -16,6 +16,7 @@ from trainkit.observe.words import verdict_line
 from trainkit.rundir import RunDir, read_end
 from trainkit.rungroup import RunGroup
 from trainkit.submit.group import recall_job_id
+from trainkit.submit.interrupts import interrupts_wait
 from trainkit.submit.local import LEAVING_S
 from trainkit.submit.steer import ask_slurm, kill, life_watch, live_entry, look_at, wait_until_gone
 
@@ -34,11 +35,14 @@ def run_here(
     However this ends, none of them goes on.
     """
     for index, item in enumerate(bench.runs):
-        run = start(index, item)
+        run: RunDir | None = None
         try:
+            with interrupts_wait():
+                run = start(index, item)
             _wait(run)
         except BaseException:
-            _end(run)
+            if run is not None:
+                _end(run)
             raise
         remove_all(run.checkpoints_dir)  # nobody goes on from a bench
         tell(item)

@@ -24,6 +24,7 @@ from trainkit.observe.words import verdict_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, read_end, read_jsonl
 from trainkit.submit.create import new_place
+from trainkit.submit.interrupts import interrupts_wait
 
 REFERENCE = "uninterrupted"
 
@@ -107,7 +108,8 @@ class Campaign:
         return result
 
     def _start(self, name: str, patience_s: float) -> tuple[RunDir, RunWatch]:
-        self.running = run = self.start(self.folder / name)
+        with interrupts_wait():
+            self.running = run = self.start(self.folder / name)
         poll_s = hand_for(run, self.plan.backend).poll_s
         return run, RunWatch(run, poll_s, patience_s, lambda text: self.say(f"{name}: {text}"))
 

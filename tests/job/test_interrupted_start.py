@@ -1,0 +1,41 @@
+"""Ctrl-C while a drill or a bench starts a run: none is left that goes on."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+from job_tree import wait_for
+
+from trainkit.bench.campaign import run_here
+from trainkit.drill.campaign import Campaign
+from trainkit.job.record import Liveness, liveness, newest_entry
+from trainkit.rundir import RunDir, read_end
+
+
+def is_killed(run):
+    wait_for(lambda: liveness(newest_entry(run)) is Liveness.GONE)
+    return read_end(run.attempt(1))["state"] == "cancelled"
+
+
+def test_of_a_drill(start_job, tmp_path):
+    def start(folder):
+        job = start_job("time.sleep(600)")
+        os.kill(os.getpid(), signal.SIGINT)
+        return job.run
+
+    campaign = Campaign(tmp_path, None, None, 0, None, start, print)
+    with pytest.raises(KeyboardInterrupt):
+        list(campaign.carry_out([]))
+    assert is_killed(RunDir(tmp_path / "run"))
+
+
+def test_of_a_bench(start_job, tmp_path):
+    def start(index, item):
+        job = start_job("time.sleep(600)")
+        os.kill(os.getpid(), signal.SIGINT)
+        return job.run
+
+    with pytest.raises(KeyboardInterrupt):
+        run_here(SimpleNamespace(runs=["one"]), start, print)
+    assert is_killed(RunDir(tmp_path / "run"))

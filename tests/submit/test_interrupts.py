@@ -1,0 +1,51 @@
+"""Ctrl-C while a run is being started."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from trainkit.submit.interrupts import interrupts_wait
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_it_comes_when_the_block_is_over() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with interrupts_wait():
+            interrupt()
+            done.append("all of it")
+        done.append("what comes after")
+    assert done == ["all of it"]
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+def test_a_second_one_comes_at_once() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts_wait():  # noqa: PT012
+        interrupt()
+        done.append("so far")
+        interrupt()
+        done.append("not here")
+    assert done == ["so far"]
+
+
+def test_without_one_nothing_is_different() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interrupts_wait():
+        pass
+    with pytest.raises(ValueError, match="no"), interrupts_wait():
+        raise ValueError("no")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_where_it_is_ignored_it_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupts_wait():
+        interrupt()
