@@ -181,6 +181,7 @@ def test_nothing_measured_is_a_failure(desk: Desk) -> None:
     assert "2 of 2 have not ended" in done.stderr
 
 
+@pytest.mark.slow
 def test_layouts_run_one_after_another_and_one_that_fails_stays_in_the_table(desk: Desk) -> None:
     desk.works(CURVE)
     args = [str(desk.config), *TWO, "--steps", "12", "--warmup", "2", "--out", "runs/mine"]

@@ -46,6 +46,7 @@ def test_prepare_prints_the_folder_and_says_the_rest(tmp_path):
     assert value["tokenizer"]["eos_id"] == 256
 
 
+@pytest.mark.slow
 def test_examples_of_the_help_run_as_they_stand(tmp_path):
     for command in ([], ["prepare"], ["validate"]):
         shown = trainkit_data(*command, "-h", cwd=tmp_path)

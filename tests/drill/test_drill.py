@@ -122,6 +122,7 @@ def test_the_example_of_the_two_lines_survives(place: Place) -> None:
     assert signal_row[-4:] == ["0", "steps", "equal", "holds"]
 
 
+@pytest.mark.slow
 def test_a_trainer_that_does_not_save_is_found_out(place: Place) -> None:
     done = place.drill("--gpus-per-node", "1", "--only", "signal", "--", "python", place.trainer(saves=False))
     assert done.returncode == 1
@@ -131,6 +132,7 @@ def test_a_trainer_that_does_not_save_is_found_out(place: Place) -> None:
     assert words[-1] == "0 of 1 hold"
 
 
+@pytest.mark.slow
 def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> None:
     command = ("--", "python", place.trainer(writes=False))
     done = place.drill("--gpus-per-node", "1", "--only", "signal", "--only", "rank", *command)
@@ -140,6 +142,7 @@ def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> No
     assert "signal: its end only: COMMAND writes no steps into metrics.jsonl" in rows
 
 
+@pytest.mark.slow
 def test_a_config_that_does_not_come_back_by_itself_is_resumed(place: Place) -> None:
     command = ("--", "python", place.trainer())
     done = place.drill("--gpus-per-node", "1", "--only", "rank", "--set", "requeue.on=[]", *command)
@@ -157,6 +160,7 @@ def test_a_run_that_fails_by_itself_ends_the_drill(place: Place) -> None:
     assert "hint: `trainkit logs " in done.stderr
 
 
+@pytest.mark.slow
 def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(place: Place) -> None:
     code = "import os, time\nif os.environ['TRAINKIT_JOB_ATTEMPT'] != '1': time.sleep(600)\n"
     (place.folder / "train.py").write_text(code + two_lines())
