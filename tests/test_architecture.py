@@ -19,8 +19,9 @@ ALLOWED = {
     # What everybody may know.
     "__init__": set(),  # the version
     "errors": set(),
+    "times": set(),
     "resources": {"errors"},
-    "rundir": {"errors"},
+    "rundir": {"errors", "times"},
     "rungroup": {"errors", "rundir"},
     "state": set(),
     "manifest": {"errors", "rundir"},
@@ -30,24 +31,32 @@ ALLOWED = {
     "plan": {"errors", "resources", "config", "data.checks"},
     # How it gets there and goes on. A local run is a process tree: submit starts it and names its signals.
     "slurm": {"errors"},
-    "job": {"errors", "state", "rundir", "rungroup", "manifest", "config", "plan", "slurm"},
+    "job": {"errors", "times", "state", "rundir", "rungroup", "manifest", "config", "plan", "slurm"},
     "submit": {
-        *("errors", "resources", "state", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
+        *("errors", "times", "resources", "state", "rundir", "rungroup"),
+        *("manifest", "config", "plan", "slurm"),
         *("job.record", "job.points", "job.children", "job.signals", "job.interpreter"),
         *("job.submitit_shell", "job.mark", "job.bad_nodes"),
         "data.checks",  # the size of the vocabulary, which a resume compares
     },
-    "observe": {"errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm", "job.record"},
+    "observe": {
+        *("errors", "times", "rundir", "rungroup", "manifest", "config", "plan", "slurm", "job.record"),
+    },
     # Interrupts runs on purpose, as their owner could by hand.
     "drill": {
-        *("errors", "rundir", "state", "manifest", "config", "plan", "slurm", "job", "submit", "observe"),
+        *("errors", "times", "rundir", "state", "manifest", "config", "plan", "slurm"),
+        *("job", "submit", "observe"),
     },
     # Runs a config in many ways, as its owner could by hand, and compares them.
     "bench": {
-        *("errors", "rundir", "rungroup", "manifest", "config", "plan", "submit", "observe", "job.record"),
+        *("errors", "times", "rundir", "rungroup", "manifest", "config", "plan"),
+        *("submit", "observe", "job.record"),
     },
     # The only one with torch. It is named in argv, never imported.
-    "trainer": {"errors", "rundir", "manifest", "config", "data", "plan", "job.signals", "job.rank_env"},
+    "trainer": {
+        *("errors", "times", "rundir", "manifest", "config", "data", "plan"),
+        *("job.signals", "job.rank_env"),
+    },
     "cli": {
         *("errors", "resources", "rundir", "rungroup", "manifest", "config", "data", "plan"),
         *("slurm", "job", "submit", "observe", "drill", "bench"),

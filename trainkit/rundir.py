@@ -12,9 +12,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from trainkit.times import utc_now
 
 CHECKPOINT_PREFIX = "step-"
 PARTIAL_SUFFIX = ".partial"
@@ -248,11 +249,6 @@ def copied_file(run: RunDir, name: str) -> Path:
 def goes_on(end: Mapping[str, Any]) -> bool:
     """Whether an end.json says that the run goes on by itself."""
     return end.get("action") in COMEBACK_ACTIONS
-
-
-def utc_now() -> str:
-    """Now as ISO-8601 UTC with milliseconds, for example ``2026-01-31T12:00:00.123Z``."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -33,7 +33,7 @@ def test_cancel_now_kills_the_whole_tree(desk):
     pid = read_json(run.job_file)["attempts"][0]["pid"]
     everything = [pid, *wait_for(lambda: len(found := descendants(pid)) == 6 and found)]
     assert desk.trainkit("cancel", str(run.path), "--now").returncode == 0
-    wait_for(lambda: not any(map(is_running, everything)))
+    wait_for(lambda: not any(map(is_running, everything)), 5)
     assert desk.wait_for_end(run)["state"] == "cancelled"
     assert desk.status(run)["state"] == "cancelled"
 

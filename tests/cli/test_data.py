@@ -170,7 +170,7 @@ def test_killed_at_random_moments_and_finished(tmp_path):
     expected = content_of(tmp_path / "expected")
     assert len(expected) > 200
 
-    randomness = random.Random(0)
+    randomness, num_killed = random.Random(0), 0
     for attempt in range(8):
         process = start_prepare(tmp_path, "out", 1 + attempt % 3)
         goal = num_records(tmp_path / "out") + randomness.randrange(25)
@@ -183,7 +183,9 @@ def test_killed_at_random_moments_and_finished(tmp_path):
             shutil.rmtree(tmp_path / "out")
             continue
         assert process.returncode == -signal.SIGKILL
+        num_killed += 1
         assert not (tmp_path / "out" / "dataset.json").exists()
+    assert num_killed > 0
     last = start_prepare(tmp_path, "out", 2)
     assert last.wait(300) == 0, last.stderr.read()
     assert content_of(tmp_path / "out") == expected

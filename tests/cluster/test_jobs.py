@@ -85,7 +85,7 @@ def test_hosts_without_power_and_without_network(cluster: Cluster, tmp_path: Pat
     cluster.kill_host(3)
     cluster.cut_off(4)
     cluster.wait_for_nodes([3, 4], r"down\*", timeout_s=150)
-    assert time.monotonic() - began < 90
+    assert time.monotonic() - began < 30
     assert set(cluster.node_states()) == set(cluster.hosts)
     cluster.wait_for_job(job_id, "PENDING", timeout_s=150)
     cluster.revive_host(3)

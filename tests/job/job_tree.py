@@ -36,12 +36,13 @@ def save_when_asked():
 def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
     """The first true value of a condition."""
     deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
+    while True:
+        is_last = time.monotonic() >= deadline_s  # before the look: who stood still itself looks once more
         value = condition()
         if value:
             return value
+        assert not is_last, "waited too long"
         time.sleep(0.02)
-    raise AssertionError("waited too long")
 
 
 def is_running(pid: int) -> bool:

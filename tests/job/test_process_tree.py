@@ -193,7 +193,7 @@ def test_killed_supervisor_leaves_nothing_behind(start_job):
     job = start_job("ready(); time.sleep(600)", nodes=2, workers=2)
     everything = [*job.worker_pids(), *descendants(job.entry["pid"])]
     os.kill(job.entry["pid"], signal.SIGKILL)
-    wait_for(lambda: not any(map(is_running, everything)))
+    wait_for(lambda: not any(map(is_running, everything)), 5)
     assert not job.run.attempt(1).end_file.exists()
 
 
@@ -237,7 +237,7 @@ def test_second_ctrl_c_ends_what_does_not_listen(start_job):
     os.kill(job.entry["pid"], signal.SIGINT)
     wait_for(lambda: "signal" in job.events())
     os.kill(job.entry["pid"], signal.SIGINT)
-    job.wait()
+    job.wait(timeout_s=10)
     assert not any(map(is_running, pids))
 
 

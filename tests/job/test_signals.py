@@ -71,5 +71,5 @@ def test_second_ctrl_c_ends_at_once():
         worker.send_signal(signal.SIGINT)
         worker.stdout.readline()
         worker.send_signal(signal.SIGINT)
-        worker.communicate(timeout=60)
+        worker.communicate(timeout=5)
     assert worker.returncode == 130

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.cluster.cluster import Cluster
 from tests.on_slurm.login import Login, agents_of, wait_for
 from trainkit.manifest import find_damage, published
 from trainkit.rundir import RunDir, goes_on, read_json, read_jsonl, read_metrics
+from trainkit.times import parse_time
 
 CONFIG = """\
 name: survivor
@@ -117,7 +117,9 @@ def events_of(run: RunDir, name: str) -> list[dict[str, Any]]:
 
 def time_of(event: Mapping[str, Any]) -> float:
     """When an event was written, in seconds since 1970."""
-    return datetime.fromisoformat(event["time"].replace("Z", "+00:00")).timestamp()
+    time = parse_time(event["time"])
+    assert time is not None
+    return time.timestamp()
 
 
 def ranks_of(run: RunDir) -> dict[int, int]:

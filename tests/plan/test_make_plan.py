@@ -138,13 +138,13 @@ def test_a_typing_error_does_not_start_a_thousand_processes() -> None:
 
 
 def test_thousands_of_nodes_are_nothing_special() -> None:
-    begin = time.process_time()
+    begin = time.perf_counter()
     many = replace(CPU, num_cpus=4096)
     asked = ("resources.nodes=4096", "resources.gpus_per_node=8", "train.global_batch_size=null")
     made = plan(many, *asked)
     assert made.world_size == 32768
     assert made.batch.global_batch_size == 8 * 32768
-    assert time.process_time() - begin < 1.0
+    assert time.perf_counter() - begin < 1.0
 
 
 def test_what_only_slurm_knows_has_no_effect_without_it() -> None:

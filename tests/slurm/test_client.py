@@ -57,7 +57,7 @@ def test_no_answer_in_time(fake: FakeSlurm) -> None:
     begin = time.monotonic()
     with pytest.raises(SlurmUnreachable, match=r"`sbatch` did not answer within 2 s: still trying") as caught:
         run_slurm(["sbatch"], 2.0, environ=fake.environ)
-    assert time.monotonic() - begin < 25
+    assert time.monotonic() - begin < 7
     assert caught.value.exit_code == 3
     assert caught.value.may_have_arrived
 

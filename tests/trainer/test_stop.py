@@ -156,7 +156,7 @@ def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     wait_until(lambda: not is_pending(procs[0].pid, signal.SIGINT))
     assert procs[0].poll() is None
     procs[0].send_signal(signal.SIGINT)
-    assert procs[0].wait(timeout=60) == 130
+    assert procs[0].wait(timeout=5) == 130
     procs[1].kill()
     wait_for(procs[1:])
 
@@ -199,15 +199,26 @@ def test_first_preparation_of_the_data_can_be_left(tmp_path: Path) -> None:
             stream.write(f"{number} some line of text that says nothing much\n" * 5000)
     for number in range(1, 20):
         (tmp_path / "texts" / f"{number}.txt").hardlink_to(text)
-    source = [f"data.source={text.parent}", f"data.cache_dir={tmp_path / 'cache'}"]
-    attempt = make_attempt(tmp_path / "run", [*LONG, *source])
+    took_s = 0.0
+    for number in range(3):  # a machine may stand still for a second
+        took_s = leave_preparation(tmp_path / f"run-{number}", text.parent)
+        if took_s < 5.0:
+            break
+    assert took_s < 5.0
+
+
+def leave_preparation(run_dir: Path, texts: Path) -> float:
+    """The seconds that a rank takes to leave when it is told while it prepares its data."""
+    cache = run_dir.with_name(f"{run_dir.name}-cache")
+    attempt = make_attempt(run_dir, [*LONG, f"data.source={texts}", f"data.cache_dir={cache}"])
     procs = start_workers(attempt)
-    wait_until(lambda: (tmp_path / "cache").exists())
+    wait_until(cache.exists)
     started = time.monotonic()
     procs[0].send_signal(signal.SIGTERM)
     assert wait_for(procs) == [75]
-    assert time.monotonic() - started < 15.0  # minutes with all of it
+    took_s = time.monotonic() - started
     assert "no step was done" in attempt.rank_log(0).read_text()
+    return took_s
 
 
 def test_missing_peer_is_named(tmp_path: Path) -> None:

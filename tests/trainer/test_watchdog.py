@@ -85,7 +85,8 @@ def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_pat
         (8, "data"),
         (8, "forward"),
     ], log_text(attempt)
-    assert all(1.0 <= record.waited_s < 60.0 and record.limit_s >= 2.0 for record in records)
+    assert all(record.waited_s >= 1.0 and record.limit_s >= 2.0 for record in records)
+    assert min(record.waited_s for record in records) < 5.0  # one may have stood still itself
     assert all(0.0 < record.usual_s < 2.0 for record in records)
     verdict = hang_verdict(attempt, plan_of(attempt), records)
     assert (verdict["rank"], verdict["step"]) == (1, 8)

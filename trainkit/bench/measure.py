@@ -13,8 +13,8 @@ from typing import Any
 from trainkit.bench.exposed import exposed_s, lean
 from trainkit.bench.record import Bench, BenchRun
 from trainkit.bench.shorten import COUNTED_PROFILED_STEPS, profiled_ranks
-from trainkit.observe.status import parse_time
 from trainkit.rundir import read_metrics
+from trainkit.times import parse_time
 
 Row = dict[str, Any]
 """A value for every column; None where it is not known."""

@@ -19,12 +19,12 @@ from trainkit.drill.verdict import Ended, Result, judge
 from trainkit.drill.watch import RunWatch
 from trainkit.errors import TrainkitError
 from trainkit.manifest import find_damage, published, remove_all
-from trainkit.observe.status import parse_time, seconds_between
 from trainkit.observe.words import verdict_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, read_end, read_jsonl
 from trainkit.submit.create import new_place
 from trainkit.submit.interrupts import interrupts_wait
+from trainkit.times import parse_time, seconds_between
 
 REFERENCE = "uninterrupted"
 

@@ -15,7 +15,8 @@ from trainkit.job.outcome import Outcome
 from trainkit.job.record import KILLED, is_cancelled, is_cancelled_now, read_job
 from trainkit.job.verdict import first_failure
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, read_json, utc_now, write_json
+from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, read_json, write_json
+from trainkit.times import utc_now
 
 
 def judge(attempt: AttemptDir, outcome: Outcome, means: Means) -> Decision:

@@ -16,7 +16,8 @@ from trainkit.job.hangs import read_hangs
 from trainkit.job.preflight_error import PreflightFailed
 from trainkit.job.rank_env import own_host
 from trainkit.job.tracebacks import last_exception
-from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
+from trainkit.rundir import AttemptDir, read_json, write_json
+from trainkit.times import as_utc, parse_time, seconds_between, utc_now
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 16_384
@@ -136,18 +137,13 @@ def _first_record(attempt: AttemptDir) -> dict[str, Any] | None:
         if isinstance(record, dict):
             records.append(record)
     records.sort(key=lambda record: str(record.get("time") or "~"))
-    killed = (one for one in records if _was_killed(one) and _seconds_between(records[0], one) < PEER_S / 2)
+    killed = (one for one in records if _was_killed(one) and _later_s(records[0], one) < PEER_S / 2)
     return next(killed, records[0] if records else None)
 
 
-def _seconds_between(first: dict[str, Any], second: dict[str, Any]) -> float:
-    try:
-        begun, ended = (
-            datetime.fromisoformat(str(one["time"]).replace("Z", "+00:00")) for one in (first, second)
-        )
-        return (ended - begun).total_seconds()
-    except (KeyError, ValueError, TypeError):
-        return 0.0  # one of them does not know when
+def _later_s(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """How much later the second record was written; 0 when one of them does not know when."""
+    return seconds_between(first.get("time"), parse_time(second.get("time"))) or 0.0
 
 
 def _was_killed(record: dict[str, Any]) -> bool:
@@ -177,12 +173,10 @@ def host_verdict(attempt: AttemptDir, lost: Sequence[str]) -> dict[str, Any]:
 
 
 def dead_host_verdict(host: str, died_at: datetime | None) -> dict[str, Any]:
-    """The verdict on an attempt of which nobody is left to tell; `died_at` is in UTC."""
+    """The verdict on an attempt of which nobody is left to tell, not even on its first host."""
     reason = "its host died, or its supervisor was killed"
-    verdict = {**agent_verdict(None, reason), "host": host or None, "type": "HostLost"}
-    if died_at is not None:
-        verdict["time"] = died_at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    return verdict
+    time = {} if died_at is None else {"time": as_utc(died_at)}
+    return {**agent_verdict(None, reason), "host": host or None, "type": "HostLost", **time}
 
 
 def agent_verdict(node_rank: int | None, reason: str, exit_code: int | None = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from trainkit.job.exit_codes import signal_exit_code
 from trainkit.job.record import find_entry, num_comebacks
 from trainkit.manifest import published
 from trainkit.rundir import AttemptDir, read_end, read_jsonl
+from trainkit.times import seconds_between
 
 LONG_S = 1800.0
 """A trainer of which we see no checkpoint has come further when it ran so long."""
@@ -93,13 +94,9 @@ def reached_its_stop(attempt: AttemptDir) -> bool:
 def _seconds(attempt: AttemptDir) -> float:
     """How long an attempt has run; one that has ended, as far as its logs tell."""
     entry = find_entry(attempt.run, attempt.number) or {}
-    started = entry.get("started_at") or entry.get("submitted_at")
-    if not isinstance(started, str):
-        return 0.0
-    begun = datetime.fromisoformat(started.replace("Z", "+00:00"))
     is_newest = attempt.number == max(attempt.run.attempt_numbers())
-    ended = datetime.now(begun.tzinfo) if is_newest else last_sign(attempt)
-    return 0.0 if ended is None else (ended - begun).total_seconds()
+    ended = datetime.now(timezone.utc) if is_newest else last_sign(attempt)
+    return seconds_between(entry.get("started_at") or entry.get("submitted_at"), ended) or 0.0
 
 
 def last_sign(attempt: AttemptDir) -> datetime | None:

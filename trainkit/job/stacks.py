@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
+from trainkit.rundir import AttemptDir, read_json, write_json
+from trainkit.times import utc_now
 
 POLL_S = 0.1
 

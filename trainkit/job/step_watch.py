@@ -28,6 +28,7 @@ from trainkit.job.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_json, read_jsonl
 from trainkit.slurm.control import kill_step
+from trainkit.times import seconds_between
 
 LOOK_EVERY_S = 1.0
 HEARD_S = 2.0
@@ -118,8 +119,7 @@ class StepWatch(Crew):
     def _pass_on(self) -> None:
         """Tell the ranks what only this shell was told, or that a cancel came before there was a step."""
         if self._unheard_s is None:
-            is_asked = is_cancelled(self.attempt) and not is_cancelled_now(self.attempt)
-            if self.outcome.request is None and is_asked:
+            if self.outcome.request is None and self._is_to_save():
                 self._unheard_s = time.monotonic()
             return
         if time.monotonic() < self._unheard_s + HEARD_S:
@@ -130,6 +130,10 @@ class StepWatch(Crew):
             if self.outcome.request is None:
                 self.outcome.request = signal.SIGTERM.name
                 self.end_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
+
+    def _is_to_save(self) -> bool:
+        """Whether a person has cancelled the attempt, and not at once."""
+        return is_cancelled(self.attempt) and not is_cancelled_now(self.attempt)
 
     def _end_after_a_failure(self) -> None:
         """End the step when a rank or its agent has failed: its peers may wait for it for ever."""
@@ -203,10 +207,8 @@ class StepWatch(Crew):
 
     def _grace_is_over(self, now: datetime) -> bool:
         """Whether the ranks had been told to end for longer than the grace time."""
-        told = [
-            datetime.fromisoformat(event["time"].replace("Z", "+00:00")) for event in self._signal_events()
-        ]
-        return any((now - time).total_seconds() >= self.plan.grace_s for time in told)
+        since_s = (seconds_between(event["time"], now) or 0.0 for event in self._signal_events())
+        return any(seconds >= self.plan.grace_s for seconds in since_s)
 
     def _signal_events(self) -> list[dict[str, Any]]:
         return [

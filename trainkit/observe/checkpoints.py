@@ -9,6 +9,7 @@ from typing import Any
 
 from trainkit.manifest import Checkpoint, best_step, find_plain_damage, partials, published, rejects
 from trainkit.rundir import RunDir, read_jsonl
+from trainkit.times import as_utc
 
 NO_MANIFEST: dict[str, Any] = {}
 
@@ -56,14 +57,13 @@ def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedChe
     manifest = _manifest(path)
     files = [item.stat() for item in path.rglob("*") if item.is_file()]
     newest_s = max((item.st_mtime for item in files), default=path.stat().st_mtime)
-    time = datetime.fromtimestamp(newest_s, timezone.utc).isoformat(timespec="seconds")
     digits = path.name.partition("-")[2].partition(".")[0]
     return ListedCheckpoint(
         name=path.name,
         path=str(path),
         state=state,
         step=int(digits) if digits.isdigit() else None,
-        time=time.replace("+00:00", "Z"),
+        time=as_utc(datetime.fromtimestamp(newest_s, timezone.utc), "seconds"),
         bytes=sum(item.st_size for item in files),
         layout=manifest.get("layout"),
         world_size=manifest.get("world_size"),

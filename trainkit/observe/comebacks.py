@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from trainkit.observe.words import verdict_line
+from trainkit.times import parse_time
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,7 @@ def _first(events: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any] 
 
 
 def _time(event: Mapping[str, Any] | None) -> datetime | None:
-    try:
-        return datetime.fromisoformat(str((event or {}).get("time")).replace("Z", "+00:00"))
-    except ValueError:
-        return None
+    return parse_time((event or {}).get("time"))
 
 
 def _between(begin: datetime | None, end: datetime | None) -> float | None:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from trainkit.observe.status import attempt_state, seconds_between
+from trainkit.observe.status import attempt_state
 from trainkit.plan.sweep import shown
 from trainkit.rundir import best_result, goes_on, read_jsonl
 from trainkit.rungroup import Point, RunGroup, is_index
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
+from trainkit.times import seconds_between
 
 NUM_READERS = 8
 """Points read at a time: a network filesystem takes a millisecond for each file."""

@@ -17,6 +17,7 @@ from trainkit.rundir import RunDir, goes_on, read_json, read_jsonl
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.reasons import reason_sentence
 from trainkit.slurm.states import JobState
+from trainkit.times import parse_time, seconds_between
 
 STALE_S = 60.0
 """No new metrics for this long, and for `STALE_INTERVALS` of their usual distance, is worth a warning."""
@@ -236,22 +237,6 @@ def newest_checkpoint(run: RunDir) -> str | None:
     """The folder of the newest published checkpoint, as far as that shows without reading it."""
     found = [item for item in published(run.checkpoints_dir) if item.manifest_file.is_file()]
     return str(found[-1].path) if found else None
-
-
-def parse_time(text: object) -> datetime | None:
-    """A time as the run's files hold it."""
-    if not isinstance(text, str):
-        return None
-    try:
-        return datetime.fromisoformat(text.replace("Z", "+00:00"))
-    except ValueError:
-        return None
-
-
-def seconds_between(start: object, now: datetime) -> float | None:
-    """Seconds from a time in a file until now."""
-    time = parse_time(start)
-    return None if time is None else (now - time).total_seconds()
 
 
 def _json(path: Any) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from trainkit.errors import UsageError
 from trainkit.job.mark import job_mark
 from trainkit.job.record import KILLED, mark_cancelled, newest_entry, run_lock
-from trainkit.rundir import RunDir, utc_now
+from trainkit.rundir import RunDir
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_steps, send_signal
 from trainkit.slurm.submit import find_marked
 from trainkit.submit.steer import step_of, write_cancelled
+from trainkit.times import utc_now
 
 
 def recall_job_id(group: RunGroup) -> str | None:

@@ -19,11 +19,12 @@ from shlex import quote
 
 from trainkit.errors import UsageError
 from trainkit.job.record import read_job
-from trainkit.rundir import RunDir, append_jsonl, read_jsonl, utc_now
+from trainkit.rundir import RunDir, append_jsonl, read_jsonl
 from trainkit.rungroup import RunGroup, group_of, is_index
 from trainkit.slurm.jobid import base_id, is_job_id
 from trainkit.state import state_folder
 from trainkit.submit.create import RUNS_FOLDER
+from trainkit.times import utc_now
 
 
 @dataclass(frozen=True)

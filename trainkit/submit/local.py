@@ -24,8 +24,9 @@ from trainkit.job.record import (
     read_job,
 )
 from trainkit.job.signals import NOTICE_SIGNALS
-from trainkit.rundir import RunDir, log_event, utc_now, write_json
+from trainkit.rundir import RunDir, log_event, write_json
 from trainkit.submit.index import register
+from trainkit.times import utc_now
 
 LEAVING_S = 10.0
 """How long a supervisor that has written how its job ended may take to exit."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainkit import __version__
 from trainkit.config.contradictions import LOOKS_SECRET
-from trainkit.rundir import utc_now
+from trainkit.times import utc_now
 
 GIT_LIMIT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000

@@ -21,7 +21,7 @@ from trainkit.job.record import (
     newest_entry,
 )
 from trainkit.job.record import liveness as local_liveness
-from trainkit.rundir import RunDir, log_event, read_json, utc_now, write_json
+from trainkit.rundir import RunDir, log_event, read_json, write_json
 from trainkit.slurm.conf_file import cluster_name, other_cluster
 from trainkit.slurm.control import Receiver, cancel, kill_step, send_signal
 from trainkit.slurm.jobs import JobInfo, query_jobs
@@ -29,6 +29,7 @@ from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import find_marked
 from trainkit.submit import local
 from trainkit.submit.follow_ups import waiting_follow_ups
+from trainkit.times import utc_now
 
 ASK_EVERY_S = 10.0
 """Slurm's controller answers a whole cluster: a command that waits asks no more often."""

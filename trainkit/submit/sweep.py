@@ -16,13 +16,14 @@ from trainkit.job.mark import job_mark
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import difference, shown, shown_value
-from trainkit.rundir import RunDir, utc_now, write_atomic, write_json
+from trainkit.rundir import RunDir, write_atomic, write_json
 from trainkit.rungroup import GROUP_VERSION, Point, RunGroup
 from trainkit.submit.create import new_place, write_provenance
 from trainkit.submit.index import register
 from trainkit.submit.secrets import refuse_leaks
 from trainkit.submit.slurm_backend import removed_unless_submitted, submit_file
 from trainkit.submit.slurm_script import JobScript, script_for
+from trainkit.times import utc_now
 
 MAX_SHOWN = 10
 """Problems that are shown one by one."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from logging import getLogger
 from typing import Any
 
-from trainkit.rundir import RunDir, append_jsonl, utc_now
+from trainkit.rundir import RunDir, append_jsonl
+from trainkit.times import utc_now
 from trainkit.trainer.checkpoint.progress import Progress
 from trainkit.trainer.control import StepReport
 from trainkit.trainer.device import device_peak_flops, peak_memory_gib

@@ -19,7 +19,8 @@ from logging import getLogger
 from types import FrameType
 
 from trainkit.job.signals import StopRequest
-from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
+from trainkit.rundir import AttemptDir, read_json, write_json
+from trainkit.times import utc_now
 from trainkit.trainer.pulse import Pulse
 
 log = getLogger(__name__)

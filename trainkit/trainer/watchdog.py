@@ -15,7 +15,8 @@ from typing import Any
 from trainkit.errors import EXIT_STUCK
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.rundir import AttemptDir, utc_now, write_json
+from trainkit.rundir import AttemptDir, write_json
+from trainkit.times import utc_now
 from trainkit.trainer.pulse import Phase, Position, Pulse
 from trainkit.trainer.stacks import RankStacks, training_stack
 
