@@ -18,6 +18,7 @@ MAX_LINES = 350
 ALLOWED = {
     # What everybody may know.
     "__init__": set(),  # the version
+    "frozen": set(),
     "errors": set(),
     "times": set(),
     "resources": {"errors"},
@@ -63,7 +64,7 @@ ALLOWED = {
     },
     "__main__": {"cli"},
 }
-"""Package or module of trainkit -> what it may import of trainkit, beside itself and the version."""
+"""Package or module of trainkit -> what it may import of it, beside itself, the version and `frozen`."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def imports_of(path: Path) -> Iterator[Import]:
 
 @pytest.mark.parametrize("part", sorted({part_of(path) for path in files()}))
 def test_imports_follow_the_arrows(part: str) -> None:
-    allowed = {f"trainkit.{name}" for name in ALLOWED[part] | {part}}
+    allowed = {f"trainkit.{name}" for name in ALLOWED[part] | {part, "frozen"}}
     crossing = [
         f"{item.place} imports {item.module}"
         for path in files()
@@ -130,6 +131,18 @@ def test_arrows_lead_one_way() -> None:
 
     for part in ALLOWED:
         below(part, ())
+
+
+def test_frozen_dataclasses_are_those_that_cost_little() -> None:
+    """But where a module has others too, so that `dataclass` has one meaning in a file."""
+    found = [
+        str(path.relative_to(ROOT))
+        for path in files()
+        if "@dataclass(frozen=True)" in (text := path.read_text(encoding="utf-8"))
+        and "@dataclass\n" not in text
+        and "from trainkit.frozen import dataclass" not in text
+    ]
+    assert found == []
 
 
 def test_only_the_trainer_imports_torch() -> None:

@@ -15,7 +15,8 @@ The exit codes of a *worker* are a contract of their own: see `EXIT_*` below.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from trainkit.frozen import dataclass
 
 EXIT_OK = 0
 EXIT_FAILED = 1

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError, Problem
+from trainkit.frozen import dataclass
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout_rules import divisors, layout_problems
 from trainkit.plan.model_shape import ModelShape

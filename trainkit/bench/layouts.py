@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ from trainkit.config.names import near
 from trainkit.config.running import ParallelConfig
 from trainkit.config.yamlfile import parse_value
 from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.frozen import dataclass
 from trainkit.plan.choices import LONG_SEQUENCE
 from trainkit.plan.launch import Layout
 from trainkit.plan.layout import make_layout

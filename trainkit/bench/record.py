@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -12,6 +12,7 @@ from trainkit.bench.layouts import DEGREES, BenchLayout, Selection
 from trainkit.bench.shorten import Length
 from trainkit.config.changes import Change
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 from trainkit.rundir import RunDir, read_json, write_json
 
 BENCH_VERSION = 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from trainkit.config import RunConfig
 from trainkit.config.changes import Change, short_training
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 
 PROFILED_STEPS = 3
 """The last steps, which the profiler records: they are slower, so none of them is measured."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 
 if TYPE_CHECKING:
     from trainkit.bench.fitting import Site

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from trainkit.cli.options import examples, json_option
 from trainkit.errors import EXIT_OK
+from trainkit.frozen import dataclass
 
 
 @dataclass(frozen=True)

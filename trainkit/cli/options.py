@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from trainkit.frozen import dataclass
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.errors import EXIT_OK, UsageError
+from trainkit.frozen import dataclass
 
 if TYPE_CHECKING:
     from trainkit.cli.options import ConfigRequest

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 
 if TYPE_CHECKING:
     from trainkit.cli.options import ConfigRequest

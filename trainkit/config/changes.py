@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,6 +16,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.tree import entry_at, merge
 from trainkit.config.validation import validation_problems
 from trainkit.errors import ConfigError
+from trainkit.frozen import dataclass
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem
+from trainkit.frozen import dataclass
 
 DEFAULT = "default"
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+from trainkit.frozen import dataclass
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainkit import rundir
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 
 DATASET_FILE = "dataset.json"
 FORMAT = "trainkit-token-shards"

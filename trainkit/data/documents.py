@@ -6,13 +6,13 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import IO, Any
 
 from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.data.sources import BOTH, ROWS, Input
 from trainkit.data.units import Part, open_input, rows_phase, split_offset
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 
 PIECE_BYTES = 1 << 16
 """A text is tokenised in pieces of about this size, cut where lines end."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from trainkit.data.tokenizer_file import identify
 from trainkit.data.unit_work import WORK_FOLDER, UnitJob, digest_unit, run_unit
 from trainkit.data.units import LAYOUT_VERSION, UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
+from trainkit.frozen import dataclass
 
 PLAN_FILE = "plan.json"
 """What was begun, while the folder is not finished."""

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from trainkit.data.sources import Input
 from trainkit.data.tokenizer import Tokenizer, Tokens
 from trainkit.data.units import Unit
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 
 WORK_FOLDER = ".work"
 """Inside the output folder while it is not finished."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import IO, cast
 
 from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.data.sources import BOTH, ROWS, TEXT, Input
+from trainkit.frozen import dataclass
 
 LAYOUT_VERSION = 1
 """Part of every fingerprint: raise it when the same text would become other tokens."""

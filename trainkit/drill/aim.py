@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 from trainkit.drill.scenarios import Scenario
+from trainkit.frozen import dataclass
 
 
 @dataclass(frozen=True)

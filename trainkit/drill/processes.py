@@ -6,9 +6,9 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.frozen import dataclass
 from trainkit.job.children import descendants
 from trainkit.job.worker_env import RUN_DIR_VARIABLE
 from trainkit.rundir import RunDir

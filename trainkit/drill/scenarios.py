@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from trainkit.config import RunConfig
+from trainkit.frozen import dataclass
 from trainkit.plan.launch import LaunchPlan
 
 

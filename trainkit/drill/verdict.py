@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from trainkit.drill.curve import Point, compare, steps_while_saving
 from trainkit.drill.play import Played
 from trainkit.drill.scenarios import Scenario
+from trainkit.frozen import dataclass
 
 State = Literal["holds", "broken", "missed", "not here"]
 """`missed`: it could be tried here, and the run was over first; `not here`: it cannot be tried."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
+from trainkit.frozen import dataclass
 from trainkit.job.exit_codes import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.rundir import COMEBACK_ACTIONS

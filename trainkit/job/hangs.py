@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trainkit.errors import EXIT_STUCK
+from trainkit.frozen import dataclass
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_json
 

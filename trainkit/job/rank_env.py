@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 
 RANK_VARIABLES = (
     "RANK",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 from trainkit.slurm.hosts import expand_hosts, tasks_per_node
 
 FIRST_SPECIAL_STEP = 4_294_967_280

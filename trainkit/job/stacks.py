@@ -11,10 +11,11 @@ import shutil
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
+from trainkit.frozen import dataclass
 from trainkit.rundir import AttemptDir, read_json, write_json
 from trainkit.times import utc_now
 

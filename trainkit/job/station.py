@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from dataclasses import dataclass
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.frozen import dataclass
 from trainkit.job import children
 from trainkit.job.rendezvous import LOCAL_ADDR, choose_port
 from trainkit.job.slurm_place import SlurmPlace

@@ -12,11 +12,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, TrainkitError
+from trainkit.frozen import dataclass
 from trainkit.job import children
 from trainkit.job.agent import run_slurm_task
 from trainkit.job.decision import Decision, Means

@@ -6,11 +6,11 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.frozen import dataclass
 from trainkit.job import children
 from trainkit.job.agent import KILL_MARGIN_S
 from trainkit.job.crew import PEER_S, Crew

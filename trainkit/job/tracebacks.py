@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from trainkit.frozen import dataclass
 
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")

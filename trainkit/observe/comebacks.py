@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from trainkit.frozen import dataclass
 from trainkit.observe.words import verdict_line
 from trainkit.times import parse_time
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.frozen import dataclass
 from trainkit.observe.tail import LogTail, start_of_last
 from trainkit.rundir import AttemptDir, RunDir, goes_on, read_end
 

@@ -7,10 +7,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from typing import Any
 
+from trainkit.frozen import dataclass
 from trainkit.observe.status import attempt_state
 from trainkit.plan.sweep import shown
 from trainkit.rundir import best_result, goes_on, read_jsonl

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
+from trainkit.frozen import dataclass
 from trainkit.manifest import published
 from trainkit.observe.comebacks import Comeback, find_comebacks
 from trainkit.observe.tail import last_records

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from trainkit.frozen import dataclass
 from trainkit.plan.choices import MODES, Choice, batches, choose, is_refused
 from trainkit.plan.hardware import Hardware
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from trainkit.config.running import ResourcesConfig
+from trainkit.frozen import dataclass
 from trainkit.plan.cluster import NodeKind, Partition
 
 _NO_FEATURE = re.compile(r"[&|,()\[\]]|\*\d+")

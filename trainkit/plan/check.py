@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
+from trainkit.frozen import dataclass
 from trainkit.plan.cluster import LOCAL, Target
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layout_rules import batch_problems, layout_problems

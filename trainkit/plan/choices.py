@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 
+from trainkit.frozen import dataclass
 from trainkit.plan.costs import Cost, cost_of
 from trainkit.plan.hardware import Hardware
 from trainkit.plan.launch import Layout

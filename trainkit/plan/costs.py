@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
+from trainkit.frozen import dataclass
 from trainkit.plan.device_memory import Gpu
 from trainkit.plan.device_peaks import peak_flops
 from trainkit.plan.schedules import WEIGHTS_LATER, bubble_fraction

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from shlex import quote
 
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 from trainkit.plan.launch import LaunchPlan
 
 WAITED_FOR = ("pending", "starting", "running", "restarting", "stopping", "requeueing")

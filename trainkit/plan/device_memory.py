@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from trainkit.frozen import dataclass
 
 MIB = 2**20
 GIB = 2**30

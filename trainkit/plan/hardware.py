@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 from trainkit.plan.asked import fitting_nodes
 from trainkit.plan.cluster import NodeKind, Target
 from trainkit.plan.device_memory import Gpu, find_gpu, known_gpus

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any
 
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 from trainkit.plan.slurm_request import SlurmRequest
 
 PLAN_VERSION = 1

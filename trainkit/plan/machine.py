@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from trainkit.frozen import dataclass
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 MEMINFO = Path("/proc/meminfo")

@@ -7,9 +7,10 @@ looked at in a few moments, of which the worst one counts.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import cached_property
 
+from trainkit.frozen import dataclass
 from trainkit.plan.moments import Moments, Parts
 from trainkit.plan.schedules import InFlight, worst_in_flight
 from trainkit.plan.weights import held_by, local_counts

@@ -7,8 +7,7 @@ unit are copied to float32 to be reduced while those of the next one are compute
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from trainkit.frozen import dataclass
 from trainkit.plan.activations import (
     block_bytes,
     gradient_bytes,

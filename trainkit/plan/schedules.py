@@ -7,9 +7,8 @@ torch's tables of these schedules do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from trainkit.config.running import PipelineSchedule
+from trainkit.frozen import dataclass
 from trainkit.plan.pipeline import STAGES_PER_RANK
 
 PASSES = 3

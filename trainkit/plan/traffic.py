@@ -7,9 +7,9 @@ and twice that for an all-reduce (arXiv 1909.08053, 1910.02054, 2205.05198).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
+from trainkit.frozen import dataclass
 from trainkit.plan.activations import stream_bytes
 from trainkit.plan.weights import held_by, local_counts, unit_blocks
 from trainkit.plan.workload import Workload

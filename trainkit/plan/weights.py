@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from trainkit.config.running import PipelineSchedule
+from trainkit.frozen import dataclass
 from trainkit.plan.launch import Layout
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.pipeline import num_stages, stage_layers, stages_of

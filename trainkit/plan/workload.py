@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
+from trainkit.frozen import dataclass
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.pipeline import TWO_BACKWARDS

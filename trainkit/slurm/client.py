@@ -7,11 +7,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from trainkit.errors import SlurmError, UsageError
+from trainkit.frozen import dataclass
 from trainkit.slurm.messages import UNREACHABLE_HINT, Trouble, cleaned, hint_of, trouble_of
 
 QUERY_TIMEOUT_S = 30.0

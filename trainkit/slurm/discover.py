@@ -7,10 +7,11 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from trainkit.errors import TrainkitError
+from trainkit.frozen import dataclass
 from trainkit.slurm.client import QUERY_TIMEOUT_S, SlurmUnreachable, plain_environ, query, run_slurm
 from trainkit.slurm.control import Version, parse_version, show_config
 from trainkit.slurm.hosts import first_host

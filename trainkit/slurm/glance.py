@@ -7,9 +7,9 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from trainkit.errors import TrainkitError
+from trainkit.frozen import dataclass
 from trainkit.slurm.client import plain_environ, run_slurm
 from trainkit.slurm.control import Version, parse_config, parse_version
 from trainkit.slurm.discover import (

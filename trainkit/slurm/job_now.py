@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 
+from trainkit.frozen import dataclass
 from trainkit.slurm.client import QUERY_PATIENCE_S, QUERY_TIMEOUT_S, query
 from trainkit.slurm.jobid import checked_job_id
 from trainkit.slurm.records import time_of

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 
 from trainkit.errors import TrainkitError
+from trainkit.frozen import dataclass
 from trainkit.slurm.client import QUERY_TIMEOUT_S, SlurmRefused, plain_environ, query, run_slurm
 from trainkit.slurm.jobid import base_id, checked_job_id, expand_tasks
 from trainkit.slurm.reasons import reason_sentence

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from trainkit.errors import TrainkitError
+from trainkit.frozen import dataclass
 from trainkit.slurm.client import plain_environ, run_slurm
 from trainkit.slurm.records import seconds_of
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from trainkit.frozen import dataclass
 from trainkit.slurm.client import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,

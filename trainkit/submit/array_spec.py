@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 from trainkit.plan.sweep import MAX_POINTS
 from trainkit.slurm.control import show_config
 from trainkit.slurm.jobid import array_indices

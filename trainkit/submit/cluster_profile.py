@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from trainkit.config.names import near
 from trainkit.config.tree import Entry
 from trainkit.config.yamlfile import read_yaml_file
 from trainkit.errors import ConfigError
+from trainkit.frozen import dataclass
 from trainkit.resources import shipped_configs
 from trainkit.slurm.conf_file import cluster_name
 

@@ -12,12 +12,12 @@ import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 from trainkit.job.record import read_job
 from trainkit.rundir import RunDir, append_jsonl, read_jsonl
 from trainkit.rungroup import RunGroup, group_of, is_index

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 from trainkit.job.interpreter import PYTHON_OPTIONS
 from trainkit.job.mark import job_mark
 from trainkit.plan.launch import LaunchPlan

@@ -8,12 +8,13 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from stat import S_IMODE, S_ISLNK
 from typing import Any
 
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 from trainkit.rundir import RunDir
 from trainkit.submit.ignored_links import find_links, links_notes, make_links
 from trainkit.submit.import_path import find_import_path

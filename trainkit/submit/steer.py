@@ -6,11 +6,11 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
 from trainkit.errors import SlurmError, TrainkitError, UsageError
+from trainkit.frozen import dataclass
 from trainkit.job.record import (
     KILLED,
     Liveness,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trainkit.config.running import LaunchConfig
+from trainkit.frozen import dataclass
 from trainkit.submit.containers import container_argv
 from trainkit.submit.interpreters import Interpreter, Trouble
 

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.frozen import dataclass
 from trainkit.job.mark import job_mark
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv

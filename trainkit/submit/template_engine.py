@@ -6,11 +6,11 @@ import difflib
 import re
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 from trainkit.resources import shipped_templates
 from trainkit.submit.quoting import comment, directive, quote, words
 

@@ -7,13 +7,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from trainkit.config import RunConfig
 from trainkit.errors import TrainkitError
+from trainkit.frozen import dataclass
 from trainkit.plan.asked import Asked, asked_of
 from trainkit.plan.cluster import Cluster
 from trainkit.plan.launch import LaunchPlan

@@ -8,11 +8,11 @@ of the model than its own shard.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from trainkit.config.schema import RunConfig
+from trainkit.frozen import dataclass
 from trainkit.plan.launch import LaunchPlan
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.attention import has_flash, repeat_shared_heads

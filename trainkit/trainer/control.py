@@ -6,12 +6,11 @@ to save. Nothing else in the loop talks: logging, clipping and signals ride on i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.frozen import dataclass
 from trainkit.trainer.distributed import World
 
 

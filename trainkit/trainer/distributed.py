@@ -8,7 +8,6 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from trainkit.frozen import dataclass
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Layout, Place

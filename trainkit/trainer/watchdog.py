@@ -8,11 +8,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.errors import EXIT_STUCK
+from trainkit.frozen import dataclass
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.rundir import AttemptDir, write_json

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
+from trainkit.frozen import dataclass
 from trainkit.trainer.models.model import Model
 
 

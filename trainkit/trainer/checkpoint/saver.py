@@ -6,7 +6,6 @@ import os
 import shutil
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from trainkit.errors import CheckpointError
+from trainkit.frozen import dataclass
 from trainkit.manifest import (
     MANIFEST_NAME,
     MANIFEST_VERSION,

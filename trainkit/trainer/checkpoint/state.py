@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from trainkit.frozen import dataclass
 from trainkit.trainer.dtensor import local
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.weights import Weight

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from trainkit.data.order import IntArray, sample_index
 from trainkit.data.shards import TokenShards
+from trainkit.frozen import dataclass
 from trainkit.plan.launch import Batch
 from trainkit.trainer.stateless_random import hash_int32, stable_key
 

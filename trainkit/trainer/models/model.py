@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.frozen import dataclass
 from trainkit.plan.model_shape import ModelShape
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
