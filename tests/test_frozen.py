@@ -79,6 +79,7 @@ def test_what_is_made_is_the_same(make: Callable[[Any], Any]) -> None:
         lambda cls: cls("a", name="b"),
         lambda cls: cls("a", size=3),
         lambda cls: cls(at=3),
+        lambda cls: cls(nam="a"),
     ],
 )
 def test_what_cannot_be_made_is_refused_by_both(make: Callable[[Any], Any]) -> None:

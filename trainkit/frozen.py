@@ -48,26 +48,29 @@ def _freeze(cls: type) -> type:
 def _constructor(cls: type, fields: tuple[dataclasses.Field[Any], ...]) -> Callable[..., None]:
     names = tuple(field.name for field in fields)
     defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
-    factories = {
-        field.name: field.default_factory
+    factories = [
+        (field.name, field.default_factory)
         for field in fields
         if field.default_factory is not dataclasses.MISSING
-    }
+    ]
+    known = frozenset(names)
     finish = getattr(cls, "__post_init__", None)
 
     def __init__(self: Any, *args: Any, **values: Any) -> None:
-        given = dict(zip(names, args, strict=False))
-        if len(args) > len(names) or given.keys() & values.keys():
-            raise TypeError(f"{cls.__qualname__}() got too many values: {args}, {values}")
-        # Past __setattr__, which refuses.
-        self.__dict__.update(defaults, **given, **values)
-        for name, make in factories.items():
-            if name not in values and name not in given:
-                self.__dict__[name] = make()
-        if len(self.__dict__) != len(names):
-            missing = [name for name in names if name not in self.__dict__]
-            unknown = [name for name in values if name not in names]
-            raise TypeError(f"{cls.__qualname__}() lacks {missing}, does not know {unknown}")
+        state = self.__dict__  # past __setattr__, which refuses
+        state.update(defaults)
+        state.update(values)
+        if args:
+            state.update(zip(names, args, strict=False))
+        for name, make in factories:
+            if name not in state:
+                state[name] = make()
+        if (
+            len(args) > len(names)
+            or state.keys() != known
+            or not values.keys().isdisjoint(names[: len(args)])
+        ):
+            raise TypeError(f"{cls.__qualname__}({', '.join(names)}) was called with {args} and {values}")
         if finish is not None:
             finish(self)
 

@@ -36,7 +36,7 @@ def plan(loaded) -> LaunchPlan:  # type: ignore[no-untyped-def]
 def submitted(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> RunDir:  # type: ignore[no-untyped-def]
     """A run with a copy of its project, which has changed since."""
     (project / "train.py").write_text("old\n")
-    code = copy_code(run, loaded.config, plan, project)
+    code = copy_code(run, plan, project)
     write_json(run.job_file, {"cwd": str(project), "code": code, "attempts": []})
     run.attempt(1).create()
     (project / "train.py").write_text("new\n")
@@ -96,7 +96,7 @@ def test_a_run_is_judged_where_it_was_submitted(submitted: RunDir, project: Path
 def test_a_script_that_is_named_past_the_copy(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> None:  # type: ignore[no-untyped-def]
     (project / "train.py").write_text("old\n")
     past = replace(plan, command=("python", f"{project}/train.py", "--data", str(project.parent)))
-    code = copy_code(run, loaded.config, past, project)
+    code = copy_code(run, past, project)
     assert code is not None
     assert code["notes"] == [
         f"{project}/train.py is used as it then is; named from {project} it would be the copy"

@@ -144,7 +144,7 @@ def test_a_folder_that_is_taken(tmp_path: Path) -> None:
 
 def test_the_same_script_whenever_it_is_asked_for(tmp_path: Path) -> None:
     points = planned(tmp_path, LRS)
-    group = create_group(points, "0-2", tmp_path / "group", ["trainkit"], lambda run: None)
+    group = create_group(points, "0-2", tmp_path / "group", ["trainkit"], None)
     assert group_script(group, points, "0-2", None).text == group.script_file.read_text()
 
 
@@ -174,6 +174,6 @@ def test_a_group_that_slurm_does_not_take_leaves_no_trace(
 def test_ten_thousand_points_are_four_files(tmp_path: Path) -> None:
     (point,) = planned(tmp_path, {0: {"seed": 0}})
     many = [sweep.PlannedPoint(index, {"seed": index}, point.config, point.plan) for index in range(10_000)]
-    group = create_group(many, "0-9999", tmp_path / "group", ["trainkit"], lambda run: None)
+    group = create_group(many, "0-9999", tmp_path / "group", ["trainkit"], None)
     assert len(list(group.path.iterdir())) == 4
     assert len(json.loads(group.sweep_file.read_text())["points"]) == 10_000

@@ -49,6 +49,6 @@ def make_group(
     """A group at ``folder/group`` whose array is said to be a job, and what is changed in its sweep.json."""
     array = ",".join(map(str, points))
     argv = ["trainkit", "submit"]
-    group = create_group(planned(folder, points, command), array, folder / "group", argv, lambda run: None)
+    group = create_group(planned(folder, points, command), array, folder / "group", argv, None)
     group.update(job_id=job_id, submitted_at=SUBMITTED_AT, **record)
     return group

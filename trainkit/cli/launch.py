@@ -19,7 +19,7 @@ from trainkit.errors import (
 )
 from trainkit.job.record import run_lock
 from trainkit.rundir import RunDir
-from trainkit.submit.create import check_name, create_run
+from trainkit.submit.create import CodeCopier, check_name, create_run, wants_copy
 from trainkit.submit.start import start_attempt
 
 if TYPE_CHECKING:
@@ -116,26 +116,24 @@ def start_new_run(
     return run, {"run_dir": str(run.path), "name": name, **started(entry, plan.backend)}
 
 
-def code_copier(
-    config: RunConfig, plan: LaunchPlan, quiet: bool = False
-) -> Callable[[RunDir], dict[str, Any] | None]:
-    """What puts a copy of the code into a new run, and says what a person should know about it."""
+def code_copier(config: RunConfig, plan: LaunchPlan, quiet: bool = False) -> CodeCopier | None:
+    """What puts a copy of the code into a new run, and tells about it unless it is `quiet`."""
+    if not wants_copy(config, plan):
+        return None
 
-    def copy(run: RunDir) -> dict[str, Any] | None:
-        from trainkit.submit.code import copy_code, wants_copy
+    def copy(run: RunDir) -> dict[str, Any]:
+        from trainkit.submit.code import copy_code
 
-        if not wants_copy(config, plan):
-            return None
-        code = copy_code(run, config, plan, Path.cwd())
-        if code is not None and not quiet:
-            click.echo(
-                f"  code                {code['num_files']:,} files of {code['source']} copied", err=True
-            )
-            for note in code["notes"]:
-                click.echo(f"  note: {note}", err=True)
-        return code
+        return copy_code(run, plan, Path.cwd())
 
-    return copy
+    def tell(code: dict[str, Any]) -> None:
+        if quiet:
+            return
+        click.echo(f"  code                {code['num_files']:,} files of {code['source']} copied", err=True)
+        for note in code["notes"]:
+            click.echo(f"  note: {note}", err=True)
+
+    return CodeCopier(copy, tell)
 
 
 def named_folder(text: str) -> Path:

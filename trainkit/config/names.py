@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import PurePath
@@ -15,7 +14,9 @@ from trainkit.config.schema import RunConfig
 
 def near(word: str, words: Iterable[str]) -> str | None:
     """The word that is most like the given one, or None when none is."""
-    matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
+    from difflib import get_close_matches
+
+    matches = get_close_matches(word, list(words), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 

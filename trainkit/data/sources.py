@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 import stat
@@ -68,7 +67,9 @@ def missing_hint(path: Path) -> str:
         names = [entry.name for entry in os.scandir(parent)]
     except OSError:
         names = []
-    close = difflib.get_close_matches(path.name, names, n=1)
+    from difflib import get_close_matches
+
+    close = get_close_matches(path.name, names, n=1)
     if close:
         return f"did you mean {parent / close[0]}?"
     return f"{parent} has no {path.name}: check the path"

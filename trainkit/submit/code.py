@@ -12,12 +12,8 @@ from trainkit.config import RunConfig
 from trainkit.job.record import read_job
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, write_json
+from trainkit.submit.create import wants_copy
 from trainkit.submit.snapshot import Snapshot, plan_snapshot, take_snapshot
-
-
-def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
-    """Whether the run has a copy: a job that waits in a queue must not see what is edited meanwhile."""
-    return config.launch.snapshot and plan.slurm is not None
 
 
 def planned_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> dict[str, Any] | None:
@@ -29,16 +25,12 @@ def planned_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) ->
     )
 
 
-def copy_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> dict[str, Any] | None:
-    """Copy the code into the run; what job.json keeps of that, None when the files are used as they are.
+def copy_code(run: RunDir, plan: LaunchPlan, cwd: Path) -> dict[str, Any]:
+    """Copy the code into the run; what job.json keeps of that.
 
     Raises UsageError when it is too large, cannot be read, or there is no space.
     """
-    return (
-        _described(take_snapshot(cwd, run, links=_runs_in_copy(plan)), plan)
-        if wants_copy(config, plan)
-        else None
-    )
+    return _described(take_snapshot(cwd, run, links=_runs_in_copy(plan)), plan)
 
 
 @contextmanager
@@ -54,7 +46,7 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
     if had_one:
         run.code_dir.rename(kept)
     try:
-        code = copy_code(run, config, plan, Path(str(job["cwd"])))
+        code = copy_code(run, plan, Path(str(job["cwd"]))) if wants_copy(config, plan) else None
     except BaseException:
         if had_one:
             kept.rename(run.code_dir)

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainkit.config import LoadedConfig, dump_effective
+from trainkit.config import LoadedConfig, RunConfig, dump_effective
 from trainkit.errors import UsageError
+from trainkit.frozen import dataclass
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, write_json
 from trainkit.rungroup import RunGroup
+from trainkit.submit.beside import beside
 from trainkit.submit.provenance import collect_provenance
 from trainkit.submit.secrets import refuse_leaks
 
 RUNS_FOLDER = "runs"
+
+
+@dataclass(frozen=True)
+class CodeCopier:
+    """What puts a copy of the code into a run."""
+
+    copy: Callable[[RunDir], dict[str, Any]]
+    """Makes it, in a process of its own, and describes it."""
+    tell: Callable[[dict[str, Any]], None]
+    """Says what a person should know about it."""
+
+
 RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
 
 
@@ -44,18 +59,18 @@ def create_run(
     run_dir: Path | None,
     argv: Sequence[str],
     backend: str,
-    copy: Callable[[RunDir], dict[str, Any] | None] = lambda run: None,
+    copier: CodeCopier | None = None,
 ) -> tuple[RunDir, str]:
     """Make the run folder with everything but its first attempt; gives it and the run's name.
 
-    `copy` puts a copy of the code there and describes it.
+    Without a `copier` the run trains with the files as they are.
     Raises UsageError when `run_dir` is not empty, the place cannot be written, or a secret would be.
     """
     with new_place(loaded.config.name, run_dir) as (folder, name):
         run = RunDir(folder)
         run.checkpoints_dir.mkdir(mode=0o700)
-        code = copy(run)
-        write_provenance(run.provenance_file, argv, loaded.config.launch.secrets, code)
+        is_job = backend in ("sbatch", "submitit")
+        code = write_origin(run, argv, loaded.config.launch.secrets, copier, is_job)
         job: dict[str, Any] = {
             "backend": backend,
             "name": name,
@@ -95,13 +110,38 @@ def new_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> Ite
         ) from error
 
 
-def write_provenance(
-    file: Path, argv: Sequence[str], secrets: Sequence[str], code: Mapping[str, Any] | None
-) -> None:
-    """Write where a run comes from; UsageError when a secret would stand there."""
-    provenance = {**collect_provenance(argv, Path.cwd(), secrets), "code": code}
-    refuse_leaks(json.dumps(provenance), str(file), secrets, os.environ)
-    write_json(file, provenance)
+def write_origin(
+    run: RunDir, argv: Sequence[str], secrets: Sequence[str], copier: CodeCopier | None, is_job: bool
+) -> dict[str, Any] | None:
+    """Copy the code and write where a run comes from; gives the description of the copy.
+
+    Raises UsageError when a secret would be written, and what the copier raises.
+    """
+    code = None
+    if copier is None:
+        provenance = collect_provenance(argv, Path.cwd(), secrets)
+    else:
+        with beside(lambda: copier.copy(run)) as copied:
+            provenance = collect_provenance(argv, Path.cwd(), secrets)
+            if is_job:
+                _load_what_submits()
+            code = copied()
+        copier.tell(code)
+    provenance["code"] = code
+    refuse_leaks(json.dumps(provenance), str(run.provenance_file), secrets, os.environ)
+    write_json(run.provenance_file, provenance)
+    return code
+
+
+def _load_what_submits() -> None:
+    """What comes next would be loaded then; the code is being copied now, which takes about as long."""
+    for module in ("jinja2", "trainkit.submit.slurm_backend", "trainkit.submit.slurm_script"):
+        importlib.import_module(module)
+
+
+def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
+    """Whether the run has a copy: a job that waits in a queue must not see what is edited meanwhile."""
+    return config.launch.snapshot and plan.slurm is not None
 
 
 def config_text(loaded: LoadedConfig) -> str:

@@ -8,7 +8,6 @@ any directory; runs below ./runs are found without it.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -186,5 +185,7 @@ def _closest(text: str, known: Sequence[KnownRun]) -> str:
     if not known:
         return "no run has been started yet: `trainkit submit configs/quickstart.yaml`"
     names = ["last", *(item.name for item in known), *(item.run.name for item in known)]
-    close = difflib.get_close_matches(text, names, n=1)
+    from difflib import get_close_matches
+
+    close = get_close_matches(text, names, n=1)
     return f"did you mean {close[0]!r}?" if close else "`trainkit status` lists the runs"

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from trainkit.times import utc_now
 
 GIT_LIMIT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
+VERSION = re.compile(r"^__version__ *= *['\"](?P<version>[^'\"]+)", re.MULTILINE)
 ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 
 
@@ -28,7 +29,7 @@ def collect_provenance(argv: Sequence[str], cwd: Path, secrets: Sequence[str]) -
         "time": utc_now(),
         "trainkit": __version__,
         "python": platform.python_version(),
-        "torch": _version("torch"),
+        "torch": _torch_version(),
         "platform": platform.platform(),
         "executable": sys.executable,
         "argv": without_secrets(argv, secrets),
@@ -87,11 +88,15 @@ def _git(cwd: Path, *args: str) -> str | None:
     return done.stdout.decode("utf-8", errors="replace")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _torch_version() -> str | None:
+    """Read where torch says it: to import it takes seconds, and to ask for its metadata a mail parser."""
+    found = find_spec("torch")
+    for folder in () if found is None else found.submodule_search_locations or ():
+        file = Path(folder) / "version.py"
+        match = VERSION.search(file.read_text(encoding="utf-8")) if file.is_file() else None
+        if match is not None:
+            return match["version"]
+    return None
 
 
 def _user() -> str | None:

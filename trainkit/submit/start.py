@@ -12,7 +12,6 @@ from trainkit.errors import UsageError
 from trainkit.job.record import newest_entry, next_attempt_number, read_job
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, read_json
-from trainkit.submit import local
 from trainkit.submit.create import plan_text
 from trainkit.submit.secrets import refuse_leaks
 
@@ -28,8 +27,10 @@ def start_attempt(
     for text, where in ((config_text, run.config_file), (plan_text(plan), run.plan_file)):
         refuse_leaks(text, str(where), config.launch.secrets, os.environ)
     if plan.backend == "local":
+        from trainkit.submit import local
+
         return local.start_attempt(run, config_text, plan_text(plan), reason, foreground)
-    # Slurm's side is loaded only here: a local start does not pay for it.
+    # Only the side that starts it is loaded.
     from trainkit.submit.slurm_backend import start_slurm_attempt
     from trainkit.submit.slurm_script import script_for
 

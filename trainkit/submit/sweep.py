@@ -18,7 +18,7 @@ from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import difference, shown, shown_value
 from trainkit.rundir import RunDir, write_atomic, write_json
 from trainkit.rungroup import GROUP_VERSION, Point, RunGroup
-from trainkit.submit.create import new_place, write_provenance
+from trainkit.submit.create import CodeCopier, new_place, write_origin
 from trainkit.submit.index import register
 from trainkit.submit.secrets import refuse_leaks
 from trainkit.submit.slurm_backend import removed_unless_submitted, submit_file
@@ -140,7 +140,7 @@ def create_group(
     array: str,
     run_dir: Path | None,
     argv: Sequence[str],
-    copy: Callable[[RunDir], dict[str, Any] | None],
+    copier: CodeCopier | None,
     option: str = "--run-dir",
 ) -> RunGroup:
     """Make the folder of a group with everything but its job; `option` is what names `run_dir`.
@@ -151,8 +151,7 @@ def create_group(
     with new_place(config.name, run_dir, option) as (folder, name):
         group = RunGroup(folder)
         group.logs_dir.mkdir(mode=0o700)
-        code = copy(RunDir(group.path))
-        write_provenance(group.provenance_file, argv, config.launch.secrets, code)
+        code = write_origin(RunDir(group.path), argv, config.launch.secrets, copier, is_job=True)
         record = _record(name, points, array, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.launch.secrets, os.environ)
         write_atomic(group.script_file, group_script(group, points, array, code).text)

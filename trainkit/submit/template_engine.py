@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import traceback
 from collections.abc import Callable, Mapping
@@ -173,6 +172,8 @@ def _refusal(error: Exception, library: _Library, context: Mapping[str, Any]) ->
     match = _UNDEFINED.fullmatch(str(error.args[0] if error.args else ""))
     if match is None:
         return UsageError(f"{place}{error}", hint=library.hint())
-    close = difflib.get_close_matches(match["name"], context, 1)
+    from difflib import get_close_matches
+
+    close = get_close_matches(match["name"], context, 1)
     known = f"did you mean {close[0]}?" if close else f"it can use: {', '.join(sorted(context))}"
     return UsageError(f"{place}{match['name']!r} is undefined", hint=known)
