@@ -85,6 +85,9 @@ class ConfigError(UsageError):
             message = f"{count} problems\n\n{message}"
         super().__init__(message)
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
+        return type(self), (self.problems,)  # an exception is pickled by its message otherwise
+
 
 class SlurmError(TrainkitError):
     """Slurm did not answer; nothing is wrong with the request as far as we know."""

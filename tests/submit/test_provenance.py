@@ -52,5 +52,5 @@ def test_clean_and_changed_repository(tmp_path):
 
 
 def test_whole_record(tmp_path):
-    record = collect_provenance(["trainkit", "submit", "x.yaml"], tmp_path, [])
-    assert {"time", "trainkit", "python", "torch", "argv", "cwd", "host", "user", "git"} <= set(record)
+    record = collect_provenance(tmp_path)
+    assert {"time", "trainkit", "python", "torch", "cwd", "host", "user", "git"} <= set(record)

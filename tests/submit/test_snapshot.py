@@ -251,3 +251,15 @@ def test_a_thousand_files_take_no_longer_than_with_the_standard_library(project:
         shutil.copytree(project, run.path / f"copy{number}", ignore=shutil.ignore_patterns(".git"))
         theirs.append(time.perf_counter() - start)
     assert min(ours) < 2 * min(theirs) + 0.05
+
+
+@pytest.mark.parametrize("takes_long_s", [0.0, 1e9])
+def test_all_is_copied_where_files_take_long_and_where_not(
+    project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, takes_long_s: float
+) -> None:
+    monkeypatch.setattr("trainkit.submit.snapshot.TAKES_LONG_S", takes_long_s)
+    written = {f"m{number}.py": f"x = {number}\n" for number in range(100)}
+    for name, text in written.items():
+        (project / name).write_text(text)
+    take(project, run)
+    assert {path.name: path.read_text() for path in run.code_dir.iterdir()} == written

@@ -19,6 +19,7 @@ from trainkit.errors import (
 )
 from trainkit.job.record import run_lock
 from trainkit.rundir import RunDir
+from trainkit.submit.beside import beside
 from trainkit.submit.create import CodeCopier, check_name, create_run, wants_copy
 from trainkit.submit.start import start_attempt
 
@@ -45,10 +46,11 @@ def plan_for(
     """
     from trainkit.plan.check import check_config, look_at_data
     from trainkit.plan.machine import detect_machine
-    from trainkit.submit.target import make_target
 
     check_name(loaded.config.name)
-    target = target or make_target(loaded)
+    look = look or look_at_data
+    if target is None:
+        target, look = _find_target(loaded, look, has_data=command is None)
     problems: list[Problem] = []
     if target.backend in ("sbatch", "submitit"):
         from trainkit.submit.troubles import find_troubles
@@ -57,7 +59,7 @@ def plan_for(
         containers = () if target.cluster is None else target.cluster.containers
         problems = [loaded.problem(*trouble) for trouble in find_troubles(launch, Path.cwd(), containers)]
     try:
-        plan = check_config(loaded, detect_machine(), target, command, launcher, look or look_at_data)
+        plan = check_config(loaded, detect_machine(), target, command, launcher, look)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
     if problems:
@@ -77,6 +79,20 @@ def plan_for(
     return dataclasses.replace(plan, python=command_python(loaded.config.launch, Path.cwd()))
 
 
+def _find_target(
+    loaded: LoadedConfig, look: Callable[[DataConfig], DataLook], has_data: bool
+) -> tuple[Target, Callable[[DataConfig], DataLook]]:
+    """Where it would run, and the look at the data: both take a moment, so one is taken beside the other."""
+    from trainkit.submit.target import choose_backend, make_target
+
+    launch = loaded.config.launch
+    if not has_data or choose_backend(launch.backend, launch.cluster)[0] == "local":
+        return make_target(loaded), look
+    with beside(lambda: make_target(loaded)) as target:
+        seen = look(loaded.config.data)
+        return target(), lambda data: seen
+
+
 def look_once() -> Callable[[DataConfig], DataLook]:
     """A look at the data that is taken once for all configs with the same data."""
     looks: dict[str, DataLook] = {}
@@ -93,11 +109,16 @@ def look_once() -> Callable[[DataConfig], DataLook]:
 
 
 def start_new_run(
-    loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, reason: str, quiet: bool = False
+    loaded: LoadedConfig,
+    plan: LaunchPlan,
+    run_dir: str | None,
+    reason: str,
+    quiet: bool = False,
+    collect: Callable[[], dict[str, Any]] | None = None,
 ) -> tuple[RunDir, dict[str, Any]]:
     """Make the run folder and start its first attempt; `reason` is ``submit`` or ``run``.
 
-    `quiet` does not tell which code is copied, for who starts the same again.
+    `quiet` does not tell which code is copied, for who starts the same again. `collect` is `create_run`'s.
     """
     run, name = create_run(
         loaded,
@@ -105,6 +126,7 @@ def start_new_run(
         ["trainkit", *sys.argv[1:]],
         plan.backend,
         code_copier(loaded.config, plan, quiet),
+        collect,
     )
     try:
         with run_lock(run):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -59,30 +59,26 @@ def command(
     each point by its number. The values of a sweep are read as YAML between [ and ]: "a,b" is one text,
     [1,2],[3,4] are two lists.
     """
-    from trainkit.cli import launch
-    from trainkit.submit.describe import describe_plan
+    from trainkit.submit.beside import beside
 
     argv = trailing_command()
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} is for a COMMAND", hint="add: -- train.py …")
-    folder = None if run_dir is None else launch.named_folder(run_dir)
     if group:
+        from trainkit.cli.launch import named_folder
         from trainkit.cli.submit_group import Submission, submit_many
 
+        folder = None if run_dir is None else named_folder(run_dir)
         typed = Submission(argv, launcher, folder, after, dry_run, test_only, follow, as_json)
         return submit_many(request, group, typed)
-    loaded = request.load()
-    plan = launch.plan_for(loaded, argv, launcher)
-    if after:
-        from trainkit.cli.after import find_job_ids
-        from trainkit.plan.dependency import with_dependency
-
-        plan = with_dependency(plan, after, find_job_ids(after) if plan.slurm is not None else ())
-    click.echo(describe_plan(plan, loaded.config.name), err=True)
     if dry_run or test_only:
-        return _show(loaded, plan, run_dir, test_only)
-    run, value = launch.start_new_run(loaded, plan, run_dir, "submit")
-    launch.print_started(value, as_json)
+        return _show(*_planned(request, argv, launcher, after), run_dir, test_only)
+    with beside(_provenance) as collect:
+        loaded, plan = _planned(request, argv, launcher, after)
+        from trainkit.cli.launch import print_started, start_new_run
+
+        run, value = start_new_run(loaded, plan, run_dir, "submit", collect=collect)
+    print_started(value, as_json)
     if not follow:
         shown = quote(str(run.path))
         click.echo(f"`trainkit logs {shown} -f` shows it, `trainkit cancel {shown}` ends it", err=True)
@@ -92,8 +88,33 @@ def command(
     return follow_detachable(run, value["attempt"], to_stderr=as_json)
 
 
+def _provenance() -> dict[str, Any]:
+    from trainkit.submit.provenance import collect_provenance
+
+    return collect_provenance(Path.cwd())
+
+
+def _planned(
+    request: ConfigRequest, argv: tuple[str, ...] | None, launcher: str, after: tuple[str, ...]
+) -> tuple[LoadedConfig, LaunchPlan]:
+    """The config and the plan of it, which is shown."""
+    from trainkit.cli.launch import plan_for
+    from trainkit.submit.describe import describe_plan
+
+    loaded = request.load()
+    plan = plan_for(loaded, argv, launcher)
+    if after:
+        from trainkit.cli.after import find_job_ids
+        from trainkit.plan.dependency import with_dependency
+
+        plan = with_dependency(plan, after, find_job_ids(after) if plan.slurm is not None else ())
+    click.echo(describe_plan(plan, loaded.config.name), err=True)
+    return loaded, plan
+
+
 def _show(loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, test_only: bool) -> int:
     """Print the bytes that would be submitted, or what Slurm says to them."""
+    from trainkit.cli.launch import named_folder
     from trainkit.submit.create import config_text, future_run, plan_text
 
     if plan.backend == "local":
@@ -105,7 +126,7 @@ def _show(loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, test_only
     from trainkit.submit.secrets import refuse_leaks
     from trainkit.submit.slurm_script import script_for
 
-    run = future_run(loaded.config.name, None if run_dir is None else Path(run_dir))
+    run = future_run(loaded.config.name, None if run_dir is None else named_folder(run_dir))
     code = planned_code(run, loaded.config, plan, Path.cwd())
     script = script_for(run, 1, plan, loaded.config, Path.cwd(), code)
     texts = {"the script": script.text, "plan.json": plan_text(plan), "config.yaml": config_text(loaded)}

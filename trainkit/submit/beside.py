@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -70,6 +69,8 @@ def _work_and_exit(work: Callable[[], object], writing: int, mask: set[int | sig
             try:
                 answer.write(pickle.dumps((work(), None, "")))
             except Exception as error:
+                import traceback
+
                 answer.write(pickle.dumps((None, error, traceback.format_exc())))
         os._exit(0)
     finally:

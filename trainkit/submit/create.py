@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -21,7 +22,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, write_json
 from trainkit.rungroup import RunGroup
 from trainkit.submit.beside import beside
-from trainkit.submit.provenance import collect_provenance
+from trainkit.submit.provenance import collect_provenance, without_secrets
 from trainkit.submit.secrets import refuse_leaks
 
 RUNS_FOLDER = "runs"
@@ -60,17 +61,19 @@ def create_run(
     argv: Sequence[str],
     backend: str,
     copier: CodeCopier | None = None,
+    collect: Callable[[], dict[str, Any]] | None = None,
 ) -> tuple[RunDir, str]:
     """Make the run folder with everything but its first attempt; gives it and the run's name.
 
-    Without a `copier` the run trains with the files as they are.
+    Without a `copier` the run trains with the files as they are. `collect` gives what `collect_provenance`
+    does, for who has begun that already.
     Raises UsageError when `run_dir` is not empty, the place cannot be written, or a secret would be.
     """
     with new_place(loaded.config.name, run_dir) as (folder, name):
         run = RunDir(folder)
         run.checkpoints_dir.mkdir(mode=0o700)
         is_job = backend in ("sbatch", "submitit")
-        code = write_origin(run, argv, loaded.config.launch.secrets, copier, is_job)
+        code = write_origin(run, argv, loaded.config.launch.secrets, copier, is_job, collect)
         job: dict[str, Any] = {
             "backend": backend,
             "name": name,
@@ -111,23 +114,29 @@ def new_place(name: str, run_dir: Path | None, option: str = "--run-dir") -> Ite
 
 
 def write_origin(
-    run: RunDir, argv: Sequence[str], secrets: Sequence[str], copier: CodeCopier | None, is_job: bool
+    run: RunDir,
+    argv: Sequence[str],
+    secrets: Sequence[str],
+    copier: CodeCopier | None,
+    is_job: bool,
+    collect: Callable[[], dict[str, Any]] | None = None,
 ) -> dict[str, Any] | None:
     """Copy the code and write where a run comes from; gives the description of the copy.
 
     Raises UsageError when a secret would be written, and what the copier raises.
     """
+    collect = collect or partial(collect_provenance, Path.cwd())
     code = None
     if copier is None:
-        provenance = collect_provenance(argv, Path.cwd(), secrets)
+        provenance = collect()
     else:
         with beside(lambda: copier.copy(run)) as copied:
-            provenance = collect_provenance(argv, Path.cwd(), secrets)
             if is_job:
                 _load_what_submits()
+            provenance = collect()
             code = copied()
         copier.tell(code)
-    provenance["code"] = code
+    provenance |= {"argv": without_secrets(argv, secrets), "code": code}
     refuse_leaks(json.dumps(provenance), str(run.provenance_file), secrets, os.environ)
     write_json(run.provenance_file, provenance)
     return code

@@ -23,8 +23,8 @@ VERSION = re.compile(r"^__version__ *= *['\"](?P<version>[^'\"]+)", re.MULTILINE
 ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 
 
-def collect_provenance(argv: Sequence[str], cwd: Path, secrets: Sequence[str]) -> dict[str, Any]:
-    """Everything that tells later what was run; takes as long as a few calls of git."""
+def collect_provenance(cwd: Path) -> dict[str, Any]:
+    """All that tells later what was run but the command line; takes as long as a few calls of git."""
     return {
         "time": utc_now(),
         "trainkit": __version__,
@@ -32,7 +32,6 @@ def collect_provenance(argv: Sequence[str], cwd: Path, secrets: Sequence[str]) -
         "torch": _torch_version(),
         "platform": platform.platform(),
         "executable": sys.executable,
-        "argv": without_secrets(argv, secrets),
         "cwd": str(cwd),
         "host": socket.gethostname(),
         "user": _user(),
