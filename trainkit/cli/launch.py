@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import shutil
 import sys
@@ -88,6 +89,9 @@ def _find_target(
     launch = loaded.config.launch
     if not has_data or choose_backend(launch.backend, launch.cluster)[0] == "local":
         return make_target(loaded), look
+    # Loaded here and not there, since what submits needs the most of it again.
+    importlib.import_module("trainkit.submit.known_cluster")
+    importlib.import_module("trainkit.slurm.glance")
     with beside(lambda: make_target(loaded)) as target:
         seen = look(loaded.config.data)
         return target(), lambda data: seen
