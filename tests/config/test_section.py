@@ -28,3 +28,17 @@ def test_a_plugin_of_pydantic_is_for_models_of_others(tmp_path: Path, code: str,
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert ("it was loaded" in done.stderr) == is_loaded
+
+
+def test_no_reader_of_packages_is_loaded_for_a_config() -> None:
+    """It would take as long as all that a config needs."""
+    code = f"{CONFIG}import sys\nprint('importlib.metadata' in sys.modules)\n"
+    environ = {**os.environ, "PYTHONPATH": _packages()}
+    argv = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
+
+
+def _packages() -> str:
+    """Where trainkit and its libraries are, for a Python that looks for nothing by itself."""
+    return os.pathsep.join([str(ROOT), *(folder for folder in sys.path if folder.endswith("-packages"))])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import sys
+from types import ModuleType
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,7 +13,9 @@ NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-_DISABLE_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
+_FINDS_PLUGINS = "pydantic.plugin._loader"
+_NO_PLUGINS = ModuleType(_FINDS_PLUGINS)
+vars(_NO_PLUGINS)["get_plugins"] = tuple
 
 
 class Section(BaseModel):
@@ -33,16 +36,17 @@ class Section(BaseModel):
         """Build the model as pydantic does, without the plugins of pydantic that happen to be installed.
 
         To find them it reads a file of every package there is, and what it finds is loaded into the command.
+        Its setting for that, PYDANTIC_DISABLE_PLUGINS, is looked at only after the reader of packages was
+        loaded, with a parser of mails and one of zip files, which takes as long as the building.
         """
-        before = os.environ.get(_DISABLE_PLUGINS)
-        os.environ[_DISABLE_PLUGINS] = "__all__"
+        before = sys.modules.get(_FINDS_PLUGINS)
+        sys.modules[_FINDS_PLUGINS] = _NO_PLUGINS
         try:
             return super().model_rebuild(**options)
         finally:
-            if before is None:
-                del os.environ[_DISABLE_PLUGINS]
-            else:
-                os.environ[_DISABLE_PLUGINS] = before
+            del sys.modules[_FINDS_PLUGINS]
+            if before is not None:
+                sys.modules[_FINDS_PLUGINS] = before
 
 
 def section(description: str) -> Any:
