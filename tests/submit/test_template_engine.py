@@ -10,7 +10,7 @@ import pytest
 from trainkit.errors import UsageError
 from trainkit.resources import shipped_templates
 from trainkit.submit.surroundings import Surroundings
-from trainkit.submit.template_engine import render
+from trainkit.submit.template_engine import compile_ahead, render
 
 PARTIAL = "partials/environment.sh.j2"
 CONTEXT = {"environment": Surroundings("/w", ("python3",), ("python3",))}
@@ -135,3 +135,17 @@ def test_length_of_bash_is_a_comment_of_jinja(project: Path) -> None:
 def test_unreadable_template(project: Path) -> None:
     (project / "templates" / "mine.j2").write_bytes(b"\xff")
     assert f"cannot read {project}/templates/mine.j2: " in refusal(project).message
+
+
+def test_what_was_compiled_ahead_is_rendered_as_it_is_then(tmp_path: Path) -> None:
+    own = tmp_path / "templates" / "mine.j2"
+    own.parent.mkdir()
+    own.write_text("one {{ word }}\n")
+    compile_ahead(["mine.j2", "none.j2"], tmp_path)
+    assert render("mine.j2", {"word": "a"}, tmp_path).text == "one a\n"
+    own.write_text("two {{ word }}\n")
+    assert render("mine.j2", {"word": "a"}, tmp_path).text == "two a\n"
+    own.write_text("{{ word\n")
+    compile_ahead(["mine.j2"], tmp_path)
+    with pytest.raises(UsageError, match=r"mine\.j2:1: "):
+        render("mine.j2", {"word": "a"}, tmp_path)

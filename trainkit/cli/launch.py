@@ -94,6 +94,7 @@ def _find_target(
     importlib.import_module("trainkit.slurm.glance")
     with beside(lambda: make_target(loaded)) as target:
         seen = look(loaded.config.data)
+        importlib.import_module("jinja2")  # for the script: Slurm takes longer than the look
         return target(), lambda data: seen
 
 

@@ -144,8 +144,10 @@ def write_origin(
 
 def _load_what_submits() -> None:
     """What comes next would be loaded then; the code is being copied now, which takes about as long."""
-    for module in ("jinja2", "trainkit.submit.slurm_backend", "trainkit.submit.slurm_script"):
-        importlib.import_module(module)
+    importlib.import_module("trainkit.submit.slurm_backend")
+    from trainkit.submit.slurm_script import compile_templates
+
+    compile_templates(Path.cwd())
 
 
 def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:

@@ -22,7 +22,7 @@ from trainkit.rungroup import RunGroup
 from trainkit.submit.interpreters import find_interpreter
 from trainkit.submit.quoting import log_path, quote
 from trainkit.submit.surroundings import Surroundings, make_surroundings
-from trainkit.submit.template_engine import render
+from trainkit.submit.template_engine import compile_ahead, render
 
 TEMPLATE = "submit.sbatch.j2"
 SETUP_TEMPLATE = "partials/environment.sh.j2"
@@ -44,6 +44,11 @@ class JobScript:
     """What runs the supervisor."""
     own_templates: tuple[Path, ...]
     """Templates of the project that took the place of shipped ones."""
+
+
+def compile_templates(cwd: Path) -> None:
+    """Do ahead what `script_for` needs and does not depend on the run."""
+    compile_ahead((TEMPLATE, SETUP_TEMPLATE), cwd)
 
 
 def script_for(

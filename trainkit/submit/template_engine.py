@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,10 @@ from trainkit.resources import shipped_templates
 from trainkit.submit.quoting import comment, directive, quote, words
 
 if TYPE_CHECKING:
-    from jinja2 import Environment
+    from types import CodeType
+
+    from jinja2 import BytecodeCache, Environment
+    from jinja2.bccache import Bucket
 
 TEMPLATES_FOLDER = "templates"
 LENGTH_HINT = "{# begins a comment of the template: write bash's ${#name} as ${{ '{#' }}name}"
@@ -74,6 +79,34 @@ def render(name: str, context: Mapping[str, Any], project: Path) -> Rendered:
     return Rendered(_restored(_tidy(text), kept), tuple(library.used.values()))
 
 
+def compile_ahead(names: Iterable[str], project: Path) -> None:
+    """Compile templates that will be rendered; what is wrong with one is said when it is rendered."""
+    from jinja2 import TemplateError
+
+    environment = _environment(_Library(project / TEMPLATES_FOLDER, shipped_templates()), [])
+    for name in names:
+        with suppress(TemplateError, UsageError):
+            environment.get_template(name)
+
+
+@cache
+def _compiled() -> BytecodeCache:
+    """What was compiled in this process, by the text of each template."""
+    from jinja2 import BytecodeCache
+
+    class Memory(BytecodeCache):
+        def __init__(self) -> None:
+            self.codes: dict[tuple[str, str], CodeType | None] = {}
+
+        def load_bytecode(self, bucket: Bucket) -> None:
+            bucket.code = self.codes.get((bucket.key, bucket.checksum))
+
+        def dump_bytecode(self, bucket: Bucket) -> None:
+            self.codes[bucket.key, bucket.checksum] = bucket.code
+
+    return Memory()
+
+
 class _Library:
     """Finds templates and remembers which were used."""
 
@@ -118,6 +151,7 @@ def _environment(library: _Library, kept: list[str]) -> Environment:
 
     environment = Environment(
         loader=FunctionLoader(library.load),
+        bytecode_cache=_compiled(),
         undefined=StrictUndefined,
         autoescape=False,  # scripts, not HTML; every value goes through a filter of its own
         trim_blocks=True,
