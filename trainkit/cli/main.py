@@ -6,7 +6,6 @@ loaded when that command is run, and the help texts of all commands live in the 
 
 from __future__ import annotations
 
-import gc
 import importlib
 import itertools
 import json
@@ -118,20 +117,6 @@ def cli(ctx: click.Context, debug: bool, no_color: bool) -> None:
         os.environ["NO_COLOR"] = "1"
     if os.environ.get("NO_COLOR"):
         ctx.color = False
-
-
-def program() -> int:
-    """The `trainkit` program: `main`, with few looks for garbage.
-
-    Almost all that is made while modules load stays until the end. To look through it again and again, and at
-    exit once more, is a fifth of the time that `submit` takes, and more while a process beside shares the
-    memory: a look writes to all of it.
-    """
-    gc.set_threshold(250_000)
-    try:
-        return main()
-    finally:
-        gc.freeze()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
