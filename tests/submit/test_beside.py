@@ -88,6 +88,17 @@ def test_beside_other_threads_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -
         assert result() == os.getpid()
 
 
+def test_where_no_process_can_be_had_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    with beside(os.getpid) as result:
+        assert result() == os.getpid()
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
 def test_nothing_that_this_process_had_to_do_is_done_twice() -> None:
     """Buffers, what runs at exit and blocks around it are this process's own; Ctrl-C is too."""
     script = """

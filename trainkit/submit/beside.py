@@ -25,21 +25,14 @@ def beside(work: Callable[[], T]) -> Iterator[Callable[[], T]]:
 
     Who leaves the block without having waited stops the work, wherever it is. It is stopped by Ctrl-C in this
     way alone, and prints nothing. A process with several threads does the work itself, when it is waited for:
-    a fork takes one thread along, and what the others hold at that moment would stay held for ever.
+    a fork takes one thread along, and what the others hold at that moment would stay held for ever. So does
+    one that may not have another process.
     """
-    if threading.active_count() > 1:
+    forked = _fork(work) if threading.active_count() == 1 else None
+    if forked is None:
         yield work
         return
-    reading, writing = os.pipe()
-    # Ctrl-C in the middle of this would be raised in both.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        pid = os.fork()
-        if pid == 0:
-            _work_and_exit(work, writing, before)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    os.close(writing)
+    pid, reading = forked
     with open(reading, "rb") as answer:
         over = False
 
@@ -57,6 +50,24 @@ def beside(work: Callable[[], T]) -> Iterator[Callable[[], T]]:
             if not over:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+
+
+def _fork(work: Callable[[], object]) -> tuple[int, int] | None:
+    """The process that does the work, and where its answer is read; None when it cannot be had."""
+    reading, writing = os.pipe()
+    # Ctrl-C in the middle of this would be raised in both.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _work_and_exit(work, writing, before)
+    except OSError:
+        os.close(reading)
+        return None
+    finally:
+        os.close(writing)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid, reading
 
 
 def _work_and_exit(work: Callable[[], object], writing: int, mask: set[int | signal.Signals]) -> NoReturn:
