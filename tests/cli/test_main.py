@@ -107,6 +107,17 @@ def test_closed_pipe_is_quiet():
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
+@pytest.mark.parametrize(
+    ("stdout", "code", "words"),
+    [(">&-", 0, ""), (">/dev/full", 1, "error: OSError: [Errno 28] No space left on device")],
+)
+def test_output_that_nobody_takes(stdout, code, words):
+    argv = ["bash", "-c", f"{sys.executable} -m trainkit --version {stdout}"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code
+    assert done.stderr.partition("\n")[0] == words
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell, capsys):
     assert main(["completion", shell]) == 0

@@ -126,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = "--json" in itertools.takewhile(lambda arg: arg != "--", args)
     try:
         result = cli.main(args=args, prog_name="trainkit", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by who started this
+            sys.stdout.flush()
         return result if isinstance(result, int) else EXIT_OK
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)

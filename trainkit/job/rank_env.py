@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 
 from trainkit.errors import UsageError
@@ -104,4 +103,4 @@ def own_host(environ: Mapping[str, str] = os.environ) -> str:
 
     Only by that name can a host be left out of a step or a job.
     """
-    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return environ.get("SLURMD_NODENAME") or os.uname().nodename

@@ -12,7 +12,6 @@ import fcntl
 import itertools
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -58,7 +57,7 @@ def process_identity(pid: int) -> dict[str, Any]:
     if state_and_start is None:
         raise ProcessLookupError(pid)
     return {
-        "host": socket.gethostname(),
+        "host": os.uname().nodename,
         "boot_id": _boot_id(),
         "pid": pid,
         "start_ticks": state_and_start[1],
@@ -67,7 +66,7 @@ def process_identity(pid: int) -> dict[str, Any]:
 
 def liveness(entry: Mapping[str, Any]) -> Liveness:
     """Whether the process of a job.json entry is alive; UNKNOWN when this host cannot tell."""
-    if entry.get("host") != socket.gethostname() or not isinstance(entry.get("pid"), int):
+    if entry.get("host") != os.uname().nodename or not isinstance(entry.get("pid"), int):
         return Liveness.UNKNOWN
     boot_id = _boot_id()
     if not boot_id:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import getpass
+import os
 import platform
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def collect_provenance(cwd: Path) -> dict[str, Any]:
         "platform": platform.platform(),
         "executable": sys.executable,
         "cwd": str(cwd),
-        "host": socket.gethostname(),
+        "host": os.uname().nodename,
         "user": _user(),
         "git": git_state(cwd),
     }

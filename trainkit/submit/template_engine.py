@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -184,6 +183,8 @@ def _restored(text: str, kept: list[str]) -> str:
 
 def _place(error: BaseException, library: _Library) -> str:
     """``FILE:LINE: `` of the template that an error came from; empty when it did not come from one."""
+    import traceback
+
     files = {str(template.path) for template in library.used.values()}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename in files:
