@@ -72,8 +72,7 @@ def create_run(
     with new_place(loaded.config.name, run_dir) as (folder, name):
         run = RunDir(folder)
         run.checkpoints_dir.mkdir(mode=0o700)
-        is_job = backend in ("sbatch", "submitit")
-        code = write_origin(run, argv, loaded.config.launch.secrets, copier, is_job, collect)
+        code = write_origin(run, argv, loaded.config.launch.secrets, backend, copier, collect)
         job: dict[str, Any] = {
             "backend": backend,
             "name": name,
@@ -117,8 +116,8 @@ def write_origin(
     run: RunDir,
     argv: Sequence[str],
     secrets: Sequence[str],
+    backend: str,
     copier: CodeCopier | None,
-    is_job: bool,
     collect: Callable[[], dict[str, Any]] | None = None,
 ) -> dict[str, Any] | None:
     """Copy the code and write where a run comes from; gives the description of the copy.
@@ -131,8 +130,7 @@ def write_origin(
         provenance = collect()
     else:
         with beside(lambda: copier.copy(run)) as copied:
-            if is_job:
-                _load_what_submits()
+            _load_what_submits(backend)
             provenance = collect()
             code = copied()
         copier.tell(code)
@@ -142,8 +140,10 @@ def write_origin(
     return code
 
 
-def _load_what_submits() -> None:
+def _load_what_submits(backend: str) -> None:
     """What comes next would be loaded then; the code is being copied now, which takes about as long."""
+    if backend == "submitit":
+        importlib.import_module("submitit")
     importlib.import_module("trainkit.submit.slurm_backend")
     from trainkit.submit.slurm_script import compile_templates
 

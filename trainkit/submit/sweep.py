@@ -151,7 +151,7 @@ def create_group(
     with new_place(config.name, run_dir, option) as (folder, name):
         group = RunGroup(folder)
         group.logs_dir.mkdir(mode=0o700)
-        code = write_origin(RunDir(group.path), argv, config.launch.secrets, copier, is_job=True)
+        code = write_origin(RunDir(group.path), argv, config.launch.secrets, "sbatch", copier)
         record = _record(name, points, array, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.launch.secrets, os.environ)
         write_atomic(group.script_file, group_script(group, points, array, code).text)
