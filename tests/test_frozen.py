@@ -8,7 +8,7 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -40,6 +40,14 @@ class Plain:
 
     number: int
     words: tuple[str, ...] = ()
+
+
+@frozen.dataclass(frozen=True)
+class Counted:
+    """One with something of the class's own."""
+
+    known: ClassVar[dict[str, int]] = {}
+    number: int
 
 
 @frozen.dataclass(frozen=True)
@@ -118,6 +126,34 @@ def test_what_it_does_not_offer_is_refused() -> None:
         body = {"number": field(default=1, **more), "__annotations__": {"number": int}}
         with pytest.raises(TypeError, match=r"Wish\.number asks for more"):
             frozen.dataclass(frozen=True)(type("Wish", (), body))
+    own = {"number": 1, "__annotations__": {"number": int}, "__eq__": lambda self, other: True}
+    with pytest.raises(TypeError, match=r"Wish has a __(eq|hash)__ of its own"):
+        frozen.dataclass(frozen=True)(type("Wish", (), own))
+    with pytest.raises(TypeError, match=r"Wish\.second has no default"):
+        frozen.dataclass(frozen=True)(
+            type("Wish", (), {"first": 1, "__annotations__": {"first": int, "second": int}})
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Plain(), "Plain() lacks number"),
+        (lambda: Plain(1, wrods=()), "Plain() does not know wrods"),
+        (lambda: Plain(1, number=2), "Plain() was given number twice"),
+        (lambda: Plain(1, (), 3), "Plain() takes 2, not 3"),
+    ],
+)
+def test_what_was_wrong_with_a_call_is_named(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        make()
+    assert str(caught.value) == words
+
+
+def test_what_belongs_to_the_class_is_no_field() -> None:
+    assert Counted(1) == Counted(1)
+    assert hash(Counted(1)) == hash(Counted(1))
+    assert [item.name for item in dataclasses.fields(Counted)] == ["number"]
 
 
 def test_it_costs_less_than_half() -> None:

@@ -64,6 +64,14 @@ def test_run_dir_that_is_not_empty_or_cannot_be_made_is_refused(desk):
         assert "hint:" in done.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--dry-run",), ("--sweep", "seed=1,2", "--dry-run")])
+def test_run_dir_of_a_variable_that_is_not_set(desk, options):
+    done = desk.trainkit("submit", str(desk.config), "--run-dir", "", *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --run-dir is empty\n\nhint: ")
+    assert not (desk.folder / "runs").exists()
+
+
 def test_follow_shows_the_log_and_ends_with_the_job(desk):
     desk.works("for i in range(3): print('step', i, flush=True)\nsys.stdout.write('no newline')")
     done = desk.trainkit("submit", str(desk.config), "--nodes", "2", "--follow")

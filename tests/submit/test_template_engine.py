@@ -149,3 +149,13 @@ def test_what_was_compiled_ahead_is_rendered_as_it_is_then(tmp_path: Path) -> No
     compile_ahead(["mine.j2"], tmp_path)
     with pytest.raises(UsageError, match=r"mine\.j2:1: "):
         render("mine.j2", {"word": "a"}, tmp_path)
+
+
+def test_what_is_written_as_it_is_may_be_known_when_the_template_is_compiled(tmp_path: Path) -> None:
+    """jinja2 applies filters to what does not change only once."""
+    own = tmp_path / "templates" / "mine.j2"
+    own.parent.mkdir()
+    own.write_text("{{ 'echo  ${#x}  ' | verbatim }}\n{{ line | verbatim }}\n")
+    compile_ahead(["mine.j2"], tmp_path)
+    for line in ("a  ", "caf\u00e9 \udcff"):
+        assert render("mine.j2", {"line": line}, tmp_path).text == f"echo  ${{#x}}  \n{line}\n"

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trainkit.cli.options import named_folder
 from trainkit.errors import (
     ConfigError,
     Problem,
-    UsageError,
+    TrainkitError,
 )
 from trainkit.job.record import run_lock
 from trainkit.rundir import RunDir
@@ -92,8 +93,12 @@ def _find_target(
     # Loaded here and not there, since what submits needs the most of it again.
     importlib.import_module("trainkit.submit.known_cluster")
     importlib.import_module("trainkit.slurm.glance")
-    with beside(lambda: make_target(loaded)) as target:
-        seen = look(loaded.config.data)
+    with beside("asking Slurm", lambda: make_target(loaded)) as target:
+        try:
+            seen = look(loaded.config.data)
+        except TrainkitError:
+            target()  # what is wrong with the cluster is told first
+            raise
         importlib.import_module("jinja2")  # for the script: Slurm takes longer than the look
         return target(), lambda data: seen
 
@@ -161,13 +166,6 @@ def code_copier(config: RunConfig, plan: LaunchPlan, quiet: bool = False) -> Cod
             click.echo(f"  note: {note}", err=True)
 
     return CodeCopier(copy, tell)
-
-
-def named_folder(text: str) -> Path:
-    """The folder of --run-dir; UsageError when it is empty, as an unset variable of the shell is."""
-    if not text.strip():
-        raise UsageError("--run-dir is empty", hint="name a folder, or leave --run-dir out for runs/NAME")
-    return Path(text)
 
 
 def started(entry: dict[str, Any], backend: str) -> dict[str, Any]:

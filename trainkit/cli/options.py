@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from trainkit.errors import UsageError
 from trainkit.frozen import dataclass
 
 if TYPE_CHECKING:
@@ -43,6 +45,13 @@ class ConfigRequest:
             flags=self.flags,
             below=cluster_defaults,
         )
+
+
+def named_folder(text: str) -> Path:
+    """The folder of --run-dir; UsageError when it is empty, as an unset variable of the shell is."""
+    if not text.strip():
+        raise UsageError("--run-dir is empty", hint="name a folder, or leave --run-dir out for runs/NAME")
+    return Path(text)
 
 
 def json_option(function: Command) -> Command:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.options import ConfigRequest, config_options, examples, json_option, launcher_option
+from trainkit.cli.options import (
+    ConfigRequest,
+    config_options,
+    examples,
+    json_option,
+    launcher_option,
+    named_folder,
+)
 from trainkit.cli.sweep_options import GroupRequest, after_option, group_options
 from trainkit.cli.trailing import WithTrailingCommand, trailing_command
 from trainkit.errors import EXIT_OK, UsageError
@@ -64,16 +71,15 @@ def command(
     argv = trailing_command()
     if argv is None and launcher != "python":
         raise UsageError(f"--launcher {launcher} is for a COMMAND", hint="add: -- train.py …")
+    folder = None if run_dir is None else named_folder(run_dir)
     if group:
-        from trainkit.cli.launch import named_folder
         from trainkit.cli.submit_group import Submission, submit_many
 
-        folder = None if run_dir is None else named_folder(run_dir)
         typed = Submission(argv, launcher, folder, after, dry_run, test_only, follow, as_json)
         return submit_many(request, group, typed)
     if dry_run or test_only:
         return _show(*_planned(request, argv, launcher, after), run_dir, test_only)
-    with beside(_provenance) as collect:
+    with beside("asking git", _provenance) as collect:
         loaded, plan = _planned(request, argv, launcher, after)
         from trainkit.cli.launch import print_started, start_new_run
 
@@ -114,7 +120,6 @@ def _planned(
 
 def _show(loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, test_only: bool) -> int:
     """Print the bytes that would be submitted, or what Slurm says to them."""
-    from trainkit.cli.launch import named_folder
     from trainkit.submit.create import config_text, future_run, plan_text
 
     if plan.backend == "local":

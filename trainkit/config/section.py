@@ -15,7 +15,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 _FINDS_PLUGINS = "pydantic.plugin._loader"
 _NO_PLUGINS = ModuleType(_FINDS_PLUGINS)
-vars(_NO_PLUGINS)["get_plugins"] = tuple
+_NO_PLUGINS.__dict__["get_plugins"] = lambda: ()
 
 
 class Section(BaseModel):
@@ -44,8 +44,8 @@ class Section(BaseModel):
         try:
             return super().model_rebuild(**options)
         finally:
-            del sys.modules[_FINDS_PLUGINS]
-            if before is not None:
+            sys.modules.pop(_FINDS_PLUGINS, None)
+            if before not in (None, _NO_PLUGINS):
                 sys.modules[_FINDS_PLUGINS] = before
 
 

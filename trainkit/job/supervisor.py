@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -96,7 +95,7 @@ def _is_registered(run: RunDir, number: int) -> bool:
     """
     with run_lock(run):
         entry = find_entry(run, number)
-    return entry is not None and entry["pid"] == os.getpid() and entry["host"] == socket.gethostname()
+    return entry is not None and entry["pid"] == os.getpid() and entry["host"] == os.uname().nodename
 
 
 def _run_attempt(attempt: AttemptDir) -> Outcome:

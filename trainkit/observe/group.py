@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field
+from dataclasses import field, fields
 from datetime import datetime
 from typing import Any
 
@@ -72,7 +72,7 @@ class PointStatus:
     run_dir: str
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def __str__(self) -> str:
         return f"point {self.index}" + (f" ({shown(self.values)})" if self.values else "")
@@ -111,7 +111,7 @@ class GroupStatus:
 
     def to_dict(self, with_points: bool = True) -> dict[str, Any]:
         """The status as JSON."""
-        own = {key: value for key, value in self.__dict__.items() if key != "points"}
+        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "points"}
         best = None if self.best is None else self.best.to_dict()
         points = {"points": [point.to_dict() for point in self.points]} if with_points else {}
         return {**own, "num_points": len(self.points), "states": self.states, "best": best, **points}

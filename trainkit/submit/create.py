@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -26,6 +26,7 @@ from trainkit.submit.provenance import collect_provenance, without_secrets
 from trainkit.submit.secrets import refuse_leaks
 
 RUNS_FOLDER = "runs"
+RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,6 @@ class CodeCopier:
     """Makes it, in a process of its own, and describes it."""
     tell: Callable[[dict[str, Any]], None]
     """Says what a person should know about it."""
-
-
-RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
 
 
 def plan_text(plan: LaunchPlan) -> str:
@@ -129,10 +127,11 @@ def write_origin(
     if copier is None:
         provenance = collect()
     else:
-        with beside(lambda: copier.copy(run)) as copied:
-            _load_what_submits(backend)
-            provenance = collect()
+        with beside("copying the code", lambda: copier.copy(run)) as copied:
+            with suppress(Exception):  # it is done again, and what is wrong is told, where it is needed
+                _load_what_submits(backend)
             code = copied()
+        provenance = collect()
         copier.tell(code)
     provenance |= {"argv": without_secrets(argv, secrets), "code": code}
     refuse_leaks(json.dumps(provenance), str(run.provenance_file), secrets, os.environ)

@@ -76,7 +76,7 @@ def _git(cwd: Path, *args: str) -> str | None:
     """What git says; None when there is no git, no repository, or no answer in time."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(cwd), *args],
+            ["git", "--no-optional-locks", "-C", str(cwd), *args],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=GIT_LIMIT_S,
@@ -91,8 +91,10 @@ def _torch_version() -> str | None:
     """Read where torch says it: to import it takes seconds, and to ask for its metadata a mail parser."""
     found = find_spec("torch")
     for folder in () if found is None else found.submodule_search_locations or ():
-        file = Path(folder) / "version.py"
-        match = VERSION.search(file.read_text(encoding="utf-8")) if file.is_file() else None
+        try:
+            match = VERSION.search(Path(folder, "version.py").read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError):
+            continue
         if match is not None:
             return match["version"]
     return None

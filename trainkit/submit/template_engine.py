@@ -60,8 +60,7 @@ def render(name: str, context: Mapping[str, Any], project: Path) -> Rendered:
     from jinja2 import TemplateError
 
     library = _Library(project / TEMPLATES_FOLDER, shipped_templates())
-    kept: list[str] = []
-    environment = _environment(library, kept)
+    environment = _environment(library)
     try:
         text = environment.get_template(name).render(context)
     except UsageError as error:
@@ -75,14 +74,14 @@ def render(name: str, context: Mapping[str, Any], project: Path) -> Rendered:
         if not place:
             raise
         raise UsageError(f"{place}{type(error).__name__}: {error}", hint=library.hint()) from error
-    return Rendered(_restored(_tidy(text), kept), tuple(library.used.values()))
+    return Rendered(_restored(_tidy(text)), tuple(library.used.values()))
 
 
 def compile_ahead(names: Iterable[str], project: Path) -> None:
     """Compile templates that will be rendered; what is wrong with one is said when it is rendered."""
     from jinja2 import TemplateError
 
-    environment = _environment(_Library(project / TEMPLATES_FOLDER, shipped_templates()), [])
+    environment = _environment(_Library(project / TEMPLATES_FOLDER, shipped_templates()))
     for name in names:
         with suppress(TemplateError, UsageError):
             environment.get_template(name)
@@ -145,7 +144,7 @@ def _is_same(folder: Path, other: Path) -> bool:
         return False
 
 
-def _environment(library: _Library, kept: list[str]) -> Environment:
+def _environment(library: _Library) -> Environment:
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
     environment = Environment(
@@ -162,8 +161,8 @@ def _environment(library: _Library, kept: list[str]) -> Environment:
         # A text with NUL cannot come from anywhere else: the other filters refuse it.
         if "\0" in value:
             raise UsageError(f"{value!a} cannot be written into a script: it has a NUL character")
-        kept.append(value)
-        return f"\0{len(kept) - 1}\0"
+        # Nothing that `_tidy` would change; of the value alone, since jinja2 keeps what it knows beforehand.
+        return f"\0{value.encode(errors='surrogatepass').hex()}\0"
 
     environment.filters.update(
         quote=quote, words=words, directive=directive, comment=comment, verbatim=verbatim
@@ -177,8 +176,10 @@ def _tidy(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", lines).strip("\n") + "\n"
 
 
-def _restored(text: str, kept: list[str]) -> str:
-    return re.sub("\0(\\d+)\0", lambda match: kept[int(match[1])], text)
+def _restored(text: str) -> str:
+    return re.sub(
+        "\0([0-9a-f]*)\0", lambda match: bytes.fromhex(match[1]).decode(errors="surrogatepass"), text
+    )
 
 
 def _place(error: BaseException, library: _Library) -> str:
