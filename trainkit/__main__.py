@@ -4,10 +4,9 @@ import gc
 import os
 import sys
 from contextlib import suppress
-from typing import NoReturn
 
 
-def program() -> NoReturn:
+def program() -> int:
     """Run the command that was typed and end with its exit code, as fast as it can be done.
 
     Almost all that is made while modules load stays until the end. To look through it for garbage again and
@@ -18,6 +17,8 @@ def program() -> NoReturn:
     from trainkit.cli.main import main
 
     code = main()
+    if "multiprocessing" in sys.modules:  # gives back at exit what other processes shared
+        return code
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError):  # `main` has told what cannot be written
             stream.flush()
@@ -25,4 +26,4 @@ def program() -> NoReturn:
 
 
 if __name__ == "__main__":
-    program()
+    sys.exit(program())
