@@ -106,9 +106,14 @@ def test_the_daemon_of_a_host_dies_and_its_job_goes_on(cluster: Cluster, tmp_pat
 
 
 def test_scheduler_and_accounting_stop_and_come_back(cluster: Cluster, tmp_path: Path) -> None:
-    step = f"srun sh -c 'while [ ! -e {tmp_path}/go ]; do sleep 0.1; done'"
+    begins = f"touch {tmp_path}/begun-$SLURM_PROCID"
+    step = f"srun sh -c '{begins}; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done'"
     job_id = submit(cluster, tmp_path, f"#!/bin/sh\n{step}; echo done\n", "-N2")
     cluster.wait_for_job(job_id, "RUNNING", timeout_s=150)
+    deadline_s = time.monotonic() + 150
+    while len(list(tmp_path.glob("begun-*"))) < 2:  # a step that is not there yet would wait, and say so
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
     cluster.stop_accounting()
     cluster.stop_slurmctld()
     (tmp_path / "go").touch()
