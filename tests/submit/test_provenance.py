@@ -1,5 +1,7 @@
 import subprocess
 
+import torch
+
 from trainkit.submit.provenance import collect_provenance, git_state, without_secrets
 
 
@@ -53,4 +55,5 @@ def test_clean_and_changed_repository(tmp_path):
 
 def test_whole_record(tmp_path):
     record = collect_provenance(tmp_path)
+    assert record["torch"] == torch.__version__
     assert {"time", "trainkit", "python", "torch", "cwd", "host", "user", "git"} <= set(record)

@@ -78,7 +78,7 @@ def command(
         typed = Submission(argv, launcher, folder, after, dry_run, test_only, follow, as_json)
         return submit_many(request, group, typed)
     if dry_run or test_only:
-        return _show(*_planned(request, argv, launcher, after), run_dir, test_only)
+        return _show(*_planned(request, argv, launcher, after), folder, test_only)
     with beside("asking git", _provenance) as collect:
         loaded, plan = _planned(request, argv, launcher, after)
         from trainkit.cli.launch import print_started, start_new_run
@@ -118,7 +118,7 @@ def _planned(
     return loaded, plan
 
 
-def _show(loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, test_only: bool) -> int:
+def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only: bool) -> int:
     """Print the bytes that would be submitted, or what Slurm says to them."""
     from trainkit.submit.create import config_text, future_run, plan_text
 
@@ -131,7 +131,7 @@ def _show(loaded: LoadedConfig, plan: LaunchPlan, run_dir: str | None, test_only
     from trainkit.submit.secrets import refuse_leaks
     from trainkit.submit.slurm_script import script_for
 
-    run = future_run(loaded.config.name, None if run_dir is None else named_folder(run_dir))
+    run = future_run(loaded.config.name, folder)
     code = planned_code(run, loaded.config, plan, Path.cwd())
     script = script_for(run, 1, plan, loaded.config, Path.cwd(), code)
     texts = {"the script": script.text, "plan.json": plan_text(plan), "config.yaml": config_text(loaded)}

@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -122,18 +121,15 @@ def write_origin(
 
     Raises UsageError when a secret would be written, and what the copier raises.
     """
-    collect = collect or partial(collect_provenance, Path.cwd())
     code = None
-    if copier is None:
-        provenance = collect()
-    else:
+    if copier is not None:
         with beside("copying the code", lambda: copier.copy(run)) as copied:
-            with suppress(Exception):  # it is done again, and what is wrong is told, where it is needed
+            with suppress(OSError):  # files are read again, and what is wrong is told, where they are needed
                 _load_what_submits(backend)
             code = copied()
-        provenance = collect()
         copier.tell(code)
-    provenance |= {"argv": without_secrets(argv, secrets), "code": code}
+    origin = collect_provenance(Path.cwd()) if collect is None else collect()
+    provenance = {**origin, "argv": without_secrets(argv, secrets), "code": code}
     refuse_leaks(json.dumps(provenance), str(run.provenance_file), secrets, os.environ)
     write_json(run.provenance_file, provenance)
     return code

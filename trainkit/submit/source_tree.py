@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 
 from trainkit.errors import UsageError
-from trainkit.frozen import dataclass
 from trainkit.submit.source_names import looks_secret
 
 RUNS_FOLDER = "runs"
@@ -27,7 +26,7 @@ class LeftOut:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class SourceTree:
     """The files of a project, by their paths below its root; names keep bytes that are no UTF-8."""
 
