@@ -32,7 +32,7 @@ demo: venv ## Train a small model as a two-node job on this machine.
 	@echo "$$NEXT"
 
 test: lint ## Everything that has to hold: style, types and all tests, on a real Slurm cluster too when root.
-	$(BIN)/python -m tests.cluster install
+	$(BIN)/python -m tools.slurm_cluster install
 	$(PYTEST)
 
 test-fast: venv-test ## The tests that start no training, in less than two minutes.
@@ -52,8 +52,8 @@ bench: venv ## What trainkit costs, measured against loops written by hand.
 	$(BIN)/python benchmarks/startup.py
 
 cluster: venv ## A shell in a Slurm cluster of four hosts on this machine, gone when you leave it.
-	@$(BIN)/python -m tests.cluster install
-	@$(BIN)/python -m tests.cluster shell
+	@$(BIN)/python -m tools.slurm_cluster install
+	@$(BIN)/python -m tools.slurm_cluster shell
 
 clean: ## Remove .venv, builds and caches; runs/ stays.
 	rm -rf .venv build dist trainkit.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,8 +2,8 @@
 
     python -m benchmarks.fault_campaign --faults 200 --seed 0
 
-Starts a Slurm cluster of four hosts on this machine (root; see tests/cluster) on which two trainings of two
-hosts run at once, one after another, of every backend, with and without spare hosts. Faults strike them:
+Starts a Slurm cluster of four hosts on this machine (root; see tools/slurm_cluster) on which two trainings of
+two hosts run at once, one after another, of every backend, with and without spare hosts. Faults strike them:
 SIGKILL of a rank, slurmd killed, the network of a host cut for 5 to 60 s, slurmctld stopped, the disk full,
 the newest checkpoint damaged, a host that sees an old state of a folder. Each run must finish with losses
 that are equal as strings to those of a run that nobody touched. A full disk may stop one, and so may failures
@@ -25,12 +25,12 @@ from pathlib import Path
 
 from benchmarks.faults import Administrator, Fault, Striker, draw, one_of
 from benchmarks.flight import Flight, processes_of
-from tests.cluster.cluster import Cluster, up
-from tests.cluster.processes import Pid
 from tests.on_slurm import survival
 from tests.on_slurm.login import BACKENDS, Login, settings
 from tests.on_slurm.shared_disk import shared_small_disk
 from tests.on_slurm.survival import Curve
+from tools.slurm_cluster.cluster import Cluster, up
+from tools.slurm_cluster.processes import Pid
 
 RUNS_AT_ONCE = 2
 NUM_STEPS = 300

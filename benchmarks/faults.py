@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.flight import Flight
-from tests.cluster import daemons, hosts
-from tests.cluster.cluster import Cluster
 from tests.on_slurm import survival
 from tests.support.disks import fill
+from tools.slurm_cluster import daemons, hosts
+from tools.slurm_cluster.cluster import Cluster
 from trainkit.manifest import Checkpoint
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from trainkit.drill.curve import Point, compare, read_points
-from trainkit.drill.processes import find_processes, kill_all
+from trainkit.drill.inject import find_processes, kill_all
 from trainkit.manifest import find_damage, published
 from trainkit.rundir import RunDir
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trainkit.config import LoadedConfig, load_config
 from trainkit.plan.launch import LaunchPlan, Layout
-from trainkit.plan.memory import memory_of, ranks_to_look_at
+from trainkit.plan.memory.peaks import memory_of, ranks_to_look_at
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.workload import Workload, workload_of
 from trainkit.submit.simulate import simulate, simulated_plan

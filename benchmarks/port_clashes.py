@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 from trainkit.cli import launch, main
-from trainkit.job.rendezvous import ephemeral_range, port_pool
+from trainkit.job.node.rendezvous import ephemeral_range, port_pool
 from trainkit.rundir import RunDir, read_json
 
 CONFIG = """\

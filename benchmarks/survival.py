@@ -3,10 +3,11 @@
     python -m benchmarks.survival
     python -m benchmarks.survival --only preempted crash
 
-Starts a cluster of four hosts on this machine (root; see tests/cluster) and disturbs trainings of two hosts,
-of both backends, with a task a GPU and a task a node: preempted five times (with a grace time of 10 s and of
-none, requeued and cancelled by Slurm), four time limits, scancel, a rank killed, a host dead, a bug at step
-37, a loss that is not finite, an import that fails. Prints a row for each; exit code 0 when all hold.
+Starts a cluster of four hosts on this machine (root; see tools/slurm_cluster) and disturbs trainings of two
+hosts, of both backends, with a task a GPU and a task a node: preempted five times (with a grace time of 10
+s and of none, requeued and cancelled by Slurm), four time limits, scancel, a rank killed, a host dead, a
+bug at step 37, a loss that is not finite, an import that fails. Prints a row for each; exit code 0 when all
+hold.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tests.cluster.cluster import up
-from tests.cluster.processes import Pid
 from tests.on_slurm import survival
 from tests.on_slurm.login import BACKENDS, Login, settings, wait_for
 from tests.on_slurm.survival import COMEBACK_S, Curve, wait_for_steps, wait_until_over
+from tools.slurm_cluster.cluster import up
+from tools.slurm_cluster.processes import Pid
 from trainkit.rundir import RunDir, read_json
 
 KINDS = [(backend, per) for backend in BACKENDS for per in ("gpu", "node")]

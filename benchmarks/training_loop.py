@@ -53,8 +53,8 @@ CASES = {
 
 def make_attempt(folder: Path, overrides: list[str], num_procs: int):
     """A run folder with one attempt, as `trainkit submit` would write it."""
+    from trainkit.cluster.machine import detect_machine
     from trainkit.config import dump_effective, load_config
-    from trainkit.plan.machine import detect_machine
     from trainkit.plan.make_plan import make_plan
     from trainkit.rundir import RunDir, write_json
 
@@ -110,7 +110,7 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
     from trainkit.rundir import RunDir, read_json
     from trainkit.trainer.device import select_device
     from trainkit.trainer.distributed import join_world, leave
-    from trainkit.trainer.pulse import Pulse
+    from trainkit.trainer.progress import Pulse
     from trainkit.trainer.tasks import build_task
     from trainkit.trainer.worker import build_trainer
 

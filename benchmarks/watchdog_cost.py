@@ -47,7 +47,7 @@ def build(folder: Path, overrides: list[str]):
     from trainkit.rundir import read_json
     from trainkit.trainer.device import select_device
     from trainkit.trainer.distributed import World
-    from trainkit.trainer.pulse import Pulse
+    from trainkit.trainer.progress import Pulse
     from trainkit.trainer.tasks import build_task
     from trainkit.trainer.worker import build_trainer
 

@@ -12,7 +12,7 @@ import pytest
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 
-pytest_plugins = ["tests.cluster.plugin"]
+pytest_plugins = ["tools.slurm_cluster.plugin"]
 
 FOREIGN = ("TRAINKIT_", "SLURM_", "SBATCH_")
 """Beginnings of variables that would change what trainkit does."""

@@ -15,8 +15,7 @@ The exit codes of a *worker* are a contract of their own: see `EXIT_*` below.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from trainkit.frozen import dataclass
+from dataclasses import dataclass
 
 EXIT_OK = 0
 EXIT_FAILED = 1

@@ -12,10 +12,10 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.frozen import dataclass
 from trainkit.rundir import CHECKPOINT_PREFIX, PARTIAL_SUFFIX, REJECTED_SUFFIX, read_json
 
 MANIFEST_NAME = "manifest.json"

@@ -12,11 +12,38 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from trainkit.times import utc_now
 
+def utc_now() -> str:
+    """Now, as files hold it."""
+    return as_utc(datetime.now(timezone.utc))
+
+
+def as_utc(time: datetime, timespec: str = "milliseconds") -> str:
+    """A time that knows its zone, as files hold it."""
+    return time.astimezone(timezone.utc).isoformat(timespec=timespec).replace("+00:00", "Z")
+
+
+def parse_time(text: object) -> datetime | None:
+    """A time that a file holds; None for what is none."""
+    if not isinstance(text, str):
+        return None
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        return None
+
+
+def seconds_between(start: object, end: datetime | None) -> float | None:
+    """Seconds from a time that a file holds until another; None when one of them is not known."""
+    begun = parse_time(start)
+    return None if begun is None or end is None else (end - begun).total_seconds()
+
+
+RUNS_FOLDER = "runs"
 CHECKPOINT_PREFIX = "step-"
 PARTIAL_SUFFIX = ".partial"
 REJECTED_SUFFIX = ".rejected"
@@ -343,3 +370,11 @@ def best_result(run: RunDir, events: Iterable[dict[str, Any]] | None = None) -> 
         record for record in read_jsonl(run.metrics_file) if isinstance(record.get("loss"), (int, float))
     ]
     return {"metric": "loss", "value": losses[-1]["loss"], "step": losses[-1].get("step")} if losses else None
+
+
+def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """``$XDG_STATE_HOME/trainkit``; it may not exist yet."""
+    home = environ.get("XDG_STATE_HOME") or str(
+        Path(environ.get("HOME") or "~").expanduser() / ".local/state"
+    )
+    return Path(home) / "trainkit"

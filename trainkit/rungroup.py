@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from trainkit.errors import UsageError
-from trainkit.frozen import dataclass
 from trainkit.rundir import RunDir, read_json, write_json
 
 GROUP_VERSION = 1

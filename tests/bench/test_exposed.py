@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.bench.exposed import exposed_s, lean, union, without
+from trainkit.bench.measure import exposed_s, lean, union, without
 
 MAIN, GLOO = 7, 9
 """Threads: the first of the process, and one of gloo's."""

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.models import nano_shape
-from trainkit.bench.fitting import Site
 from trainkit.bench.layouts import (
     BenchLayout,
+    Site,
     all_layouts,
     asked_layout,
     every_layout,
@@ -20,8 +20,8 @@ from trainkit.bench.layouts import (
 )
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.plan.choices import LONG_SEQUENCE
 from trainkit.plan.launch import Layout
+from trainkit.plan.layouts.choices import LONG_SEQUENCE
 
 
 def site(world_size: int = 4, **changes: Any) -> Site:

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
-from trainkit.bench.columns import COLUMNS
 from trainkit.bench.measure import by_speed, measured, row_of
 from trainkit.bench.record import Bench
-from trainkit.bench.table import csv_text, summary_table
+from trainkit.bench.summary import COLUMNS, csv_text, summary_table
 from trainkit.rundir import read_metrics
 
 

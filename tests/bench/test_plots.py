@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.benches import made_up_bench, train_made_up
 from trainkit.bench.measure import Row, row_of
-from trainkit.bench.plots import PLOTS, write_plots
+from trainkit.bench.summary import PLOTS, write_plots
 
 pytest.importorskip("matplotlib")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.bench.shorten import PROFILED_STEPS, Length, changes, profiled_ranks
+from trainkit.bench.record import PROFILED_STEPS, Length, changes, profiled_ranks
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.changes import with_values
 from trainkit.errors import UsageError

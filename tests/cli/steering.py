@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import trainkit
+from trainkit.control.local import kill_job
 from trainkit.job.record import Liveness, liveness, newest_entry
 from trainkit.rundir import RunDir, read_json
-from trainkit.submit.local import kill_job
 
 LIMIT_S = 180
 CONFIG = """

@@ -15,7 +15,7 @@ import pytest
 from steering import Desk, wait_for
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
-from trainkit.bench.columns import COLUMNS
+from trainkit.bench.summary import COLUMNS
 from trainkit.job.record import KILLED, Liveness, liveness, newest_entry
 from trainkit.rundir import RunDir, read_end, read_json
 

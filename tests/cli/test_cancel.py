@@ -3,7 +3,7 @@ import time
 
 from steering import is_running, wait_for
 
-from trainkit.job.children import descendants
+from trainkit.job.processes import descendants
 from trainkit.rundir import read_json, write_json
 
 

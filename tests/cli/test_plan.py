@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.cli.main import main
-from trainkit.plan.plan_table import HEADER
+from trainkit.plan.layouts.table import HEADER
 
 GIB = 2**30
 LLAMA = ["--set", "model.vocab_size=32000"]
@@ -130,7 +130,7 @@ def test_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from trainkit.plan import machine
+    from trainkit.cluster import machine
 
     nothing = machine.Machine(2, 0, (), "there is no NVIDIA driver on this machine")
     monkeypatch.setattr(machine, "detect_machine", lambda: nothing)

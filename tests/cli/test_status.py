@@ -4,8 +4,7 @@ import signal
 
 from steering import wait_for
 
-from trainkit.rundir import append_jsonl, log_event, read_json
-from trainkit.times import utc_now
+from trainkit.rundir import append_jsonl, log_event, read_json, utc_now
 
 
 def test_table_of_all_runs_newest_first(desk):

@@ -128,7 +128,7 @@ def test_reserved_name(desk):
 def test_torch_is_never_imported(desk, args):
     script = (
         "import sys\nfrom trainkit.cli.main import main\nmain(sys.argv[1:])\n"
-        "import trainkit.job.supervisor, trainkit.job.agent\nassert 'torch' not in sys.modules"
+        "import trainkit.job.supervisor, trainkit.job.node.agent\nassert 'torch' not in sys.modules"
     )
     desk.config.rename(desk.folder / "x.yaml")
     argv = [sys.executable, "-c", script, *args]

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import RunConfig, load_config
-from trainkit.config.allowed import allowed_values
-from trainkit.config.names import all_keys
-from trainkit.config.unsupported import _ROWS
+from trainkit.config.names import all_keys, allowed_values
+from trainkit.config.validation import _ROWS
 from trainkit.errors import ConfigError
 
 

@@ -51,7 +51,7 @@ def test_frozen() -> None:
 
 def test_config_and_plan_load_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, trainkit.config, trainkit.plan.check, trainkit.plan.machine\n"
+        "import sys, trainkit.config, trainkit.plan.make_plan, trainkit.cluster.machine\n"
         "print(sorted({'torch', 'numpy', 'tokenizers'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

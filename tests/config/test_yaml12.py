@@ -9,8 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.config.yaml12 import dump
-from trainkit.config.yamlfile import parse_value
+from trainkit.config.yamlfile import dump, parse_value
 
 
 @pytest.mark.parametrize(

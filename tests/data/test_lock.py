@@ -10,7 +10,7 @@ import pytest
 from trainkit.data.lock import exclusive
 from trainkit.data.prepare import prepare
 from trainkit.data.recipe import Recipe
-from trainkit.data.unit_work import WORK_FOLDER
+from trainkit.data.tokenize_unit import WORK_FOLDER
 from trainkit.errors import TrainkitError, UsageError
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from trainkit.data.pool import run_all
+from trainkit.data.prepare import run_all
 from trainkit.errors import TrainkitError, UsageError
 
 

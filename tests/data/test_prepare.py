@@ -12,7 +12,7 @@ from trainkit.data.dataset_file import read_dataset_file
 from trainkit.data.prepare import prepare
 from trainkit.data.recipe import Recipe
 from trainkit.data.shards import TokenShards
-from trainkit.data.unit_work import WORK_FOLDER
+from trainkit.data.tokenize_unit import WORK_FOLDER
 from trainkit.errors import TrainkitError, UsageError
 
 
@@ -303,10 +303,10 @@ def test_no_text_at_all(tmp_path):
 def test_full_disk(tmp_path):
     """/dev/full answers every write as a full disk does."""
     (tmp_path / "a.txt").write_text("hello\n")
-    from trainkit.data import unit_work
+    from trainkit.data import tokenize_unit
 
     recipe = Recipe((str(tmp_path / "a.txt"),))
-    real = unit_work._ShardWriter.__init__
+    real = tokenize_unit._ShardWriter.__init__
 
     def write_to_full(self, folder, name):
         real(self, folder, name)
@@ -314,7 +314,7 @@ def test_full_disk(tmp_path):
         self._stream = Path("/dev/full").open("wb")  # noqa: SIM115
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit_work._ShardWriter, "__init__", write_to_full)
+        patch.setattr(tokenize_unit._ShardWriter, "__init__", write_to_full)
         with pytest.raises(TrainkitError, match="No space left on device") as caught:
             prepare(recipe, tmp_path / "out")
     assert caught.value.exit_code == 1

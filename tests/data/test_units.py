@@ -9,11 +9,10 @@ from dataset_content import rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainkit.data import documents
-from trainkit.data.documents import PartReader
+from trainkit.data import units
 from trainkit.data.recipe import Recipe
 from trainkit.data.sources import find_inputs
-from trainkit.data.units import plan_units
+from trainkit.data.units import PartReader, plan_units
 
 SETTINGS = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -46,7 +45,7 @@ def test_text(tmp_path, text, unit_bytes, piece_bytes, val_fraction):
     content = text.encode()
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "PIECE_BYTES", piece_bytes)
+        patch.setattr(units, "PIECE_BYTES", piece_bytes)
         found = read_all([tmp_path / "a.txt"], unit_bytes, val_fraction)
     assert b"".join(document for _, document in found) == content
     assert len(found) <= 2

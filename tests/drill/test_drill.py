@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.two_lines import two_lines
-from trainkit.drill.processes import find_processes
+from trainkit.drill.inject import find_processes
 from trainkit.rundir import RunDir, read_json
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,9 +3,8 @@ from dataclasses import replace
 import pytest
 
 from trainkit.config.schema import RunConfig
-from trainkit.drill.aim import take_aim
-from trainkit.drill.scenarios import NAMES, SCENARIOS, chosen, why_not
-from trainkit.drill.shorten import FEWEST_STEPS, save_interval
+from trainkit.drill.campaign import FEWEST_STEPS, save_interval
+from trainkit.drill.scenarios import NAMES, SCENARIOS, chosen, take_aim, why_not
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 
 LOCAL = LaunchPlan(

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import LoadedConfig, load_config
-from trainkit.drill.shorten import FEWEST_STEPS, save_interval, shorten
+from trainkit.drill.campaign import FEWEST_STEPS, save_interval, shorten
 
 
 @pytest.fixture

@@ -3,10 +3,9 @@ from dataclasses import replace
 import pytest
 
 from trainkit.drill.curve import Point
-from trainkit.drill.play import Played
+from trainkit.drill.run_scenario import Played
 from trainkit.drill.scenarios import SCENARIOS
-from trainkit.drill.table import all_hold, result_table, summary
-from trainkit.drill.verdict import Ended, Result, judge
+from trainkit.drill.verdict import Ended, Result, all_hold, judge, result_table, summary
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 REFERENCE = [Point(step, f"{1 / step}", 4 * step, 1) for step in range(1, 31)]

@@ -11,17 +11,19 @@ from trainkit.job.batch import supervise
 from trainkit.job.record import add_slurm_entry, read_job
 from trainkit.rundir import RunDir, log_event, read_json
 from trainkit.slurm.client import SlurmRefused
-from trainkit.slurm.job_now import JobNow
+from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 
-RUNNING = JobNow(JobState.RUNNING, "RUNNING", is_preempted=False, may_requeue=True, end_time=None, restarts=0)
+RUNNING = JobDetails(
+    JobState.RUNNING, "RUNNING", is_preempted=False, may_requeue=True, end_time=None, restarts=0
+)
 
 
 @dataclass
 class Slurm:
     """What Slurm says and was told."""
 
-    job: JobNow | None = RUNNING
+    job: JobDetails | None = RUNNING
     lost: tuple[str, ...] | None = ()
     down: tuple[str, ...] = ()
     """Hosts that are down when it is asked about them."""

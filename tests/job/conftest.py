@@ -17,16 +17,11 @@ import trainkit
 from tests.support.runs import make_attempt
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
-from trainkit.job import allocation, batch, comeback, take
-from trainkit.job.record import (
-    Liveness,
-    liveness,
-    newest_entry,
-    run_lock,
-)
+from trainkit.control.local import kill_job, start_attempt
+from trainkit.job import allocation, batch, claim_attempt, requeue
+from trainkit.job.record import Liveness, liveness, newest_entry, run_lock
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.rundir import RunDir, write_json
-from trainkit.submit.local import kill_job, start_attempt
 
 
 @pytest.fixture
@@ -80,7 +75,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(take, "ENTRY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(claim_attempt, "ENTRY_TIMEOUT_S", 0.2)
     return make_attempt(tmp_path / "run", ["requeue.max_crashes=1"]).run
 
 
@@ -91,7 +86,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
     monkeypatch.setattr(batch, "write_to", lambda log: None)
-    monkeypatch.setattr(batch.children, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(batch.processes, "adopt_orphans", lambda: None)
     monkeypatch.setattr(allocation, "expand_hosts", lambda text: [text])
     monkeypatch.setattr(allocation, "look_at_job", lambda job_id, patience_s: slurm.job)
     monkeypatch.setattr(allocation, "lost_hosts", lambda job_id, hosts, is_running: slurm.lost)
@@ -99,5 +94,5 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
         allocation, "node_states", lambda hosts: {host: "down*" for host in hosts if host in slurm.down}
     )
     monkeypatch.setattr(allocation.shutil, "which", lambda program, **_: program)
-    monkeypatch.setattr(comeback, "requeue", slurm.requeue)
+    monkeypatch.setattr(requeue, "requeue", slurm.requeue)
     return slurm

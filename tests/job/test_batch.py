@@ -13,18 +13,19 @@ import pytest
 from batch_job import Slurm, reasons, step, told
 
 from trainkit.errors import EXIT_STOPPED
-from trainkit.job import allocation, batch, step_watch
+from trainkit.job import allocation, batch
 from trainkit.job.batch import supervise
+from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, read_job
-from trainkit.job.step_watch import StepWatch
-from trainkit.job.take import take_attempt
+from trainkit.job.watch import slurm_attempt
+from trainkit.job.watch.slurm_attempt import StepWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
 
 
 def test_the_first_start_takes_the_attempt_that_was_submitted(run: RunDir) -> None:
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    attempt = take_attempt(run, "7")
+    attempt = claim_attempt(run, "7")
     assert attempt is not None
     assert attempt.number == 1
     [entry] = read_job(run)["attempts"]
@@ -33,8 +34,8 @@ def test_the_first_start_takes_the_attempt_that_was_submitted(run: RunDir) -> No
 
 def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(run: RunDir) -> None:
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    take_attempt(run, "7")
-    attempt = take_attempt(run, "7")
+    claim_attempt(run, "7")
+    attempt = claim_attempt(run, "7")
     assert attempt is not None
     assert reasons(run) == [(1, "7", "submit"), (2, "7", COMEBACK)]
     assert attempt.plan_file.read_bytes() == run.attempt(1).plan_file.read_bytes()
@@ -42,7 +43,7 @@ def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(run: RunDir)
 
 
 def test_a_job_whose_submission_was_interrupted_still_knows_its_attempt(run: RunDir) -> None:
-    attempt = take_attempt(run, "7")
+    attempt = claim_attempt(run, "7")
     assert attempt is not None
     assert reasons(run) == [(1, "7", "submit")]
 
@@ -50,7 +51,7 @@ def test_a_job_whose_submission_was_interrupted_still_knows_its_attempt(run: Run
 def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) -> None:
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     mark_cancelled(run)
-    assert take_attempt(run, "7") is None
+    assert claim_attempt(run, "7") is None
 
 
 def test_a_step_that_ends_well(run: RunDir, slurm: Slurm) -> None:
@@ -120,7 +121,7 @@ def test_an_agent_that_was_killed_is_no_longer_waited_for(
 ) -> None:
     """It could write nothing; srun says so, and waits for the others, which wait for its rank."""
     monkeypatch.setattr(StepWatch, "look_every_s", 0.05)
-    monkeypatch.setattr("trainkit.job.step_watch.PEER_S", 0.2)
+    monkeypatch.setattr("trainkit.job.watch.slurm_attempt.PEER_S", 0.2)
     write_json(run.attempt(1).rendezvous_file, {"step_id": "0", "hosts": ["node1"]})
     says = "srun: error: node1: task 0: Killed"
     code = f"import sys, time; print({says!r}, file=sys.stderr, flush=True); time.sleep(60)"
@@ -136,14 +137,14 @@ def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
 ) -> None:
     """A launcher ends with a code of its own as soon as the ranks of its node have saved."""
     monkeypatch.setattr(StepWatch, "look_every_s", 0.05)
-    monkeypatch.setattr("trainkit.job.step_watch.PEER_S", 0.2)
+    monkeypatch.setattr("trainkit.job.watch.slurm_attempt.PEER_S", 0.2)
     says = "srun: error: node1: task 0: Exited with exit code 143"
     code = f"import sys, time; print({says!r}, flush=True); time.sleep(1.5); sys.exit(75)"
     assert step(run, code, told(run, "SIGTERM"))[1]["reason"] == "saved after SIGTERM"
 
 
 def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.job.deleted.GONE_S", 0.3)
+    monkeypatch.setattr("trainkit.job.watch.deleted.GONE_S", 0.3)
     watch = watch_of(run, monkeypatch)
     threading.Timer(0.3, shutil.rmtree, (run.attempt(1).path,)).start()
     watch.work()
@@ -184,15 +185,15 @@ def test_the_end_of_a_step_waits_for_a_run_folder_that_is_away(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What takes the folder away may be what has ended the ranks."""
-    monkeypatch.setattr("trainkit.job.space.LOOK_AGAIN_S", 0.05)
-    real, stale = step_watch.first_exit_code, [OSError(errno.ESTALE, "Stale file handle")] * 2
+    monkeypatch.setattr("trainkit.job.disk_errors.LOOK_AGAIN_S", 0.05)
+    real, stale = slurm_attempt.first_exit_code, [OSError(errno.ESTALE, "Stale file handle")] * 2
 
     def away_at_first(attempt: AttemptDir) -> int | None:
         if stale:
             raise stale.pop()
         return real(attempt)
 
-    monkeypatch.setattr(step_watch, "first_exit_code", away_at_first)
+    monkeypatch.setattr(slurm_attempt, "first_exit_code", away_at_first)
     code = "import os; raise SystemExit(5 if os.environ['TRAINKIT_JOB_ATTEMPT'] == '1' else 0)"
     assert step(run, code)[1]["state"] == "finished"
     assert not stale
@@ -206,9 +207,9 @@ def test_a_step_is_ended_when_another_start_of_the_job_waits_for_it(
     """Only the daemon of its host has died, so that Slurm has put the job back into the queue."""
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     assert run.attempt_numbers() == [1]
-    take_attempt(run, "7")
+    claim_attempt(run, "7")
     watch = watch_of(run, monkeypatch)
-    threading.Timer(0.3, take_attempt, (run, "7")).start()
+    threading.Timer(0.3, claim_attempt, (run, "7")).start()
     watch.work()
     watch.settle()
     assert [code for _, code in watch.outcome.ends] == [143]
@@ -226,19 +227,19 @@ def watch_of(
 def test_a_start_waits_for_room_on_the_disk(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.job.space.LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr("trainkit.job.disk_errors.LOOK_AGAIN_S", 0.05)
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     full = [OSError(errno.ENOSPC, "No space left on device")] * 2
 
     def take_later(run: RunDir, job_id: str) -> AttemptDir | None:
         if full:
             raise full.pop()
-        return take_attempt(run, job_id)
+        return claim_attempt(run, job_id)
 
-    monkeypatch.setattr(batch, "take_attempt", take_later)
+    monkeypatch.setattr(batch, "claim_attempt", take_later)
     assert supervise(run, [sys.executable, "-c", "pass"]) == 0
     assert not full
-    monkeypatch.setattr("trainkit.job.space.PATIENCE_S", 0.0)
+    monkeypatch.setattr("trainkit.job.disk_errors.PATIENCE_S", 0.0)
     full.append(OSError(errno.ENOSPC, "No space left on device"))
     assert supervise(run, [sys.executable, "-c", "pass"]) == 1
 

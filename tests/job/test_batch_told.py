@@ -11,12 +11,12 @@ import pytest
 from batch_job import RUNNING, Slurm, step, told
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
-from trainkit.job import allocation, batch, comeback
+from trainkit.job import allocation, batch, requeue
 from trainkit.job.record import KILLED
-from trainkit.job.step_watch import StepWatch
+from trainkit.job.watch.slurm_attempt import StepWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, read_json
-from trainkit.slurm.job_now import JobNow
+from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 
 
@@ -37,7 +37,7 @@ def test_what_is_to_end_now_is_not_asked_to_save(
 ) -> None:
     """Slurm may take a while between what job.json says and the kill."""
     monkeypatch.setattr(StepWatch, "look_every_s", 0.05)
-    monkeypatch.setattr("trainkit.job.step_watch.HEARD_S", 0.1)
+    monkeypatch.setattr("trainkit.job.watch.slurm_attempt.HEARD_S", 0.1)
     code = (
         "import os, signal, sys, time; from trainkit.rundir import RunDir;"
         " from trainkit.job.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
@@ -55,7 +55,7 @@ def test_what_is_to_end_now_is_not_asked_to_save(
         (replace(RUNNING, state=JobState.CANCELLED), "saved after SIGTERM"),
     ],
 )
-def test_a_person_who_tells_only_the_ranks(run: RunDir, slurm: Slurm, job: JobNow, words: str) -> None:
+def test_a_person_who_tells_only_the_ranks(run: RunDir, slurm: Slurm, job: JobDetails, words: str) -> None:
     slurm.job = job
     code, end = step(run, "raise SystemExit(75)", told(run, "SIGTERM"))
     assert (code, end["state"], end["reason"], slurm.requeued) == (EXIT_STOPPED, "stopped", words, 0)
@@ -71,9 +71,9 @@ def test_a_person_who_tells_only_the_ranks(run: RunDir, slurm: Slurm, job: JobNo
     ],
 )
 def test_a_preemption_brings_the_job_back(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobNow | None, asked: int
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobDetails | None, asked: int
 ) -> None:
-    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
     slurm.job = job
     code, end = step(run, "raise SystemExit(75)", told(run, "SIGTERM"))
     assert (code, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "preempted")
@@ -92,10 +92,15 @@ def test_a_preemption_brings_the_job_back(
     ],
 )
 def test_a_notice_that_a_full_disk_did_not_take(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobNow, action: str, cause: str | None
+    run: RunDir,
+    slurm: Slurm,
+    monkeypatch: pytest.MonkeyPatch,
+    job: JobDetails,
+    action: str,
+    cause: str | None,
 ) -> None:
-    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
-    monkeypatch.setattr(comeback, "cancel_waiting", lambda job_ids: pytest.fail("it is to come back"))
+    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
+    monkeypatch.setattr(requeue, "cancel_waiting", lambda job_ids: pytest.fail("it is to come back"))
     slurm.job = job
     end = step(run, "raise SystemExit(75)")[1]
     assert (end["action"], end["cause"]) == (action, cause)
@@ -115,7 +120,7 @@ def test_a_notice_before_the_step_is_started_again(
     run: RunDir,
     slurm: Slurm,
     monkeypatch: pytest.MonkeyPatch,
-    job: JobNow,
+    job: JobDetails,
     expected: tuple[str, str, int],
     says: str,
 ) -> None:
@@ -123,8 +128,8 @@ def test_a_notice_before_the_step_is_started_again(
         slurm.job = job
         return signal.SIGTERM
 
-    monkeypatch.setattr(batch.children, "wait_unless_told", take_away)
-    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    monkeypatch.setattr(batch.processes, "wait_unless_told", take_away)
+    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
     _, end = step(run, f"import sys; sys.exit({says!r} or 5)")
     assert (end["action"], end["cause"], slurm.requeued) == expected
     assert run.attempt_numbers() == [1]
@@ -146,14 +151,14 @@ def test_a_run_that_has_ended_is_not_started_again_by_slurm(
     run: RunDir,
     slurm: Slurm,
     monkeypatch: pytest.MonkeyPatch,
-    job: JobNow,
+    job: JobDetails,
     waiting: list[str],
     leaving: list[str],
 ) -> None:
     """A host was lost for a while, so that Slurm starts the job again; what ran on it has failed for good."""
     cancelled: tuple[list[str], list[str]] = ([], [])
-    monkeypatch.setattr(comeback, "cancel_waiting", cancelled[0].extend)
-    monkeypatch.setattr(comeback, "cancel", cancelled[1].extend)
+    monkeypatch.setattr(requeue, "cancel_waiting", cancelled[0].extend)
+    monkeypatch.setattr(requeue, "cancel", cancelled[1].extend)
     slurm.job = job
     code, end = step(run, f"raise SystemExit({EXIT_NO_RESTART})")
     assert (code, end["action"], *cancelled) == (EXIT_NO_RESTART, "failed", waiting, leaving)
@@ -176,7 +181,7 @@ def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_ov
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told once, up to a minute early: after a wait that may have been already."""
-    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
     left_s = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file)).grace_s + 60 + 30
     slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc) + timedelta(seconds=left_s + 5))
 
@@ -185,7 +190,7 @@ def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_ov
         end_time = datetime.now(timezone.utc) + timedelta(seconds=left_s - 5)
         object.__setattr__(slurm.job, "end_time", end_time)
 
-    monkeypatch.setattr(batch.children, "wait_unless_told", wait)
+    monkeypatch.setattr(batch.processes, "wait_unless_told", wait)
     end = step(run, "raise SystemExit(5)")[1]
     assert (end["action"], end["cause"], run.attempt_numbers()) == ("requeue", "crash", [1])
 
@@ -201,9 +206,9 @@ def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_ov
     ],
 )
 def test_a_job_that_a_person_ends_after_it_was_judged_does_not_come_back(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, now: JobNow | None, requeued: int
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, now: JobDetails | None, requeued: int
 ) -> None:
-    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
     slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc))
     answers = [slurm.job, now]
     monkeypatch.setattr(allocation, "look_at_job", lambda job_id, patience_s: answers.pop(0))
@@ -216,7 +221,9 @@ def test_a_job_that_a_person_ends_after_it_was_judged_does_not_come_back(
 @pytest.mark.parametrize(
     "job", [replace(RUNNING, state=JobState.REQUEUED, restarts=1), replace(RUNNING, restarts=1)]
 )
-def test_a_job_that_somebody_else_brought_back_is_left_to_it(run: RunDir, slurm: Slurm, job: JobNow) -> None:
+def test_a_job_that_somebody_else_brought_back_is_left_to_it(
+    run: RunDir, slurm: Slurm, job: JobDetails
+) -> None:
     """A host that was cut off is back, and its job has gone on without it."""
     slurm.job = job
     end = step(run, "raise SystemExit(1)")[1]
@@ -226,7 +233,7 @@ def test_a_job_that_somebody_else_brought_back_is_left_to_it(run: RunDir, slurm:
 def test_without_a_controller_no_step_is_started(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
+    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
     slurm.job = None
     assert step(run, "raise SystemExit(1)")[1]["action"] == "requeue"
 
@@ -234,8 +241,8 @@ def test_without_a_controller_no_step_is_started(
 def test_a_host_that_is_lost_is_no_place_to_start_again(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comeback, "_await_eviction", lambda: None)
-    monkeypatch.setattr("trainkit.job.bad_nodes.exclude_from", lambda *args: ())
+    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
+    monkeypatch.setattr("trainkit.job.failure.exclude_nodes.exclude_from", lambda *args: ())
     slurm.job, slurm.lost = RUNNING, ("node1",)
     end = step(run, "raise SystemExit(137)")[1]
     assert (end["action"], end["cause"]) == ("requeue", "node_fail")

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 from batch_job import Slurm, reasons
 
+from trainkit.control.follow_ups import cancel_follow_ups
 from trainkit.job import guard
 from trainkit.job.batch import supervise
+from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.decision import Decision
 from trainkit.job.ending import write_end
 from trainkit.job.history import mark_of
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, open_attempt, read_job
-from trainkit.job.take import take_attempt
 from trainkit.rundir import AttemptDir, RunDir, read_json, write_json
-from trainkit.slurm.job_now import JobNow
+from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
-from trainkit.submit.follow_ups import cancel_follow_ups
 
 
 def as_utc(time: datetime) -> str:
@@ -37,7 +37,7 @@ def start_that_dies(run: RunDir, monkeypatch: pytest.MonkeyPatch, host: str) -> 
     """A start of job 7 on a host that goes down with it: no end is written."""
     with monkeypatch.context() as patch:
         patch.setenv("SLURMD_NODENAME", host)
-        attempt = take_attempt(run, "7")
+        attempt = claim_attempt(run, "7")
     assert attempt is not None
     return attempt
 
@@ -104,7 +104,7 @@ def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
 def test_the_queue_is_no_progress(run: RunDir) -> None:
     """Of a trainer without checkpoints only the time that it ran counts, not until it was started again."""
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    take_attempt(run, "7")
+    claim_attempt(run, "7")
     job = read_job(run)
     job["attempts"][0]["started_at"] = as_utc(datetime.fromtimestamp(time.time() - 7200, timezone.utc))
     write_json(run.job_file, job)
@@ -112,7 +112,7 @@ def test_the_queue_is_no_progress(run: RunDir) -> None:
     for log in (run.attempt(1).rank_log(0), run.attempt(1).supervisor_log):
         log.write_text("a line\n")
         os.utime(log, (time.time() - 7000, time.time() - 7000))
-    take_attempt(run, "7")
+    claim_attempt(run, "7")
     assert mark_of(run.attempt(1)) == 0
     os.utime(run.attempt(1).rank_log(0), (time.time() - 3600, time.time() - 3600))
     assert mark_of(run.attempt(1)) == 1
@@ -134,7 +134,7 @@ def test_a_person_who_starts_a_cancelled_run_again_is_heeded(run: RunDir) -> Non
     mark_cancelled(run)
     texts = [file.read_text() for file in (run.attempt(1).config_file, run.attempt(1).plan_file)]
     open_attempt(run, *texts)
-    attempt = take_attempt(run, "7")
+    attempt = claim_attempt(run, "7")
     assert attempt is not None
     assert reasons(run) == [(1, "6", "submit"), (2, "7", "submit")]
 
@@ -151,13 +151,13 @@ def test_an_attempt_that_could_not_be_made_leaves_nothing(
         real(path, *args, **kwargs)
 
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    take_attempt(run, "7")
+    claim_attempt(run, "7")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", mkdir)
         with pytest.raises(OSError, match="quota"):
-            take_attempt(run, "7")
+            claim_attempt(run, "7")
     assert run.attempt_numbers() == [1]
-    attempt = take_attempt(run, "7")
+    attempt = claim_attempt(run, "7")
     assert attempt is not None
     assert reasons(run) == [(1, "7", "submit"), (2, "7", COMEBACK)]
 
@@ -176,7 +176,7 @@ def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: 
 
         monkeypatch.setattr(Path, "read_text", read_text)
 
-    monkeypatch.setattr("trainkit.submit.follow_ups.cancel_waiting", stale)
+    monkeypatch.setattr("trainkit.control.follow_ups.cancel_waiting", stale)
     with pytest.raises(OSError, match="Stale"):
         cancel_follow_ups(run)
     assert run.job_file.read_bytes() == before
@@ -186,7 +186,7 @@ def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: 
 def test_the_guard_waits_until_slurm_has_given_the_host_up(
     monkeypatch: pytest.MonkeyPatch, state: str, is_done: bool
 ) -> None:
-    job = JobNow(
+    job = JobDetails(
         JobState.RUNNING,
         "RUNNING",
         is_preempted=False,

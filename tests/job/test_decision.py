@@ -1,11 +1,11 @@
 import pytest
 
-from trainkit.job.decision import End, Failure, Means, Past, decide
+from trainkit.job.decision import AttemptResult, Failure, PreviousAttempt, RestartOptions, decide
 from trainkit.job.exit_codes import combine, describe_exit
 from trainkit.plan.launch import RequeuePolicy
 
 POLICY = RequeuePolicy()
-HERE = Means(restart=True, requeue=True)
+HERE = RestartOptions(restart=True, requeue=True)
 NAN = Failure("ValueError: bad", 37)
 
 
@@ -37,28 +37,32 @@ def after(end, *past, policy=POLICY, means=HERE):
     ],
 )
 def test_what_follows(codes, request_name, cause, action, exit_code):
-    decision = after(End(codes, request_name, cause))
+    decision = after(AttemptResult(codes, request_name, cause))
     assert (decision.action, decision.exit_code) == (action, exit_code)
 
 
 @pytest.mark.parametrize(
     ("end", "cause", "words"),
     [
-        (End([137]), "crash", "a worker ended with SIGKILL; starting again, comeback 1"),
-        (End([143], hung=True), "hang", "no progress; starting again, comeback 1"),
-        (End([143], hung=True, lost_nodes=("n2",)), "node_fail", "lost n2; starting again, comeback 1"),
+        (AttemptResult([137]), "crash", "a worker ended with SIGKILL; starting again, comeback 1"),
+        (AttemptResult([143], hung=True), "hang", "no progress; starting again, comeback 1"),
         (
-            End([75], "SIGTERM", "preempted"),
+            AttemptResult([143], hung=True, lost_nodes=("n2",)),
+            "node_fail",
+            "lost n2; starting again, comeback 1",
+        ),
+        (
+            AttemptResult([75], "SIGTERM", "preempted"),
             "preempted",
             "saved after SIGTERM at a preemption; starting again, comeback 1",
         ),
         (
-            End([75], "SIGUSR2", "timeout"),
+            AttemptResult([75], "SIGUSR2", "timeout"),
             "timeout",
             "saved after SIGUSR2 before the time limit; starting again, comeback 1",
         ),
         (
-            End([137], "SIGTERM", "preempted", out_of_time=True),
+            AttemptResult([137], "SIGTERM", "preempted", out_of_time=True),
             "preempted",
             "killed: not all workers ended within the grace time after SIGTERM at a preemption;"
             " starting again, comeback 1",
@@ -73,25 +77,30 @@ def test_each_cause_has_its_words(end, cause, words):
 @pytest.mark.parametrize(
     ("means", "action"),
     [
-        (Means(restart=True, requeue=True, resubmit=True, follow_up=True), "restart"),
-        (Means(requeue=True, resubmit=True, follow_up=True), "requeue"),
-        (Means(resubmit=True, follow_up=True), "follow_up"),
-        (Means(resubmit=True), "resubmit"),
-        (Means(why_not="nobody"), "failed"),
+        (RestartOptions(restart=True, requeue=True, resubmit=True, follow_up=True), "restart"),
+        (RestartOptions(requeue=True, resubmit=True, follow_up=True), "requeue"),
+        (RestartOptions(resubmit=True, follow_up=True), "follow_up"),
+        (RestartOptions(resubmit=True), "resubmit"),
+        (RestartOptions(why_not="nobody"), "failed"),
     ],
 )
 def test_the_nearest_way_back_from_a_crash(means, action):
-    assert after(End([1]), means=means).action == action
+    assert after(AttemptResult([1]), means=means).action == action
 
 
 def test_what_is_taken_away_is_no_place_to_start_again():
-    assert after(End([75], "SIGTERM", "preempted"), means=Means(restart=True)).action == "stopped"
-    assert after(End([1], "SIGTERM", "preempted"), means=HERE).action == "requeue"
-    assert after(End([75], "SIGUSR2", "asked"), means=Means(restart=True)).action == "restart"
+    assert (
+        after(AttemptResult([75], "SIGTERM", "preempted"), means=RestartOptions(restart=True)).action
+        == "stopped"
+    )
+    assert after(AttemptResult([1], "SIGTERM", "preempted"), means=HERE).action == "requeue"
+    assert (
+        after(AttemptResult([75], "SIGUSR2", "asked"), means=RestartOptions(restart=True)).action == "restart"
+    )
 
 
 def test_without_a_way_back_the_failure_stands():
-    decision = after(End([9]), means=Means(why_not="there is no scontrol"))
+    decision = after(AttemptResult([9]), means=RestartOptions(why_not="there is no scontrol"))
     assert (decision.action, decision.exit_code) == ("failed", 9)
     assert decision.reason == "a worker ended with exit code 9; not started again: there is no scontrol"
 
@@ -99,11 +108,11 @@ def test_without_a_way_back_the_failure_stands():
 @pytest.mark.parametrize(
     ("end", "cause"),
     [
-        (End([75], "SIGTERM", "preempted"), "preempted"),
-        (End([75], "SIGUSR2", "timeout"), "timeout"),
-        (End([1]), "crash"),
-        (End([1], hung=True), "hang"),
-        (End([1], lost_nodes=("n1",)), "node_fail"),
+        (AttemptResult([75], "SIGTERM", "preempted"), "preempted"),
+        (AttemptResult([75], "SIGUSR2", "timeout"), "timeout"),
+        (AttemptResult([1]), "crash"),
+        (AttemptResult([1], hung=True), "hang"),
+        (AttemptResult([1], lost_nodes=("n1",)), "node_fail"),
     ],
 )
 def test_requeue_on_says_what_starts_again(end, cause):
@@ -115,82 +124,102 @@ def test_requeue_on_says_what_starts_again(end, cause):
 
 
 def test_who_asks_gets_it_whatever_the_config_says():
-    assert after(End([75], "SIGUSR2", "asked"), policy=RequeuePolicy(on=())).action == "requeue"
+    assert after(AttemptResult([75], "SIGUSR2", "asked"), policy=RequeuePolicy(on=())).action == "requeue"
 
 
 def test_the_same_failure_at_the_same_step_is_no_accident():
-    decision = after(End([1], failure=NAN, mark=30), Past("crash", 20, 37, NAN))
+    decision = after(AttemptResult([1], failure=NAN, mark=30), PreviousAttempt("crash", 20, 37, NAN))
     assert decision.action == "failed"
     assert decision.reason.endswith("the same failure at step 37 as in the attempt before")
-    assert after(End([1], failure=NAN), Past("crash", 0, 36, Failure(NAN.what, 36))).comes_back
-    assert after(End([1], failure=NAN), Past("crash", 0, 37, Failure("other", 37))).comes_back
+    assert after(
+        AttemptResult([1], failure=NAN), PreviousAttempt("crash", 0, 36, Failure(NAN.what, 36))
+    ).comes_back
+    assert after(
+        AttemptResult([1], failure=NAN), PreviousAttempt("crash", 0, 37, Failure("other", 37))
+    ).comes_back
     # Another end between them shows that it is an accident.
-    assert after(End([1], failure=NAN), Past("crash", 0, 37, NAN), Past("preempted", 30)).comes_back
+    assert after(
+        AttemptResult([1], failure=NAN),
+        PreviousAttempt("crash", 0, 37, NAN),
+        PreviousAttempt("preempted", 30),
+    ).comes_back
 
 
 def test_a_failure_at_an_unknown_step_is_the_same_when_nothing_was_saved_between():
     unknown = Failure("exit: ended with exit code 1", None)
-    assert not after(End([1], failure=unknown, mark=5), Past("crash", 5, None, unknown)).comes_back
-    assert after(End([1], failure=unknown, mark=6), Past("crash", 5, None, unknown)).comes_back
+    assert not after(
+        AttemptResult([1], failure=unknown, mark=5), PreviousAttempt("crash", 5, None, unknown)
+    ).comes_back
+    assert after(
+        AttemptResult([1], failure=unknown, mark=6), PreviousAttempt("crash", 5, None, unknown)
+    ).comes_back
 
 
 def test_what_cannot_get_better_is_not_tried():
-    decision = after(End([1], failure=Failure("ImportError: no x", None, final=True)))
+    decision = after(AttemptResult([1], failure=Failure("ImportError: no x", None, final=True)))
     assert (decision.action, decision.exit_code) == ("failed", 1)
     assert decision.reason.endswith("it would fail in the same way again")
 
 
 def test_crashes_without_progress_are_counted():
-    crashes = [Past("crash", 10, step) for step in (11, 12, 13)]
-    assert after(End([1], mark=10, step=14), *crashes[:2]).comes_back
-    decision = after(End([1], mark=10, step=14), *crashes)
+    crashes = [PreviousAttempt("crash", 10, step) for step in (11, 12, 13)]
+    assert after(AttemptResult([1], mark=10, step=14), *crashes[:2]).comes_back
+    decision = after(AttemptResult([1], mark=10, step=14), *crashes)
     assert decision.action == "failed"
     assert decision.reason.endswith("requeue.max_crashes is 3, and nothing new was saved in 4 attempts")
-    assert after(End([1], mark=20, step=24), *crashes).comes_back
+    assert after(AttemptResult([1], mark=20, step=24), *crashes).comes_back
 
 
 def test_three_ends_at_one_step_are_enough():
     policy = RequeuePolicy(max_crashes=10)
-    two = [Past("hang", 10, 15), Past("crash", 10, 15)]
-    decision = after(End([1], mark=10, step=15), *two, policy=policy)
+    two = [PreviousAttempt("hang", 10, 15), PreviousAttempt("crash", 10, 15)]
+    decision = after(AttemptResult([1], mark=10, step=15), *two, policy=policy)
     assert (decision.action, "3 attempts in a row ended at step 15" in decision.reason) == ("failed", True)
-    assert after(End([1], mark=10, step=16), *two, policy=policy).comes_back
-    timeouts = [Past("timeout", 10, 10)] * 2
-    decision = after(End([75], "SIGUSR2", "timeout", mark=10, step=10), *timeouts)
+    assert after(AttemptResult([1], mark=10, step=16), *two, policy=policy).comes_back
+    timeouts = [PreviousAttempt("timeout", 10, 10)] * 2
+    decision = after(AttemptResult([75], "SIGUSR2", "timeout", mark=10, step=10), *timeouts)
     assert (decision.action, decision.exit_code) == ("stopped", 75)
-    preempted = [Past("preempted", 10, 10)] * 9
-    assert after(End([75], "SIGTERM", "preempted", mark=10, step=10), *preempted).comes_back
+    preempted = [PreviousAttempt("preempted", 10, 10)] * 9
+    assert after(AttemptResult([75], "SIGTERM", "preempted", mark=10, step=10), *preempted).comes_back
 
 
 def test_a_start_that_slurm_could_not_make_is_no_failure():
     policy = RequeuePolicy(on=(), max=0, max_crashes=0)
     delays = []
     for count in range(9):
-        decision = after(End([1], not_started=True), *[Past("not_started")] * count, policy=policy)
+        decision = after(
+            AttemptResult([1], not_started=True), *[PreviousAttempt("not_started")] * count, policy=policy
+        )
         assert (decision.action, decision.cause) == ("restart", "not_started")
         delays.append(decision.delay_s)
     assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    decision = after(End([1], not_started=True), *[Past("not_started")] * 9)
+    decision = after(AttemptResult([1], not_started=True), *[PreviousAttempt("not_started")] * 9)
     assert (decision.action, decision.reason) == (
         "failed",
         "Slurm could not start the step 10 times in a row",
     )
     # Nor does it hide failures before and after it.
-    crashes = [Past("crash", 10, step) for step in (11, 12, 13)]
-    assert not after(End([1], mark=10, step=14), *crashes[:2], Past("not_started", 10), crashes[2]).comes_back
+    crashes = [PreviousAttempt("crash", 10, step) for step in (11, 12, 13)]
+    assert not after(
+        AttemptResult([1], mark=10, step=14), *crashes[:2], PreviousAttempt("not_started", 10), crashes[2]
+    ).comes_back
 
 
 def test_waits_grow_while_nothing_new_is_saved():
     policy = RequeuePolicy(max_crashes=100)
     delays = []
     for count in range(9):
-        past = [Past("crash", 10, 11 + number) for number in range(count)]
-        delays.append(after(End([1], mark=10, step=90), *past, policy=policy).delay_s)
+        past = [PreviousAttempt("crash", 10, 11 + number) for number in range(count)]
+        delays.append(after(AttemptResult([1], mark=10, step=90), *past, policy=policy).delay_s)
     assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
 def test_cap_on_comebacks():
-    decision = after(End([75], "SIGUSR2", "asked"), *[Past("preempted", 1)] * 3, policy=RequeuePolicy(max=3))
+    decision = after(
+        AttemptResult([75], "SIGUSR2", "asked"),
+        *[PreviousAttempt("preempted", 1)] * 3,
+        policy=RequeuePolicy(max=3),
+    )
     assert decision.action == "stopped"
     assert (
         decision.reason == "saved after SIGUSR2; not started again: requeue.max is 3 and it came back 3 times"

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Cluster, Target
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
 from trainkit.job import nodes
 from trainkit.job.nodes import choose_hosts, lost_hosts, step_argv
-from trainkit.plan.cluster import Cluster, Target
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.slurm.client import SlurmUnreachable
@@ -35,7 +35,7 @@ def step(made: LaunchPlan, *before: str) -> list[str]:
         *option_argv(made.slurm.srun),
         "python",
         "-m",
-        "trainkit.job.agent",
+        "trainkit.job.node.agent",
         "/runs/srun",
     ]
 

@@ -9,10 +9,10 @@ import sys
 import pytest
 from job_tree import is_running, wait_for
 
-from trainkit.job.children import descendants
+from trainkit.control.local import start_attempt
+from trainkit.job.processes import descendants
 from trainkit.job.record import Liveness, liveness, run_lock
 from trainkit.rundir import read_json, read_jsonl
-from trainkit.submit.local import start_attempt
 
 SAVES = "save_when_asked()"
 

@@ -13,13 +13,12 @@ import pytest
 
 from tests.support.runs import make_attempt
 from trainkit.errors import TrainkitError
-from trainkit.job import bad_nodes
-from trainkit.job import resubmit as resubmit_module
-from trainkit.job.comeback import leave
+from trainkit.job import requeue as resubmit_module
 from trainkit.job.decision import Decision
-from trainkit.job.mark import job_mark
+from trainkit.job.failure import exclude_nodes
 from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, read_job
-from trainkit.job.resubmit import resubmit
+from trainkit.job.requeue import release_allocation, resubmit
+from trainkit.job.submission_token import submission_token
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
@@ -71,9 +70,9 @@ def sbatch(monkeypatch: pytest.MonkeyPatch) -> Sbatch:
 def test_the_next_attempt_is_a_job_that_waits_for_this_one(run: RunDir, sbatch: Sbatch) -> None:
     assert resubmit(run, "7", ["h1"]) == "8"
     assert sbatch.text == SCRIPT
-    assert sbatch.mark == job_mark(run, 2) != job_mark(run, 1)
+    assert sbatch.mark == submission_token(run, 2) != submission_token(run, 1)
     assert sbatch.argv == [
-        f"--comment={job_mark(run, 2)} my words",
+        f"--comment={submission_token(run, 2)} my words",
         "--dependency=afterany:7",
         "--exclude=h9,h1",
     ]
@@ -165,8 +164,8 @@ def test_hosts_that_slurm_cannot_be_asked_about_do_not_keep_the_run_from_going_o
     def full(options: Sequence[str]) -> str | None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(bad_nodes, "_ask", full)
-    monkeypatch.setattr(resubmit_module, "excludable", bad_nodes.excludable)
+    monkeypatch.setattr(exclude_nodes, "_ask", full)
+    monkeypatch.setattr(resubmit_module, "excludable", exclude_nodes.excludable)
     assert resubmit(run, "7", ["h1"]) == "8"
     assert not any(option.startswith("--exclude") for option in sbatch.argv)
     assert "h1 cannot be left out: Slurm cannot be asked on this host" in capfd.readouterr().out
@@ -180,11 +179,11 @@ def test_a_full_disk_at_the_end_of_a_job(
     def full(*args: object) -> AttemptDir:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("trainkit.job.space.PATIENCE_S", 0.0)
+    monkeypatch.setattr("trainkit.job.disk_errors.PATIENCE_S", 0.0)
     monkeypatch.setattr(resubmit_module, "open_attempt", full)
     decision = Decision("resubmit", "saved", 75, "timeout")
     allocation = SimpleNamespace(job_id="7", hosts_to_avoid=lambda: [])
     plan = LaunchPlan.from_dict(read_json(run.plan_file))
-    trouble = leave(run, plan, decision, allocation)  # type: ignore[arg-type]
+    trouble = release_allocation(run, plan, decision, allocation)  # type: ignore[arg-type]
     assert trouble is not None
     assert trouble.startswith(f"{run.path} cannot be written")

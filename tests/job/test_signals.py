@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
-from trainkit.job import children
+from trainkit.job import processes
 
 SCRIPT = """
 import sys, time
@@ -59,10 +59,10 @@ def test_signal_before_the_interpreter_is_up_is_noted_too():
     ],
 )
 def test_a_notice_that_has_come_already_is_obeyed_without_a_delay_too(received, expected):
-    children.block_signals()
+    processes.block_signals()
     for number in received:
         signal.raise_signal(number)
-    assert children.wait_unless_told(0.0) == expected
+    assert processes.wait_unless_told(0.0) == expected
 
 
 def test_second_ctrl_c_ends_at_once():

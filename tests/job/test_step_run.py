@@ -10,9 +10,8 @@ import pytest
 
 from trainkit.errors import TrainkitError
 from trainkit.job import step_run
-from trainkit.job.failures import record_silent_death
-from trainkit.job.hangs import HangRecord
-from trainkit.job.slurm_place import SlurmPlace
+from trainkit.job.failure.records import record_silent_death
+from trainkit.job.node.slurm_step import SlurmPlace
 from trainkit.job.step_run import (
     Announced,
     announce,
@@ -21,6 +20,7 @@ from trainkit.job.step_run import (
     carry_first,
     withdraw,
 )
+from trainkit.job.watch.hangs import HangRecord
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.rundir import RunDir, read_json, write_json
 
@@ -76,7 +76,7 @@ def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
         return 1
 
     monkeypatch.setattr(step_run, "carry", carry)
-    monkeypatch.setattr(step_run.children, "block_signals", lambda: None)
+    monkeypatch.setattr(step_run.processes, "block_signals", lambda: None)
     decision = carry_first(Announced(attempt.run, 1), lambda attempt, ended: None)
     assert (decision.action, decision.cause) == ("failed", "hang")
     verdict = read_json(attempt.end_file)["verdict"]

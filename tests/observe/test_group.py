@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.groups import SUBMITTED_AT, make_group
-from trainkit.job.points import open_point
+from trainkit.job.array_tasks import open_point
 from trainkit.job.record import add_slurm_entry, claim_entry, run_lock
 from trainkit.observe.group import GroupLook, GroupStatus, most_telling
 from trainkit.rundir import RunDir, append_jsonl, log_event, write_json

@@ -1,6 +1,6 @@
 import pytest
 
-from trainkit.observe.tail import LogTail, last_lines, last_records
+from trainkit.observe.follow import LogTail, last_lines, last_records
 
 
 def test_new_lines_as_they_are_completed(tmp_path):

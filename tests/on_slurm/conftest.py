@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import Cluster
 from tests.on_slurm.login import Login
+from tools.slurm_cluster.cluster import Cluster
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.cluster.cluster import Cluster
+from tools.slurm_cluster.cluster import Cluster
 from trainkit.job.record import newest_entry, read_job
 from trainkit.rundir import RunDir, read_json, read_jsonl
 

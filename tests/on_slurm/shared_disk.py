@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.cluster.cluster import Cluster
 from tests.support.disks import small_disk
+from tools.slurm_cluster.cluster import Cluster
 
 OPEN_TREE, MOVE_MOUNT = 428, 429
 AT_FDCWD, OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH = -100, 1, 4

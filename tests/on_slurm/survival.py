@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.cluster import Cluster
 from tests.on_slurm.login import Login, agents_of, wait_for
+from tools.slurm_cluster.cluster import Cluster
 from trainkit.manifest import find_damage, published
-from trainkit.rundir import RunDir, goes_on, read_json, read_jsonl, read_metrics
-from trainkit.times import parse_time
+from trainkit.rundir import RunDir, goes_on, parse_time, read_json, read_jsonl, read_metrics
 
 CONFIG = """\
 name: survivor

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import Cluster
-from tests.cluster.config_files import MEM_MB
 from tests.on_slurm.login import Login
+from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.config_files import MEM_MB
+from trainkit.cluster.discovery import NODES_ARGV, PARTITIONS_ARGV, parse_assoc_mgr
 from trainkit.rundir import RunDir
-from trainkit.slurm.discover import NODES_ARGV, PARTITIONS_ARGV
-from trainkit.slurm.glance import parse_assoc_mgr
 
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs/quickstart.yaml")
 

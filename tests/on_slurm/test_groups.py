@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.cluster import Cluster
 from tests.on_slurm.login import Login, settings, wait_for
 from tests.support.runs import FAST, losses
+from tools.slurm_cluster.cluster import Cluster
 from trainkit.job.record import read_job
 from trainkit.rundir import RunDir, read_json
 from trainkit.rungroup import RunGroup

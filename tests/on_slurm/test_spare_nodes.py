@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.on_slurm.login import Login, agents_of, log_of, settings
-from trainkit.job.bad_nodes import excluded, memory_file, note_failure
+from trainkit.cluster.bad_nodes import excluded, memory_file, note_failure
 
 
 @pytest.mark.parametrize("per", ["gpu", "node"])

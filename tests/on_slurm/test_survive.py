@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import Cluster
 from tests.on_slurm import survival
 from tests.on_slurm.login import Login, settings, wait_for
 from tests.on_slurm.survival import COMEBACK_S, Curve, wait_for_steps, wait_until_over
+from tools.slurm_cluster.cluster import Cluster
 from trainkit.errors import EXIT_NO_RESTART
 
 KINDS = (("sbatch", "gpu"), ("submitit", "node"))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import Cluster
 from tests.on_slurm.login import BACKENDS, Login, agents_of, settings
 from tests.support.runs import losses
+from tools.slurm_cluster.cluster import Cluster
 from trainkit.rundir import RunDir
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.cluster.machine import Machine
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
-from trainkit.plan.check import check_config
-from trainkit.plan.machine import Machine
-from trainkit.plan.make_plan import make_plan
+from trainkit.plan.make_plan import check_config, make_plan
 
 CPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
 

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from trainkit.errors import UsageError
-from trainkit.plan.dependency import Awaited, ids_to_wait_for, with_dependency
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.launch import Awaited, Batch, LaunchPlan, Layout, ids_to_wait_for, with_dependency
 from trainkit.plan.slurm_request import SlurmRequest
 
 

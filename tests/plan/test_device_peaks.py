@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.plan.device_peaks import peak_flops
+from trainkit.plan.gpus import peak_flops
 
 
 @pytest.mark.parametrize(

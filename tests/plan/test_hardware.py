@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import LOCAL, Cluster, NodeKind, Partition, Target
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
-from trainkit.plan.cluster import LOCAL, Cluster, NodeKind, Partition, Target
 from trainkit.plan.hardware import find_hardware, gpu_names, known_gpu
-from trainkit.plan.machine import Machine
 
 NO_GPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
 TWO_GPUS = Machine(16, 2, ("NVIDIA GeForce RTX 4090",) * 2, "this machine has 2 x NVIDIA GeForce RTX 4090")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.plan.lr import LrScale, scaled_lr
+from trainkit.plan.batch import LrScale, scaled_lr
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.cluster.machine import Machine
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
 
 CPU = Machine(4, 0, (), "there is no NVIDIA driver on this machine")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import load_config
-from trainkit.plan.device_memory import GIB, find_gpu
+from trainkit.plan.gpus import GIB, find_gpu
 from trainkit.plan.hardware import Hardware
+from trainkit.plan.layouts.choices import configured_layout
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.plan.own_choice import own_choice
 from trainkit.resources import shipped_configs
 
 WORDS = 32_000
@@ -27,7 +27,7 @@ def test_memory_is_what_the_profile_says(name: str, tmp_path: Path) -> None:
     loaded = load_config(quickstart, profile=name, environ={}, cwd=tmp_path)
     gpu = find_gpu("rtx4090")
     assert gpu is not None
-    choice, problems = own_choice(
+    choice, problems = configured_layout(
         loaded, resolve_model_shape(loaded.config.model, WORDS), Hardware(gpu, 2, 2)
     )
     assert problems == []

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Cluster, NodeKind, Partition, Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError, SlurmError
-from trainkit.plan.cluster import Cluster, NodeKind, Partition, Target
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
 
 LOGIN = Machine(2, 0, (), "there is no NVIDIA driver on this machine")

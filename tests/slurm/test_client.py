@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.slurm.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
 from trainkit.slurm.client import (
     Answer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.slurm.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import (

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cluster.cluster import Cluster
 from tests.slurm.on_cluster import SLEEP, send, wait_for, wait_for_text
 from tests.slurm.test_hosts import HOST_LISTS
+from tools.slurm_cluster.cluster import Cluster
+from trainkit.cluster.discovery import Association, NodeType, cluster_facts, has_slurm
 from trainkit.errors import UsageError
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import (
@@ -24,7 +25,6 @@ from trainkit.slurm.control import (
     show_config,
     version,
 )
-from trainkit.slurm.discover import Association, NodeType, cluster_facts, has_slurm
 from trainkit.slurm.hosts import expand_hosts, expand_without_slurm
 from trainkit.slurm.jobs import query_jobs
 from trainkit.slurm.states import JobState

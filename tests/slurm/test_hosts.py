@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.slurm.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
 from trainkit.slurm.hosts import expand_hosts, expand_without_slurm, first_host, tasks_per_node
 

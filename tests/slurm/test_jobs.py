@@ -8,11 +8,10 @@ from datetime import datetime, timezone
 
 import pytest
 
-from tests.slurm.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
-from trainkit.slurm.client import SlurmUnreachable
+from trainkit.slurm.client import FIELD, RECORD, SlurmUnreachable
 from trainkit.slurm.jobs import JobInfo, parse_accounting, parse_queue, query_jobs
-from trainkit.slurm.records import FIELD, RECORD
 from trainkit.slurm.states import JobState
 
 NOON = 1700000000

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import Cluster, up
-from tests.cluster.processes import Pid
 from tests.slurm.on_cluster import SLEEP, send, wait_for
-from trainkit.slurm.control import (
-    requeue,
-)
-from trainkit.slurm.discover import cluster_facts
+from tools.slurm_cluster.cluster import Cluster, up
+from tools.slurm_cluster.processes import Pid
+from trainkit.cluster.discovery import cluster_facts
+from trainkit.slurm.control import requeue
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState

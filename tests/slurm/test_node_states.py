@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.slurm.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.nodes import hosts_of_job, is_out, node_states
+from trainkit.slurm.hosts import hosts_of_job, is_out, node_states
 
 
 @pytest.mark.parametrize(

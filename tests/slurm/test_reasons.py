@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.slurm.reasons import reason_sentence
+from trainkit.slurm.states import reason_sentence
 
 SENTENCES = {
     "Resources": "waits for nodes to become free; it is next in line",

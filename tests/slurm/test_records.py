@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.slurm.records import FIELD, RECORD, records, seconds_of, time_of
+from trainkit.slurm.client import FIELD, RECORD, records, seconds_of, time_of
 
 PLAIN = st.text(st.characters(blacklist_characters=FIELD + RECORD + "\n", blacklist_categories=["Cs"]))
 NAME = st.text(st.characters(blacklist_categories=["Cs"])).filter(lambda name: f"{RECORD}\n" not in name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import FakeSlurm
+from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
 from trainkit.slurm import submit
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable

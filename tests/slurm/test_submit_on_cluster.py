@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import Cluster
 from tests.slurm.on_cluster import SLEEP, marked, send, slurmctld_pid, wait_for, write
+from tools.slurm_cluster.cluster import Cluster
+from trainkit.cluster.discovery import has_slurm
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.slurm.control import (
-    version,
-)
-from trainkit.slurm.discover import has_slurm
+from trainkit.slurm.control import version
 from trainkit.slurm.jobs import query_jobs
 from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import find_marked, would_start, write_batch_script

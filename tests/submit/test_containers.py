@@ -7,7 +7,7 @@ import pytest
 from trainkit.config.running import LaunchConfig
 from trainkit.submit.containers import container_argv, container_runtime, container_troubles, whole_image
 from trainkit.submit.interpreters import Interpreter
-from trainkit.submit.surroundings import make_surroundings
+from trainkit.submit.job_environment import make_job_environment
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_what_is_wrong(tmp_path: Path) -> None:
 
 def test_ranks_run_in_the_container_and_the_supervisor_does_not() -> None:
     launch = LaunchConfig(container="/x.sif", env={"A": "1"})
-    around = make_surroundings(
+    around = make_job_environment(
         launch,
         Interpreter(("python3",), ("/submitting/python",), host_options=("-u", "-P")),
         run_dir="/r",
@@ -122,7 +122,7 @@ def test_ranks_run_in_the_container_and_the_supervisor_does_not() -> None:
         *("apptainer", "exec", "--bind", "/r:/r", "--bind", "/data:/data", "--pwd", "/r/code", "/x.sif"),
         *("python3", "-u"),
     )
-    options = make_surroundings(
+    options = make_job_environment(
         launch, Interpreter(("p",), ("p",)), run_dir="/r", workdir="/r", runtime="pyxis", python_path=["/c"]
     ).srun_options
     assert options[-1] == "--container-env=A,PYTHONPATH"

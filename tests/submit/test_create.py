@@ -4,11 +4,11 @@ import pytest
 
 from trainkit.config import LoadedConfig
 from trainkit.config.schema import RunConfig
+from trainkit.control.resume import copy_checkpoint
 from trainkit.errors import UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.rundir import RunDir, read_json
 from trainkit.submit.create import check_name, create_run, plan_text
-from trainkit.submit.fork import copy_checkpoint
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 
 from trainkit.config.running import LaunchConfig
 from trainkit.submit.interpreters import Interpreter
-from trainkit.submit.surroundings import make_surroundings
-from trainkit.submit.template_engine import render
+from trainkit.submit.job_environment import make_job_environment
+from trainkit.submit.templates import render
 
 PARTIAL = "partials/environment.sh.j2"
 HOSTILE = (
@@ -24,9 +24,9 @@ HOSTILE = (
 
 
 def script(project: Path, interpreter: Interpreter | None = None, **launch: Any) -> str:
-    """The rendered part; keys of `launch` and of `make_surroundings`."""
+    """The rendered part; keys of `launch` and of `make_job_environment`."""
     given = {key: launch.pop(key) for key in ("python_path", "slurm_version") if key in launch}
-    surroundings = make_surroundings(
+    surroundings = make_job_environment(
         LaunchConfig(**launch),
         interpreter or Interpreter(("python3",), ("python3",)),
         run_dir="/run dir",

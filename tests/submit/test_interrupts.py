@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from trainkit.submit.interrupts import interrupts_wait
+from trainkit.submit.start import defer_sigint
 
 
 def interrupt() -> None:
@@ -17,7 +17,7 @@ def interrupt() -> None:
 def test_it_comes_when_the_block_is_over() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        with interrupts_wait():
+        with defer_sigint():
             interrupt()
             done.append("all of it")
         done.append("what comes after")
@@ -28,7 +28,7 @@ def test_it_comes_when_the_block_is_over() -> None:
 
 def test_a_second_one_comes_at_once() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupts_wait():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), defer_sigint():  # noqa: PT012
         interrupt()
         done.append("so far")
         interrupt()
@@ -38,14 +38,14 @@ def test_a_second_one_comes_at_once() -> None:
 
 def test_without_one_nothing_is_different() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with interrupts_wait():
+    with defer_sigint():
         pass
-    with pytest.raises(ValueError, match="no"), interrupts_wait():
+    with pytest.raises(ValueError, match="no"), defer_sigint():
         raise ValueError("no")
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_where_it_is_ignored_it_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interrupts_wait():
+    with defer_sigint():
         interrupt()

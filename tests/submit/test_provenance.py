@@ -2,7 +2,7 @@ import subprocess
 
 import torch
 
-from trainkit.submit.provenance import collect_provenance, git_state, without_secrets
+from trainkit.submit.create import collect_provenance, git_state, without_secrets
 
 
 def git(folder, *args):

@@ -13,7 +13,7 @@ from tests.support.groups import make_group, planned
 from trainkit.errors import ConfigError, UsageError
 from trainkit.rundir import read_json
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.submit import slurm_backend, sweep
+from trainkit.submit import sbatch_backend, sweep
 from trainkit.submit.sweep import create_group, group_script, submit_group
 
 LRS: dict[int, dict[str, Any]] = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(3)}
@@ -165,7 +165,7 @@ def test_a_group_that_slurm_does_not_take_leaves_no_trace(
     def refuse(*args: object, **more: object) -> str:
         raise error
 
-    monkeypatch.setattr(slurm_backend, "submit_script", refuse)
+    monkeypatch.setattr(sbatch_backend, "submit_script", refuse)
     with pytest.raises(type(error)):
         submit_group(group)
     assert group.path.exists() == is_kept

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.bench.layouts import BenchLayout, Selection
-from trainkit.bench.record import Bench, bench_runs, write_bench
-from trainkit.bench.shorten import Length
+from trainkit.bench.record import Bench, Length, bench_runs, write_bench
 from trainkit.plan.launch import Layout
 from trainkit.rundir import RunDir, append_jsonl, write_json
 

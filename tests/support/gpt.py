@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainkit.plan.model_shape import ModelShape
 from trainkit.trainer.models.decoder import causal_attention
-from trainkit.trainer.models.model import Model, Part, Role, Seen
+from trainkit.trainer.models.model import Model, Part, PositionSlice, Role
 from trainkit.trainer.stateless_random import dropout, stable_key
 
 
@@ -70,7 +70,7 @@ class Gpt(Model):
     def __init__(self, shape: ModelShape, seq_len: int, part: Part | None = None) -> None:
         super().__init__(shape, seq_len, part)
         part = part or Part.whole(shape.num_layers)
-        self.seen = Seen.all(seq_len)
+        self.seen = PositionSlice.all(seq_len)
         self.tokens = nn.Embedding(shape.vocab_size, shape.dim) if part.has_embedding else None
         self.places = nn.Embedding(seq_len, shape.dim) if part.has_embedding else None
         self.stack = nn.ModuleList()
@@ -101,7 +101,7 @@ class Gpt(Model):
     def stream_shape(self) -> tuple[int, int]:
         return len(self.positions), self.shape.dim
 
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: PositionSlice) -> None:
         self.seen, self.positions = seen, seen.stream.clone()
 
     def restore(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Cluster, Target
 from trainkit.config import LoadedConfig, load_config
-from trainkit.plan.cluster import Cluster, Target
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
 from trainkit.rungroup import RunGroup
 from trainkit.submit.sweep import PlannedPoint, check_points, create_group

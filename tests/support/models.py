@@ -9,9 +9,9 @@ from torch import Tensor
 
 from trainkit.config.training import ModelConfig
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
+from trainkit.trainer.build import init_parameters
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.decoder import Decoder
-from trainkit.trainer.models.init import init_parameters
 
 ALONE = World(0, 1, torch.device("cpu"), None, None)
 SEQ_LEN = 16

@@ -134,7 +134,7 @@ def make_trainer(rank: int, attempt: AttemptDir) -> Any:
     from trainkit.plan.launch import LaunchPlan
     from trainkit.rundir import read_json
     from trainkit.trainer.distributed import World, make_world
-    from trainkit.trainer.pulse import Pulse
+    from trainkit.trainer.progress import Pulse
     from trainkit.trainer.tasks import build_task
     from trainkit.trainer.worker import build_trainer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.trainer.data.batches import IGNORE_LABEL, Microbatch, PrefetchedBatches, StepBatch
+from trainkit.trainer.batches import IGNORE_LABEL, Microbatch, PrefetchedBatches, StepBatch
 
 
 class RaggedBatches:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks import start_ranks, start_worker, wait_for_all
+from trainkit.cluster.machine import Machine
 from trainkit.config import dump_effective, load_config
-from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
 from trainkit.rundir import AttemptDir, RunDir, read_metrics, write_json
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import trainkit.trainer.data.batches as batches_module
+import trainkit.trainer.batches as batches_module
 from trainkit.data.order import sample_index
 from trainkit.plan.launch import Batch
-from trainkit.trainer.data.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches, StepBatch
+from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches, StepBatch
 
 SEQ_LEN = 4
 DEVICE_BATCH = 2

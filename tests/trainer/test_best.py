@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.trainer.checkpoint.progress import Progress
+from trainkit.trainer.checkpoint.state import Progress
 from trainkit.trainer.loop import Trainer
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.trainer.attention import has_flash, repeat_shared_heads
+from trainkit.trainer.build import has_flash, repeat_shared_heads
 from trainkit.trainer.models.decoder import causal_attention
 from trainkit.trainer.parallel.context import _attend_to_last, positions_of, seen_by
 

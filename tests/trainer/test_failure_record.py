@@ -7,7 +7,7 @@ import pytest
 from trainkit.errors import CheckpointError, DivergedError, TrainkitError, UsageError
 from trainkit.rundir import RunDir
 from trainkit.trainer.__main__ import exit_code_of, record_failure
-from trainkit.trainer.pulse import Pulse
+from trainkit.trainer.progress import Pulse
 
 WHO = {"rank": 3, "node_rank": 1, "host": "h"}
 

@@ -15,10 +15,10 @@ from tests.support.models import nano, sample_keys, tokens
 from tests.support.runs import run_ranks
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
-from trainkit.trainer.dtensor import local
 from trainkit.trainer.parallel import host_reduction
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch
 from trainkit.trainer.parallel.host_reduction import HostReduction, buckets
+from trainkit.trainer.weights import local
 
 
 def test_buckets_hold_every_parameter_once_and_the_last_first() -> None:

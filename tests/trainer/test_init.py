@@ -10,11 +10,11 @@ import torch
 from tests.support.models import SEQ_LEN, nano, nano_shape
 from tests.support.runs import run_ranks
 from trainkit.plan.launch import Layout
+from trainkit.trainer.build import init_parameters
 from trainkit.trainer.distributed import World
-from trainkit.trainer.dtensor import local
 from trainkit.trainer.models.decoder import Decoder
-from trainkit.trainer.models.init import init_parameters
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel
+from trainkit.trainer.weights import local
 
 
 def test_a_seed_and_a_name_decide() -> None:

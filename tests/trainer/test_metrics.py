@@ -13,9 +13,9 @@ import pytest
 from tests.support.disks import fill, small_disk
 from tests.support.models import ALONE
 from trainkit.rundir import RunDir, read_jsonl
-from trainkit.trainer.checkpoint.progress import Progress
-from trainkit.trainer.control import StepReport
+from trainkit.trainer.checkpoint.state import Progress
 from trainkit.trainer.metrics import Metrics
+from trainkit.trainer.step_sync import StepReport
 
 PROMISED = {
     *("step", "time", "attempt", "loss", "grad_norm", "lr", "tokens", "tokens_per_s"),

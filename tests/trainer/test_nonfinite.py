@@ -16,12 +16,12 @@ from trainkit.config.training import PrecisionConfig
 from trainkit.errors import EXIT_NO_RESTART, DivergedError
 from trainkit.manifest import BEST_LINK, published
 from trainkit.rundir import AttemptDir, RunDir, read_jsonl, read_metrics
-from trainkit.trainer.checkpoint.progress import Progress
-from trainkit.trainer.control import StepReport
-from trainkit.trainer.data.batches import StepBatch
+from trainkit.trainer.batches import StepBatch
+from trainkit.trainer.checkpoint.state import Progress
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.precision import LossScale
-from trainkit.trainer.pulse import Pulse
+from trainkit.trainer.progress import Pulse
+from trainkit.trainer.step_sync import StepReport
 
 BATCH = StepBatch([], num_tokens=10, num_samples=4)
 EXPLODES = ["optimizer.lr=1e30", "schedule.warmup_steps=0", "train.grad_clip=null", "train.steps=20"]

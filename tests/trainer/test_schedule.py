@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.training import ScheduleConfig
-from trainkit.trainer.schedule import learning_rate
+from trainkit.trainer.optimizer import learning_rate
 
 SHAPES = ["cosine", "linear", "wsd", "constant"]
 

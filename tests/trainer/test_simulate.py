@@ -17,11 +17,11 @@ from tests.support.parity import Case, close, make_trainer, run_cases
 from tests.support.runs import make_attempt
 from trainkit.config import read_effective
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.memory import rank_memory
+from trainkit.plan.memory.peaks import rank_memory
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.workload import workload_of
 from trainkit.rundir import AttemptDir, RunDir, read_json
-from trainkit.trainer.data.batches import TOKENS_AT_ONCE
+from trainkit.trainer.batches import TOKENS_AT_ONCE
 from trainkit.trainer.simulate import _PeakTracker
 from trainkit.trainer.simulate import simulate as simulate_rank
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainkit.trainer.tensorboard import SCALARS, TensorBoardLog
+from trainkit.trainer.metrics import SCALARS, TensorBoardLog
 
 
 def record(step: int, **changes: float | None) -> dict[str, object]:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import free_port, log_text, losses, make_attempt, site, start_workers
-from trainkit.job.children import state
-from trainkit.job.hangs import hang_verdict, read_hangs
-from trainkit.job.stacks import gather
+from trainkit.job.failure.stacks import gather
+from trainkit.job.processes import state
+from trainkit.job.watch.hangs import hang_verdict, read_hangs
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_json, write_json
 
@@ -120,7 +120,7 @@ if os.environ.get("RANK") == "1" and "trainkit.trainer" in sys.orig_argv:
 @contextmanager
 def agent(attempt: AttemptDir, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """The agent of node 0, as a supervisor starts it; it and its workers are killed at the end."""
-    argv = [sys.executable, "-m", "trainkit.job.agent", str(attempt.run.path), "--attempt", "1"]
+    argv = [sys.executable, "-m", "trainkit.job.node.agent", str(attempt.run.path), "--attempt", "1"]
     argv += ["--node-rank", "0", "--master-port", str(free_port())]
     with attempt.node_log(0).open("wb") as log:
         proc = subprocess.Popen(argv, env={**os.environ, **env}, stdout=log, stderr=log)

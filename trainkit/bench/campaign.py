@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 
 from trainkit.bench.record import Bench, BenchRun
+from trainkit.control.groups import recall_job_id
+from trainkit.control.jobs import ask_slurm, job_status, kill, life_watch, live_entry, wait_until_gone
+from trainkit.control.local import LEAVING_S
 from trainkit.job.record import newest_entry, run_lock
 from trainkit.manifest import remove_all
 from trainkit.observe.follow import is_over
 from trainkit.observe.group import GroupLook, GroupStatus
 from trainkit.observe.status import read_status
-from trainkit.observe.words import verdict_line
+from trainkit.observe.text import verdict_line
 from trainkit.rundir import RunDir, read_end
 from trainkit.rungroup import RunGroup
-from trainkit.submit.group import recall_job_id
-from trainkit.submit.interrupts import interrupts_wait
-from trainkit.submit.local import LEAVING_S
-from trainkit.submit.steer import ask_slurm, kill, life_watch, live_entry, look_at, wait_until_gone
+from trainkit.submit.start import defer_sigint
 
 POLL_S = 0.1
 ASK_EVERY_S = 10.0
@@ -37,7 +37,7 @@ def run_here(
     for index, item in enumerate(bench.runs):
         run: RunDir | None = None
         try:
-            with interrupts_wait():
+            with defer_sigint():
                 run = start(index, item)
             _wait(run)
         except BaseException:
@@ -81,7 +81,7 @@ def state_of(bench: Bench, item: BenchRun) -> tuple[str, str]:
     run = bench.run_dir(item)
     if not run.exists():
         return "not started", ""
-    status = read_status(run, look_at([run], lambda text: None)[0].alive, _now())
+    status = read_status(run, job_status([run], lambda text: None)[0].alive, _now())
     return _with_verdict(run, status.state, status.reason)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from trainkit.plan.dependency import Awaited
+    from trainkit.plan.launch import Awaited
     from trainkit.rundir import RunDir
     from trainkit.rungroup import RunGroup
 
@@ -18,9 +18,9 @@ def find_job_ids(texts: Sequence[str]) -> list[str]:
 
     Raises UsageError for one that has failed, is not known, or runs on this machine.
     """
-    from trainkit.plan.dependency import ids_to_wait_for
+    from trainkit.control.run_registry import find_run_or_group
+    from trainkit.plan.launch import ids_to_wait_for
     from trainkit.rundir import RunDir
-    from trainkit.submit.index import find_run_or_group
 
     ids: list[str] = []
     for text in texts:
@@ -35,11 +35,11 @@ def find_job_ids(texts: Sequence[str]) -> list[str]:
 def _run(run: RunDir) -> Awaited:
     from datetime import datetime, timezone
 
+    from trainkit.control.jobs import job_status
     from trainkit.observe.status import read_status
-    from trainkit.plan.dependency import Awaited
-    from trainkit.submit.steer import look_at
+    from trainkit.plan.launch import Awaited
 
-    look = look_at([run], _warn)[0]
+    look = job_status([run], _warn)[0]
     status = read_status(run, look.alive, datetime.now(timezone.utc), look.job)
     return Awaited(str(run.path), status.state, status.job_id, status.reason)
 
@@ -48,7 +48,7 @@ def _group(group: RunGroup) -> list[Awaited]:
     from datetime import datetime, timezone
 
     from trainkit.observe.group import GroupLook
-    from trainkit.plan.dependency import Awaited
+    from trainkit.plan.launch import Awaited
     from trainkit.slurm.jobs import query_jobs
 
     look = GroupLook(group)

@@ -18,13 +18,13 @@ from trainkit.errors import UsageError
 )
 def command(run_name: str, node: int | None) -> int:
     """Open a shell on a node of the job of RUN, beside what runs there."""
+    from trainkit.control.jobs import slurm_job
+    from trainkit.control.run_registry import find_run
     from trainkit.job.record import is_slurm, newest_entry
-    from trainkit.slurm.environment import scrubbed
+    from trainkit.slurm.client import scrubbed
     from trainkit.slurm.hosts import expand_hosts
     from trainkit.slurm.states import JobState
-    from trainkit.submit.index import find_run
     from trainkit.submit.interactive import attach_argv
-    from trainkit.submit.steer import slurm_job
 
     run = find_run(run_name)
     entry = newest_entry(run)

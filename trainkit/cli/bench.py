@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from trainkit.bench.columns import COLUMNS
+from trainkit.bench.summary import COLUMNS
 from trainkit.cli.options import ConfigRequest, config_options_unless_given, examples, json_option
 from trainkit.errors import UsageError
 
@@ -88,9 +88,7 @@ def layouts(request: ConfigRequest | None, collect: str | None, as_json: bool, *
     On this machine they run one after another, and Ctrl-C ends the one that runs. On Slurm they are one
     array, and --follow, or --collect DIR later, makes the summary. Exit code 1 when nothing was measured.
     """
-    from trainkit.cli.bench_layouts import bench_layouts
-    from trainkit.cli.bench_plan import LayoutsRequest
-    from trainkit.cli.bench_summary import summarize_folder
+    from trainkit.cli.bench_layouts import LayoutsRequest, bench_layouts, summarize_folder
 
     if collect is not None:
         _refuse_others()

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from trainkit.bench.record import Bench
-    from trainkit.cli.bench_plan import LayoutsRequest, PlannedBench
+    from trainkit.bench.layouts import BenchLayout, Selection, Site
+    from trainkit.bench.measure import Row
+    from trainkit.bench.record import Bench, BenchRun, Length
     from trainkit.cli.options import ConfigRequest
+    from trainkit.cluster.model import Target
+    from trainkit.config import LoadedConfig
+    from trainkit.config.changes import Change
+    from trainkit.config.training import DataConfig
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.plan.make_plan import DataLook
+    from trainkit.submit.sweep import PlannedPoint
+
 
 SHOWN_NAMES = 8
 OPTION = "--out"
@@ -24,8 +34,7 @@ OPTION = "--out"
 
 def bench_layouts(request: ConfigRequest, typed: LayoutsRequest) -> int:
     """Run the layouts, submit them, or only list them."""
-    from trainkit.cli.bench_plan import plan_bench
-    from trainkit.submit.describe import describe_plan
+    from trainkit.plan.launch import describe_plan
 
     planned = plan_bench(request, typed)
     if not typed.dry_run:
@@ -66,7 +75,7 @@ def _say(what: str, text: str) -> None:
 
 def _show(planned: PlannedBench, as_json: bool) -> int:
     """Print the layouts that would be run."""
-    from trainkit.observe.words import table
+    from trainkit.observe.text import table
 
     selection = planned.selection
     if as_json:
@@ -92,13 +101,12 @@ def _show(planned: PlannedBench, as_json: bool) -> int:
 def _run_here(planned: PlannedBench, typed: LayoutsRequest) -> int:
     """Run the layouts one after another on this machine, and make the summary."""
     from trainkit.bench.campaign import run_here
-    from trainkit.bench.record import BenchRun, write_bench
-    from trainkit.cli.bench_summary import end_line, summarize
+    from trainkit.bench.record import write_bench
     from trainkit.cli.launch import start_new_run
     from trainkit.config import LoadedConfig
+    from trainkit.control.run_registry import isolated_state
     from trainkit.rundir import RunDir
     from trainkit.submit.create import new_place
-    from trainkit.submit.own_state import own_state
 
     with new_place(planned.points[0].config.name, _folder(typed.out), OPTION) as (folder, _):
         bench = _bench(planned, folder.absolute(), [item.name for item in planned.selection.layouts])
@@ -112,7 +120,7 @@ def _run_here(planned: PlannedBench, typed: LayoutsRequest) -> int:
     shown = quote(str(bench.folder))
     click.echo(f"the runs lie in {shown}; `trainkit logs {shown}/LAYOUT -f` shows one", err=True)
     try:
-        with own_state(bench.folder):
+        with isolated_state(bench.folder):
             run_here(bench, start, lambda item: click.echo(end_line(bench, item), err=True))
     except KeyboardInterrupt:
         click.echo(f"\n`trainkit bench layouts --collect {shown}` makes the summary so far", err=True)
@@ -124,10 +132,8 @@ def _submit(planned: PlannedBench, typed: LayoutsRequest) -> int:
     """Submit the layouts as one array, and make the summary if it is waited for."""
     from trainkit.bench.campaign import wait_for_group
     from trainkit.bench.record import write_bench
-    from trainkit.cli.bench_summary import summarize
     from trainkit.cli.launch import code_copier
-    from trainkit.submit.array_spec import ArraySpec, refuse_too_large
-    from trainkit.submit.sweep import create_group, submit_group
+    from trainkit.submit.sweep import ArraySpec, create_group, refuse_too_large, submit_group
 
     spec = ArraySpec(tuple(range(len(planned.points))), typed.at_once)
     refuse_too_large(spec)
@@ -172,3 +178,197 @@ def _folder(text: str | None) -> Path | None:
     if text is not None and not text.strip():
         raise UsageError("--out is empty", hint="name a folder, or leave --out out for runs/NAME-layouts")
     return None if text is None else Path(text)
+
+
+ORIGIN = "trainkit bench"
+Planned = TypeVar("Planned")
+
+
+@dataclass(frozen=True)
+class LayoutsRequest:
+    """What was typed besides the config."""
+
+    layouts: tuple[str, ...]
+    steps: int
+    warmup: int
+    out: str | None
+    at_once: int
+    follow: bool
+    dry_run: bool
+    as_json: bool
+
+
+@dataclass(frozen=True)
+class PlannedBench:
+    """Everything that is known before the first run."""
+
+    config: str
+    """The file that was asked for."""
+    length: Length
+    selection: Selection
+    points: list[PlannedPoint]
+    changes: list[Change]
+
+    @property
+    def plan(self) -> LaunchPlan:
+        """That of the first layout."""
+        return self.points[0].plan
+
+
+def plan_bench(request: ConfigRequest, typed: LayoutsRequest) -> PlannedBench:
+    """Choose the layouts and plan the run of each.
+
+    Raises ConfigError and UsageError with what is wrong.
+    """
+    from trainkit.bench.record import Length, changes
+    from trainkit.cli.launch import look_once, plan_for
+    from trainkit.cluster.target import make_target
+    from trainkit.config.changes import with_values
+    from trainkit.submit.sweep import PlannedPoint
+
+    length = Length(typed.steps, typed.warmup)
+    loaded = request.load()
+    target, look = make_target(loaded), look_once()
+    if target.backend == "submitit":
+        raise UsageError(
+            "submitit has arrays of its own kind, which trainkit does not make", hint="add --backend sbatch"
+        )
+    site = _find_site(loaded, target, look)
+    changed = changes(loaded.config, length, site.world_size, keeps_name="name" in request.flags)
+    short = with_values(loaded, {change.key: change.value for change in changed}, ORIGIN)
+
+    def plan(layout: BenchLayout) -> tuple[BenchLayout, LoadedConfig, LaunchPlan]:
+        config = with_values(short, layout.values, f"layout {layout.name}")
+        return layout, config, plan_for(config, target=target, look=look)
+
+    selection, plans = _select(short, site, typed.layouts, plan)
+    points = [
+        PlannedPoint(index, {"layout": layout.name}, config.config, made)
+        for index, (layout, config, made) in enumerate(plans)
+    ]
+    return PlannedBench(request.path, length, selection, points, changed)
+
+
+def _select(
+    short: LoadedConfig, site: Site, typed: Sequence[str], plan: Callable[[BenchLayout], Planned]
+) -> tuple[Selection, list[Planned]]:
+    """The layouts that were typed, all of which must be possible, or all that are."""
+    from trainkit.bench.layouts import (
+        Selection,
+        all_layouts,
+        asked_layout,
+        parse_layout,
+        refuse_twice,
+        select,
+        with_all_degrees,
+    )
+    from trainkit.config.changes import with_values
+
+    if not typed:
+        return select(*all_layouts(short.config.parallel, site), plan)
+    asked = []
+    for text in typed:
+        values = {f"parallel.{key}": value for key, value in with_all_degrees(parse_layout(text)).items()}
+        parallel = with_values(short, values, f"--layout {text}").config.parallel
+        asked.append(asked_layout(text, parallel, site))
+    refuse_twice(asked)
+    return Selection(tuple(asked), {}, ()), [plan(item) for item in asked]
+
+
+def _find_site(loaded: LoadedConfig, target: Target, look: Callable[[DataConfig], DataLook]) -> Site:
+    """How many processes there are, found by planning them without regard to the model and its batch."""
+    from trainkit.bench.layouts import Site
+    from trainkit.cluster.machine import detect_machine
+    from trainkit.config.changes import with_values
+    from trainkit.plan.make_plan import make_plan
+    from trainkit.plan.model_shape import resolve_model_shape
+
+    degrees = {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "pp": 1, "cp": 1}
+    values = {f"parallel.{key}": value for key, value in degrees.items()}
+    neutral = with_values(
+        loaded, {**values, "train.device_batch_size": 1, "train.global_batch_size": None}, ORIGIN
+    )
+    plan = make_plan(neutral, detect_machine(), target)
+    config, train = loaded.config, loaded.config.train
+    return Site(
+        world_size=plan.world_size,
+        node_size=plan.workers_per_node,
+        shape=resolve_model_shape(config.model, look(config.data).vocab_size),
+        seq_len=config.data.seq_len,
+        device_batch_size=train.device_batch_size,
+        global_batch_size=train.global_batch_size or train.device_batch_size * plan.world_size,
+    )
+
+
+def summarize_folder(folder: str, as_json: bool) -> int:
+    """The summary of the bench in a folder."""
+    from trainkit.bench.record import read_bench
+
+    if not folder.strip():
+        raise UsageError("--collect is empty", hint="name the folder of a bench")
+    return summarize(read_bench(Path(folder)), as_json)
+
+
+def summarize(bench: Bench, as_json: bool) -> int:
+    """Write the summary of what has been measured so far, and print it; 1 when nothing has."""
+    from trainkit.bench.campaign import is_all_over, states
+    from trainkit.bench.measure import by_speed, row_of
+    from trainkit.bench.summary import csv_text, summary_table
+    from trainkit.manifest import remove_all
+    from trainkit.rundir import write_atomic
+
+    rows: list[Row] = []
+    found = states(bench, lambda text: click.echo(f"warning: {text}", err=True))
+    for item, (status, verdict) in zip(bench.runs, found, strict=True):
+        row, why = row_of(bench, item, status, verdict)
+        rows.append(row)
+        if why and status == "finished":
+            click.echo(f"warning: {item.layout}: exposed_comm_s is not known: {why}", err=True)
+        if is_all_over([status]):
+            remove_all(bench.run_dir(item).checkpoints_dir)  # nobody goes on from a bench
+    rows = by_speed(rows)
+    write_atomic(bench.summary_file, csv_text(rows))
+    plots = _plot(bench, rows)
+    if as_json:
+        value = {
+            "folder": str(bench.folder),
+            "summary": str(bench.summary_file),
+            "plots": plots,
+            "rows": rows,
+        }
+        click.echo(json.dumps(value, ensure_ascii=False))
+    else:
+        click.echo(summary_table(rows))
+    open_runs = [status for status, _ in found if not is_all_over([status])]
+    if open_runs:
+        click.echo(f"warning: {len(open_runs)} of {len(rows)} have not ended: collect it again", err=True)
+    click.echo(f"summary: {bench.summary_file}", err=True)
+    return EXIT_OK if any(row["steps"] for row in rows) else EXIT_FAILED
+
+
+def _plot(bench: Bench, rows: list[Row]) -> list[str]:
+    """Draw the plots; says where they are, or why there are none."""
+    from trainkit.bench.summary import HOW_TO_GET, can_plot, write_plots
+
+    if not can_plot():
+        click.echo(f"no plots: matplotlib is not installed ({HOW_TO_GET})", err=True)
+        return []
+    written, empty = write_plots(rows, bench.plots_dir)
+    click.echo(f"plots: {len(written)} in {bench.plots_dir}", err=True)
+    if empty:
+        click.echo(f"no plot of {', '.join(empty)}: there is no value", err=True)
+    return [str(file) for file in written]
+
+
+def end_line(bench: Bench, item: BenchRun) -> str:
+    """What has become of a run that has just ended, in one line."""
+    from trainkit.bench.campaign import state_of
+    from trainkit.bench.measure import measured
+    from trainkit.rundir import read_metrics
+
+    status, verdict = state_of(bench, item)
+    row = measured(read_metrics(bench.run_dir(item)), bench.length.measured)
+    number = f"{bench.runs.index(item) + 1}/{len(bench.runs)}"
+    if status != "finished" or row["tokens_per_s"] is None:
+        return f"{number}  {item.layout}: {status}{f': {verdict}' if verdict else ''}"
+    return f"{number}  {item.layout}: {row['tokens_per_s']:,.0f} tokens/s, {row['step_s']:.4f} s a step"

@@ -12,10 +12,10 @@ from trainkit.cli.options import ConfigRequest, config_options, examples, json_o
 from trainkit.errors import EXIT_OK, SlurmError, TrainkitError, UsageError
 
 if TYPE_CHECKING:
+    from trainkit.cluster.model import Cluster
     from trainkit.config import LoadedConfig, RunConfig
-    from trainkit.plan.cluster import Cluster
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.submit.wait import Wait
+    from trainkit.submit.queue_estimate import Wait
 
 
 @click.command(
@@ -59,9 +59,9 @@ def command(
     once, with exit code 2.
     """
     from trainkit.cli.launch import plan_for
-    from trainkit.config.origin_table import origin_lines
-    from trainkit.submit.target import make_target
-    from trainkit.submit.wait import wait_lines
+    from trainkit.cluster.target import make_target
+    from trainkit.config.loaded import origin_lines
+    from trainkit.submit.queue_estimate import wait_lines
 
     if world_size is None and rank is not None:
         raise UsageError("--rank is of a simulated world", hint="--simulate-world N says how many there are")
@@ -113,15 +113,15 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
 
     Raises UsageError when Slurm would not take the job.
     """
-    from trainkit.slurm.glance import glance
-    from trainkit.submit.known_cluster import cluster_of
-    from trainkit.submit.look import differences
-    from trainkit.submit.wait import estimate_waits
+    from trainkit.cluster.discovery import query_cluster
+    from trainkit.cluster.target import cluster_of
+    from trainkit.cluster.write_profile import differences
+    from trainkit.submit.queue_estimate import estimate_waits
 
     try:
         if cluster.trouble:  # it was asked a moment ago, and took its time not to answer
             raise SlurmError(cluster.trouble, hint="`trainkit check` without --wait does not need it")
-        seen = glance(os.environ)
+        seen = query_cluster(os.environ)
         waits = estimate_waits(plan, config, cluster, seen.partitions, os.environ)
     except TrainkitError as error:
         if must:

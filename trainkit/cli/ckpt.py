@@ -38,9 +38,9 @@ def ls(run_name: str, as_json: bool) -> int:
 
     Sizes are compared with the manifest; `trainkit ckpt verify` reads every byte.
     """
+    from trainkit.control.run_registry import find_run
     from trainkit.observe.checkpoints import list_checkpoints
-    from trainkit.observe.words import table
-    from trainkit.submit.index import find_run
+    from trainkit.observe.text import table
 
     run = find_run(run_name)
     listed = list_checkpoints(run)
@@ -62,8 +62,8 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
 
     Nothing is changed: a resume sets damaged checkpoints aside by itself.
     """
+    from trainkit.control.run_registry import find_run
     from trainkit.manifest import find_damage
-    from trainkit.submit.index import find_run
 
     results = []
     for checkpoint in _wanted(find_run(run_name), step):
@@ -94,10 +94,10 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
 
     Refused while the run is running. What was set aside as damaged stays.
     """
+    from trainkit.control.jobs import refuse_live
+    from trainkit.control.run_registry import find_run
     from trainkit.job.record import run_lock
     from trainkit.manifest import best_step, newest_intact, published, remove, superseded
-    from trainkit.submit.index import find_run
-    from trainkit.submit.steer import refuse_live
 
     run = find_run(run_name)
     with run_lock(run):

@@ -67,7 +67,7 @@ def prepare(
     result does not depend on that, nor on the number of processes.
     """
     from trainkit.data.prepare import prepare as prepare_folder
-    from trainkit.data.progress import show_progress
+    from trainkit.data.prepare import show_progress
     from trainkit.data.recipe import Recipe
 
     recipe = Recipe(

@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.options import ConfigRequest, config_options, examples, json_option, launcher_option
-from trainkit.cli.trailing import WithTrailingCommand, trailing_command
+from trainkit.cli.options import (
+    ConfigRequest,
+    WithTrailingCommand,
+    config_options,
+    examples,
+    json_option,
+    launcher_option,
+    trailing_command,
+)
+from trainkit.drill.campaign import DEFAULT_STEPS, FEWEST_STEPS
 from trainkit.drill.scenarios import NAMES
-from trainkit.drill.shorten import DEFAULT_STEPS, FEWEST_STEPS
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -68,9 +75,9 @@ def command(
     Ctrl-C cancels the run that goes on.
     """
     from trainkit.cli.launch import plan_for
+    from trainkit.cluster.target import make_target
+    from trainkit.drill.campaign import shorten
     from trainkit.drill.scenarios import chosen, why_not
-    from trainkit.drill.shorten import shorten
-    from trainkit.submit.target import make_target
 
     argv = trailing_command()
     _refuse_misfits(argv, launcher, steps)
@@ -105,7 +112,7 @@ def _refuse_misfits(argv: Sequence[str] | None, launcher: str, steps: int | None
 
 
 def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool) -> int:
-    from trainkit.observe.words import table
+    from trainkit.observe.text import table
 
     if as_json:
         value = [
@@ -131,11 +138,11 @@ def _drill(
     as_json: bool,
 ) -> int:
     from trainkit.cli.launch import start_new_run
+    from trainkit.control.run_registry import isolated_state
     from trainkit.drill.campaign import REFERENCE, Campaign, make_folder
-    from trainkit.drill.table import all_hold, result_table, summary
+    from trainkit.drill.verdict import all_hold, result_table, summary
+    from trainkit.plan.launch import describe_plan
     from trainkit.rundir import RunDir, write_json
-    from trainkit.submit.describe import describe_plan
-    from trainkit.submit.own_state import own_state
 
     def say(text: str) -> None:
         click.echo(text, err=True)
@@ -152,7 +159,7 @@ def _drill(
     campaign = Campaign(folder, loaded.config, plan, seed, interval, start, say)
     results: list[Result] = []
     try:
-        with own_state(folder):
+        with isolated_state(folder):
             for result in campaign.carry_out(scenarios):
                 results.append(result)
                 say(f"{result.scenario}: {result.sentence}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from trainkit.cli.options import examples, json_option
 from trainkit.errors import EXIT_OK
-from trainkit.frozen import dataclass
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def look() -> Found:
 
     Raises UsageError when variables contradict each other.
     """
+    from trainkit.job.node.rendezvous import LOCAL_ADDR
+    from trainkit.job.node.slurm_step import find_slurm_place, why_no_task
     from trainkit.job.rank_env import find_rank_env
-    from trainkit.job.rendezvous import LOCAL_ADDR
-    from trainkit.job.slurm_place import find_slurm_place, why_no_task
 
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         env = find_rank_env()

@@ -11,14 +11,13 @@ from typing import Any
 
 import click
 
+from trainkit.control.jobs import life_watch, wait_until_gone
+from trainkit.control.local import LEAVING_S
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.job.record import newest_entry
-from trainkit.observe.follow import follow
-from trainkit.observe.tail import LogTail, last_lines
-from trainkit.observe.words import event_line, verdict_line
+from trainkit.observe.follow import LogTail, follow, last_lines
+from trainkit.observe.text import event_line, verdict_line
 from trainkit.rundir import AttemptDir, RunDir, read_end
-from trainkit.submit.local import LEAVING_S
-from trainkit.submit.steer import life_watch, wait_until_gone
 
 END_S = 3.0
 

@@ -16,7 +16,7 @@ from trainkit.cli.options import examples, json_option
 from trainkit.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from trainkit.plan.cluster import Cluster
+    from trainkit.cluster.model import Cluster
 
 PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -33,12 +33,11 @@ def command(name: str | None, folder: str, as_json: bool) -> int:
     The profile goes to the user's config folder, where every command finds it. Prints the files that were
     written. Without Slurm there is a run config only.
     """
-    from trainkit.submit.cluster_profile import user_folder
-    from trainkit.submit.cluster_text import profile_text
-    from trainkit.submit.first_run import FILE_NAME, first_run_text
-    from trainkit.submit.look import describe_cluster, look_at_cluster, write_new
+    from trainkit.cluster.first_run import FILE_NAME, first_run_text
+    from trainkit.cluster.profile import user_folder
+    from trainkit.cluster.write_profile import describe_cluster, profile_text, query_profile, write_new
 
-    cluster = look_at_cluster()
+    cluster = query_profile()
     texts: dict[Path, str] = {}
     if cluster is not None:
         texts[user_folder() / f"{_profile_name(name or cluster.name)}.yaml"] = profile_text(
@@ -85,9 +84,9 @@ def _profile_name(name: str) -> str:
 
 def _difference(path: Path, cluster: Cluster | None) -> str:
     """What a profile that is kept says otherwise."""
+    from trainkit.cluster.profile import read_profile
+    from trainkit.cluster.write_profile import differences
     from trainkit.errors import ConfigError
-    from trainkit.submit.cluster_schema import read_profile
-    from trainkit.submit.look import differences
 
     if cluster is None or path.parent.name != "clusters":
         return ""

@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.cli.options import named_folder
-from trainkit.errors import (
-    ConfigError,
-    Problem,
-    TrainkitError,
-)
+from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.job.record import run_lock
 from trainkit.rundir import RunDir
 from trainkit.submit.beside import beside
@@ -26,11 +22,11 @@ from trainkit.submit.create import CodeCopier, check_name, create_run, wants_cop
 from trainkit.submit.start import start_attempt
 
 if TYPE_CHECKING:
+    from trainkit.cluster.model import Target
     from trainkit.config import LoadedConfig, RunConfig
     from trainkit.config.training import DataConfig
-    from trainkit.plan.check import DataLook
-    from trainkit.plan.cluster import Target
     from trainkit.plan.launch import LaunchPlan
+    from trainkit.plan.make_plan import DataLook
 
 
 def plan_for(
@@ -46,8 +42,8 @@ def plan_for(
     `look` takes the place of a look at the data for who has looked already; `code_dir` is where a command
     is started, if not here.
     """
-    from trainkit.plan.check import check_config, look_at_data
-    from trainkit.plan.machine import detect_machine
+    from trainkit.cluster.machine import detect_machine
+    from trainkit.plan.make_plan import check_config, look_at_data
 
     check_name(loaded.config.name)
     look = look or look_at_data
@@ -55,7 +51,7 @@ def plan_for(
         target, look = _find_target(loaded, look, has_data=command is None)
     problems: list[Problem] = []
     if target.backend in ("sbatch", "submitit"):
-        from trainkit.submit.troubles import find_troubles
+        from trainkit.submit.job_environment import find_troubles
 
         launch = loaded.config.launch
         containers = () if target.cluster is None else target.cluster.containers
@@ -73,8 +69,8 @@ def plan_for(
         plan = dataclasses.replace(plan, container_program=program)
     if command is None:
         return plan
+    from trainkit.submit.job_environment import command_python, refuse_missing
     from trainkit.submit.secrets import refuse_secrets
-    from trainkit.submit.troubles import command_python, refuse_missing
 
     refuse_missing(command, loaded.config.launch, launcher, code_dir or Path.cwd())
     refuse_secrets(command, loaded.config.launch.secrets)
@@ -85,14 +81,14 @@ def _find_target(
     loaded: LoadedConfig, look: Callable[[DataConfig], DataLook], has_data: bool
 ) -> tuple[Target, Callable[[DataConfig], DataLook]]:
     """Where it would run, and the look at the data: both take a moment, so one is taken beside the other."""
-    from trainkit.submit.target import choose_backend, make_target
+    from trainkit.cluster.target import choose_backend, make_target
 
     launch = loaded.config.launch
     if not has_data or choose_backend(launch.backend, launch.cluster)[0] == "local":
         return make_target(loaded), look
     # Loaded here and not there, since what submits needs the most of it again.
-    importlib.import_module("trainkit.submit.known_cluster")
-    importlib.import_module("trainkit.slurm.glance")
+    importlib.import_module("trainkit.cluster.target")
+    importlib.import_module("trainkit.cluster.discovery")
     with beside("asking Slurm", lambda: make_target(loaded)) as target:
         try:
             seen = look(loaded.config.data)
@@ -108,7 +104,7 @@ def look_once() -> Callable[[DataConfig], DataLook]:
     looks: dict[str, DataLook] = {}
 
     def look(data: DataConfig) -> DataLook:
-        from trainkit.plan.check import look_at_data
+        from trainkit.plan.make_plan import look_at_data
 
         key = data.model_dump_json()
         if key not in looks:
@@ -154,7 +150,7 @@ def code_copier(config: RunConfig, plan: LaunchPlan, quiet: bool = False) -> Cod
         return None
 
     def copy(run: RunDir) -> dict[str, Any]:
-        from trainkit.submit.code import copy_code
+        from trainkit.submit.code.copy import copy_code
 
         return copy_code(run, plan, Path.cwd())
 

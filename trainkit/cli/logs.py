@@ -40,10 +40,9 @@ def command(
     lines: int | None,
 ) -> int:
     """Print what RUN prints: the log of rank 0, or of the ranks that are chosen."""
-    from trainkit.observe.follow import follow
-    from trainkit.observe.tail import LogTail, start_of_last
-    from trainkit.submit.index import find_run
-    from trainkit.submit.steer import life_watch
+    from trainkit.control.jobs import life_watch
+    from trainkit.control.run_registry import find_run
+    from trainkit.observe.follow import LogTail, follow, start_of_last
 
     if sum((rank is not None, node is not None, all_ranks)) > 1:
         raise UsageError("--rank, --node and --all exclude each other", hint="choose one of them")

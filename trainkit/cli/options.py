@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from trainkit.errors import UsageError
-from trainkit.frozen import dataclass
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
+    from trainkit.submit.sweep import ArraySpec
+
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -35,8 +37,8 @@ class ConfigRequest:
 
     def load(self) -> LoadedConfig:
         """Read the config with everything that is layered over it; ConfigError lists all problems."""
+        from trainkit.cluster.target import cluster_defaults
         from trainkit.config import load_config
-        from trainkit.submit.target import cluster_defaults
 
         return load_config(
             self.path,
@@ -208,3 +210,119 @@ def shape_flags(nodes: int | None, gpus_per_node: int | None) -> dict[str, tuple
     if gpus_per_node is not None:
         flags["resources.gpus_per_node"] = (f"--gpus-per-node {gpus_per_node}", gpus_per_node)
     return flags
+
+
+_KEY = "trainkit.trailing_command"
+
+
+class WithTrailingCommand(click.Command):
+    """A command whose arguments end at ``--``; what follows is given by `trailing_command`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            cut = args.index("--")
+            command, args = args[cut + 1 :], args[:cut]
+            if not command:
+                raise UsageError(
+                    "there is no command after --", hint="for example: -- python train.py --lr 0.1"
+                )
+            ctx.meta[_KEY] = tuple(command)
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- COMMAND …]"]
+
+
+def trailing_command() -> tuple[str, ...] | None:
+    """The argv that was typed after ``--``; None when there was no ``--``."""
+    found: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
+    return found
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """Which points were asked for."""
+
+    sweeps: tuple[str, ...]
+    array: str | None
+
+    def __bool__(self) -> bool:
+        return bool(self.sweeps) or self.array is not None
+
+    def points(self, seed: int | None) -> tuple[ArraySpec, dict[int, dict[str, Any]]]:
+        """The array, and the values of every point by index.
+
+        `seed` is that of the config, which the points of an array without values count on from; None leaves
+        it. Raises UsageError.
+        """
+        from trainkit.plan.sweep import combinations, parse_axes
+        from trainkit.submit.sweep import ArraySpec, parse_array
+
+        spec = None if self.array is None else parse_array(self.array)
+        if not self.sweeps:
+            assert spec is not None
+            if not spec.indices:
+                raise UsageError(
+                    f"--array {self.array} says how many tasks run at once, but not which there are",
+                    hint="for example --array 0-9%4",
+                )
+            values = {index: {} if seed is None else {"seed": seed + index} for index in spec.indices}
+            return spec, values
+        if spec is not None and spec.indices:
+            raise UsageError(
+                f"--array {self.array}: a sweep counts its points itself",
+                hint="with --sweep only a limit is taken, as in --array %4",
+            )
+        found = combinations(parse_axes(self.sweeps))
+        limit = None if spec is None else spec.limit
+        return ArraySpec(tuple(range(len(found))), limit), dict(enumerate(found))
+
+    def loader(self, request: ConfigRequest) -> Callable[[dict[str, Any]], LoadedConfig]:
+        """What gives the config of a point with these values; ConfigError lists its problems."""
+        from trainkit.plan.sweep import shown_value
+
+        def swept(values: dict[str, Any]) -> LoadedConfig:
+            typed = {key: (f"--sweep {key}={shown_value(value)}", value) for key, value in values.items()}
+            return replace(request, flags={**request.flags, **typed}).load()
+
+        if self.sweeps:
+            return swept
+        base = request.load()
+        return lambda values: _with_seed(base, values.get("seed"))
+
+
+def _with_seed(loaded: LoadedConfig, seed: int | None) -> LoadedConfig:
+    """The config with another seed, which nobody typed: --set seed=… is what it counts on from."""
+    if seed is None:
+        return loaded
+    from trainkit.config.changes import with_values
+
+    return with_values(loaded, {"seed": seed}, "--array")
+
+
+def group_options(function: Command) -> Command:
+    """``--sweep`` and ``--array``, given together as `group: GroupRequest`."""
+
+    @functools.wraps(function)
+    def wrapper(sweeps: tuple[str, ...], array: str | None, **others: Any) -> Any:
+        return function(group=GroupRequest(sweeps, array), **others)
+
+    decorated: Any = click.option(
+        "--sweep",
+        "sweeps",
+        multiple=True,
+        metavar="KEY=V,V,…",
+        help="A run for each of these values, and for each combination with other --sweep; one Slurm array.",
+    )(wrapper)
+    return click.option(  # type: ignore[no-any-return]
+        "--array",
+        metavar="SPEC",
+        help="A run for each index, as in 0-9 or 1,3,5, with seeds that count on; %4 is the most at once.",
+    )(decorated)
+
+
+def after_option(function: Command) -> Command:
+    """``--after RUN``, repeatable, given as `after`."""
+    return click.option(
+        "--after", multiple=True, metavar="RUN", help="Start when RUN has finished well; repeatable."
+    )(function)

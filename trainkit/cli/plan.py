@@ -13,8 +13,8 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
-    from trainkit.plan.choices import Choice
     from trainkit.plan.hardware import Hardware
+    from trainkit.plan.layouts.choices import Choice
     from trainkit.plan.model_shape import ModelShape
 
 
@@ -57,10 +57,10 @@ def command(
 
 
 def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> Hardware:
-    from trainkit.plan.cluster import LOCAL
+    from trainkit.cluster.machine import detect_machine
+    from trainkit.cluster.model import LOCAL
+    from trainkit.cluster.target import make_target
     from trainkit.plan.hardware import find_hardware
-    from trainkit.plan.machine import detect_machine
-    from trainkit.submit.target import make_target
 
     # A cluster is asked only for what was not said.
     said_all = (gpu_type or loaded.config.resources.gpu_type) is not None and gpus is not None
@@ -70,7 +70,7 @@ def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> H
 
 def _shape(loaded: LoadedConfig) -> ModelShape:
     """The model's shape; the data is looked at only where it decides the vocabulary."""
-    from trainkit.plan.check import OURS, look_at_data
+    from trainkit.plan.make_plan import OURS, look_at_data
     from trainkit.plan.model_shape import resolve_model_shape
 
     model = loaded.config.model
@@ -97,13 +97,12 @@ class _Planned:
     def __init__(
         self, request: ConfigRequest, loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
     ) -> None:
-        from trainkit.plan.choices import choose
-        from trainkit.plan.own_choice import base_workload, own_choice
+        from trainkit.plan.layouts.choices import base_workload, choose, configured_layout
 
         self.request = request
         self.loaded = loaded
         self.hardware = hardware
-        self.own, self.own_problems = own_choice(loaded, shape, hardware)
+        self.own, self.own_problems = configured_layout(loaded, shape, hardware)
         self.base = base_workload(loaded.config, shape, self.own)
         self.samples = loaded.config.train.global_batch_size
         self.choices = choose(self.base, hardware, self.samples)
@@ -120,8 +119,8 @@ class _Planned:
 
     def advice(self) -> list[Any]:
         """What would fit, where nothing does."""
-        from trainkit.plan.advice import advise
-        from trainkit.plan.choices import Choice
+        from trainkit.plan.layouts.choices import Choice
+        from trainkit.plan.layouts.fit import advise
 
         if self.best is not None:
             return []
@@ -129,9 +128,8 @@ class _Planned:
 
     def show(self, show_all: bool, limit: int) -> None:
         """The table on stdout, everything else on stderr."""
-        from trainkit.plan.device_memory import gib
-        from trainkit.plan.plan_table import table_lines
-        from trainkit.plan.why import headline, reason
+        from trainkit.plan.gpus import gib
+        from trainkit.plan.layouts.table import headline, reason, table_lines
 
         hardware, listed = self.hardware, self.listed(show_all, limit)
         gpu = hardware.gpu
@@ -153,7 +151,7 @@ class _Planned:
             click.echo(f"would fit, with {peak}: {advice.what}: {self._flags(advice.choice)}", err=True)
 
     def _tell_own(self) -> None:
-        from trainkit.plan.device_memory import gib
+        from trainkit.plan.gpus import gib
 
         for problem in self.own_problems:
             click.echo(f"the config's own layout cannot be:\n{problem.render()}", err=True)
@@ -164,7 +162,7 @@ class _Planned:
 
     def _flags(self, choice: Choice) -> str:
         """What to type to have a choice."""
-        from trainkit.plan.why import set_flags, settings
+        from trainkit.plan.layouts.table import set_flags, settings
 
         request, hardware = self.request, choice.hardware
         typed = [] if request.profile is None else [f"--profile {quote(request.profile)}"]
@@ -175,9 +173,8 @@ class _Planned:
 
     def to_dict(self, show_all: bool, limit: int) -> dict[str, Any]:
         """The whole answer; amounts in bytes."""
+        from trainkit.plan.layouts.table import choice_dict, headline
         from trainkit.plan.model_shape import num_params
-        from trainkit.plan.plan_table import choice_dict
-        from trainkit.plan.why import headline
 
         gpu, config, best = self.hardware.gpu, self.loaded.config, self.best
         return {

@@ -20,10 +20,10 @@ def command(run_name: str, as_json: bool) -> int:
     A running job saves and stops first and comes back by itself.
     """
     from trainkit.cli.launch import print_started, started
+    from trainkit.control.jobs import live_entry, recall, tell
+    from trainkit.control.run_registry import find_run
     from trainkit.job.record import read_job, run_lock
-    from trainkit.submit.index import find_run
     from trainkit.submit.start import start_again
-    from trainkit.submit.steer import live_entry, recall, tell
 
     run = find_run(run_name)
     job = read_job(run)

@@ -66,12 +66,11 @@ def command(
     """
     from trainkit.cli import launch
     from trainkit.config import load_config, read_effective
-    from trainkit.plan.launch import LaunchPlan
+    from trainkit.control.jobs import refuse_live
+    from trainkit.control.resume import changes, refuse_incompatible
+    from trainkit.control.run_registry import find_run
+    from trainkit.plan.launch import LaunchPlan, describe_plan
     from trainkit.rundir import read_json
-    from trainkit.submit.compatible import changes, refuse_incompatible
-    from trainkit.submit.describe import describe_plan
-    from trainkit.submit.index import find_run
-    from trainkit.submit.steer import refuse_live
 
     source = find_run(run_name)
     if fork_dir is None:
@@ -121,10 +120,10 @@ def _go_on(
     run: RunDir, loaded: LoadedConfig, plan: LaunchPlan, new_code: bool
 ) -> tuple[RunDir, dict[str, Any]]:
     from trainkit.cli.launch import started
+    from trainkit.control.jobs import recall, refuse_live
     from trainkit.job.record import read_job, run_lock
-    from trainkit.submit.code import renewed_code
+    from trainkit.submit.code.copy import renewed_code
     from trainkit.submit.start import start_attempt
-    from trainkit.submit.steer import recall, refuse_live
 
     with run_lock(run):
         recall(run)
@@ -138,10 +137,10 @@ def _fork(
     source: RunDir, folder: Path, loaded: LoadedConfig, plan: LaunchPlan
 ) -> tuple[RunDir, dict[str, Any]]:
     from trainkit.cli.launch import code_copier, started
+    from trainkit.control.resume import copy_checkpoint
     from trainkit.job.record import run_lock
     from trainkit.manifest import newest_intact, published
     from trainkit.submit.create import create_run
-    from trainkit.submit.fork import copy_checkpoint
     from trainkit.submit.start import start_attempt
 
     checkpoint = newest_intact(published(source.checkpoints_dir))

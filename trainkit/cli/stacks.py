@@ -14,7 +14,7 @@ from trainkit.cli.options import examples, json_option, run_argument
 from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 
 if TYPE_CHECKING:
-    from trainkit.job.stacks import Reply
+    from trainkit.job.failure.stacks import Reply
     from trainkit.rundir import AttemptDir, RunDir
 
 WAIT_S = 20.0
@@ -33,10 +33,10 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     The training goes on meanwhile. A rank that cannot answer, and the ranks of another program than the
     built-in trainer, are looked at with py-spy where it is installed.
     """
-    from trainkit.job.stacks import gather, group_replies
+    from trainkit.control.run_registry import find_run
+    from trainkit.job.failure.stacks import gather, group_replies
     from trainkit.plan.launch import LaunchPlan
     from trainkit.rundir import read_json
-    from trainkit.submit.index import find_run
 
     run = find_run(run_name)
     attempt = _running_attempt(run)
@@ -80,7 +80,7 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
 
 def _running_attempt(run: RunDir) -> AttemptDir:
     """The attempt whose ranks run now; UsageError when there are none."""
-    from trainkit.submit.steer import live_entry
+    from trainkit.control.jobs import live_entry
 
     entry = live_entry(run, "stacks")
     if entry is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,11 @@ from trainkit.cli.options import examples, json_option
 from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
+    from trainkit.observe.group import GroupStatus, PointStatus
     from trainkit.observe.status import RunStatus
     from trainkit.rundir import RunDir
     from trainkit.rungroup import RunGroup
+
 
 HEADING = ["NAME", "STATE", "ATTEMPT", "WORKERS", "STEP", "LOSS", "TOKENS/S", "AGE", "FOLDER"]
 
@@ -29,8 +32,8 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
     RUN is a job id, a run name, a run folder or `last`. A group of runs is one line in the list of all; in
     detail, its runs are counted and listed, what failed first.
     """
+    from trainkit.control.run_registry import find_run_or_group
     from trainkit.rundir import RunDir
-    from trainkit.submit.index import find_run_or_group
 
     if run_name is None:
         return _show_all_runs(as_json)
@@ -39,20 +42,19 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
 
 
 def _show_run(run: RunDir, as_json: bool) -> int:
+    from trainkit.control.jobs import job_status
     from trainkit.observe.status import read_status
-    from trainkit.submit.steer import look_at
 
-    look = look_at([run], _warn)[0]
+    look = job_status([run], _warn)[0]
     status = read_status(run, look.alive, _now(), look.job)
     click.echo(json.dumps(status.to_dict(), ensure_ascii=False) if as_json else _details(status))
     return EXIT_OK
 
 
 def _show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
-    from trainkit.cli.group_view import group_details
+    from trainkit.control.groups import recall_job_id
+    from trainkit.control.jobs import ask_slurm
     from trainkit.observe.group import GroupLook
-    from trainkit.submit.group import recall_job_id
-    from trainkit.submit.steer import ask_slurm
 
     recall_job_id(group)
     look = GroupLook(group)
@@ -65,12 +67,11 @@ def _show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
 
 
 def _show_all_runs(as_json: bool) -> int:
-    from trainkit.cli.group_view import group_row
+    from trainkit.control.jobs import ask_slurm, looks, slurm_ids
+    from trainkit.control.run_registry import known_runs
     from trainkit.observe.group import GroupLook
     from trainkit.observe.status import read_status
-    from trainkit.observe.words import table
-    from trainkit.submit.index import known_runs
-    from trainkit.submit.steer import ask_slurm, looks, slurm_ids
+    from trainkit.observe.text import table
 
     known = known_runs()
     runs = [item.run for item in known if not item.is_group]
@@ -107,7 +108,7 @@ def _warn(text: str) -> None:
 
 
 def _row(status: RunStatus) -> list[str]:
-    from trainkit.observe.words import duration
+    from trainkit.observe.text import duration
 
     return [
         status.name,
@@ -123,8 +124,8 @@ def _row(status: RunStatus) -> list[str]:
 
 
 def _details(status: RunStatus) -> str:
-    from trainkit.observe.comebacks import comebacks_line
-    from trainkit.observe.words import duration, event_line, verdict_line
+    from trainkit.observe.restarts import comebacks_line
+    from trainkit.observe.text import duration, event_line, verdict_line
 
     reason = f" - {status.reason}" if status.reason else ""
     lines = {
@@ -167,3 +168,75 @@ def _text(value: object) -> str:
 
 def _number(value: float | None, spec: str) -> str:
     return format(value, spec) if isinstance(value, (int, float)) else "-"
+
+
+SHOWN_POINTS = 20
+LONGEST_REASON = 60
+
+
+def group_row(status: GroupStatus) -> list[str]:
+    """The line of a group in the table of all runs."""
+    from trainkit.observe.text import duration
+
+    best = status.best
+    return [
+        status.name,
+        states_in_words(status),
+        "-",
+        f"{_text(status.num_nodes)} x {_text(status.workers_per_node)}",
+        "-",
+        "-" if best is None else _best(best),
+        "-",
+        duration(status.age_s),
+        status.run_dir,
+    ]
+
+
+def states_in_words(status: GroupStatus) -> str:
+    """``3 running, 97 pending``."""
+    return ", ".join(f"{count:,} {state}" for state, count in status.states.items())
+
+
+def group_details(status: GroupStatus, show_all: bool) -> str:
+    """A group in detail; unless all are wanted, its most telling points only."""
+    from trainkit.observe.group import most_telling
+    from trainkit.observe.text import duration, table
+    from trainkit.plan.sweep import short_keys
+
+    best = status.best
+    lines = {
+        "group": status.name,
+        "folder": status.run_dir,
+        "job": f"{_text(status.job_id)} [{status.array}], submitted {duration(status.age_s)} ago",
+        "runs": f"{len(status.points):,}: {states_in_words(status)}",
+        "best": "-" if best is None else f"{best}: {_metric(best)} {_best(best)} at step {_step(best)}",
+    }
+    shown = status.points if show_all else most_telling(status.points, SHOWN_POINTS)
+    heading = ["POINT", "STATE", *(key.upper() for key in short_keys(status.keys)), "BEST", "WHY"]
+    text = [f"{key:<10}  {value}" for key, value in lines.items()]
+    text += ["", table([heading, *(_point_row(point, status.keys) for point in shown)])]
+    if len(shown) < len(status.points):
+        text.append(f"and {len(status.points) - len(shown):,} more: --all shows them")
+    return "\n".join(text)
+
+
+def _point_row(point: PointStatus, keys: Sequence[str]) -> list[str]:
+    from trainkit.plan.sweep import shown_value
+
+    # What runs or has finished has no reason that a reader looks for.
+    why = "" if point.state in ("running", "finished") else " ".join((point.reason or "").split())
+    cut = why if len(why) <= LONGEST_REASON else why[: LONGEST_REASON - 1] + "…"
+    values = (shown_value(point.values[key]) if key in point.values else "-" for key in keys)
+    return [str(point.index), point.state, *values, _best(point), cut]
+
+
+def _best(point: PointStatus) -> str:
+    return f"{point.best['value']:.4f}" if point.best else "-"
+
+
+def _metric(point: PointStatus) -> str:
+    return str((point.best or {}).get("metric"))
+
+
+def _step(point: PointStatus) -> str:
+    return _text((point.best or {}).get("step"))

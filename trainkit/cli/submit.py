@@ -11,14 +11,17 @@ import click
 
 from trainkit.cli.options import (
     ConfigRequest,
+    GroupRequest,
+    WithTrailingCommand,
+    after_option,
     config_options,
     examples,
+    group_options,
     json_option,
     launcher_option,
     named_folder,
+    trailing_command,
 )
-from trainkit.cli.sweep_options import GroupRequest, after_option, group_options
-from trainkit.cli.trailing import WithTrailingCommand, trailing_command
 from trainkit.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -95,7 +98,7 @@ def command(
 
 
 def _provenance() -> dict[str, Any]:
-    from trainkit.submit.provenance import collect_provenance
+    from trainkit.submit.create import collect_provenance
 
     return collect_provenance(Path.cwd())
 
@@ -105,13 +108,13 @@ def _planned(
 ) -> tuple[LoadedConfig, LaunchPlan]:
     """The config and the plan of it, which is shown."""
     from trainkit.cli.launch import plan_for
-    from trainkit.submit.describe import describe_plan
+    from trainkit.plan.launch import describe_plan
 
     loaded = request.load()
     plan = plan_for(loaded, argv, launcher)
     if after:
         from trainkit.cli.after import find_job_ids
-        from trainkit.plan.dependency import with_dependency
+        from trainkit.plan.launch import with_dependency
 
         plan = with_dependency(plan, after, find_job_ids(after) if plan.slurm is not None else ())
     click.echo(describe_plan(plan, loaded.config.name), err=True)
@@ -127,9 +130,9 @@ def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only
             raise UsageError("--test-only asks Slurm, and this run would start here", hint="use --dry-run")
         click.echo(plan_text(plan), nl=False)
         return EXIT_OK
-    from trainkit.submit.code import planned_code
+    from trainkit.submit.code.copy import planned_code
+    from trainkit.submit.script import script_for
     from trainkit.submit.secrets import refuse_leaks
-    from trainkit.submit.slurm_script import script_for
 
     run = future_run(loaded.config.name, folder)
     code = planned_code(run, loaded.config, plan, Path.cwd())
@@ -140,7 +143,7 @@ def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only
     if not test_only:
         click.echo(script.text, nl=False)
         return EXIT_OK
-    from trainkit.submit.slurm_backend import ask_slurm_about
+    from trainkit.submit.sbatch_backend import ask_slurm_about
 
     click.echo(ask_slurm_about(script.text))
     return EXIT_OK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainkit.errors import EXIT_OK, UsageError
-from trainkit.frozen import dataclass
 
 if TYPE_CHECKING:
-    from trainkit.cli.options import ConfigRequest
-    from trainkit.cli.sweep_options import GroupRequest
+    from trainkit.cli.options import ConfigRequest, GroupRequest
     from trainkit.config import LoadedConfig
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.submit.array_spec import ArraySpec
-    from trainkit.submit.sweep import PlannedPoint
+    from trainkit.submit.sweep import ArraySpec, PlannedPoint
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Submission:
 
 def submit_many(request: ConfigRequest, group: GroupRequest, typed: Submission) -> int:
     """Submit a group, or show what would be submitted."""
-    from trainkit.submit.describe import describe_plan
+    from trainkit.plan.launch import describe_plan
     from trainkit.submit.sweep import check_points
 
     if typed.follow:
@@ -77,8 +74,8 @@ class _Planner:
 
     def __call__(self, loaded: LoadedConfig) -> LaunchPlan:
         from trainkit.cli import launch
-        from trainkit.submit.array_spec import refuse_too_large
-        from trainkit.submit.target import make_target
+        from trainkit.cluster.target import make_target
+        from trainkit.submit.sweep import refuse_too_large
 
         if self._target is None:
             self._target, self._look = make_target(loaded), launch.look_once()
@@ -90,7 +87,7 @@ class _Planner:
     def waiting(self, plan: LaunchPlan) -> LaunchPlan:
         """The plan with what --after asks for."""
         from trainkit.cli.after import find_job_ids
-        from trainkit.plan.dependency import with_dependency
+        from trainkit.plan.launch import with_dependency
 
         if self._awaited is None:
             self._awaited = find_job_ids(self.typed.after)
@@ -147,9 +144,9 @@ def _in_words(spec: ArraySpec, points: dict[int, dict[str, Any]], is_sweep: bool
 def _show(planned: Sequence[PlannedPoint], spec: ArraySpec, typed: Submission) -> int:
     """Print the bytes that would be submitted, or what Slurm says to them."""
     from trainkit.rungroup import RunGroup
-    from trainkit.submit.code import planned_code
+    from trainkit.submit.code.copy import planned_code
     from trainkit.submit.create import future_run
-    from trainkit.submit.slurm_backend import ask_slurm_about
+    from trainkit.submit.sbatch_backend import ask_slurm_about
     from trainkit.submit.sweep import group_script
 
     config, plan = planned[0].config, planned[0].plan

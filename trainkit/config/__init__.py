@@ -1,7 +1,6 @@
 """What the user asks for: the schema of a config, how it is loaded, and where each value came from."""
 
-from trainkit.config.effective import dump_effective, read_effective
-from trainkit.config.load import load_config
+from trainkit.config.load import dump_effective, load_config, read_effective
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from trainkit.config.contradictions import contradictions
 from trainkit.config.layers import EMPTY
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig
-from trainkit.config.tree import entry_at, merge
-from trainkit.config.validation import validation_problems
+from trainkit.config.validation import contradictions, validation_problems
+from trainkit.config.yamlfile import entry_at, merge
 from trainkit.errors import ConfigError
-from trainkit.frozen import dataclass
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainkit.config.names import near, near_yaml, sections
-from trainkit.config.tree import Entry, entry_at, merge
-from trainkit.config.version import refuse_newer
-from trainkit.config.yamlfile import parse_value, read_yaml_file
+from trainkit.config.schema import CONFIG_VERSION
+from trainkit.config.yamlfile import Entry, entry_at, merge, parse_value, read_yaml_file
 from trainkit.errors import ConfigError, Problem
 from trainkit.resources import shipped_configs
+
+
+def refuse_newer(entry: Entry) -> None:
+    """Raise ConfigError with this one problem when a file has a newer version.
+
+    Whatever else looks wrong in such a file is probably right for the trainkit that it was written for.
+    """
+    version = entry.value.get("config_version")
+    if version is None or not isinstance(version.value, int) or version.value <= CONFIG_VERSION:
+        return
+    message = (
+        f"the file is written for a newer trainkit: it has version {version.value}, "
+        f"this trainkit knows {CONFIG_VERSION}"
+    )
+    raise ConfigError([Problem("config_version", message, version.origin, "update trainkit")])
+
 
 ENV_PREFIX = "TRAINKIT_"
 ENV_INTERNAL_PREFIX = "TRAINKIT_JOB_"

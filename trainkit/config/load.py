@@ -8,14 +8,20 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trainkit.config.contradictions import contradictions
-from trainkit.config.layers import EMPTY, Layers, without_empty_sections
+from trainkit.config import yamlfile
+from trainkit.config.layers import EMPTY, Layers, refuse_newer, without_empty_sections
 from trainkit.config.loaded import DEFAULT, LoadedConfig
 from trainkit.config.names import flatten
 from trainkit.config.schema import RunConfig
-from trainkit.config.tree import Entry, entry_at, merge
-from trainkit.config.unsupported import unsupported
-from trainkit.config.validation import unknown_keys, unknown_problem, validation_problems, without
+from trainkit.config.validation import (
+    contradictions,
+    unknown_keys,
+    unknown_problem,
+    unsupported,
+    validation_problems,
+    without,
+)
+from trainkit.config.yamlfile import Entry, entry_at, merge, read_yaml_file
 from trainkit.errors import ConfigError
 
 PROJECT_FILE = "trainkit.yaml"
@@ -132,3 +138,21 @@ def _origins(config: RunConfig, tree: Entry) -> dict[str, str]:
         if found and found.is_mapping:
             origins |= {".".join((key, *path)): entry.origin for path, entry in found.leaves()}
     return origins
+
+
+def dump_effective(config: RunConfig) -> str:
+    """The whole config as YAML, in the order of the schema; `read_effective` gives an equal one."""
+    return yamlfile.dump(config.model_dump(mode="json", by_alias=True))
+
+
+def read_effective(path: str | Path) -> RunConfig:
+    """The config that `dump_effective` wrote; no layer, environment or default changes it.
+
+    Raises ConfigError.
+    """
+    entry = read_yaml_file(Path(path), str(path))
+    refuse_newer(entry)
+    try:
+        return RunConfig.model_validate(entry.plain())
+    except ValidationError as error:
+        raise ConfigError(validation_problems(error, entry)) from None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from trainkit.config.names import flatten, show_value
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem
-from trainkit.frozen import dataclass
 
 DEFAULT = "default"
 
@@ -25,3 +27,17 @@ class LoadedConfig:
         """A problem of a key, with the key's origin where it is not the default."""
         origin = self.origins.get(key, DEFAULT)
         return Problem(key, message, "" if origin == DEFAULT else origin, hint)
+
+
+MAX_VALUE_WIDTH = 40
+
+
+def origin_lines(loaded: LoadedConfig) -> list[str]:
+    """One line a key in three columns: key, value, origin."""
+    values = [
+        (key, show_value(value))
+        for key, value in flatten(loaded.config.model_dump(mode="json", by_alias=True))
+    ]
+    key_width = max(len(key) for key, _ in values)
+    value_width = min(MAX_VALUE_WIDTH, max(len(value) for _, value in values))
+    return [f"{key:{key_width}}  {value:{value_width}}  {loaded.origins[key]}" for key, value in values]

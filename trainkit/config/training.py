@@ -6,15 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainkit.config.section import (
-    AtLeastOne,
-    BelowOne,
-    Fraction,
-    NotNegative,
-    Positive,
-    Section,
-    list_field,
-)
+from trainkit.config.section import AtLeastOne, BelowOne, Fraction, NotNegative, Positive, Section, list_field
 
 Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b", "8b", "13b", "70b"]
 

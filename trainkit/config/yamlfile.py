@@ -2,16 +2,124 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trainkit.config.names import near_yaml
-from trainkit.config.tree import Entry
-from trainkit.config.yaml12 import Loader, parse_scalar
 from trainkit.errors import ConfigError, Problem
 from trainkit.resources import shipped_configs
+
+TAG = "tag:yaml.org,2002:"
+_PATTERNS = {
+    "null": r"^(?:~|null|Null|NULL|)$",
+    "bool": r"^(?:true|True|TRUE|false|False|FALSE)$",
+    "int": r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$",
+    "float": (
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+}
+
+
+class Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[misc]
+    """Composes nodes; the C parser where PyYAML has it."""
+
+
+class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Quotes what YAML 1.1 or 1.2 would take for something other than text."""
+
+
+for _name, _pattern in _PATTERNS.items():
+    for _class in (Loader, Dumper):
+        _class.add_implicit_resolver(TAG + _name, re.compile(_pattern), None)
+
+
+def parse_scalar(node: yaml.ScalarNode) -> Any:
+    """The value of a scalar node; ValueError for a tag that is not of the core schema."""
+    text: str = node.value
+    kind = node.tag.removeprefix(TAG)
+    if kind == "str":
+        return text
+    pattern = _PATTERNS.get(kind)
+    if pattern is None or not re.match(pattern, text):
+        raise ValueError(f"the tag {node.tag} is not supported here")
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def dump(value: Any) -> str:
+    """YAML text, keys in the order given, that loads back equal under YAML 1.1 and 1.2."""
+    text: str = yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return text
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value and its origin; a mapping holds entries again, everything else is plain."""
+
+    value: Any
+    origin: str
+
+    @property
+    def is_mapping(self) -> bool:
+        return isinstance(self.value, dict)
+
+    def plain(self) -> Any:
+        """The value without origins."""
+        if isinstance(self.value, dict):
+            return {key: entry.plain() for key, entry in self.value.items()}
+        return self.value
+
+    def leaves(self, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
+        """Everything that is not a mapping, with the path that leads to it."""
+        if not isinstance(self.value, dict):
+            yield prefix, self
+            return
+        for key, entry in self.value.items():
+            yield from entry.leaves((*prefix, key))
+
+    def find(self, path: tuple[str, ...]) -> Entry | None:
+        """The entry at a path, or None."""
+        entry = self
+        for key in path:
+            if not isinstance(entry.value, dict) or key not in entry.value:
+                return None
+            entry = entry.value[key]
+        return entry
+
+
+def merge(low: Entry, high: Entry) -> Entry:
+    """The mappings merged deeply; scalars and lists of `high` replace those of `low`."""
+    if not (low.is_mapping and high.is_mapping):
+        return high
+    merged = dict(low.value)
+    for key, entry in high.value.items():
+        merged[key] = merge(merged[key], entry) if key in merged else entry
+    return Entry(merged, high.origin)
+
+
+def entry_at(path: tuple[str, ...], value: Any, origin: str) -> Entry:
+    """A tree that holds one value, for example of a flag."""
+    entry = _entries(value, origin)
+    for key in reversed(path):
+        entry = Entry({key: entry}, origin)
+    return entry
+
+
+def _entries(value: Any, origin: str) -> Entry:
+    if isinstance(value, dict):
+        return Entry({key: _entries(item, origin) for key, item in value.items()}, origin)
+    return Entry(value, origin)
 
 
 def read_yaml_file(path: Path, shown: str) -> Entry:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainkit.data.recipe import STDLIB, DataConfig, Recipe
 from trainkit.data.sources import Input
-from trainkit.data.tokenizer_file import identify
+from trainkit.data.tokenizer_identity import identify
 from trainkit.data.units import LAYOUT_VERSION
 
 CACHE_HINT = "set data.cache_dir to a folder that you may write to and that has room"

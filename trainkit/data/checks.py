@@ -13,11 +13,10 @@ from typing import TypeVar
 
 from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key, cannot_be_written
 from trainkit.data.dataset_file import SPLITS, TRAIN, VAL, check_shard_sizes, is_dataset, read_dataset_file
-from trainkit.data.documents import PartReader, RowError, row_text
 from trainkit.data.recipe import DataConfig, Recipe, prepared_folder, recipe_of, refuse_val_source
 from trainkit.data.sources import BOTH, ROWS, Input, find_inputs
-from trainkit.data.tokenizer_file import check_made_by, identify, vocab_size
-from trainkit.data.units import open_input, plan_units
+from trainkit.data.tokenizer_identity import check_made_by, identify, vocab_size
+from trainkit.data.units import PartReader, RowError, open_input, plan_units, row_text
 from trainkit.errors import UsageError
 
 DataProblem = tuple[str, str, str]

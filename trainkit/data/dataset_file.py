@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit import rundir
 from trainkit.errors import UsageError
-from trainkit.frozen import dataclass
 
 DATASET_FILE = "dataset.json"
 FORMAT = "trainkit-token-shards"

@@ -11,12 +11,11 @@ from pathlib import Path
 from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key
 from trainkit.data.dataset_file import VAL, check_shard_sizes, is_dataset, read_dataset_file
 from trainkit.data.lock import exclusive
-from trainkit.data.prepare import OtherDataset, prepare
-from trainkit.data.progress import show_progress
+from trainkit.data.prepare import OtherDataset, prepare, show_progress
 from trainkit.data.recipe import DataConfig, Recipe, prepared_folder, recipe_of, refuse_val_source
 from trainkit.data.shards import TokenShards
 from trainkit.data.sources import find_inputs
-from trainkit.data.tokenizer_file import check_made_by
+from trainkit.data.tokenizer_identity import check_made_by
 from trainkit.errors import UsageError
 
 _PARTIAL_SUFFIX = ".partial"

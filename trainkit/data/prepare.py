@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
+import os
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainkit import rundir
 from trainkit.data.dataset_file import (
@@ -27,15 +37,75 @@ from trainkit.data.dataset_file import (
     write_shared_json,
 )
 from trainkit.data.lock import exclusive
-from trainkit.data.pool import run_all
 from trainkit.data.recipe import Recipe
 from trainkit.data.sources import find_inputs
+from trainkit.data.tokenize_unit import WORK_FOLDER, UnitJob, digest_unit, run_unit
 from trainkit.data.tokenizer import token_dtype
-from trainkit.data.tokenizer_file import identify
-from trainkit.data.unit_work import WORK_FOLDER, UnitJob, digest_unit, run_unit
+from trainkit.data.tokenizer_identity import identify
 from trainkit.data.units import LAYOUT_VERSION, UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.frozen import dataclass
+
+J = TypeVar("J")
+R = TypeVar("R")
+
+
+def run_all(
+    function: Callable[[J], R], jobs: Sequence[J], workers: int, on_done: Callable[[int], None]
+) -> list[R]:
+    """The results in the order of the jobs; `on_done` is called with the number of each job as it ends.
+
+    One worker, or one job, runs in this process. The first failure ends the others and is raised;
+    TrainkitError when a worker was killed.
+    """
+    num_workers = min(workers, len(jobs))
+    if num_workers <= 1:
+        return [_run_here(function, job, number, on_done) for number, job in enumerate(jobs)]
+    lifeline, end = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_begin_worker, initargs=(lifeline,))
+    results: dict[int, R] = {}
+    try:
+        numbers = {pool.submit(function, job): number for number, job in enumerate(jobs)}
+        for future in as_completed(numbers):
+            results[numbers[future]] = future.result()
+            on_done(numbers[future])
+    except BrokenProcessPool:
+        raise TrainkitError(
+            "a worker process was killed, most likely for want of memory",
+            hint="start the same command again with fewer workers: it goes on where it was",
+        ) from None
+    finally:
+        if len(results) < len(jobs):
+            end.close()  # nobody waits for work that is not wanted any more
+        pool.shutdown(wait=True, cancel_futures=True)
+        end.close()
+        lifeline.close()
+    return [results[number] for number in range(len(jobs))]
+
+
+def _run_here(function: Callable[[J], R], job: J, number: int, on_done: Callable[[int], None]) -> R:
+    result = function(job)
+    on_done(number)
+    return result
+
+
+def _begin_worker(lifeline: Connection) -> None:
+    """Leave signals to the parent, cores to the other workers, and die with the parent.
+
+    A terminal or a scheduler signals the whole group; what the parent does then is its decision.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
+
+
+def _follow(lifeline: Connection) -> None:
+    """Only the parent holds the other end, which closes when it dies."""
+    with suppress(EOFError):
+        lifeline.recv()
+    os._exit(1)
+
 
 PLAN_FILE = "plan.json"
 """What was begun, while the folder is not finished."""
@@ -242,3 +312,34 @@ def _different(folder: Path, how: str) -> OtherDataset:
     return OtherDataset(
         f"{folder} holds another dataset: it was {how}", hint="choose another folder; nothing was overwritten"
     )
+
+
+_SECONDS_BETWEEN_LINES = 10.0
+_MIB = 1 << 20
+
+
+@contextmanager
+def show_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields a function that takes the bytes that are done and those in all."""
+    if not sys.stderr.isatty():
+        yield _Lines(what)
+        return
+    from rich.console import Console  # 50 ms that only a terminal needs
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Lines:
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.next_time = time.monotonic() + _SECONDS_BETWEEN_LINES
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() < self.next_time:
+            return
+        self.next_time = time.monotonic() + _SECONDS_BETWEEN_LINES
+        print(f"{self.what}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB", file=sys.stderr, flush=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from trainkit.data.dataset_file import is_dataset
-from trainkit.data.tokenizer_file import BYTES
+from trainkit.data.tokenizer_identity import BYTES
 from trainkit.errors import UsageError
-from trainkit.frozen import dataclass
 
 STDLIB = "stdlib"
 """The source that every machine has: the Python sources that came with the interpreter."""

@@ -7,12 +7,12 @@ import os
 import stat
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.data.dataset_file import TRAIN, VAL, is_dataset
 from trainkit.data.recipe import STDLIB, Recipe
 from trainkit.errors import UsageError
-from trainkit.frozen import dataclass
 
 BOTH = "both"
 """The role of an input that is cut into the two splits."""

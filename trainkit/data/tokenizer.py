@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainkit.data.tokenizer_file import BYTES, identify
+from trainkit.data.tokenizer_identity import BYTES, identify
 from trainkit.errors import UsageError
 
 Tokens = npt.NDArray[Any]

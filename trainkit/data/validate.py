@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import IO
 
 from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_file
-from trainkit.data.documents import RowError, row_text
 from trainkit.data.sources import ROWS, Input
 from trainkit.data.tokenizer import Tokenizer
-from trainkit.data.units import open_input
+from trainkit.data.units import RowError, open_input, row_text
 
 _BLOCK = 1 << 20
 _BATCH_BYTES = 4 << 20

@@ -9,22 +9,21 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainkit.config import RunConfig
-from trainkit.drill.aim import take_aim
+from trainkit.config import LoadedConfig, RunConfig
+from trainkit.config.changes import Change, short_training, with_values
 from trainkit.drill.curve import Point, compare, read_points
-from trainkit.drill.play import Player
-from trainkit.drill.scenarios import Scenario, why_not
-from trainkit.drill.strike import hand_for, kill_job
+from trainkit.drill.inject import injector_for, kill_job
+from trainkit.drill.run_scenario import Player
+from trainkit.drill.scenarios import Scenario, take_aim, why_not
 from trainkit.drill.verdict import Ended, Result, judge
 from trainkit.drill.watch import RunWatch
 from trainkit.errors import TrainkitError
 from trainkit.manifest import find_damage, published, remove_all
-from trainkit.observe.words import verdict_line
+from trainkit.observe.text import verdict_line
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, read_end, read_jsonl
+from trainkit.rundir import RunDir, parse_time, read_end, read_jsonl, seconds_between
 from trainkit.submit.create import new_place
-from trainkit.submit.interrupts import interrupts_wait
-from trainkit.times import parse_time, seconds_between
+from trainkit.submit.start import defer_sigint
 
 REFERENCE = "uninterrupted"
 
@@ -97,7 +96,7 @@ class Campaign:
         aim = take_aim(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
         where = "" if aim.step is None else f", from step {aim.step} on"
         self.say(f"{scenario.name}: {scenario.does}{where}")
-        player = Player(scenario, aim, run, hand_for(run, plan.backend), watch, self.usual_s)
+        player = Player(scenario, aim, run, injector_for(run, plan.backend), watch, self.usual_s)
         played = player.play()
         if played.refused:
             self._end_what_runs()
@@ -108,9 +107,9 @@ class Campaign:
         return result
 
     def _start(self, name: str, patience_s: float) -> tuple[RunDir, RunWatch]:
-        with interrupts_wait():
+        with defer_sigint():
             self.running = run = self.start(self.folder / name)
-        poll_s = hand_for(run, self.plan.backend).poll_s
+        poll_s = injector_for(run, self.plan.backend).poll_s
         return run, RunWatch(run, poll_s, patience_s, lambda text: self.say(f"{name}: {text}"))
 
     def _end_what_runs(self) -> None:
@@ -148,3 +147,49 @@ def make_folder() -> Path:
     """
     with new_place(datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S"), None) as (folder, _):
         return folder.absolute()
+
+
+DEFAULT_STEPS = 30
+FEWEST_STEPS = 12
+"""With fewer there are not two checkpoints before the last third, in which nothing is interrupted."""
+SAVES = 6
+"""How often a drill saves."""
+ORIGIN = "trainkit drill"
+
+
+def save_interval(num_steps: int) -> int:
+    """Steps between two checkpoints of a drill."""
+    return num_steps // SAVES
+
+
+def shorten(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedConfig, list[Change]]:
+    """The config of a drill of so many steps: what is trained, with what and on what stays as it is.
+
+    `device` is what the plan found: ``cpu`` or ``cuda``.
+    """
+    possible = [*_changes(loaded.config, num_steps), *_same_bits(loaded.config, device)]
+    changes = [change for change in possible if change.value != change.before]
+    return with_values(loaded, {change.key: change.value for change in changes}, ORIGIN), changes
+
+
+def _changes(config: RunConfig, num_steps: int) -> Iterator[Change]:
+    yield from short_training(config, num_steps, "drill")
+    checkpoint = config.checkpoint
+    yield Change(
+        "checkpoint.every_steps", save_interval(num_steps), checkpoint.every_steps, "a drill is short"
+    )
+    yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, "saves come at known steps")
+
+
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def _same_bits(config: RunConfig, device: str) -> Iterator[Change]:
+    """What two runs on GPUs need to be equal to the last digit."""
+    if device == "cpu":
+        return
+    why = "only then are two runs on GPUs equal to the last digit"
+    yield Change("train.deterministic", True, config.train.deterministic, why)
+    env = config.launch.env
+    # Unless told, cuBLAS picks each stream's workspace itself; most versions of torch refuse that here.
+    yield Change("launch.env", {CUBLAS_VARIABLE: ":4096:8", **env}, env, "train.deterministic needs it")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from trainkit.frozen import dataclass
 from trainkit.rundir import RunDir, read_jsonl
 
 

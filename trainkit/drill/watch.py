@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from trainkit.control.jobs import life_watch, slurm_job
 from trainkit.drill.curve import points_of
 from trainkit.job.record import is_slurm, newest_entry
 from trainkit.manifest import partials, published
-from trainkit.observe.follow import is_over
-from trainkit.observe.tail import LogTail
+from trainkit.observe.follow import LogTail, is_over
 from trainkit.rundir import RunDir, read_end
 from trainkit.slurm.client import SlurmUnreachable
-from trainkit.submit.steer import life_watch, slurm_job
 
 LOOK_FOR_END_S = 0.25
 

@@ -11,11 +11,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from trainkit.cluster.bad_nodes import excluded, note_failure
 from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
-from trainkit.job import children
-from trainkit.job.bad_nodes import excluded, note_failure
-from trainkit.job.decision import COMEBACK_SIGNAL, Means
-from trainkit.job.hangs import silent_hosts
+from trainkit.job import processes
+from trainkit.job.decision import COMEBACK_SIGNAL, RestartOptions
+from trainkit.job.failure.termination_cause import EARLY_S, is_ending, look_at_job, termination_cause
+from trainkit.job.failure.verdict import blamed_host
 from trainkit.job.history import past_verdicts, reached_its_stop
 from trainkit.job.interpreter import module_argv
 from trainkit.job.nodes import (
@@ -27,14 +28,12 @@ from trainkit.job.nodes import (
 )
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import read_job
-from trainkit.job.verdict import blamed_host
-from trainkit.job.why import EARLY_S, is_ending, look_at_job, why_told
+from trainkit.job.watch.hangs import silent_hosts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir
 from trainkit.slurm.client import QUERY_PATIENCE_S
-from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.job_now import JobNow
-from trainkit.slurm.nodes import is_out, node_states
+from trainkit.slurm.hosts import expand_hosts, is_out, node_states
+from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 
 PATIENCE_S = 300.0
@@ -56,7 +55,7 @@ class Allocation:
         self._guard: subprocess.Popen[bytes] | None = None
         self.has_remains = False
         """Whether Slurm takes a step for running that could not be ended on all hosts."""
-        self.job: JobNow | None = None
+        self.job: JobDetails | None = None
         """What Slurm said last; None when it did not answer."""
 
     def step_argv(self, step: Sequence[str], plan: LaunchPlan) -> list[str]:
@@ -72,13 +71,13 @@ class Allocation:
     def keep_guard(self, plan: LaunchPlan, log: Path) -> None:
         """Have another host watch over this one, where Slurm would not bring the job back without it."""
         others = self.good_hosts[1:] if self.good_hosts[:1] == self.hosts[:1] else self.good_hosts
-        is_there = self._guard is not None and not children.ended(self._guard)
+        is_there = self._guard is not None and not processes.ended(self._guard)
         if not plan.spare_nodes or not others or is_there:
             return
         step = ["srun", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1", f"--nodelist={others[-1]}"]
         argv = [*step, "--input=none", *module_argv("trainkit.job.guard")]
         with log.open("ab") as output:
-            self._guard = children.start_child(argv, environ=os.environ, output=output, keeps_mask=False)
+            self._guard = processes.start_child(argv, environ=os.environ, output=output, keeps_mask=False)
 
     def look(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
         """Ask Slurm about the job and its hosts after a step that did not just finish."""
@@ -110,7 +109,7 @@ class Allocation:
         self.bad |= dict.fromkeys(lost, "lost")
         outcome.lost_nodes = lost
         if outcome.request is not None:
-            outcome.cause = why_told(
+            outcome.cause = termination_cause(
                 outcome.request,
                 self.job,
                 plan.grace_s,
@@ -156,13 +155,13 @@ class Allocation:
         """What the next start of the run should do without: given up here, or remembered from before."""
         return sorted({*self.bad, *excluded(os.environ.get("SLURM_CLUSTER_NAME", ""))})
 
-    def means(self, plan: LaunchPlan, run: RunDir) -> Means:
+    def means(self, plan: LaunchPlan, run: RunDir) -> RestartOptions:
         """The ways in which the run can start again at this moment."""
         job = self.job
         num_good = len(self.good_hosts)
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
-        return Means(
+        return RestartOptions(
             restart=is_ours and num_good >= plan.num_nodes and self.has_time(plan),
             requeue=may_requeue and shutil.which("scontrol") is not None,
             resubmit=not may_requeue and shutil.which("sbatch") is not None,

@@ -1,6 +1,6 @@
 """The supervisor of a Slurm job, in its batch shell: starts the step, judges its end, starts it again.
 
-``python -m trainkit.job.batch RUN_DIR --step srun … python -m trainkit.job.agent RUN_DIR``
+``python -m trainkit.job.batch RUN_DIR --step srun … python -m trainkit.job.node.agent RUN_DIR``
 
 The first attempt was opened when the job was submitted; each restart of the step inside the allocation and
 each start of the job by Slurm opens the next. Whatever happens, the exit code says so: 0 finished, 75 saved
@@ -15,21 +15,21 @@ import sys
 from collections.abc import Sequence
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
-from trainkit.job import children
-from trainkit.job.agent import write_to
+from trainkit.job import processes
 from trainkit.job.allocation import Allocation
-from trainkit.job.children import say
-from trainkit.job.comeback import leave, let_go
+from trainkit.job.claim_attempt import cancelled_number, claim_attempt, claim_next_attempt
 from trainkit.job.decision import FAILURES, Decision
+from trainkit.job.disk_errors import retry_on_disk_error
 from trainkit.job.ending import close_dead_attempts, judge, write_end
+from trainkit.job.failure.verdict import first_failure
+from trainkit.job.node.agent import write_to
+from trainkit.job.node.preflight import seen_by_supervisor
+from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.outcome import Outcome
-from trainkit.job.preflight import seen_by_supervisor
+from trainkit.job.processes import log_line
 from trainkit.job.record import become_sole_supervisor, is_cancelled
-from trainkit.job.slurm_place import slurm_job_id
-from trainkit.job.space import when_disk_allows
-from trainkit.job.step_watch import StepWatch
-from trainkit.job.take import cancelled_number, take_attempt, take_next
-from trainkit.job.verdict import first_failure
+from trainkit.job.requeue import cancel_pending, release_allocation
+from trainkit.job.watch.slurm_attempt import StepWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
@@ -40,8 +40,8 @@ LOCK_TIMEOUT_S = 600.0
 
 def supervise(run: RunDir, step: Sequence[str]) -> int:
     """Carry this start of the job from its attempt to its end; the exit code of the job."""
-    children.block_signals()
-    children.adopt_orphans()
+    processes.block_signals()
+    processes.adopt_orphans()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     job_id = slurm_job_id()
     if job_id is None:
@@ -50,18 +50,22 @@ def supervise(run: RunDir, step: Sequence[str]) -> int:
     try:
         if not run.exists():
             # Only a point of a group can be missing; who makes it needs the config, which takes time to load.
-            from trainkit.job.points import open_point
+            from trainkit.job.array_tasks import open_point
 
             open_point(run, job_id)
-        attempt = when_disk_allows(lambda: take_attempt(run, job_id), say)
+        attempt = retry_on_disk_error(lambda: claim_attempt(run, job_id), log_line)
     except TrainkitError as error:
-        say(error.render())
+        log_line(error.render())
         return error.exit_code
     except OSError as error:
-        say(f"error: {run.path}: {error}\n\nhint: nothing of it is lost: `trainkit resume` starts it again")
+        log_line(
+            f"error: {run.path}: {error}\n\nhint: nothing of it is lost: `trainkit resume` starts it again"
+        )
         return EXIT_FAILED
     if attempt is None:
-        say(f"there is nothing to do for {job_id}: it was cancelled before it started, or the run has ended")
+        log_line(
+            f"there is nothing to do for {job_id}: it was cancelled before it started, or the run has ended"
+        )
         if (number := cancelled_number(run, job_id)) is not None:
             with contextlib.suppress(OSError):
                 write_end(run.attempt(number), Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
@@ -91,7 +95,7 @@ class Supervisor:
             refusal = close_dead_attempts(attempt, policy, self.allocation.is_out)
             if refusal is not None:
                 _conclude(attempt, *refusal)
-                let_go(attempt.run, self.allocation)
+                cancel_pending(attempt.run, self.allocation)
                 return refusal[1].exit_code
         while True:
             outcome, decision = self._try(attempt)
@@ -106,14 +110,14 @@ class Supervisor:
                 _conclude(attempt, outcome, decision)
             if decision.comes_back:
                 return self._leave(attempt, outcome, decision)
-            let_go(attempt.run, self.allocation)
+            cancel_pending(attempt.run, self.allocation)
             return decision.exit_code
 
     def _leave(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """Give the allocation back so that the run goes on in another; the exit code of this start."""
         try:
-            plan = when_disk_allows(lambda: LaunchPlan.from_dict(read_json(attempt.plan_file)), say)
-            trouble = leave(attempt.run, plan, decision, self.allocation)
+            plan = retry_on_disk_error(lambda: LaunchPlan.from_dict(read_json(attempt.plan_file)), log_line)
+            trouble = release_allocation(attempt.run, plan, decision, self.allocation)
         except OSError as error:
             trouble = str(error)
         if trouble is None:
@@ -132,7 +136,7 @@ class Supervisor:
         outcome = Outcome()
         try:
             plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-            seen = when_disk_allows(lambda: seen_by_supervisor(attempt), say)
+            seen = retry_on_disk_error(lambda: seen_by_supervisor(attempt), log_line)
             log_event(
                 attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
             )
@@ -140,7 +144,7 @@ class Supervisor:
             watch = StepWatch(attempt, plan, self.allocation.step_argv(self.step, plan), seen)
             outcome = watch.outcome
             watch.work()
-            return outcome, when_disk_allows(lambda: self._judge(attempt, plan, watch), say)
+            return outcome, retry_on_disk_error(lambda: self._judge(attempt, plan, watch), log_line)
         except (OSError, ValueError, TrainkitError) as error:
             return outcome, Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
 
@@ -155,7 +159,7 @@ class Supervisor:
 
     def _await_next(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> AttemptDir | Decision:
         """The attempt in which the step is started again, or what else follows from a notice meanwhile."""
-        received = children.wait_unless_told(decision.delay_s)
+        received = processes.wait_unless_told(decision.delay_s)
         try:
             plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
             if received is not None:
@@ -164,7 +168,7 @@ class Supervisor:
                 self.allocation.look(attempt, plan, outcome)
             if received is not None or not self.allocation.has_time(plan):
                 return judge(attempt, outcome, self.allocation.means(plan, attempt.run))
-            following = when_disk_allows(lambda: take_next(attempt, self.job_id), say)
+            following = retry_on_disk_error(lambda: claim_next_attempt(attempt, self.job_id), log_line)
         except (OSError, ValueError, TrainkitError) as error:
             return Decision("failed", f"could not be started again: {error}", EXIT_FAILED, decision.cause)
         return following or Decision("stopped", "cancelled before it was started again", EXIT_STOPPED)
@@ -172,11 +176,11 @@ class Supervisor:
 
 def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
     """Say and write down how an attempt ended; its exit code."""
-    say(f"attempt {attempt.number}: {decision.action}: {decision.reason}")
+    log_line(f"attempt {attempt.number}: {decision.action}: {decision.reason}")
     try:
         write_end(attempt, outcome, decision)
     except OSError as error:
-        say(f"attempt {attempt.number}: its end could not be written ({error})")
+        log_line(f"attempt {attempt.number}: its end could not be written ({error})")
     return decision.exit_code
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
-from trainkit.frozen import dataclass
 from trainkit.job.exit_codes import describe_exit, is_death_by_notice
 from trainkit.plan.launch import RequeuePolicy
 from trainkit.rundir import COMEBACK_ACTIONS
@@ -43,7 +43,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class End:
+class AttemptResult:
     """How the workers of one attempt ended."""
 
     exit_codes: Sequence[int]
@@ -67,7 +67,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Past:
+class PreviousAttempt:
     """An earlier attempt, since a person last started the run; its fields are those of `End`."""
 
     cause: Cause | None
@@ -77,7 +77,7 @@ class Past:
 
 
 @dataclass(frozen=True)
-class Means:
+class RestartOptions:
     """The ways in which the run can start again at this moment."""
 
     restart: bool = False
@@ -105,7 +105,9 @@ class Decision:
         return self.action in COMEBACK_ACTIONS
 
 
-def decide(end: End, past: Sequence[Past], policy: RequeuePolicy, means: Means) -> Decision:
+def decide(
+    end: AttemptResult, past: Sequence[PreviousAttempt], policy: RequeuePolicy, means: RestartOptions
+) -> Decision:
     """Judge one attempt; `past` holds those before it, oldest first."""
     codes, tries = end.exit_codes, past
     past = [one for one in past if one.cause != "not_started"]
@@ -123,7 +125,7 @@ def decide(end: End, past: Sequence[Past], policy: RequeuePolicy, means: Means) 
     return _after_failure(end, past, policy, means)
 
 
-def _after_no_start(end: End, tries: Sequence[Past], means: Means) -> Decision:
+def _after_no_start(end: AttemptResult, tries: Sequence[PreviousAttempt], means: RestartOptions) -> Decision:
     """Try again, more and more patiently; in `tries` are also the starts before that failed."""
     count = len(list(takewhile(lambda one: one.cause == "not_started", reversed(tries))))
     how = "Slurm could not start the step"
@@ -135,7 +137,11 @@ def _after_no_start(end: End, tries: Sequence[Past], means: Means) -> Decision:
 
 
 def _after_request(
-    end: End, saved: bool, past: Sequence[Past], policy: RequeuePolicy, means: Means
+    end: AttemptResult,
+    saved: bool,
+    past: Sequence[PreviousAttempt],
+    policy: RequeuePolicy,
+    means: RestartOptions,
 ) -> Decision:
     if saved:
         how = f"saved after {end.request}"
@@ -171,7 +177,9 @@ _BECAUSE: dict[Cause, str] = {
 }
 
 
-def _after_failure(end: End, past: Sequence[Past], policy: RequeuePolicy, means: Means) -> Decision:
+def _after_failure(
+    end: AttemptResult, past: Sequence[PreviousAttempt], policy: RequeuePolicy, means: RestartOptions
+) -> Decision:
     cause: Cause = "node_fail" if end.lost_nodes else "hang" if end.hung else "crash"
     code = _failure_code(end)
     how = {
@@ -187,11 +195,13 @@ def _after_failure(end: End, past: Sequence[Past], policy: RequeuePolicy, means:
     return _come_back(how, cause, code, past, means, stays=stays, delay_s=_delay_s(end, past))
 
 
-def _failure_code(end: End) -> int:
+def _failure_code(end: AttemptResult) -> int:
     return next((code for code in end.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_STUCK)
 
 
-def _brake(end: End, cause: Cause, past: Sequence[Past], policy: RequeuePolicy) -> str | None:
+def _brake(
+    end: AttemptResult, cause: Cause, past: Sequence[PreviousAttempt], policy: RequeuePolicy
+) -> str | None:
     """Why a failure is the end; empty when that needs no words, None when it is not."""
     failure = end.failure
     if end.request is not None and end.cause is None:
@@ -214,7 +224,7 @@ def _brake(end: End, cause: Cause, past: Sequence[Past], policy: RequeuePolicy) 
     return _too_often(past, policy)
 
 
-def _is_same(failure: Failure, mark: int, before: Past) -> bool:
+def _is_same(failure: Failure, mark: int, before: PreviousAttempt) -> bool:
     """Whether an attempt failed as the one before; where the step is not known, with nothing new saved."""
     last = before.failure
     if last is None or (failure.what, failure.step) != (last.what, last.step):
@@ -222,18 +232,18 @@ def _is_same(failure: Failure, mark: int, before: Past) -> bool:
     return failure.step is not None or mark == before.mark
 
 
-def _too_often(past: Sequence[Past], policy: RequeuePolicy) -> str | None:
+def _too_often(past: Sequence[PreviousAttempt], policy: RequeuePolicy) -> str | None:
     if len(past) >= policy.max:
         return f"requeue.max is {policy.max} and it came back {len(past)} times"
     return None
 
 
-def _failures_without_progress(end: End, past: Sequence[Past]) -> list[Past]:
+def _failures_without_progress(end: AttemptResult, past: Sequence[PreviousAttempt]) -> list[PreviousAttempt]:
     """The failures before this one, as long as nothing new was saved."""
     return list(takewhile(lambda one: one.cause in FAILURES and one.mark == end.mark, reversed(past)))
 
 
-def _stands_still(end: End, past: Sequence[Past]) -> bool:
+def _stands_still(end: AttemptResult, past: Sequence[PreviousAttempt]) -> bool:
     """Whether it ended at one step again and again; a preemption is nobody's fault and does not count."""
     counted = [one for one in past if one.cause not in ("preempted", "asked")][1 - SAME_STEP_ENDS :]
     return (
@@ -243,7 +253,7 @@ def _stands_still(end: End, past: Sequence[Past]) -> bool:
     )
 
 
-def _delay_s(end: End, past: Sequence[Past]) -> float:
+def _delay_s(end: AttemptResult, past: Sequence[PreviousAttempt]) -> float:
     """How long to wait before the step is started again: longer from failure to failure."""
     failures = len(_failures_without_progress(end, past))
     return 0.0 if failures == 0 else min(MAX_DELAY_S, 2.0 ** (failures - 1))
@@ -253,8 +263,8 @@ def _come_back(
     how: str,
     cause: Cause,
     exit_code: int,
-    past: Sequence[Past],
-    means: Means,
+    past: Sequence[PreviousAttempt],
+    means: RestartOptions,
     *,
     stays: bool,
     delay_s: float = 0.0,

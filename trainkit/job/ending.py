@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED
-from trainkit.job.decision import FAILURES, Decision, End, Means, Past, decide
+from trainkit.job.decision import FAILURES, AttemptResult, Decision, PreviousAttempt, RestartOptions, decide
 from trainkit.job.exit_codes import signal_exit_code
-from trainkit.job.failures import agent_verdict, dead_host_verdict, find_verdict
+from trainkit.job.failure.records import agent_verdict, dead_host_verdict, find_verdict
+from trainkit.job.failure.verdict import first_failure
 from trainkit.job.history import failure_of, last_sign, last_step, mark_of, numbered_past, past_attempts
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import KILLED, is_cancelled, is_cancelled_now, read_job
-from trainkit.job.verdict import first_failure
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, read_json, write_json
-from trainkit.times import utc_now
+from trainkit.rundir import AttemptDir, RunDir, best_result, log_event, read_json, utc_now, write_json
 
 
-def judge(attempt: AttemptDir, outcome: Outcome, means: Means) -> Decision:
+def judge(attempt: AttemptDir, outcome: Outcome, means: RestartOptions) -> Decision:
     """What happens after an attempt that ended so; its verdict goes into the outcome."""
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     cause, killed = outcome.cause, signal_exit_code(signal.SIGKILL)
@@ -29,7 +28,7 @@ def judge(attempt: AttemptDir, outcome: Outcome, means: Means) -> Decision:
             return Decision("stopped", KILLED, killed)
         cause = None
     outcome.verdict = outcome.verdict or first_failure(attempt, plan, outcome)
-    end = End(
+    end = AttemptResult(
         exit_codes=outcome.exit_codes,
         request=outcome.request,
         cause=cause,
@@ -69,16 +68,16 @@ def close_dead_attempts(
 
 
 def _after_silence(
-    dead: AttemptDir, lost_host: str | None, past: Sequence[Past], policy: RequeuePolicy
+    dead: AttemptDir, lost_host: str | None, past: Sequence[PreviousAttempt], policy: RequeuePolicy
 ) -> Decision:
     if lost_host is not None:
-        end = End(
+        end = AttemptResult(
             exit_codes=[signal_exit_code(signal.SIGKILL)],
             lost_nodes=(lost_host,),
             mark=mark_of(dead),
             step=last_step(dead, None),
         )
-        return decide(end, past, policy, Means(requeue=True))
+        return decide(end, past, policy, RestartOptions(requeue=True))
     reason = "ended without a word: its host died, or its supervisor was killed"
     if len(past) >= policy.max:
         reason += f"; not started again: requeue.max is {policy.max} and it came back {len(past)} times"

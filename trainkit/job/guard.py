@@ -12,10 +12,10 @@ import sys
 import time
 
 from trainkit.errors import TrainkitError
-from trainkit.job.slurm_place import slurm_job_id
+from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.slurm.control import cancel, requeue
-from trainkit.slurm.job_now import ask_job
-from trainkit.slurm.nodes import is_down, node_states
+from trainkit.slurm.hosts import is_down, node_states
+from trainkit.slurm.jobs import ask_job
 
 ASK_EVERY_S = 20.0
 

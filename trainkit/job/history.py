@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from trainkit.job.decision import Failure, Past
+from trainkit.job.decision import Failure, PreviousAttempt
 from trainkit.job.exit_codes import signal_exit_code
 from trainkit.job.record import find_entry, num_comebacks
 from trainkit.manifest import published
-from trainkit.rundir import AttemptDir, read_end, read_jsonl
-from trainkit.times import seconds_between
+from trainkit.rundir import AttemptDir, read_end, read_jsonl, seconds_between
 
 LONG_S = 1800.0
 """A trainer of which we see no checkpoint has come further when it ran so long."""
@@ -19,12 +18,12 @@ RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "Checkpoin
 """Failures that can happen twice in the same words and still be bad luck."""
 
 
-def past_attempts(attempt: AttemptDir) -> list[Past]:
+def past_attempts(attempt: AttemptDir) -> list[PreviousAttempt]:
     """The attempts before this one since a person last started the run, oldest first."""
     return [past for _, past in numbered_past(attempt)]
 
 
-def numbered_past(attempt: AttemptDir) -> list[tuple[int, Past]]:
+def numbered_past(attempt: AttemptDir) -> list[tuple[int, PreviousAttempt]]:
     """The same with their numbers."""
     return [(before.number, _past(before)) for before in _before(attempt)]
 
@@ -41,14 +40,14 @@ def _before(attempt: AttemptDir) -> list[AttemptDir]:
     return [run.attempt(number) for number in earlier[len(earlier) - num_comebacks(run) :]]
 
 
-def _past(attempt: AttemptDir) -> Past:
+def _past(attempt: AttemptDir) -> PreviousAttempt:
     end = read_end(attempt)
     if end is None:
         # It died with its host, without a word.
-        return Past("node_fail", mark_of(attempt))
+        return PreviousAttempt("node_fail", mark_of(attempt))
     verdict = end.get("verdict")
     step = end.get("step")
-    return Past(
+    return PreviousAttempt(
         cause=end.get("cause"),
         mark=int(end.get("mark") or 0),
         step=step if isinstance(step, int) else None,

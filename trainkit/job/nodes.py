@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from trainkit.errors import TrainkitError
 from trainkit.plan.launch import LaunchPlan
-from trainkit.slurm.nodes import hosts_of_job, is_out, node_states
+from trainkit.slurm.hosts import hosts_of_job, is_out, node_states
 
 _NOT_STARTED = re.compile(
     r"^srun: (?:error: (?:Unable to (?:confirm allocation|create step)|Application launch failed)"

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job.decision import Cause
-from trainkit.job.hangs import HangRecord
+from trainkit.job.watch.hangs import HangRecord
 
 
 @dataclass

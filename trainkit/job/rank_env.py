@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from trainkit.errors import UsageError
-from trainkit.frozen import dataclass
 
 RANK_VARIABLES = (
     "RANK",

@@ -26,11 +26,11 @@ from trainkit.rundir import (
     goes_on,
     read_end,
     read_json,
+    utc_now,
     write_atomic,
     write_json,
 )
 from trainkit.slurm.conf_file import cluster_name
-from trainkit.times import utc_now
 
 PROC = Path("/proc")
 COMEBACK = "comeback"

@@ -12,23 +12,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, TrainkitError
-from trainkit.frozen import dataclass
-from trainkit.job import children
-from trainkit.job.agent import run_slurm_task
-from trainkit.job.decision import Decision, Means
+from trainkit.job import processes
+from trainkit.job.decision import Decision, RestartOptions
 from trainkit.job.ending import judge, write_end
-from trainkit.job.hangs import read_hangs
+from trainkit.job.node.agent import run_slurm_task
+from trainkit.job.node.slurm_step import SlurmPlace
+from trainkit.job.node.worker_env import ATTEMPT_VARIABLE
 from trainkit.job.outcome import Outcome
-from trainkit.job.slurm_place import SlurmPlace
-from trainkit.job.worker_env import ATTEMPT_VARIABLE
+from trainkit.job.watch.hangs import read_hangs
 from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
 
 ANNOUNCE_TIMEOUT_S = 300.0
-NO_WAY_BACK = Means(why_not="nobody starts an interactive step again")
+NO_WAY_BACK = RestartOptions(why_not="nobody starts an interactive step again")
 POLL_S = 0.05
 
 
@@ -84,7 +84,7 @@ def await_announcement(
 
 def carry(found: Announced) -> int:
     """Be one agent of the attempt; the exit code of its workers."""
-    children.block_signals()
+    processes.block_signals()
     os.environ[ATTEMPT_VARIABLE] = str(found.attempt)
     return run_slurm_task(found.run, found.attempt)
 
@@ -96,7 +96,7 @@ def carry_first(found: Announced, show: Callable[[AttemptDir, threading.Event], 
     """
     attempt = found.run.attempt(found.attempt)
     ended = threading.Event()
-    children.block_signals()
+    processes.block_signals()
     shower = threading.Thread(target=show, args=(attempt, ended), name="show-rank-0")
     shower.start()
     outcome = Outcome()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.frozen import dataclass
 from trainkit.rundir import RunDir, read_json
 
 

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Sequence
 
 from trainkit.errors import EXIT_FAILED, TrainkitError
-from trainkit.job import children
-from trainkit.job.attempt_watch import AttemptWatch
-from trainkit.job.decision import Decision, Means
+from trainkit.job import processes
+from trainkit.job.decision import Decision, RestartOptions
 from trainkit.job.ending import judge, write_end
+from trainkit.job.node.rendezvous import choose_port
 from trainkit.job.outcome import Outcome
 from trainkit.job.record import (
     COMEBACK,
@@ -30,18 +30,18 @@ from trainkit.job.record import (
     open_attempt,
     run_lock,
 )
-from trainkit.job.rendezvous import choose_port
+from trainkit.job.watch.local_attempt import AttemptWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
-HERE = Means(restart=True)
+HERE = RestartOptions(restart=True)
 """Nodes that are this machine need not be asked for again."""
 
 
 def supervise(run: RunDir, number: int) -> int:
     """Carry a run from one attempt to the next until it ends; its exit code."""
-    children.block_signals()
-    children.adopt_orphans()
+    processes.block_signals()
+    processes.adopt_orphans()
     # The terminal that submitted the run may close; workers inherit this.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if not _is_registered(run, number):
@@ -81,7 +81,7 @@ def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int 
     write_end(attempt, outcome, decision)
     if not decision.comes_back:
         return None
-    following = _next_attempt(attempt) if children.wait_unless_told(decision.delay_s) is None else None
+    following = _next_attempt(attempt) if processes.wait_unless_told(decision.delay_s) is None else None
     if following is None:
         cancelled = Decision("stopped", "cancelled before it came back", decision.exit_code)
         write_end(attempt, outcome, cancelled)

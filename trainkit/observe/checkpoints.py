@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from trainkit.frozen import dataclass
 from trainkit.manifest import Checkpoint, best_step, find_plain_damage, partials, published, rejects
-from trainkit.rundir import RunDir, read_jsonl
-from trainkit.times import as_utc
+from trainkit.rundir import RunDir, as_utc, read_jsonl
 
 NO_MANIFEST: dict[str, Any] = {}
 

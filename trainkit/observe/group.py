@@ -7,18 +7,16 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
-from trainkit.frozen import dataclass
 from trainkit.observe.status import attempt_state
 from trainkit.plan.sweep import shown
-from trainkit.rundir import best_result, goes_on, read_jsonl
+from trainkit.rundir import best_result, goes_on, read_jsonl, seconds_between
 from trainkit.rungroup import Point, RunGroup, is_index
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
-from trainkit.times import seconds_between
 
 NUM_READERS = 8
 """Points read at a time: a network filesystem takes a millisecond for each file."""

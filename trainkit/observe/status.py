@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
-from trainkit.frozen import dataclass
 from trainkit.manifest import published
-from trainkit.observe.comebacks import Comeback, find_comebacks
-from trainkit.observe.tail import last_records
-from trainkit.rundir import RunDir, goes_on, read_json, read_jsonl
+from trainkit.observe.follow import last_records
+from trainkit.observe.restarts import Comeback, find_comebacks
+from trainkit.rundir import RunDir, goes_on, parse_time, read_json, read_jsonl, seconds_between
 from trainkit.slurm.jobs import JobInfo
-from trainkit.slurm.reasons import reason_sentence
-from trainkit.slurm.states import JobState
-from trainkit.times import parse_time, seconds_between
+from trainkit.slurm.states import JobState, reason_sentence
 
 STALE_S = 60.0
 """No new metrics for this long, and for `STALE_INTERVALS` of their usual distance, is worth a warning."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import NodeKind, Target
+from trainkit.cluster.resource_request import fitting_nodes
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
-from trainkit.frozen import dataclass
-from trainkit.plan.asked import fitting_nodes
-from trainkit.plan.cluster import NodeKind, Target
-from trainkit.plan.device_memory import Gpu, find_gpu, known_gpus
-from trainkit.plan.machine import Machine
+from trainkit.plan.gpus import Gpu, find_gpu, known_gpus
 
 
 @dataclass(frozen=True)

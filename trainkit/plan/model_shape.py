@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError, Problem
-from trainkit.frozen import dataclass
 
 VOCAB_MULTIPLE = 64
 """Vocabularies are padded to a multiple of this, which keeps matrix kernels on their fast path."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-
-from trainkit.frozen import dataclass
 
 if TYPE_CHECKING:
     from trainkit.config.schema import RunConfig

@@ -6,12 +6,12 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trainkit.config.names import is_known, meant
 from trainkit.config.yamlfile import parse_value
 from trainkit.errors import UsageError
-from trainkit.frozen import dataclass
 
 MAX_POINTS = 100_000
 """More is a typing error: no Slurm that is known to us takes so many tasks at once."""

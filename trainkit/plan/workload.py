@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
-from trainkit.frozen import dataclass
 from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.layouts.schedules import TWO_BACKWARDS
 from trainkit.plan.model_shape import ModelShape
-from trainkit.plan.pipeline import TWO_BACKWARDS
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
 
 from trainkit.errors import SlurmError, UsageError
-from trainkit.frozen import dataclass
 from trainkit.slurm.messages import UNREACHABLE_HINT, Trouble, cleaned, hint_of, trouble_of
 
 QUERY_TIMEOUT_S = 30.0
@@ -184,3 +185,90 @@ def safe_value(value: str, what: str) -> str:
     if not value or value.startswith("-") or "\0" in value:
         raise UsageError(f"{what} cannot be {value!r}")
     return value
+
+
+FIELD = "\x1f"
+RECORD = "\x1e"
+"""Job names may hold newlines, so that lines are no records."""
+
+
+def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]]:
+    """The fields of every record; the last one may hold anything. What a crash cut off is left out."""
+    for record in text.split(f"{end}\n"):
+        fields = record.split(FIELD, num_fields - 1)
+        if len(fields) == num_fields:
+            # Between clusters squeue prints their names, on lines of their own.
+            fields[0] = fields[0].rpartition("\n")[2]
+            yield fields
+
+
+def time_of(text: str) -> datetime | None:
+    """A time that Slurm printed as Unix seconds, in UTC; None for `N/A`, `Unknown` and `None`."""
+    return datetime.fromtimestamp(int(text), timezone.utc) if text.isdigit() and text != "0" else None
+
+
+def seconds_of(text: str) -> int | None:
+    """A duration (`1-02:03:04`, `02:03:04`, `03:04`) in seconds; None for `UNLIMITED`, `INVALID`, …"""
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in ([days] if dash else []) + parts) or not 2 <= len(parts) <= 3:
+        return None
+    seconds = 0
+    for part in parts:
+        seconds = 60 * seconds + int(part)
+    return seconds + 86400 * int(days or 0)
+
+
+KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT"})
+"""Which cluster is meant and how to get in. Slurm sets none of them inside a job."""
+_PREFIXES = (
+    *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SPANK_"),
+    *("PMI_", "PMI2_", "PMIX_", "PALS_", "TORCHELASTIC_"),
+    *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_MCA_ess", "OMPI_MCA_orte_", "PRTE_", "ORTE_"),
+    *("MV2_COMM_WORLD_", "MPI_LOCAL"),
+)
+_RANK_NAMES = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        *(
+            "GROUP_RANK",
+            "GROUP_WORLD_SIZE",
+            "ROLE_RANK",
+            "ROLE_WORLD_SIZE",
+            "ROLE_NAME",
+            "CROSS_RANK",
+            "CROSS_SIZE",
+        ),
+    }
+)
+_DEVICES_OF_A_JOB = frozenset(
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "GPU_DEVICE_ORDINAL",
+        "ROCR_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+    }
+)
+
+
+def is_inherited(name: str) -> bool:
+    """Whether a variable belongs to the job, step or launcher around us, and not to the user."""
+    return name not in KEPT and (name.startswith(_PREFIXES) or name in _RANK_NAMES)
+
+
+def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for sbatch and salloc: without another job's variables and without `SBATCH_*`.
+
+    `SBATCH_*` would beat the lines of the script: what is shown would not be what runs. The GPUs that the job
+    around us was bound to go too. SBATCH_CLUSTERS becomes SLURM_CLUSTERS, which every command understands.
+    """
+    inside_a_job = "SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ
+    clean = {
+        name: value
+        for name, value in environ.items()
+        if not is_inherited(name) and not (inside_a_job and name in _DEVICES_OF_A_JOB)
+    }
+    if "SBATCH_CLUSTERS" in environ:
+        clean.setdefault("SLURM_CLUSTERS", environ["SBATCH_CLUSTERS"])
+    return clean

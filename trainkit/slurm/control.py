@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,13 @@ from trainkit.slurm.client import (
     QUERY_PATIENCE_S,
     QUERY_TIMEOUT_S,
     SlurmRefused,
+    plain_environ,
     query,
     retrying,
     run_slurm,
+    scrubbed,
 )
-from trainkit.slurm.jobid import checked_job_id
+from trainkit.slurm.job_id import checked_job_id
 
 CONTROL_PATIENCE_S = 60.0
 """A job that ends while the controller restarts still gets its requeue; Slurm starts it again after 120 s."""
@@ -196,3 +199,24 @@ def has_expedited_requeue(slurm: Version, config: Mapping[str, str]) -> bool:
     """Whether `sbatch --requeue=expedite` exists and the site has enabled it."""
     settings = f"{config.get('SlurmctldParameters', '')},{config.get('SchedulerParameters', '')}"
     return slurm >= (25, 11, 0) and "enable_expedited_requeue" in settings.split(",")
+
+
+def run_step(
+    job_id: str,
+    num_nodes: int,
+    argv: Sequence[str],
+    *,
+    timeout_s: float = QUERY_TIMEOUT_S,
+    environ: Mapping[str, str] | None = None,
+) -> str:
+    """What a command printed that ran once on each node of a running job, as a step of its own.
+
+    Takes nothing from the steps that are there: without --mem=0 Slurm refuses it where the first step has all
+    the memory of the job. Raises SlurmRefused when Slurm did not start it or it failed.
+    """
+    step = [
+        *("srun", f"--jobid={checked_job_id(job_id)}", "--overlap", "--mem=0", "--input=none"),
+        *(f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"),
+    ]
+    clean = plain_environ(scrubbed(os.environ if environ is None else environ))
+    return run_slurm([*step, *argv], timeout_s, environ=clean)

@@ -6,17 +6,27 @@ Where there is no accounting, a job that squeue has forgotten is `unknown`: it i
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from trainkit.errors import TrainkitError
-from trainkit.frozen import dataclass
-from trainkit.slurm.client import QUERY_TIMEOUT_S, SlurmRefused, plain_environ, query, run_slurm
-from trainkit.slurm.jobid import base_id, checked_job_id, expand_tasks
-from trainkit.slurm.reasons import reason_sentence
-from trainkit.slurm.records import FIELD, RECORD, records, seconds_of, time_of
-from trainkit.slurm.states import JobState, state_in_accounting, state_in_queue
+from trainkit.slurm.client import (
+    FIELD,
+    QUERY_PATIENCE_S,
+    QUERY_TIMEOUT_S,
+    RECORD,
+    SlurmRefused,
+    plain_environ,
+    query,
+    records,
+    run_slurm,
+    seconds_of,
+    time_of,
+)
+from trainkit.slurm.job_id import base_id, checked_job_id, expand_tasks
+from trainkit.slurm.states import JobState, reason_sentence, state_in_accounting, state_in_queue
 
 _QUEUE_FIELDS = (
     *("JobID", "ArrayJobID", "ArrayTaskID", "State", "Reason", "Partition", "NodeList", "NumNodes"),
@@ -249,3 +259,62 @@ def _exit_of(text: str) -> tuple[int | None, int | None]:
     if not code.isdigit():
         return None, None
     return int(code), (int(signal) if signal.isdigit() and int(signal) else None)
+
+
+_PAIR = re.compile(r"(?:^|\s)(?P<name>[A-Z][A-Za-z/:_]*)=(?P<value>\S*)")
+
+
+@dataclass(frozen=True)
+class JobDetails:
+    """One job at this moment. Times are in UTC."""
+
+    state: JobState
+    slurm_state: str
+    """Slurm's own word."""
+    is_preempted: bool
+    """Whether its nodes are being taken for another job."""
+    restarts: int
+    """How often Slurm has started it again."""
+    may_requeue: bool
+    """Whether it was submitted so that Slurm may start it again."""
+    end_time: datetime | None
+    """When its time is up."""
+    reason: str = ""
+    """Slurm's word for why it is so: TimeLimit, for one."""
+    batch_host: str = ""
+    """Where its batch shell runs."""
+
+
+def ask_job(
+    job_id: str,
+    *,
+    timeout_s: float = QUERY_TIMEOUT_S,
+    patience_s: float = QUERY_PATIENCE_S,
+    environ: Mapping[str, str] | None = None,
+) -> JobDetails:
+    """What Slurm says about a job, or about the task of an array that `123_4` names.
+
+    Raises SlurmUnreachable, and SlurmRefused for a job that it has forgotten.
+    """
+    argv = ["scontrol", "--oneliner", "show", "job", checked_job_id(job_id)]
+    return parse_job(query(argv, timeout_s=timeout_s, patience_s=patience_s, environ=environ).stdout)
+
+
+def parse_job(text: str) -> JobDetails:
+    """`scontrol show job`, whose words are `Name=value`; free text stands before UserId and at the end."""
+    found: dict[str, str] = {}
+    for match in _PAIR.finditer(text.partition(" UserId=")[2]):
+        found.setdefault(match["name"], match["value"])
+    word = found.get("JobState", "")
+    restarts = int(found["Restarts"]) if found.get("Restarts", "").isdigit() else 0
+    preempted = time_of(found.get("PreemptTime", "")) is not None
+    return JobDetails(
+        state=state_in_queue(word, restarts),
+        slurm_state=word,
+        is_preempted=preempted or word == "PREEMPTED",
+        may_requeue=found.get("Requeue") == "1",
+        restarts=restarts,
+        end_time=time_of(found.get("EndTime", "")),
+        reason=found.get("Reason", ""),
+        batch_host=found.get("BatchHost", ""),
+    )

@@ -9,25 +9,28 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from trainkit.frozen import dataclass
 from trainkit.slurm.client import (
+    FIELD,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     QUERY_PATIENCE_S,
+    RECORD,
     SlurmRefused,
     SlurmUnreachable,
     ask_slurm,
     plain_environ,
     query,
+    records,
     run_slurm,
+    scrubbed,
+    time_of,
 )
-from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.hosts import expand_hosts
-from trainkit.slurm.jobid import base_id, checked_job_id
-from trainkit.slurm.records import FIELD, RECORD, records, time_of
+from trainkit.slurm.job_id import base_id, checked_job_id
 
 SUBMIT_TIMEOUT_S = 60.0
 SUBMIT_PATIENCE_S = 60.0

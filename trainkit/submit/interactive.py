@@ -6,16 +6,16 @@ import os
 import sys
 from pathlib import Path
 
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Target
+from trainkit.cluster.target import make_target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.errors import ConfigError
-from trainkit.plan.cluster import Target
-from trainkit.plan.machine import Machine
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.submit.interpreters import find_interpreter
-from trainkit.submit.surroundings import make_surroundings
-from trainkit.submit.target import make_target
-from trainkit.submit.template_engine import render
+from trainkit.submit.job_environment import make_job_environment
+from trainkit.submit.templates import render
 
 NOWHERE = Machine(0, 0, (), "this is a login node")
 NOT_FOR_A_SHELL = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task")
@@ -59,7 +59,7 @@ def shell_start_file(config: RunConfig, cwd: Path) -> str:
 
         raise ConfigError([Problem(key, message, hint) for key, message, hint in troubles])
     launch = config.launch.model_copy(update={"container": None})
-    around = make_surroundings(launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
+    around = make_job_environment(launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
     bin_folder = str(Path(sys.executable).parent)
     return render("shell.sh.j2", {**around.context, "workdir": str(cwd), "bin": bin_folder}, cwd).text
 

@@ -6,10 +6,10 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.config.running import LaunchConfig
-from trainkit.frozen import dataclass
 from trainkit.job.interpreter import PYTHON_OPTIONS
 
 Trouble = tuple[str, str, str]

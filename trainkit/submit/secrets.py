@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import quote as url_quote
 
-from trainkit.config.contradictions import MIN_SECRET_CHARS, written_secrets
+from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
 from trainkit.submit.quoting import quote
 

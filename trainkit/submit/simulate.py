@@ -21,9 +21,9 @@ GPUS_PER_NODE = 8
 
 def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
     """What would run on so many GPUs; ConfigError lists everything that is wrong."""
-    from trainkit.plan.check import check_config
-    from trainkit.plan.cluster import Target
-    from trainkit.plan.machine import Machine
+    from trainkit.cluster.machine import Machine
+    from trainkit.cluster.model import Target
+    from trainkit.plan.make_plan import check_config
 
     asked = loaded.config.resources.gpus_per_node
     per_node = min(world_size, GPUS_PER_NODE if asked == "auto" else asked)

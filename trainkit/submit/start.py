@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
+from types import FrameType
 from typing import Any
 
 from trainkit.config import RunConfig, dump_effective, read_effective
@@ -27,12 +31,12 @@ def start_attempt(
     for text, where in ((config_text, run.config_file), (plan_text(plan), run.plan_file)):
         refuse_leaks(text, str(where), config.launch.secrets, os.environ)
     if plan.backend == "local":
-        from trainkit.submit import local
+        from trainkit.control import local
 
         return local.start_attempt(run, config_text, plan_text(plan), reason, foreground)
     # Only the side that starts it is loaded.
-    from trainkit.submit.slurm_backend import start_slurm_attempt
-    from trainkit.submit.slurm_script import script_for
+    from trainkit.submit.sbatch_backend import start_slurm_attempt
+    from trainkit.submit.script import script_for
 
     job = read_job(run)
     if "cwd" not in job:
@@ -57,3 +61,30 @@ def start_again(run: RunDir, reason: str) -> dict[str, Any]:
     attempt = run.attempt(newest["attempt"])
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     return start_attempt(run, read_effective(attempt.config_file), plan, reason)
+
+
+@contextmanager
+def defer_sigint() -> Iterator[None]:
+    """Within, SIGINT waits for the end of the block and is raised there; a second one is raised at once.
+
+    For the main thread; where SIGINT is ignored, it stays so. What is started within and belongs to the
+    terminal hears of it by itself.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupted:
+        raise KeyboardInterrupt

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.submitit_shell import BatchShell
 from trainkit.rundir import RunDir, write_json
-from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.environment import scrubbed
+from trainkit.slurm.client import SlurmUnreachable, scrubbed
 from trainkit.slurm.submit import submit_once
 from trainkit.submit.quoting import directive
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor
 
-    from trainkit.submit.slurm_script import JobScript
+    from trainkit.submit.script import JobScript
 
 
 OUTLIVE_SIGNALS = (

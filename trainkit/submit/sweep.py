@@ -5,25 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.config import LoadedConfig, RunConfig
+from trainkit.control.run_registry import register
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.frozen import dataclass
-from trainkit.job.mark import job_mark
+from trainkit.job.submission_token import submission_token
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
-from trainkit.plan.sweep import difference, shown, shown_value
-from trainkit.rundir import RunDir, write_atomic, write_json
+from trainkit.plan.sweep import MAX_POINTS, difference, shown, shown_value
+from trainkit.rundir import RunDir, utc_now, write_atomic, write_json
 from trainkit.rungroup import GROUP_VERSION, Point, RunGroup
+from trainkit.slurm.control import show_config
+from trainkit.slurm.job_id import array_indices
 from trainkit.submit.create import CodeCopier, new_place, write_origin
-from trainkit.submit.index import register
+from trainkit.submit.sbatch_backend import removed_unless_submitted, submit_file
+from trainkit.submit.script import JobScript, script_for
 from trainkit.submit.secrets import refuse_leaks
-from trainkit.submit.slurm_backend import removed_unless_submitted, submit_file
-from trainkit.submit.slurm_script import JobScript, script_for
-from trainkit.times import utc_now
 
 MAX_SHOWN = 10
 """Problems that are shown one by one."""
@@ -204,9 +206,86 @@ def submit_group(group: RunGroup) -> str:
 
     Raises SlurmRefused, and SlurmUnreachable, which leaves the group when Slurm may have taken it.
     """
-    mark = job_mark(RunDir(group.path), 1)
+    mark = submission_token(RunDir(group.path), 1)
     with removed_unless_submitted(group.path, mark):
         job_id = submit_file(group.script_file, mark, group.path)
     group.update(job_id=job_id, submitted_at=utc_now())
     register(RunDir(group.path), group.name)
     return job_id
+
+
+DEFAULT_MAX_ARRAY_SIZE = 1001
+_LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)
+_MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """What ``0-9,20%4`` says."""
+
+    indices: tuple[int, ...]
+    """Empty when only the limit was given."""
+    limit: int | None
+    """How many tasks run at once; None leaves that to Slurm."""
+
+    @property
+    def directive(self) -> str:
+        """The value of ``#SBATCH --array``."""
+        limit = "" if self.limit is None else f"%{self.limit}"
+        return ",".join(_spans(self.indices)) + limit
+
+
+def parse_array(text: str) -> ArraySpec:
+    """The array of ``--array``: ``0-9``, ``1,3,5``, ``0-99:10``, each with ``%4``, or ``%4`` alone.
+
+    Raises UsageError.
+    """
+    spec, percent, limit = text.strip().partition("%")
+    if percent and not _LIMIT.fullmatch(limit):
+        raise UsageError(
+            f"--array {text}: {limit!r} is no number of tasks that run at once",
+            hint="for example --array 0-9%4",
+        )
+    indices = array_indices(spec) if spec or not percent else []
+    if len(indices) > MAX_POINTS:
+        raise UsageError(
+            f"--array {text}: these are {len(indices):,} tasks, and {MAX_POINTS:,} are the most",
+            hint="for example --array 0-9",
+        )
+    if len(set(indices)) < len(indices):
+        raise UsageError(
+            f"--array {text}: an index stands there twice", hint="every task is a run of its own"
+        )
+    if spec and not indices:
+        raise UsageError(f"--array {text}: there are no tasks", hint="for example --array 0-9")
+    return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
+
+
+def refuse_too_large(spec: ArraySpec) -> None:
+    """Raise UsageError when the cluster does not take such an array; asks Slurm once."""
+    config = show_config()
+    size = int(config.get("MaxArraySize") or DEFAULT_MAX_ARRAY_SIZE)
+    if spec.indices[-1] >= size:
+        raise UsageError(
+            f"the array ends with index {spec.indices[-1]:,}, and the largest here is {size - 1:,} "
+            f"(MaxArraySize is {size})",
+            hint="submit it in parts",
+        )
+    most = _MAX_TASKS.search(config.get("SchedulerParameters", ""))
+    if most is not None and len(spec.indices) > int(most["count"]):
+        raise UsageError(
+            f"the array has {len(spec.indices):,} tasks, and the most here are {int(most['count']):,} "
+            "(max_array_tasks)",
+            hint="submit it in parts",
+        )
+
+
+def _spans(indices: tuple[int, ...]) -> list[str]:
+    """Ascending indices with what follows each other written as one span."""
+    spans: list[list[int]] = []
+    for index in indices:
+        if spans and spans[-1][1] == index - 1:
+            spans[-1][1] = index
+        else:
+            spans.append([index, index])
+    return [str(first) if first == last else f"{first}-{last}" for first, last in spans]

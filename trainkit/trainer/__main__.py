@@ -13,10 +13,9 @@ from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageEr
 from trainkit.job.rank_env import own_host
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, read_json, write_json
-from trainkit.times import utc_now
-from trainkit.trainer.pulse import Position, Pulse
-from trainkit.trainer.stacks import RankStacks
+from trainkit.rundir import AttemptDir, RunDir, read_json, utc_now, write_json
+from trainkit.trainer.progress import Position, Pulse
+from trainkit.trainer.rank_stacks import RankStacks
 from trainkit.trainer.watchdog import Watchdog, watch_deadline
 
 

@@ -7,29 +7,80 @@ of the model than its own shard.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import cast
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainkit.config.schema import RunConfig
-from trainkit.frozen import dataclass
 from trainkit.plan.launch import LaunchPlan
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
-from trainkit.trainer.attention import has_flash, repeat_shared_heads
 from trainkit.trainer.distributed import World
 from trainkit.trainer.float8 import apply_float8, require_float8
-from trainkit.trainer.models.init import init_parameters
+from trainkit.trainer.forward_backward import Passes, StepContext, WholePasses
 from trainkit.trainer.models.model import Model, Part
 from trainkit.trainer.parallel.context import apply_context_parallel, seen_by
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
-from trainkit.trainer.parallel.stages import parts_of
+from trainkit.trainer.parallel.stages import TiedEnds, parts_of
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
-from trainkit.trainer.parallel.tied_ends import TiedEnds
-from trainkit.trainer.passes import Passes, StepContext, WholePasses
 from trainkit.trainer.precision import DTYPES
-from trainkit.trainer.pulse import Pulse
+from trainkit.trainer.progress import Pulse
+from trainkit.trainer.stateless_random import fill_normal_
 from trainkit.trainer.tasks import Task
-from trainkit.trainer.weights import Weight, weights_of
+from trainkit.trainer.weights import Weight, local, weights_of
+
+FIRST_CAPABILITY = (8, 0)
+"""Ampere."""
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of queries [B, H, T, C] to keys and values [B, K, S, C]."""
+
+
+def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's flash attention computes with this type on the device."""
+    if device.type != "cuda" or dtype == torch.float32 or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+
+
+def repeat_shared_heads(attentions: list[nn.Module]) -> None:
+    """Give every query head keys and values of its own, where only flash attention lets them be shared.
+
+    Without it torch would take the kernel that keeps all scores [B, H, T, S].
+    """
+    for attention in attentions:
+        attention.attend = _repeating(cast(Attend, attention.attend))  # type: ignore[assignment]
+
+
+def _repeating(attend: Attend) -> Attend:
+    @wraps(attend)
+    def repeating(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        each = q.shape[1] // k.shape[1]
+        return attend(q, k.repeat_interleave(each, dim=1), v.repeat_interleave(each, dim=1))
+
+    return repeating
+
+
+@torch.no_grad()
+def init_parameters(model: Model, seed: int) -> None:
+    """Fill each rank's shard of every parameter from N(0, std) as the model says, or with ones."""
+    for own_name, param in model.named_parameters():
+        name = model.canonical(own_name)
+        shard, offset = local(param), (0,) * param.dim()
+        if isinstance(param, DTensor):
+            _, offset = compute_local_shape_and_global_offset(
+                param.shape, param.device_mesh, param.placements
+            )
+        value = model.init_std(name)
+        if value is None:
+            shard.fill_(1.0)
+        else:
+            fill_normal_(shard, value, f"{seed}/{name}", param.shape, offset)
 
 
 @dataclass(frozen=True)

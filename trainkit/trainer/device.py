@@ -7,7 +7,7 @@ import resource
 import torch
 
 from trainkit.errors import TrainkitError
-from trainkit.plan.device_peaks import peak_flops
+from trainkit.plan.gpus import peak_flops
 
 
 def select_device(kind: str, local_rank: int) -> torch.device:

@@ -8,18 +8,21 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from logging import getLogger
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from trainkit.frozen import dataclass
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Layout, Place
-from trainkit.trainer.meeting import meet
+from trainkit.rundir import RunDir, log_event
+from trainkit.trainer.startup_barrier import startup_barrier
 
 START_TIMEOUT = timedelta(minutes=30)
 """Long, because the first step of some rank may compile while the others wait."""
@@ -87,7 +90,7 @@ def join_world(
     if env.world_size == 1:
         return None if stop else World(0, 1, device, None, None)
     _allow_files(MAX_FILES)
-    store = meet(env, stop, START_TIMEOUT, is_busy)
+    store = startup_barrier(env, stop, START_TIMEOUT, is_busy)
     if store is None:
         return None
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -152,3 +155,14 @@ def leave(exit_code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(exit_code)
+
+
+log = getLogger(__name__)
+
+
+def note_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
+    """Append one event; a disk that is full is said in the log and ends no training."""
+    try:
+        log_event(run, attempt, event, **fields)
+    except OSError as error:
+        log.error(f"event {event} could not be written to {run.events_file} ({error})")

@@ -10,11 +10,11 @@ from torch import nn
 from trainkit.config.schema import RunConfig
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Batch, LaunchPlan
-from trainkit.trainer.control import sum_over_ranks
-from trainkit.trainer.data.batches import BatchSource, PrefetchedBatches
+from trainkit.trainer.batches import BatchSource, PrefetchedBatches
 from trainkit.trainer.distributed import World
-from trainkit.trainer.passes import Passes
-from trainkit.trainer.pulse import Pulse
+from trainkit.trainer.forward_backward import Passes
+from trainkit.trainer.progress import Pulse
+from trainkit.trainer.step_sync import sum_over_ranks
 from trainkit.trainer.tasks import Task
 
 

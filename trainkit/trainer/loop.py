@@ -18,21 +18,19 @@ from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
-from trainkit.trainer.checkpoint.progress import Progress
+from trainkit.trainer.batches import PrefetchedBatches, StepBatch
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
-from trainkit.trainer.control import Readout, StartedSum, StepReport, any_rank, pack, sum_over_ranks
-from trainkit.trainer.data.batches import PrefetchedBatches, StepBatch
-from trainkit.trainer.distributed import World
+from trainkit.trainer.checkpoint.state import Progress
+from trainkit.trainer.distributed import World, note_event
 from trainkit.trainer.evaluate import Evaluator
-from trainkit.trainer.events import note_event
+from trainkit.trainer.forward_backward import Passes
 from trainkit.trainer.metrics import Metrics
-from trainkit.trainer.optimizer import ShardedAdamW
-from trainkit.trainer.parallel.tied_ends import TiedEnds
-from trainkit.trainer.passes import Passes
+from trainkit.trainer.optimizer import ShardedAdamW, learning_rate
+from trainkit.trainer.parallel.stages import TiedEnds
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
-from trainkit.trainer.pulse import Pulse
-from trainkit.trainer.schedule import learning_rate
+from trainkit.trainer.progress import Pulse
+from trainkit.trainer.step_sync import Readout, StartedSum, StepReport, any_rank, pack, sum_over_ranks
 
 log = getLogger(__name__)
 GC_EVERY_STEPS = 100

@@ -29,16 +29,16 @@ from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import read_json
+from trainkit.trainer.batches import Microbatch
 from trainkit.trainer.build import BuiltModel, assemble, build_parts
-from trainkit.trainer.data.batches import Microbatch
 from trainkit.trainer.distributed import World, build_mesh, context_group
-from trainkit.trainer.dtensor import local
 from trainkit.trainer.models.model import Model
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.parallel.pipeline import PipelinePasses
 from trainkit.trainer.precision import DTYPES
-from trainkit.trainer.pulse import Pulse
+from trainkit.trainer.progress import Pulse
 from trainkit.trainer.tasks import Task, build_task
+from trainkit.trainer.weights import local
 
 COLLECTIVES = {
     "_allgather_base_": "all_gather",

@@ -8,17 +8,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.errors import EXIT_STUCK
-from trainkit.frozen import dataclass
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.rundir import AttemptDir, write_json
-from trainkit.times import utc_now
-from trainkit.trainer.pulse import Phase, Position, Pulse
-from trainkit.trainer.stacks import RankStacks, training_stack
+from trainkit.rundir import AttemptDir, utc_now, write_json
+from trainkit.trainer.progress import Phase, Position, Pulse
+from trainkit.trainer.rank_stacks import RankStacks, training_stack
 
 POLL_S = 1.0
 LEAVE_AFTER_S = 60.0

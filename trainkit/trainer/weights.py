@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from trainkit.frozen import dataclass
 from trainkit.trainer.models.model import Model
 
 
@@ -28,3 +29,16 @@ def weights_of(parts: Sequence[Model]) -> list[Weight]:
             whole = part.canonical(name)
             found.append(Weight(whole, param, is_copy=whole != name))
     return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(shard: Tensor, whole: Tensor) -> Tensor:
+    """A shard, seen as part of a tensor that is split as `whole` is."""
+    if not isinstance(whole, DTensor):
+        return shard
+    # Not `from_local`, which would copy what lives on the host to the device of the mesh.
+    return DTensor(shard, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -25,24 +25,21 @@ from trainkit.job.signals import StopRequest
 from trainkit.manifest import Checkpoint
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir
+from trainkit.trainer.batches import BatchSource, PrefetchedBatches
 from trainkit.trainer.build import build, set_determinism
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, from_main, load_tensors
-from trainkit.trainer.checkpoint.progress import Progress
 from trainkit.trainer.checkpoint.saver import CheckpointSaver
-from trainkit.trainer.checkpoint.state import TrainingState
-from trainkit.trainer.data.batches import BatchSource, PrefetchedBatches
+from trainkit.trainer.checkpoint.state import Progress, TrainingState
 from trainkit.trainer.device import select_device
-from trainkit.trainer.distributed import World, join_world
+from trainkit.trainer.distributed import World, join_world, note_event
 from trainkit.trainer.evaluate import Evaluator
-from trainkit.trainer.events import note_event
 from trainkit.trainer.loop import Trainer
-from trainkit.trainer.metrics import Metrics
+from trainkit.trainer.metrics import Metrics, TensorBoardLog
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
-from trainkit.trainer.pulse import Pulse
+from trainkit.trainer.progress import Pulse
 from trainkit.trainer.tasks import Task, build_task
-from trainkit.trainer.tensorboard import TensorBoardLog
 
 log = getLogger(__name__)
 T = TypeVar("T")

@@ -28,8 +28,7 @@ from trainkit.manifest import (
 )
 from trainkit.rundir import RunDir, read_jsonl
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.distributed import World
-from trainkit.trainer.events import note_event
+from trainkit.trainer.distributed import World, note_event
 
 log = getLogger(__name__)
 T = TypeVar("T")

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from trainkit.errors import CheckpointError
-from trainkit.frozen import dataclass
 from trainkit.manifest import (
     MANIFEST_NAME,
     MANIFEST_VERSION,
@@ -35,8 +35,7 @@ from trainkit.manifest import (
 )
 from trainkit.rundir import PARTIAL_SUFFIX, RunDir, write_json
 from trainkit.trainer.checkpoint.storage import HashingWriter
-from trainkit.trainer.distributed import World
-from trainkit.trainer.events import note_event
+from trainkit.trainer.distributed import World, note_event
 
 log = getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.plan.model_shape import ModelShape, flops_per_token, num_params
-from trainkit.trainer.models.model import Model, Part, Role, Seen
+from trainkit.trainer.models.model import Model, Part, PositionSlice, Role
 from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
@@ -131,7 +131,7 @@ class Decoder(Model):
     def __init__(self, shape: ModelShape, seq_len: int, part: Part | None = None) -> None:
         super().__init__(shape, seq_len, part)
         part = part or Part.whole(shape.num_layers)
-        self.seen = Seen.all(seq_len)
+        self.seen = PositionSlice.all(seq_len)
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim) if part.has_embedding else None
         # With gaps, so that a parameter has the same name in every part of the model.
         self.blocks = nn.ModuleList()
@@ -159,7 +159,7 @@ class Decoder(Model):
     def stream_shape(self) -> tuple[int, int]:
         return len(self.positions), self.shape.dim
 
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: PositionSlice) -> None:
         self.seen = seen
         self.rope, self.positions = self.make_rope(), seen.stream.clone()
 

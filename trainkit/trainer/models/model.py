@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from trainkit.frozen import dataclass
 from trainkit.plan.model_shape import ModelShape
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
@@ -31,7 +31,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Seen:
+class PositionSlice:
     """The positions of a sequence that a rank works on, int64."""
 
     attention: Tensor
@@ -40,7 +40,7 @@ class Seen:
     """Those whose residual stream it holds; fewer, where tensor-parallel ranks share them."""
 
     @classmethod
-    def all(cls, seq_len: int) -> Seen:
+    def all(cls, seq_len: int) -> PositionSlice:
         positions = torch.arange(seq_len, device="cpu")  # also while a model without values is built
         return cls(positions, positions)
 
@@ -90,7 +90,7 @@ class Model(nn.Module):
         """Positions and width of the residual stream that this rank holds of one sample."""
 
     @abstractmethod
-    def see(self, seen: Seen) -> None:
+    def see(self, seen: PositionSlice) -> None:
         """Work on these positions of a sequence only."""
 
     @abstractmethod

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_single_autograd
 
-from trainkit.trainer.models.model import Seen
+from trainkit.trainer.models.model import PositionSlice
 
 FLASH_MULTIPLE = 8
 """Flash attention takes heads whose size is a multiple of it."""
@@ -27,10 +27,10 @@ def positions_of(cp_rank: int, cp: int, seq_len: int) -> Tensor:
     return torch.cat((parts[cp_rank], parts[2 * cp - 1 - cp_rank]))
 
 
-def seen_by(cp_rank: int, cp: int, tp_rank: int, tp: int, seq_len: int) -> Seen:
+def seen_by(cp_rank: int, cp: int, tp_rank: int, tp: int, seq_len: int) -> PositionSlice:
     """What a rank sees of a sequence; `tp` is 1 where tensor-parallel ranks all hold the residual stream."""
     attention = positions_of(cp_rank, cp, seq_len) if cp > 1 else torch.arange(seq_len, device="cpu")
-    return Seen(attention, attention.chunk(tp)[tp_rank])
+    return PositionSlice(attention, attention.chunk(tp)[tp_rank])
 
 
 def apply_context_parallel(attentions: list[nn.Module], group: dist.ProcessGroup, flash: bool) -> None:

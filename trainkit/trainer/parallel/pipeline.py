@@ -12,12 +12,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from trainkit.config.running import PipelineSchedule
-from trainkit.plan.pipeline import num_stages, stages_of
-from trainkit.trainer.data.batches import Microbatch
+from trainkit.plan.layouts.schedules import num_stages, stages_of
+from trainkit.trainer.batches import Microbatch
 from trainkit.trainer.distributed import World
+from trainkit.trainer.forward_backward import OnLoss, StepContext
 from trainkit.trainer.parallel.stages import ForwardOnly
-from trainkit.trainer.passes import OnLoss, StepContext
-from trainkit.trainer.pulse import Pulse
+from trainkit.trainer.progress import Pulse
 from trainkit.trainer.tasks import Task
 
 TORCH_NAMES: dict[PipelineSchedule, str] = {

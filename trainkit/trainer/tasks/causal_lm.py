@@ -11,7 +11,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.data.open import has_validation, open_dataset
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.rundir import RunDir
-from trainkit.trainer.data.batches import IGNORE_LABEL
+from trainkit.trainer.batches import IGNORE_LABEL
 from trainkit.trainer.models import architecture
 from trainkit.trainer.models.model import Model, Part
 

@@ -1,0 +1,247 @@
+"""What is known of a cluster without a profile, and when Slurm is asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_slurm import FakeSlurm
+from trainkit.cluster.bad_nodes import note_failure
+from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
+from trainkit.cluster.profile import user_folder
+from trainkit.cluster.target import gpu_option, known_cluster
+from trainkit.cluster.write_profile import MAX_KINDS, differences, profile_text, query_profile, write_new
+from trainkit.config import LoadedConfig, load_config
+from trainkit.errors import UsageError
+from trainkit.slurm.client import FIELD, RECORD
+
+ANSWERS = {
+    "config": "ClusterName = west\nSLURM_VERSION = 23.11.4\nAccountingStorageEnforce = associations\n"
+    "AccountingStorageType = accounting_storage/slurmdbd\nSelectType = select/linear\n",
+    "partition": "PartitionName=gpu Default=YES MaxTime=01:00:00 MaxNodes=1 TotalNodes=2 State=UP\n",
+    "nodes": FIELD.join(("gpu", "2", "32", "128000", "idle", "g[1-2]", "gpu:h100:4", "ib")) + f"{RECORD}\n",
+    "assoc_mgr": "ClusterName=west Account=physics UserName={user}(0) Partition= DefAssoc=Yes\n"
+    "QOS=long(1) MaxWallPJ=\n",
+}
+GPU = Partition(
+    *("gpu", True),
+    max_time_s=3600,
+    max_nodes=1,
+    nodes=(NodeKind(2, 32, 128_000, {"h100": 4}, ("ib",)),),
+)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """A cluster called west."""
+    fake = FakeSlurm(tmp_path / "slurm")
+    (fake.folder / "bin").mkdir(parents=True)
+    monkeypatch.setattr("getpass.getuser", lambda: "me")
+    for name, text in ANSWERS.items():
+        (fake.folder / name).write_text(text.format(user="me"))
+    fake.add("scontrol", '[ "$1" = show ] && what=$2 || what=$3; /bin/cat "$here/$what"')
+    fake.add("sinfo", '/bin/cat "$here/nodes"')
+    fake.add("sbatch", "echo slurm 23.11.4")
+    fake.add("srun", "echo --container-image")
+    fake.add(
+        "sacctmgr",
+        'case "$*" in *qos*Flags*) echo "long||PartitionTimeLimit";; *) echo "physics|physics||long|";; esac',
+    )
+    (fake.folder / "slurm.conf").write_text("ClusterName=west\n")
+    return fake
+
+
+def environ_of(slurm: FakeSlurm) -> dict[str, str]:
+    return {
+        **slurm.environ,
+        "SLURM_CONF": str(slurm.folder / "slurm.conf"),
+        "XDG_CONFIG_HOME": str(slurm.folder),
+    }
+
+
+def known(slurm: FakeSlurm, *overrides: str) -> Cluster:
+    loaded: LoadedConfig = load_config(None, overrides=overrides, environ={}, cwd=slurm.folder)
+    return known_cluster(loaded, environ_of(slurm), slurm.folder)
+
+
+def test_from_slurm(slurm: FakeSlurm) -> None:
+    assert known(slurm) == Cluster(
+        "west",
+        (GPU,),
+        gpu_option="gres",
+        slurm_version=(23, 11, 4),
+        reason="west: there is no profile of it, so Slurm was asked (`trainkit init` writes one)",
+    )
+    assert sorted(slurm.programs) == ["scontrol", "scontrol", "scontrol", "sinfo"]
+
+
+def test_accounts_only_where_one_is_named(slurm: FakeSlurm) -> None:
+    found = known(slurm, "resources.account=physics")
+    assert found.accounts == (Account("physics", True),)
+    assert found.qos == (Qos("long", None, None),)
+    assert "sacctmgr" not in slurm.programs
+
+
+def test_what_a_qos_lifts_is_asked_only_where_it_decides(slurm: FakeSlurm) -> None:
+    assert known(slurm, "resources.qos=long").qos == (Qos("long", None, None),)
+    assert "sacctmgr" not in slurm.programs
+    assert known(slurm, "resources.qos=long", "resources.time=2-0").qos == (Qos("long", None, ("time",)),)
+    assert known(slurm, "resources.qos=long", "resources.nodes=2").qos == (Qos("long", None, ("time",)),)
+    assert slurm.programs.count("sacctmgr") == 2
+
+
+def test_slurm_that_is_away(slurm: FakeSlurm) -> None:
+    slurm.add("sinfo", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    found = known(slurm)
+    words = "sinfo cannot reach Slurm: Unable to contact slurm controller (connect failure)"
+    assert found.partitions == ()
+    assert found.trouble == f"Slurm did not answer ({words})"
+    assert found.reason == (
+        f"unknown: Slurm did not answer, so what its nodes have and allow was not looked at ({words})"
+    )
+
+
+@pytest.mark.parametrize("with_profile", [True, False])
+@pytest.mark.parametrize("away", [True, False])
+def test_hosts_that_failed_here_are_known(
+    slurm: FakeSlurm, tmp_path: Path, with_profile: bool, away: bool
+) -> None:
+    environ = {**environ_of(slurm), "XDG_STATE_HOME": str(tmp_path / "my state")}
+    if with_profile:
+        text = profile_text(Cluster("West", (GPU,)), date(2026, 1, 2))
+        write_new(user_folder(environ) / "west.yaml", text)
+    if away:
+        slurm.add("scontrol", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    for cluster, host in (("west", "g1"), ("east", "g2")):
+        note_failure(cluster, host, "died", "lost", run="/runs/small", attempt=2, environ=environ)
+    found = known_cluster(load_config(None, environ={}, cwd=slurm.folder), environ, slurm.folder)
+    [(host, reason)] = found.bad_nodes.items()
+    assert (host, reason.partition(",")[0]) == ("g1", "lost (small")
+    file = tmp_path / "my state/trainkit/bad_nodes/west.json"
+    assert found.forget_hint == f"`rm '{file}'` forgets that"
+    file.unlink()
+    found = known_cluster(load_config(None, environ={}, cwd=slurm.folder), environ, slurm.folder)
+    assert (found.bad_nodes, found.forget_hint) == ({}, "")
+
+
+def test_a_profile_saves_the_asking(slurm: FakeSlurm) -> None:
+    write_new(
+        user_folder(environ_of(slurm)) / "west.yaml", profile_text(Cluster("west", (GPU,)), date(2026, 1, 2))
+    )
+    assert known(slurm).partitions == (GPU,)
+    assert slurm.calls == []
+
+
+def test_a_profile_without_partitions_is_filled_in(slurm: FakeSlurm) -> None:
+    write_new(
+        user_folder(environ_of(slurm)) / "west.yaml", "name: west\naccounts: {chem: null}\ngpu_option: gres\n"
+    )
+    found = known(slurm, "resources.account=chem")
+    assert found.partitions == (GPU,)
+    assert found.accounts == (Account("chem"),)
+    assert found.qos == (Qos("long", None, None),)
+    assert found.reason.endswith("it has no partitions, so Slurm was asked")
+
+
+@pytest.mark.parametrize(
+    ("select", "option"),
+    [("select/cons_tres", "gpus-per-node"), ("select/linear", "gres"), ("select/cons_res", "gres")],
+)
+def test_gpu_option(select: str, option: str) -> None:
+    assert gpu_option({"SelectType": select}) == option
+
+
+def test_a_long_look(slurm: FakeSlurm) -> None:
+    slurm.add("enroot")
+    found = query_profile(environ_of(slurm))
+    assert found == Cluster(
+        "west",
+        (GPU,),
+        gpu_option="gres",
+        accounts=(Account("physics", True, qos=("long",)),),
+        qos=(Qos("long", None, ("time",)),),
+        slurm_version=(23, 11, 4),
+        containers=("pyxis", "enroot"),
+        has_modules=found.has_modules if found else False,
+    )
+
+
+def test_without_accounting(slurm: FakeSlurm) -> None:
+    text = ANSWERS["config"].replace("slurmdbd", "none")
+    (slurm.folder / "config").write_text(text)
+    found = query_profile(environ_of(slurm))
+    assert found is not None
+    assert (found.accounts, found.qos) == (None, None)
+    assert "sacctmgr" not in slurm.programs
+
+
+def test_no_slurm_here(slurm: FakeSlurm) -> None:
+    assert query_profile({"PATH": str(slurm.folder)}) is None
+    message = "resolve_ctls_from_dns_srv: DNS SRV lookup failed; Could not establish a configuration source"
+    slurm.add("sbatch", f"echo '{message}' >&2; exit 1")
+    assert query_profile(environ_of(slurm)) is None
+
+
+def test_hundreds_of_kinds_of_nodes_are_put_together(slurm: FakeSlurm) -> None:
+    lines = [
+        FIELD.join(("gpu", "1", "32", "128000", "idle", f"g{number}", "gpu:h100:4", f"ib,rack{number}"))
+        for number in range(MAX_KINDS + 1)
+    ]
+    (slurm.folder / "nodes").write_text("".join(f"{line}{RECORD}\n" for line in lines))
+    found = query_profile(environ_of(slurm))
+    assert found is not None
+    [kind] = found.partitions[0].nodes
+    assert (kind.count, kind.gpus, kind.features[:3]) == (
+        MAX_KINDS + 1,
+        {"h100": 4},
+        ("ib", "rack0", "rack1"),
+    )
+
+
+def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm) -> None:
+    found = query_profile(environ_of(slurm))
+    assert found is not None
+    assert found.expedited_requeue is None
+    assert "expedited" not in profile_text(found, date(2026, 1, 2))
+    (slurm.folder / "config").write_text(
+        "ClusterName = west\nSLURM_VERSION = 25.11.1\nMaxArraySize = 1001\nJobRequeue = 1\n"
+        "SlurmctldParameters = enable_expedited_requeue\n"
+    )
+    found = query_profile(environ_of(slurm))
+    assert found is not None
+    assert found.expedited_requeue is False
+    assert "\nexpedited_requeue: false\n" in profile_text(found, date(2026, 1, 2))
+
+
+def test_differences() -> None:
+    west = Cluster("west", (GPU,), accounts=(Account("physics"),), qos=(Qos("long"),))
+    assert differences(west, west) == []
+    assert differences(west, replace(west, partitions=(replace(GPU, is_up=False),), accounts=None)) == []
+    other = Partition("cpu")
+    assert differences(west, replace(west, partitions=(replace(GPU, max_time_s=60), other))) == [
+        *("partition gpu", "partition cpu")
+    ]
+    assert differences(replace(west, partitions=()), west) == []
+    assert differences(west, replace(west, accounts=(Account("chem"),), qos=())) == ["accounts", "qos"]
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a b.yaml"
+    assert write_new(path, "one\n")
+    assert not write_new(path, "two\n")
+    assert path.read_text() == "one\n"
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    assert not write_new(link, "three\n")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file"):
+        write_new(tmp_path / "file" / "x.yaml", "")
+    with pytest.raises(UsageError, match=r"cannot write /proc/x\.yaml: "):
+        write_new(Path("/proc/x.yaml"), "")

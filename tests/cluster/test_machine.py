@@ -1,0 +1,78 @@
+"""Cores and GPUs of this machine, as far as they can be known without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainkit.cluster.machine import (
+    NVIDIA_DRIVER,
+    cgroup_cpu_quota,
+    describe_gpus,
+    detect_machine,
+    host_memory,
+    visible_names,
+)
+
+DEVICES = [("GPU-aaa1", "A"), ("GPU-bbb2", "B"), ("GPU-bbc3", "C")]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        (None, ("A", "B", "C")),
+        ("", ()),
+        ("-1", ()),
+        ("1", ("B",)),
+        ("2,0", ("C", "A")),
+        ("0,7,1", ("A",)),
+        ("0, 1", ("A", "B")),
+        ("GPU-bbc", ("C",)),
+        ("GPU-nope,0", ()),
+        ("MIG-1,MIG-2", ("MIG device", "MIG device")),
+        ("NoDevFiles", ()),
+    ],
+)
+def test_visible_devices(chosen: str | None, names: tuple[str, ...]) -> None:
+    assert visible_names(DEVICES, chosen) == names
+
+
+def test_describe_gpus() -> None:
+    assert describe_gpus(("A", "A", "B")) == "2 x A, 1 x B"
+
+
+def test_cgroup_quota_is_the_smallest_of_the_path(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/cpu.max").write_text("150000 100000\n")
+    (tmp_path / "a/b/cpu.max").write_text("max 100000\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("1:name=systemd:/x\n0::/a/b\n")
+    assert cgroup_cpu_quota(tmp_path, membership) == 1.5
+    (tmp_path / "a/b/cpu.max").write_text("50000 100000\n")
+    assert cgroup_cpu_quota(tmp_path, membership) == 0.5
+
+
+def test_no_cgroup_no_quota(tmp_path: Path) -> None:
+    assert cgroup_cpu_quota(tmp_path, tmp_path / "missing") is None
+    (tmp_path / "cgroup").write_text("0::/\n")
+    assert cgroup_cpu_quota(tmp_path, tmp_path / "cgroup") is None
+
+
+def test_this_machine() -> None:
+    machine = detect_machine()
+    assert machine.num_cpus >= 1
+    assert machine.num_gpus == len(machine.gpu_names)
+
+
+@pytest.mark.skipif(NVIDIA_DRIVER.exists(), reason="there is a GPU here")
+def test_without_a_driver() -> None:
+    machine = detect_machine()
+    assert (machine.num_gpus, machine.gpu_reason) == (0, "there is no NVIDIA driver on this machine")
+
+
+def test_memory_counts_what_can_be_swapped_out(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  4 kB\nHugePages_Total:  0\nSwapTotal:  1 kB\n")
+    assert host_memory(meminfo) == 5 * 1024
+    assert host_memory(tmp_path / "none") is None

@@ -1,0 +1,220 @@
+"""Which profile is taken, and that its defaults lie below everything that somebody typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from trainkit.cluster.profile import FoundProfile, find_profile, user_folder
+from trainkit.cluster.target import cluster_defaults, make_target
+from trainkit.config import LoadedConfig, load_config
+from trainkit.errors import ConfigError
+
+PARTITIONS = "partitions: {gpu: {default: true, nodes: [{count: 2, gpus: {h100: 8}}]}}\n"
+
+
+class Place:
+    """A folder to submit from, a user's config folder, and a slurm.conf."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cwd = folder / "project"
+        self.cwd.mkdir()
+        self.environ = {
+            "XDG_CONFIG_HOME": str(folder / "xdg"),
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": str(folder),
+        }
+        (folder / "sbatch").touch(mode=0o755)
+        self.cluster("west")
+
+    def cluster(self, name: str | None) -> None:
+        """What slurm.conf calls the cluster."""
+        Path(self.environ["SLURM_CONF"]).write_text(f"ClusterName={name}\n" if name else "")
+
+    def profile(self, stem: str, text: str, of_user: bool = True) -> Path:
+        folder = user_folder(self.environ) if of_user else self.cwd / "clusters"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{stem}.yaml").write_text(text)
+        return folder / f"{stem}.yaml"
+
+    def load(self, *overrides: str, environ: Mapping[str, str] | None = None) -> LoadedConfig:
+        return load_config(
+            None,
+            overrides=overrides,
+            environ={**self.environ, **(environ or {})},
+            cwd=self.cwd,
+            below=lambda loaded: cluster_defaults(loaded, self.environ, self.cwd),
+        )
+
+    def find(self, *overrides: str) -> FoundProfile | None:
+        loaded = load_config(None, overrides=overrides, environ=self.environ, cwd=self.cwd)
+        return find_profile(loaded, self.environ, self.cwd)
+
+    def taken(self, *overrides: str) -> str:
+        found = self.find(*overrides)
+        assert found is not None
+        return found.path.stem
+
+    def refused(self, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            self.find(*overrides)
+        [problem] = error.value.problems
+        return problem.render()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_none(place: Place) -> None:
+    assert place.find() is None
+
+
+def test_the_one_of_the_cluster(place: Place) -> None:
+    place.profile("east", "name: east\n")
+    place.profile("home", "name: WEST\n")
+    found = place.find()
+    assert found is not None
+    assert found.path.stem == "home"
+    assert found.reason == f"WEST: {found.path}, because slurm.conf calls the cluster west"
+
+
+def test_no_other_clusters_profile_even_if_it_is_the_only_one(place: Place) -> None:
+    place.profile("east", "name: east\n")
+    assert place.find() is None
+
+
+def test_the_only_one_where_no_file_names_the_cluster(place: Place) -> None:
+    place.cluster(None)
+    place.profile("east", "name: east\n")
+    assert place.taken() == "east"
+    place.profile("north", "name: north\n")
+    assert place.find() is None
+
+
+def test_the_projects_own_goes_before_the_users(place: Place) -> None:
+    place.profile("west", "name: west\n")
+    own = place.profile("ours", "name: west\n", of_user=False)
+    found = place.find()
+    assert found is not None
+    assert (found.path, found.shown) == (own, "clusters/ours.yaml")
+
+
+def test_two_of_one_cluster(place: Place) -> None:
+    place.profile("big", "name: west\n")
+    place.profile("small", "name: west\n")
+    assert place.refused() == (
+        "launch.cluster: is not set, and big and small are both profiles of west\n"
+        "  hint: --cluster big takes the first"
+    )
+    assert place.taken("launch.cluster=small") == "small"
+    place.profile("west", "name: west\n")
+    assert place.taken() == "west"
+
+
+def test_the_named_one(place: Place) -> None:
+    place.profile("east", "name: east\n")
+    found = place.find("launch.cluster=east")
+    assert found is not None
+    assert found.reason.endswith("east.yaml, because launch.cluster: east was asked for")
+    assert place.taken("launch.cluster=example") == "example"
+
+
+def test_a_named_one_that_is_not_there(place: Place) -> None:
+    place.profile("east", "name: east\n")
+    assert place.refused("launch.cluster=eats") == (
+        "--set launch.cluster=eats: launch.cluster: is eats, and there is no such cluster profile\n"
+        "  hint: did you mean east? there is east, example; "
+        "`trainkit init` writes one of the cluster that it is typed on"
+    )
+    assert "no such cluster profile" in place.refused("launch.cluster=../east")
+
+
+def test_a_broken_one_is_told_only_where_it_is_taken(place: Place) -> None:
+    place.profile("east", "name: [")
+    place.profile("north", "nmae: north\n")
+    assert place.find() is None
+    place.profile("west", "name: west\nslrm_version: x\n")
+    assert (
+        place.refused()
+        == f"{user_folder(place.environ)}/west.yaml:2: slrm_version: there is no such key\n"
+        + ("  hint: did you mean slurm_version?")
+    )
+
+
+def test_a_profile_that_changes_is_read_again(place: Place) -> None:
+    file = place.profile("west", "name: west\n")
+    assert place.taken() == "west"
+    file.write_text("name: west\ngpu_option: gres\n")
+    found = place.find()
+    assert found is not None
+    assert found.profile.gpu_option == "gres"
+
+
+DEFAULTS = (
+    "name: west\ndefaults:\n  seed: 5\n  launch:\n    network: ib\n    env: {A: '1', B: '1'}\n  resources:\n"
+)
+
+
+def test_defaults_lie_below_everything(place: Place) -> None:
+    file = place.profile("west", DEFAULTS)
+    loaded = place.load("launch.env={B: '2'}")
+    assert (loaded.config.seed, loaded.config.launch.network) == (5, "ib")
+    assert loaded.config.launch.env == {"A": "1", "B": "2"}
+    assert loaded.origins["seed"] == f"{file}:3"
+    assert loaded.origins["launch.env.A"] == f"{file}:6"
+    (place.cwd / "trainkit.yaml").write_text("seed: 6\n")
+    assert place.load().config.seed == 6
+    assert place.load(environ={"TRAINKIT_SEED": "7"}).config.seed == 7
+    assert place.load("seed=8").config.seed == 8
+
+
+def test_a_run_on_this_machine_has_no_cluster(place: Place) -> None:
+    place.profile("west", DEFAULTS)
+    assert place.load("launch.backend=local").config.seed == 0
+    (Path(place.environ["PATH"]) / "sbatch").unlink()
+    assert place.load().config.seed == 0
+
+
+def test_problems_of_defaults_have_their_place(place: Place) -> None:
+    file = place.profile("west", DEFAULTS.replace("seed", "sead").replace("network: ib", "network: 3"))
+    with pytest.raises(ConfigError) as error:
+        place.load()
+    assert [problem.render() for problem in error.value.problems] == [
+        f"{file}:3: sead: there is no such key\n  hint: did you mean seed?",
+        f'{file}:5: launch.network: must be text, not 3\n  hint: put it in quotes: "3"',
+    ]
+
+
+def test_the_environment_can_name_it(place: Place) -> None:
+    place.profile("east", "name: east\ndefaults: {seed: 9}\n")
+    assert place.load(environ={"TRAINKIT_LAUNCH__CLUSTER": "east"}).config.seed == 9
+
+
+def test_target(place: Place) -> None:
+    file = place.profile("west", f"name: west\n{PARTITIONS}")
+    target = make_target(place.load(), environ=place.environ, cwd=place.cwd)
+    assert target.backend == "sbatch"
+    assert target.cluster is not None
+    assert [item.name for item in target.cluster.partitions] == ["gpu"]
+    assert target.cluster.reason == f"west: {file}, because slurm.conf calls the cluster west"
+    assert target.cluster.out_of_date_hint == f"{file} says so; moved away, `trainkit init` writes it anew"
+    assert make_target(place.load(), "local", place.environ, place.cwd).cluster is None
+    assert (
+        make_target(place.load("launch.backend=submitit"), None, place.environ, place.cwd).backend
+        == "submitit"
+    )
+
+
+def test_a_named_cluster_is_meant_where_there_is_no_slurm_too(place: Place) -> None:
+    place.profile("east", f"name: east\n{PARTITIONS}")
+    environ = {**place.environ, "PATH": "/nowhere"}
+    target = make_target(place.load("launch.cluster=east"), environ=environ, cwd=place.cwd)
+    assert (target.backend, target.reason) == ("sbatch", "sbatch: launch.cluster is east")
+    assert (
+        make_target(place.load(), environ=environ, cwd=place.cwd).reason
+        == "local: there is no sbatch on PATH"
+    )

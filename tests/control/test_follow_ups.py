@@ -1,0 +1,208 @@
+"""Jobs that wait to carry a run on: how they are submitted, known and taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import make_attempt
+from trainkit.control import follow_ups
+from trainkit.control import jobs as control_jobs
+from trainkit.control.follow_ups import cancel_follow_ups, submit_follow_ups, waiting_follow_ups
+from trainkit.control.jobs import life_watch, live_entry, looks, slurm_ids
+from trainkit.control.run_registry import find_run, register
+from trainkit.errors import UsageError
+from trainkit.job.record import add_slurm_entry, read_job
+from trainkit.job.submission_token import submission_token
+from trainkit.plan.slurm_request import SlurmRequest
+from trainkit.rundir import RunDir, write_json
+from trainkit.slurm.client import SlurmRefused
+from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
+
+REQUEST = SlurmRequest({"nodes": 2, "comment": "my words"})
+WAITS = JobInfo("?", JobState.PENDING, "PENDING", reason="Dependency")
+ENDED = JobInfo("7", JobState.FAILED, "FAILED", exit_code=75)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run whose first attempt is Slurm's job 7."""
+    attempt = make_attempt(tmp_path / "run")
+    attempt.script_file.write_text("#!/bin/bash\n")
+    add_slurm_entry(attempt.run, 1, "7", "submit", "sbatch")
+    return attempt.run
+
+
+class Sbatch:
+    """Gives 8, 9, …, and refuses from a number on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[Path, str, Sequence[str]]] = []
+        self.last = 99
+        monkeypatch.setattr(follow_ups, "submit_script", self.submit)
+
+    def submit(
+        self, script: Path, *, mark: str, extra_argv: Sequence[str], is_only_job: bool, **more: Any
+    ) -> str:
+        assert not is_only_job  # to look for its script would find the first job
+        new_id = 8 + len(self.calls)
+        if new_id > self.last:
+            raise SlurmRefused("sbatch: Job violates accounting/QOS policy")
+        self.calls.append((script, mark, extra_argv))
+        return str(new_id)
+
+
+@pytest.fixture
+def sbatch(monkeypatch: pytest.MonkeyPatch) -> Sbatch:
+    return Sbatch(monkeypatch)
+
+
+@pytest.fixture
+def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The jobs that were taken out of the queue."""
+    ids: list[str] = []
+    monkeypatch.setattr(follow_ups, "cancel_waiting", ids.extend)
+    return ids
+
+
+def test_each_waits_for_all_before_it(run: RunDir, sbatch: Sbatch) -> None:
+    said: list[str] = []
+    assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3, said.append) == ["8", "9", "10"]
+    assert said == ["8, 9, 10 wait in the queue to go on after 7"]
+    assert [argv for _, _, argv in sbatch.calls] == [
+        (
+            f"--comment={submission_token(run, 1, number)} my words",
+            f"--dependency={after}",
+            "--kill-on-invalid-dep=yes",
+        )
+        for number, after in (
+            (1, "afternotok:7"),
+            (2, "afternotok:7,afternotok:8"),
+            (3, "afternotok:7,afternotok:8,afternotok:9"),
+        )
+    ]
+    assert {script for script, _, _ in sbatch.calls} == {run.attempt(1).script_file}
+    marks = {mark for _, mark, _ in sbatch.calls}
+    assert len(marks | {submission_token(run, 1), submission_token(run, 2)}) == 5
+    assert waiting_follow_ups(run) == read_job(run)["follow_ups"] == ["8", "9", "10"]
+
+
+def test_none_are_asked_for(run: RunDir, sbatch: Sbatch) -> None:
+    before = run.job_file.read_text()
+    assert submit_follow_ups(run.attempt(1), "7", REQUEST, 0, print) == []
+    assert run.job_file.read_text() == before
+
+
+def test_what_slurm_does_not_take_is_said(run: RunDir, sbatch: Sbatch) -> None:
+    sbatch.last = 8
+    said: list[str] = []
+    assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3, said.append) == ["8"]
+    assert said[0].startswith("only 1 of 3 follow-up jobs are in the queue: sbatch: Job violates")
+    assert said[1:] == ["8 waits in the queue to go on after 7"]
+    assert waiting_follow_ups(run) == ["8"]
+
+
+def test_submitits_follow_ups_find_their_pickles(run: RunDir, sbatch: Sbatch) -> None:
+    folder = run.path / "submitit"
+    folder.mkdir()
+    (folder / "7_submission.sh").write_text("#!/bin/bash\n")
+    (folder / "7_submitted.pkl").write_bytes(b"pickle")
+    submit_follow_ups(run.attempt(1), "7", REQUEST, 2, print)
+    assert sbatch.calls[0][0] == folder / "7_submission.sh"
+    assert (folder / "8_submitted.pkl").read_bytes() == (folder / "9_submitted.pkl").read_bytes() == b"pickle"
+
+
+def with_follow_ups(run: RunDir, *ids: str) -> None:
+    write_json(run.job_file, {**read_job(run), "follow_ups": list(ids)})
+
+
+def test_one_that_carries_the_run_waits_no_more(run: RunDir, cancelled: list[str]) -> None:
+    with_follow_ups(run, "8", "9", "10")
+    add_slurm_entry(run, 2, "8", "comeback", "sbatch")
+    assert waiting_follow_ups(run) == ["9", "10"]
+    cancel_follow_ups(run, but="9")
+    assert cancelled == ["10"]
+    cancel_follow_ups(run)
+    assert cancelled == ["10"]  # job.json knows them no more
+
+
+def test_without_follow_ups_slurm_is_not_asked(run: RunDir, cancelled: list[str]) -> None:
+    before = run.job_file.read_text()
+    cancel_follow_ups(run)
+    assert (cancelled, run.job_file.read_text()) == ([], before)
+
+
+def queue(monkeypatch: pytest.MonkeyPatch, **jobs: JobInfo) -> dict[str, JobInfo]:
+    """What Slurm has, by the number of the job behind a letter."""
+    known = {name[1:]: replace(info, job_id=name[1:]) for name, info in jobs.items()}
+    monkeypatch.setattr(
+        control_jobs, "query_jobs", lambda ids: {key: known[key] for key in ids if key in known}
+    )
+    return known
+
+
+def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_follow_ups(run, "8", "9")
+    jobs = queue(monkeypatch, j7=ENDED, j9=WAITS)  # 8 was taken out of the queue by hand
+    assert slurm_ids([run]) == ["7", "8", "9"]
+    [look] = looks([run], jobs)
+    assert look.alive
+    assert look.job == replace(WAITS, job_id="9")
+    entry = live_entry(run, "resume")
+    assert entry is not None
+    assert (entry["job_id"], entry["attempt"]) == ("9", 1)
+
+
+def test_a_run_without_any_left_is_not(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_follow_ups(run, "8")
+    [look] = looks([run], queue(monkeypatch, j7=ENDED))
+    assert (look.alive, look.job) == (False, ENDED)
+    assert live_entry(run, "resume") is None
+
+
+def test_follow_ups_of_a_run_that_has_ended_are_on_their_way_out(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_follow_ups(run, "8")
+    write_json(run.attempt(1).end_file, {"action": "failed", "state": "failed"})
+    queue(monkeypatch, j7=ENDED, j8=WAITS)
+    assert slurm_ids([run]) == []
+    assert live_entry(run, "resume") is None
+
+
+def test_a_run_is_found_by_the_id_of_a_follow_up(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(run.path / "state"))
+    monkeypatch.chdir(run.path)
+    register(run, "mine")
+    with_follow_ups(run, "8")
+    assert find_run("8").path == run.path
+
+
+def test_a_run_is_watched_while_its_follow_up_waits(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_follow_ups(run, "8")
+    write_json(run.attempt(1).end_file, {"action": "follow_up", "state": "stopped", "exit_code": 75})
+    queue(monkeypatch, j7=ENDED, j8=WAITS)
+    said: list[str] = []
+    assert life_watch(run, said.append)() is True
+    assert said == ["8 waits: waits for the jobs that it depends on"]
+
+
+def test_a_run_on_another_cluster_is_not_taken_for_dead(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.setenv("SLURM_CLUSTERS", "east")
+    add_slurm_entry(run, 2, "8", "submit", "sbatch")
+    monkeypatch.delenv("SLURM_CLUSTERS")
+    queue(monkeypatch)
+    assert slurm_ids([run]) == []
+    assert looks([run], {})[0].alive is None
+    assert life_watch(run)() is None
+    with pytest.raises(UsageError, match="job 8 is on the cluster east, and Slurm asks west from here"):
+        live_entry(run, "resume")

@@ -1,0 +1,161 @@
+from dataclasses import asdict
+
+import pytest
+
+from trainkit.job.failure.records import agent_verdict, find_verdict, log_tail, record_silent_death
+from trainkit.job.watch.hangs import HangRecord
+from trainkit.rundir import RunDir, read_json, write_json
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.create()
+    return attempt
+
+
+def record(attempt, rank, time, **fields):
+    value = {"rank": rank, "node_rank": 0, "host": "h", "time": time, "step": 3, "type": "E", "message": "m"}
+    write_json(attempt.rank_error(rank), {**value, "traceback": "…", **fields})
+
+
+def test_first_in_time(attempt):
+    record(attempt, 0, "2026-01-01T00:00:02.000Z")
+    record(attempt, 1, "2026-01-01T00:00:01.000Z")
+    assert find_verdict(attempt) == {
+        "rank": 1,
+        "node_rank": 0,
+        "host": "h",
+        "time": "2026-01-01T00:00:01.000Z",
+        "step": 3,
+        "type": "E",
+        "message": "m",
+        "exit_code": None,
+        "final": False,
+        "node": False,
+    }
+
+
+@pytest.mark.parametrize(("code", "first"), [(137, 1), (139, 1), (134, 0), (3, 0)])
+def test_killed_rank_comes_before_those_that_noticed(attempt, code, first):
+    record(attempt, 0, "2026-01-01T00:00:01.000Z")
+    record(attempt, 1, "2026-01-01T00:00:02.000Z", type="exit", exit_code=code)
+    assert find_verdict(attempt)["rank"] == first
+
+
+def test_a_rank_that_went_down_with_the_step_did_not_begin_it(attempt):
+    """Slurm may kill a worker a moment before its agent, which then writes that down."""
+    record(attempt, 3, "2026-01-01T00:00:01.000Z", type="exit", exit_code=9)
+    record(attempt, 1, "2026-01-01T00:00:06.900Z", type="exit", exit_code=137)
+    assert (find_verdict(attempt)["rank"], find_verdict(attempt)["exit_code"]) == (3, 9)
+    record(attempt, 0, "2026-01-01T00:00:01.100Z", type="exit", exit_code=137)
+    assert find_verdict(attempt)["rank"] == 0
+
+
+def test_damaged_record_is_passed_over(attempt):
+    attempt.rank_error(0).write_text("{")
+    assert find_verdict(attempt) is None
+    record(attempt, 1, "2026-01-01T00:00:01.000Z")
+    assert find_verdict(attempt)["rank"] == 1
+
+
+def test_silent_death_keeps_the_last_lines_and_never_replaces_a_record(attempt):
+    attempt.rank_log(0).write_text("\n".join(str(number) for number in range(100)))
+    record_silent_death(attempt, 0, 0, 137)
+    value = read_json(attempt.rank_error(0))
+    assert (value["type"], value["message"]) == ("exit", "killed by SIGKILL")
+    assert value["log_tail"] == [str(number) for number in range(80, 100)]
+    record_silent_death(attempt, 0, 0, 1)
+    assert read_json(attempt.rank_error(0)) == value
+
+
+TRACEBACK = """\
+step 3
+Traceback (most recent call last):
+  File "/home/u/train.py", line 9, in <module>
+    import fancy_attention
+ModuleNotFoundError: No module named 'fancy_attention'
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "kind", "message", "final"),
+    [
+        (TRACEBACK, "ModuleNotFoundError", "No module named 'fancy_attention'", True),
+        (TRACEBACK + "cleaning up\n", "ModuleNotFoundError", "No module named 'fancy_attention'", True),
+        (TRACEBACK + "went on without it\n" * 30, "exit", "ended with exit code 1", None),
+        (
+            "  File \"train.py\", line 1\n    def f(\n         ^\nSyntaxError: '(' was never closed\n",
+            "SyntaxError",
+            "'(' was never closed",
+            True,
+        ),
+        (
+            TRACEBACK.replace("ModuleNotFound", "Value"),
+            "ValueError",
+            "No module named 'fancy_attention'",
+            False,
+        ),
+        (
+            "".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines()[1:])
+            + 'Traceback (most recent call last):\n  File "run.py", line 1, in <module>\n'
+            + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+            + "=" * 60
+            + "\n[0]:\n  exitcode : 1\n" * 20,
+            "ModuleNotFoundError",
+            "No module named 'fancy_attention'",
+            True,
+        ),
+        (
+            'Traceback (most recent call last):\n  File "t.py", line 3, in f\n    g()\n    ~^^\n'
+            "torch.AcceleratorError: CUDA error: an illegal memory access\n"
+            "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n",
+            "torch.AcceleratorError",
+            "CUDA error: an illegal memory access",
+            False,
+        ),
+        ('  File "t.py", line 3, in f\nAssertionError\n', "AssertionError", "", False),
+        ("loss: 2.5\nDone\n", "exit", "ended with exit code 1", None),
+        ("", "exit", "ended with exit code 1", None),
+    ],
+)
+def test_the_traceback_of_a_program_is_its_failure(attempt, log, kind, message, final):
+    attempt.rank_log(0).write_text(log)
+    record_silent_death(attempt, 0, 0, 1)
+    value = read_json(attempt.rank_error(0))
+    assert (value["type"], value["message"], value.get("final")) == (kind, message, final)
+    assert find_verdict(attempt)["final"] is bool(final)
+
+
+def test_an_exit_code_of_its_own_says_more_than_a_traceback(attempt):
+    attempt.rank_log(0).write_text(TRACEBACK)
+    record_silent_death(attempt, 0, 0, 9)
+    assert read_json(attempt.rank_error(0))["type"] == "exit"
+
+
+def test_out_of_memory(attempt):
+    attempt.rank_log(0).write_text(TRACEBACK)
+    record_silent_death(attempt, 0, 0, 137, out_of_memory=True)
+    value = read_json(attempt.rank_error(0))
+    assert (value["type"], value["message"]) == ("OutOfMemory", "killed by SIGKILL: no memory was left")
+    assert "resources.mem" in value["hint"]
+
+
+def test_a_rank_that_left_because_it_hung(attempt):
+    attempt.hangs_dir.mkdir()
+    record_silent_death(attempt, 0, 0, 70)
+    assert read_json(attempt.rank_error(0))["type"] == "exit", "stuck when it was asked to stop"
+    hang = HangRecord(1, 0, "h", 41, "data", 0, 312.0, 300.0, 0.8, "2026-01-01T00:00:00.000Z", ())
+    write_json(attempt.rank_hang(1), asdict(hang))
+    record_silent_death(attempt, 1, 0, 70)
+    value = read_json(attempt.rank_error(1))
+    assert (value["type"], value["step"], value["message"]) == ("Hang", 41, hang.words)
+
+
+def test_no_log(attempt):
+    assert log_tail(attempt.rank_log(5)) == []
+
+
+def test_job_that_failed_outside_its_workers():
+    assert agent_verdict(2, "killed")["message"] == "killed (agent of node 2)"
+    assert agent_verdict(None, "no port")["message"] == "no port"

@@ -1,0 +1,234 @@
+"""What an agent finds wrong with its node before it starts ranks there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.disks import fill, small_disk
+from tests.support.runs import make_attempt
+from trainkit.job.failure.records import find_verdict, record_refusal
+from trainkit.job.node import preflight
+from trainkit.job.node.preflight import (
+    SEEN_VARIABLE,
+    PreflightFailed,
+    check_node,
+    clock_offset_s,
+    seen_by_supervisor,
+)
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir, read_json
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptDir:
+    return make_attempt(tmp_path / "run")
+
+
+def plan_of(attempt: AttemptDir, **changes: Any) -> LaunchPlan:
+    return replace(LaunchPlan.from_dict(read_json(attempt.plan_file)), **changes)
+
+
+def check(attempt: AttemptDir, **environ: str) -> None:
+    check_node(attempt, plan_of(attempt), (0,), environ)
+
+
+@contextmanager
+def failing(match: str, is_node: bool = True) -> Iterator[None]:
+    with pytest.raises(PreflightFailed, match=match) as caught:
+        yield
+    assert caught.value.is_node is is_node
+    assert caught.value.hint
+
+
+def test_a_good_node_is_passed_at_once_and_left_as_it_was(attempt: AttemptDir) -> None:
+    before = sorted(attempt.path.rglob("*"))
+    seen = seen_by_supervisor(attempt)
+    rounds = []
+    for _ in range(5):
+        begin = time.process_time()
+        check(attempt, **{SEEN_VARIABLE: seen})
+        rounds.append(time.process_time() - begin)
+    assert min(rounds) < 0.02
+    check(attempt)  # a step that nobody supervises
+    assert sorted(attempt.path.rglob("*")) == before
+
+
+def test_the_plan_has_to_be_the_one_that_the_supervisor_sees(attempt: AttemptDir) -> None:
+    seen = seen_by_supervisor(attempt)
+    attempt.plan_file.write_text(attempt.plan_file.read_text() + "\n")
+    with failing("is not the file that the first node"):
+        check(attempt, **{SEEN_VARIABLE: seen})
+
+
+@pytest.mark.parametrize(
+    ("own_s", "supervisors_s", "fails"),
+    [(6, 0.1, True), (-6, 0.1, True), (4, 0, False), (6, 5.5, False), (-300, -299, False)],
+)
+def test_a_clock_is_wrong_where_the_supervisors_is_right(
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, own_s: float, supervisors_s: float, fails: bool
+) -> None:
+    seen = f"{preflight.plan_digest(attempt)} {supervisors_s:.3f}"
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + own_s)
+    assert clock_offset_s(attempt) == pytest.approx(own_s, abs=1)
+    if not fails:
+        check(attempt, **{SEEN_VARIABLE: seen})
+        return
+    with failing(f"is 6 s {'ahead of' if own_s > 0 else 'behind'} that of"):
+        check(attempt, **{SEEN_VARIABLE: seen})
+
+
+def test_a_server_that_takes_its_time_is_not_a_wrong_clock(
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stamps the file when it gets it, and answers when it is on disk."""
+    real, offsets_s = time.time, iter([0.0, 7.0])
+    monkeypatch.setattr(time, "time", lambda: real() + next(offsets_s))
+    assert clock_offset_s(attempt) == pytest.approx(0, abs=0.5)
+
+
+def test_a_full_run_folder_is_not_the_fault_of_the_node(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        attempt = make_attempt(disk / "run")
+        fill(disk, leave_bytes=8192)
+        with failing("cannot be written on .*: No space left", is_node=False):
+            check(attempt)
+        with failing("No space left", is_node=False):
+            seen_by_supervisor(attempt)
+        assert list(attempt.path.glob(".probe*")) == []
+
+
+def test_a_run_folder_that_only_this_node_cannot_write(
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**where: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    with failing("cannot be written on .*: Read-only file system"):
+        check(attempt)
+
+
+def test_no_space_for_what_the_ranks_put_on_the_node(attempt: AttemptDir, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "tmp", "8m") as disk, failing(rf"^{disk} on .* has \d\.\d MiB left$"):
+        check(attempt, TMPDIR=str(disk))
+    check(attempt, TMPDIR=str(tmp_path / "made-on-another-node"))
+
+
+def test_the_record_says_that_the_node_is_to_blame(attempt: AttemptDir) -> None:
+    record_refusal(attempt, 1, 0, PreflightFailed("GPU 3 is gone"))
+    record = read_json(attempt.rank_error(1))
+    assert (record["type"], record["node"], record["exit_code"]) == ("PreflightFailed", True, 1)
+    verdict = find_verdict(attempt)
+    assert verdict is not None
+    assert verdict["message"] == "GPU 3 is gone"
+    record_refusal(attempt, 1, 0, PreflightFailed("no space", is_node=False))
+    assert "node" not in read_json(attempt.rank_error(1))
+
+
+class FakeNvml:
+    """NVML with GPUs of which some are not well; what a GPU does not have, it does not count."""
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+    NVML_VOLATILE_ECC = 0
+    NVML_SUCCESS = 0
+    NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 273
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_NotSupported(NVMLError):
+        pass
+
+    class NVMLError_FunctionNotFound(NVMLError):
+        pass
+
+    class NVMLError_NoPermission(NVMLError):
+        pass
+
+    def __init__(self, *gpus: dict[str, Any]) -> None:
+        self.gpus = gpus
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlShutdown(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> dict[str, Any]:
+        if "lost" in self.gpus[index]:
+            raise self.NVMLError("GPU is lost")
+        return self.gpus[index]
+
+    def _value(self, gpu: dict[str, Any], name: str) -> Any:
+        if name not in gpu:
+            raise self.NVMLError_NotSupported
+        return gpu[name]
+
+    def nvmlDeviceGetFieldValues(self, gpu: dict[str, Any], fields: list[int]) -> list[Any]:
+        value = SimpleNamespace(uiVal=gpu.get("action", 0))
+        return [SimpleNamespace(nvmlReturn=0 if "action" in gpu else 3, value=value)]
+
+    def nvmlDeviceGetRemappedRows(self, gpu: dict[str, Any]) -> Any:
+        return self._value(gpu, "rows")
+
+    def nvmlDeviceGetRetiredPagesPendingStatus(self, gpu: dict[str, Any]) -> Any:
+        return self._value(gpu, "pages")
+
+    def nvmlDeviceGetTotalEccErrors(self, gpu: dict[str, Any], kind: int, counter: int) -> Any:
+        assert (kind, counter) == (1, 0)
+        return self._value(gpu, "errors")
+
+
+WELL: dict[str, Any] = {"action": 0, "rows": (2, 1, 0, 0), "pages": 0, "errors": 0}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "message"),
+    [
+        ({**WELL, "action": 1}, "needs a reset or a reboot .recovery action 1"),
+        ({**WELL, "rows": (0, 1, 1, 0)}, "a reset would replace"),
+        ({**WELL, "rows": (0, 9, 0, 1)}, "could not replace a broken row"),
+        ({"pages": 1}, "a reset would retire"),
+        ({"errors": 3}, "has had 3 memory errors"),
+        ({"lost": True}, "does not answer: GPU is lost"),
+    ],
+)
+def test_gpus_that_are_not_well(gpu: dict[str, Any], message: str) -> None:
+    nvml = FakeNvml(WELL, gpu, {})
+    with failing(f"^GPU 1 of .*{message}"):
+        preflight._check(nvml, (0, 1), None)
+    preflight._check(nvml, (0,), None)
+    preflight._check(nvml, (0, 1), "2,0")  # of other jobs they are none of our business
+
+
+@pytest.mark.parametrize(
+    ("visible", "shown"),
+    [
+        (None, "shows 2$"),
+        ("0", "shows 2 and CUDA_VISIBLE_DEVICES=0"),
+        ("0,2", "shows 2 and"),
+        ("", "shows 2 and"),
+    ],
+)
+def test_a_gpu_that_is_missing(visible: str | None, shown: str) -> None:
+    with failing(f"has no GPU: .* {shown}"):
+        preflight._check(FakeNvml(WELL, WELL), (0, 1, 2), visible)
+
+
+def test_gpus_by_other_names_are_left_to_the_ranks() -> None:
+    preflight._check(FakeNvml(WELL), (0, 1), "GPU-8a4f,MIG-1/2/3")

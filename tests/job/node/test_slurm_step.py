@@ -1,0 +1,110 @@
+"""Where a process stands in a Slurm step, from variables as Slurm 22.05 sets them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainkit.errors import UsageError
+from trainkit.job.node.slurm_step import find_slurm_place, slurm_job_id, why_no_task
+
+BATCH_SHELL = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "8",
+}
+STEP = {
+    **BATCH_SHELL,
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "node[18,1]",
+    "SLURM_STEP_LAUNCHER_PORT": "40123",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host lists are read here, as on a node without Slurm's commands."""
+    monkeypatch.setenv("PATH", "/nowhere")
+
+
+def step(**changes: Any) -> dict[str, str]:
+    environ = {**STEP, **changes}
+    return {name: value for name, value in environ.items() if value is not None}
+
+
+def test_a_task_of_a_step() -> None:
+    place = find_slurm_place(STEP)
+    assert place is not None
+    assert (place.job_id, place.step_id, place.task, place.node_rank, place.local_task) == (
+        "12",
+        "0",
+        2,
+        1,
+        0,
+    )
+    assert place.hosts == ("node18", "node1"), "in the step's order"
+    assert (place.num_tasks, place.num_nodes, place.tasks) == (4, 2, (2, 2))
+
+
+def test_uneven_nodes() -> None:
+    place = find_slurm_place(step(SLURM_STEP_NUM_TASKS="3", SLURM_STEP_TASKS_PER_NODE="2,1"))
+    assert place is not None
+    assert place.tasks == (2, 1)
+
+
+def test_the_batch_shell_is_no_task_although_it_has_a_procid() -> None:
+    assert find_slurm_place(BATCH_SHELL) is None
+    assert "shell of a Slurm job" in str(why_no_task(BATCH_SHELL))
+
+
+@pytest.mark.parametrize("number", ["4294967290", "4294967291", "4294967292"])
+def test_interactive_batch_and_extern_steps_are_no_tasks(number: str) -> None:
+    assert find_slurm_place(step(SLURM_STEP_ID=number)) is None
+
+
+def test_no_job_at_all() -> None:
+    assert find_slurm_place({}) is None
+    assert "not in a Slurm job" in str(why_no_task({}))
+
+
+def test_a_task_of_an_array_has_an_id_of_its_own() -> None:
+    array = step(SLURM_ARRAY_JOB_ID="40", SLURM_ARRAY_TASK_ID="3")
+    assert slurm_job_id(array) == "40_3"
+    assert find_slurm_place(array).job_id == "40_3"  # type: ignore[union-attr]
+
+
+def test_each_start_of_a_step_has_a_key_of_its_own() -> None:
+    variants = [
+        {},
+        {"SLURM_STEP_ID": "1"},
+        {"SLURM_RESTART_COUNT": "1"},
+        {"SLURM_JOB_ID": "13"},
+        {"SLURM_STEP_LAUNCHER_PORT": "40124"},
+    ]
+    keys = {find_slurm_place(step(**changes)).key for changes in variants}  # type: ignore[union-attr]
+    assert len(keys) == len(variants)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"SLURM_STEP_NODELIST": None}, "SLURM_STEP_NODELIST is not"),
+        ({"SLURM_PROCID": "two"}, "'two' is not a whole number"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "contradict"),
+        ({"SLURM_LOCALID": "2"}, "contradict"),
+        ({"SLURM_NODEID": "2"}, "contradict"),
+        ({"SLURM_STEP_NODELIST": "node1"}, "contradict"),
+        ({"SLURM_HET_SIZE": "2"}, "heterogeneous"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        find_slurm_place(step(**changes))

@@ -1,0 +1,133 @@
+"""Where an agent stands, and how the agents of a step find rank 0's port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
+from trainkit.job import processes
+from trainkit.job.node import agent
+from trainkit.job.node.rendezvous import (
+    LOCAL_ADDR,
+    ToldToStop,
+    await_port,
+    check_step,
+    local_station,
+    slurm_station,
+)
+from trainkit.job.node.slurm_step import SlurmPlace
+from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.rundir import AttemptDir, RunDir, read_jsonl, write_json
+
+
+def plan(num_nodes: int = 2, workers_per_node: int = 2, per: str = "gpu", **more: object) -> LaunchPlan:
+    fields: dict[str, object] = {"per": per, **more}
+    layout = Layout(dp_shard=num_nodes * workers_per_node)
+    batch = Batch(1, 1, 4, 4)
+    return LaunchPlan("sbatch", num_nodes, workers_per_node, "cpu", layout, batch, 0.1, 1, 60.0, {}, **fields)  # type: ignore[arg-type]
+
+
+def place(node_rank: int = 0, local_task: int = 0, tasks: tuple[int, ...] = (2, 2)) -> SlurmPlace:
+    hosts = tuple(f"host{index}" for index in range(len(tasks)))
+    task = sum(tasks[:node_rank]) + local_task
+    return SlurmPlace("7", "0", 0, task, node_rank, local_task, tasks, hosts, "4000")
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptDir:
+    found = RunDir(tmp_path).attempt(1)
+    found.create()
+    return found
+
+
+def test_all_workers_of_a_local_node() -> None:
+    station = local_station(plan(per="node"), 1, 12345)
+    assert (station.node_rank, station.local_ranks, station.master_addr) == (1, (0, 1), LOCAL_ADDR)
+    assert not station.leads
+    assert local_station(plan(per="node"), 0, 12345).leads
+
+
+def test_tasks_of_a_step_meet_at_the_port_of_the_first(attempt: AttemptDir) -> None:
+    first = slurm_station(attempt, plan(), place())
+    assert (first.local_ranks, first.master_addr, first.peer) == ((0,), "host0", "host1")
+    assert first.leads
+    other = slurm_station(attempt, plan(), place(node_rank=1, local_task=1))
+    assert (other.local_ranks, other.master_port, other.peer) == ((1,), first.master_port, "host0")
+    assert not other.leads
+    with socket.create_server(("", first.master_port)):
+        pass
+
+
+def test_a_task_a_node_has_all_its_workers(attempt: AttemptDir) -> None:
+    station = slurm_station(attempt, plan(per="node"), place(tasks=(1, 1)))
+    assert station.local_ranks == (0, 1)
+
+
+def test_one_node_meets_on_the_loopback_interface(attempt: AttemptDir) -> None:
+    station = slurm_station(attempt, plan(num_nodes=1), place(tasks=(2,)))
+    assert (station.master_addr, station.peer) == (LOCAL_ADDR, None)
+
+
+def test_uneven_nodes_that_the_plan_knows(attempt: AttemptDir) -> None:
+    uneven = plan(node_sizes=(2, 1))
+    assert uneven.world_size == 3
+    assert uneven.first_rank_of(1) == 2
+    check_step(uneven, place(tasks=(2, 1)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tasks", "said"),
+    [
+        (plan(), (2, 1), "2 nodes with 2 tasks each .--per gpu., but Slurm gave 2 nodes with 2,1 tasks"),
+        (
+            plan(per="node"),
+            (2, 2),
+            "2 nodes with 1 task each .--per node., but Slurm gave 2 nodes with 2 tasks",
+        ),
+        (plan(), (4,), "but Slurm gave 1 node with 4 tasks each"),
+    ],
+)
+def test_another_step_than_planned_is_refused(wanted: LaunchPlan, tasks: tuple[int, ...], said: str) -> None:
+    with pytest.raises(TrainkitError, match=said) as caught:
+        check_step(wanted, place(tasks=tasks))
+    assert caught.value.exit_code == EXIT_NO_RESTART
+
+
+def test_a_port_of_another_start_does_not_count(attempt: AttemptDir) -> None:
+    write_json(attempt.rendezvous_file, {"step": "7.0.1.4000", "addr": "host0", "port": 1})
+    with pytest.raises(TrainkitError, match=r"has not published .* within 0.2 s"):
+        await_port(attempt, place(node_rank=1), timeout_s=0.2)
+
+
+def test_told_to_stop_while_waiting(attempt: AttemptDir) -> None:
+    processes.block_signals()
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(ToldToStop):
+            await_port(attempt, place(node_rank=1), timeout_s=5.0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.WATCHED)
+
+
+@pytest.mark.parametrize(("procid", "events"), [("0", ["SIGUSR2"]), ("1", [])])
+def test_a_notice_before_the_ranks_are_started_is_written_down_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, procid: str, events: list[str]
+) -> None:
+    """For the supervisor, which is no task of the step: else it takes the end for the ranks' own wish."""
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    number = int(procid)
+    monkeypatch.setattr(agent, "find_slurm_place", lambda: place(local_task=number))
+
+    def told(attempt: AttemptDir) -> LaunchPlan:
+        raise ToldToStop(signal.SIGUSR2)
+
+    monkeypatch.setattr(agent, "await_plan", told)
+    assert agent.run_slurm_task(run, 1) == EXIT_STOPPED
+    assert [event["signal"] for event in read_jsonl(run.events_file)] == events

@@ -1,0 +1,46 @@
+from dataclasses import replace
+
+import pytest
+
+from trainkit.job.node.worker_env import gpu_slice, worker_environ, worker_rank
+from trainkit.job.rank_env import find_rank_env
+from trainkit.plan.launch import Batch, LaunchPlan, Layout
+
+PLAN = LaunchPlan("local", 2, 2, "cuda", Layout(dp_shard=4), Batch(1, 1, 4, 4), 0.1, 3, 60.0, {})
+
+
+def environ(plan=PLAN, configured=None, inherited=None, node_rank=1):
+    place = worker_rank(plan, node_rank, 1, "127.0.0.1", 12345)
+    given = {"configured": configured or {}, "inherited": inherited or {}, "network": {}}
+    return worker_environ(plan, place, run_dir="/r", attempt=2, **given)
+
+
+def test_worker_finds_its_place():
+    found = find_rank_env(environ(inherited={"RANK": "9", "GROUP_RANK": "9"}))
+    assert replace(found, source="") == replace(worker_rank(PLAN, 1, 1, "127.0.0.1", 12345), source="")
+    assert found.rank == 3
+
+
+def test_defaults_give_way_to_the_user():
+    assert environ()["OMP_NUM_THREADS"] == "3"
+    assert environ(inherited={"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+    assert (
+        environ(configured={"OMP_NUM_THREADS": "8"}, inherited={"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"]
+        == "8"
+    )
+    assert environ(configured={"GLOO_SOCKET_IFNAME": "eth0"})["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_no_setting_can_move_a_worker():
+    assert environ(configured={"RANK": "0"})["RANK"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("node_rank", "visible", "expected"), [(0, None, "0,1"), (1, None, "2,3"), (1, "4,5,6,7", "6,7")]
+)
+def test_nodes_on_one_machine_share_its_gpus(node_rank, visible, expected):
+    assert gpu_slice(PLAN, node_rank, visible) == expected
+
+
+def test_one_node_sees_all_gpus():
+    assert "CUDA_VISIBLE_DEVICES" not in environ(replace(PLAN, num_nodes=1), node_rank=0)

@@ -1,0 +1,149 @@
+"""The run folder of a point: made late, made once, and as complete as any."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.groups import SUBMITTED_AT, make_group, planned
+from trainkit.config import read_effective
+from trainkit.errors import UsageError
+from trainkit.job.array_tasks import open_point
+from trainkit.job.batch import claim_attempt
+from trainkit.job.record import newest_entry, read_job
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import RunDir, read_json, read_jsonl
+from trainkit.rungroup import RunGroup
+
+POINTS = {
+    0: {"optimizer.lr": 0.1, "train.device_batch_size": 1},
+    1: {"optimizer.lr": 0.2, "train.device_batch_size": 4},
+    7: {"optimizer.lr": 0.2, "launch.env": {"A": "x y"}},
+}
+
+
+def test_nothing_is_made_before_it_is_needed(tmp_path: Path) -> None:
+    group = make_group(tmp_path, POINTS)
+    assert sorted(path.name for path in group.path.iterdir()) == [
+        *("logs", "provenance.json", "submit.sbatch", "sweep.json")
+    ]
+
+
+@pytest.mark.parametrize("index", POINTS)
+def test_a_point_has_the_config_and_plan_that_were_checked(tmp_path: Path, index: int) -> None:
+    checked = {point.index: point for point in planned(tmp_path, POINTS)}
+    group = make_group(tmp_path, POINTS)
+    run = group.run(index)
+    open_point(run)
+    attempt = run.attempt(1)
+    for file in (run.config_file, attempt.config_file):
+        assert read_effective(file) == checked[index].config
+    for file in (run.plan_file, attempt.plan_file):
+        assert LaunchPlan.from_dict(read_json(file)) == checked[index].plan
+        assert file.read_text() == checked[index].plan.to_text()
+
+
+def test_a_point_is_a_complete_run(tmp_path: Path) -> None:
+    group = make_group(tmp_path, POINTS)
+    group.code_dir.mkdir()
+    (group.code_dir / "train.py").write_text("pass")
+    run = group.run(7)
+    open_point(run)
+    assert run.exists()
+    job = read_job(run)
+    assert (job["name"], job["backend"], job["cwd"]) == ("small/7", "sbatch", str(Path.cwd()))
+    assert job["attempts"] == [
+        {
+            "attempt": 1,
+            "job_id": "12_7",
+            "submitted_at": SUBMITTED_AT,
+            "backend": "sbatch",
+            "reason": "submit",
+        }
+    ]
+    assert run.script_file.read_bytes() == group.script_file.read_bytes()
+    assert run.provenance_file.read_bytes() == group.provenance_file.read_bytes()
+    assert (run.code_dir / "train.py").read_text() == "pass"
+    assert [event["event"] for event in read_jsonl(run.events_file)] == ["submitted"]
+    assert run.checkpoints_dir.is_dir()
+    assert (run.path.stat().st_mode & 0o777) == 0o700
+
+
+def test_what_slurm_logs_is_the_log_of_the_supervisor(tmp_path: Path) -> None:
+    group = make_group(tmp_path, POINTS)
+    group.log_file(1).write_text("module: not found\n")
+    open_point(group.run(1))
+    log = group.run(1).attempt(1).supervisor_log
+    with log.open("a") as stream:
+        stream.write("and more\n")
+    assert group.log_file(1).read_text() == "module: not found\nand more\n"
+    moved = RunGroup(group.path.rename(tmp_path / "elsewhere"))
+    assert moved.run(1).attempt(1).supervisor_log.read_text() == "module: not found\nand more\n"
+
+
+def test_the_task_names_its_own_job(tmp_path: Path) -> None:
+    # It can start before the command that submitted it has written the id down, or has learned it at all.
+    group = make_group(tmp_path, POINTS, job_id=None)
+    with pytest.raises(UsageError, match=r"whether .* was submitted is not known"):
+        open_point(group.run(0))
+    assert not group.run(0).path.exists()
+    open_point(group.run(0), "34_0")
+    entry = newest_entry(group.run(0))
+    assert entry is not None
+    assert entry["job_id"] == "34_0"
+    attempt = claim_attempt(group.run(0), "34_0")
+    assert attempt is not None
+    assert attempt.number == 1
+
+
+def test_a_task_of_a_cancelled_group_does_not_begin(tmp_path: Path) -> None:
+    group = make_group(tmp_path, POINTS, cancelled_at=SUBMITTED_AT)
+    open_point(group.run(0), "12_0")
+    assert claim_attempt(group.run(0), "12_0") is None
+
+
+def test_a_point_is_made_once_whoever_comes(tmp_path: Path) -> None:
+    group = make_group(tmp_path, POINTS)
+    errors: list[BaseException] = []
+
+    def come() -> None:
+        try:
+            open_point(group.run(0))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=come) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(read_job(group.run(0))["attempts"]) == 1
+    assert [path.name for path in group.path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_runs_that_are_no_points_are_left_alone(tmp_path: Path) -> None:
+    group = make_group(tmp_path, POINTS)
+    for path in (tmp_path / "other", tmp_path / "5", group.path / "logs", group.path / "07"):
+        open_point(RunDir(path))
+        assert not (path / "attempts").exists()
+    with pytest.raises(UsageError, match="has no point 3") as caught:
+        open_point(group.run(3))
+    assert caught.value.hint == "its points are 0 to 7"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = make_group(tmp_path, POINTS)
+
+    def full(*args: object, **more: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("trainkit.job.array_tasks.add_slurm_entry", full)
+    with pytest.raises(UsageError, match="cannot be made: No space left on device"):
+        open_point(group.run(0))
+    assert sorted(path.name for path in group.path.iterdir()) == [
+        *("logs", "provenance.json", "submit.sbatch", "sweep.json")
+    ]

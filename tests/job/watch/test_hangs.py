@@ -1,0 +1,119 @@
+"""The verdict on a hang: who held the others up."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from trainkit.job.failure.verdict import blamed_host
+from trainkit.job.watch.hangs import HangRecord, hang_verdict, missing_ranks, read_hangs
+from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.rundir import RunDir, write_json
+
+PLAN = LaunchPlan(
+    backend="sbatch",
+    num_nodes=2,
+    workers_per_node=2,
+    device="cpu",
+    layout=Layout(dp_shard=4),
+    batch=Batch(1, 1, 4, 4),
+    lr=0.1,
+    threads_per_worker=1,
+    grace_s=20.0,
+    reasons={},
+)
+WAITING = ("wait (control.py:61)", "advance (loop.py:110)")
+
+
+def record(rank, step=41, phase="backward", beat=2, **fields):
+    value = HangRecord(
+        rank=rank,
+        node_rank=rank // 2,
+        host=f"host{rank // 2}",
+        step=step,
+        phase=phase,
+        beat=beat,
+        waited_s=312.4,
+        limit_s=300.0,
+        usual_s=0.8,
+        time=f"2026-01-01T00:00:0{rank}.000Z",
+        stack=WAITING,
+    )
+    return replace(value, **fields)
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.create()
+    return attempt
+
+
+def test_records_are_read_by_rank_and_damaged_ones_passed_over(attempt):
+    assert read_hangs(attempt) == []
+    attempt.hangs_dir.mkdir()
+    for rank in (2, 0):
+        write_json(attempt.rank_hang(rank), asdict(record(rank)))
+    attempt.rank_hang(1).write_text("{")
+    write_json(attempt.rank_hang(3), {"rank": 3})
+    assert read_hangs(attempt) == [record(0), record(2)]
+    assert missing_ranks(PLAN, read_hangs(attempt)) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("late", "phase"),
+    [
+        ({"step": 41, "beat": 0}, "data"),
+        ({"step": 40, "beat": 9}, "save"),
+        ({"step": None, "beat": 4}, "load"),
+    ],
+)
+def test_the_one_that_is_behind(attempt, late, phase):
+    records = [record(rank) for rank in range(4)]
+    records[2] = replace(records[2], **late, phase=phase)
+    assert hang_verdict(attempt, PLAN, records) == {
+        "rank": 2,
+        "node_rank": 1,
+        "host": "host1",
+        "time": "2026-01-01T00:00:00.000Z",
+        "step": late["step"],
+        "type": "Hang",
+        "message": f"no progress for 312 s, in {phase}; a step usually takes 0.8 s",
+        "exit_code": 70,
+        "final": False,
+    }
+
+
+def test_before_the_first_step_nothing_is_usual(attempt):
+    records = [record(rank, step=None, phase="load", usual_s=None) for rank in range(4)]
+    message = "no progress for 312 s, in load; no rank is behind the others"
+    assert hang_verdict(attempt, PLAN, records)["message"] == message
+    plan = replace(PLAN, num_nodes=1, workers_per_node=1)
+    assert hang_verdict(attempt, plan, records[:1])["message"] == "no progress for 312 s, in load"
+
+
+def test_at_the_same_position_the_one_that_is_elsewhere_in_the_code(attempt):
+    records = [record(rank) for rank in range(4)]
+    verdict = hang_verdict(attempt, PLAN, records)
+    assert (verdict["rank"], verdict["host"]) == (0, None), "nothing tells them apart"
+    assert blamed_host(verdict) is None
+    records[3] = replace(records[3], stack=("read (disk.py:3)",))
+    verdict = hang_verdict(attempt, PLAN, records)
+    assert (verdict["rank"], verdict["host"]) == (3, "host1")
+    records[2] = replace(records[2], stack=("read (disk.py:3)",))
+    assert hang_verdict(attempt, PLAN, records)["rank"] == 0, "two against two"
+
+
+def test_a_rank_that_says_nothing_comes_before_one_that_is_behind(attempt):
+    records = [record(0), record(1, beat=0, phase="data"), record(3)]
+    verdict = hang_verdict(attempt, PLAN, records)
+    assert (verdict["rank"], verdict["node_rank"], verdict["host"], verdict["step"]) == (2, 1, "host1", 41)
+    assert verdict["message"].startswith("does not answer: stopped, or the host is gone; rank 1 has come ")
+
+
+def test_the_host_of_a_node_that_says_nothing(attempt):
+    write_json(attempt.rendezvous_file, {"hosts": ["host0", "far-away"]})
+    verdict = hang_verdict(attempt, PLAN, [record(0), record(1)])
+    assert (verdict["rank"], verdict["host"]) == (2, "far-away")
+    assert verdict["message"].startswith("does not answer, nor does 1 more: stopped, ")
+    attempt.rendezvous_file.write_text("{}")
+    assert hang_verdict(attempt, PLAN, [record(0), record(1)])["host"] is None

@@ -1,0 +1,57 @@
+from trainkit.observe.restarts import comebacks_line, find_comebacks
+
+
+def event(second, attempt, name, **fields):
+    return {"time": f"2026-01-01T12:00:{second:06.3f}Z", "attempt": attempt, "event": name, **fields}
+
+
+PREEMPTED = [
+    event(1, 1, "started"),
+    event(2, 1, "checkpoint_commit", step=5),
+    event(3, 1, "signal", signal="SIGTERM"),
+    event(3.5, 1, "checkpoint_commit", step=7, reason="stop"),
+    event(4, 1, "requeue_decision", action="requeue", cause="preempted"),
+    event(4.25, 1, "stopped"),
+    event(20, 2, "submitted"),
+    event(20.25, 2, "started"),
+    event(30, 2, "first_step", step=8),
+]
+CRASHED = [
+    event(31, 2, "rank_failed", rank=1, host="n1", type="exit", message="killed by SIGKILL", step=None)
+    | {"failed_at": "2026-01-01T12:00:30.500Z"},
+    event(31, 2, "requeue_decision", action="restart", cause="crash"),
+    event(31, 2, "stopped"),
+    event(31, 3, "started"),
+]
+
+
+def test_each_part_of_the_way_back_is_measured():
+    [comeback] = find_comebacks(PREEMPTED)
+    assert (comeback.attempt, comeback.action, comeback.cause) == (1, "requeue", "preempted")
+    parts = (comeback.save_s, comeback.end_s, comeback.queue_s, comeback.start_s, comeback.total_s)
+    assert parts == (0.5, 0.75, 16.0, 9.75, 27.0)
+    assert comebacks_line([comeback]) == (
+        "1 (1 preempted); the last by requeue in 27.0 s (save 0.5, end 0.8, queue 16.0, start 9.8)"
+    )
+
+
+def test_a_failure_is_counted_from_the_moment_it_happened():
+    first, second = find_comebacks(PREEMPTED + CRASHED)
+    assert first.cause == "preempted"
+    assert (second.save_s, second.end_s, second.queue_s, second.start_s, second.total_s) == (
+        None,
+        0.5,
+        0.0,
+        None,
+        None,
+    )
+    assert comebacks_line([first, second]) == (
+        "2 (1 preempted, 1 crash); the last by restart (end 0.5, queue 0.0);"
+        " rank 1 failed first on n1: killed by SIGKILL"
+    )
+
+
+def test_an_end_for_good_is_no_comeback():
+    decision = event(4, 1, "requeue_decision", action="failed", cause="crash")
+    assert find_comebacks([event(1, 1, "started"), decision, event(4, 1, "stopped")]) == []
+    assert find_comebacks([]) == []

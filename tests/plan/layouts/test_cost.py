@@ -1,0 +1,167 @@
+"""What a layout sends and waits for, against published formulas."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from workloads import llama, workload
+
+from trainkit.plan.gpus import find_gpu
+from trainkit.plan.launch import Layout
+from trainkit.plan.layouts.cost import Flow, cost_of, rank_flops, recompute_share, sent_by_kind, traffic
+from trainkit.plan.model_shape import flops_per_token, num_params
+
+H100 = find_gpu("h100")
+PARAMS = num_params(llama("7b"))
+ROOT = 2 * 32_000 * 4096 + 4096
+"""Embedding, head and last norm of 7B, which are gathered once for both passes."""
+
+
+def test_zero_3_sends_half_as_much_again_as_copies() -> None:
+    """ZeRO (arXiv 1910.02054), section 7: 2 P for copies and for stage 2, 3 P for stage 3.
+
+    In bytes, with gradients reduced in float32 and parameters gathered in bfloat16: 2 x 4, 4 + 2, 4 + 2 x 2.
+    """
+    copies = sent_by_kind(traffic(workload(layout=Layout(dp_replicate=64))))
+    assert copies == {"dp": pytest.approx(8 * PARAMS, rel=0.02), "tp": 0, "cp": 0, "pp": 0}
+    zero_2 = sent_by_kind(traffic(workload(layout=Layout(dp_shard=64), zero=2)))
+    assert zero_2["dp"] == pytest.approx(6 * PARAMS, rel=0.02)
+    zero_3 = sent_by_kind(traffic(workload(layout=Layout(dp_shard=64))))
+    assert zero_3["dp"] == pytest.approx(8 * PARAMS - 2 * ROOT, rel=0.02)
+
+
+def test_shards_are_sent_with_every_pass_and_gradients_to_copies_once_a_step() -> None:
+    one, four = (
+        {
+            flow.kind: (flow.num_bytes, flow.calls)
+            for flow in traffic(workload(layout=Layout(2, 8), accumulation_steps=steps))
+        }
+        for steps in (1, 4)
+    )
+    for kind in ("gather", "scatter"):
+        assert four[kind] == tuple(4 * number for number in one[kind])
+    assert four["reduce"] == one["reduce"]
+    pipeline = [workload(layout=Layout(dp_shard=2, pp=2), accumulation_steps=steps) for steps in (1, 4)]
+    once, again = ([flow for flow in traffic(work) if flow.kind == "scatter"] for work in pipeline)
+    assert once == again
+
+
+def test_what_is_sent_with_every_pass_is_hidden_by_every_pass() -> None:
+    """Four times as much to hide and four times as much that hides it."""
+    assert H100 is not None
+    one, four = (
+        cost_of(workload(layout=Layout(dp_shard=16), seq_len=512, accumulation_steps=steps), H100, 8)
+        for steps in (1, 4)
+    )
+    assert one.exposed_s["dp"] > 0.1 * one.compute_s
+    assert four.exposed_s["dp"] == pytest.approx(4 * one.exposed_s["dp"])
+    copies_once, copies = (
+        cost_of(workload(layout=Layout(dp_replicate=64), seq_len=512, accumulation_steps=steps), H100, 8)
+        for steps in (1, 4)
+    )
+    assert copies.exposed_s["dp"] == pytest.approx(copies_once.exposed_s["dp"])
+
+
+def test_hybrid_sharding_sends_little_between_its_copies() -> None:
+    gather, scatter, reduce = traffic(workload(layout=Layout(dp_replicate=4, dp_shard=8)))
+    assert (gather.crosses_nodes(8), scatter.crosses_nodes(8), reduce.crosses_nodes(8)) == (
+        False,
+        False,
+        True,
+    )
+    assert reduce.num_bytes == pytest.approx(2 * 4 * PARAMS / 8 * 3 / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(("mode", "reductions"), [("none", 4), ("full", 6)])
+def test_tensor_parallelism_reduces_four_times_a_block(mode: str, reductions: int) -> None:
+    """Megatron (arXiv 1909.08053): two all-reduces forward, two backward; recomputation repeats two."""
+    work = workload(layout=Layout(tp=8), activation_checkpointing=mode)
+    [tp] = [flow for flow in traffic(work) if flow.kind == "tp"]
+    all_reduce = 2 * 7 / 8 * 4096 * 4096 * 2
+    assert tp.num_bytes == reductions * 32 * all_reduce
+    assert (tp.ranks, tp.stride) == (8, 1)
+
+
+def test_a_pipeline_sends_one_activation_a_microbatch_each_way() -> None:
+    work = workload(layout=Layout(pp=4), device_batch_size=8, pp_microbatches=4, accumulation_steps=2)
+    [pp] = traffic(work)
+    assert pp.num_bytes == 2 * 8 * (2 * 4096 * 4096 * 2)
+    shared = workload(layout=Layout(pp=4, tp=2), device_batch_size=8, pp_microbatches=4, accumulation_steps=2)
+    assert sent_by_kind(traffic(shared))["pp"] == pp.num_bytes / 2
+
+
+def test_context_parallelism_sends_keys_and_values() -> None:
+    """Llama 3 (arXiv 2407.21783): gathered before attention, and their gradients scattered after it."""
+    [cp] = [flow for flow in traffic(workload(layout=Layout(cp=4), seq_len=16_384)) if flow.kind == "cp"]
+    assert cp.num_bytes == 2 * 32 * 3 * (4096 * 2 * 4096 * 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "crosses", "neighbours"),
+    [(8, 1, False, 8), (16, 1, True, 8), (4, 4, True, 2), (2, 8, True, 1), (2, 4, False, 2)],
+)
+def test_who_is_on_one_node(ranks: int, stride: int, crosses: bool, neighbours: int) -> None:
+    flow = Flow("reduce", 1, 1, ranks, stride)
+    assert (flow.crosses_nodes(8), flow.ranks_of_a_node(8)) == (crosses, neighbours)
+
+
+def test_flops_are_those_of_the_whole_model() -> None:
+    work = workload(layout=Layout(pp=4, tp=2), device_batch_size=4)
+    ranks = 2 * sum(rank_flops(work, rank) for rank in range(4))
+    tokens = 4 * 4096
+    # The shape counts norms too.
+    assert ranks == pytest.approx(tokens * flops_per_token(work.shape, 4096), rel=1e-3)
+
+
+def test_what_is_computed_again() -> None:
+    assert recompute_share(workload()) == 0
+    assert recompute_share(workload(activation_checkpointing="full")) == pytest.approx(1 / 3)
+    selective = recompute_share(workload(activation_checkpointing="selective"))
+    products = 4 * 4096 + 3 * 11_008
+    assert selective == pytest.approx((2 * 4096 + 11_008) / products / 3)
+    zbv = workload(layout=Layout(pp=2), activation_checkpointing="full", pp_schedule="zbv")
+    # The trainer's attention runs 11 times forward for a block, once of them the first time.
+    assert recompute_share(zbv) == pytest.approx(10 / 3)
+
+
+def test_a_bubble_lengthens_the_step() -> None:
+    assert H100 is not None
+    work = workload(layout=Layout(pp=4), device_batch_size=4, pp_microbatches=4)
+    cost = cost_of(work, H100, 8)
+    assert cost.bubble == 3 / 7
+    assert cost.step_s == pytest.approx(
+        (cost.compute_s + cost.exposed_s["pp"]) * 7 / 4 + cost.exposed_s["dp"]
+    )
+
+
+def test_the_network_is_slower_than_a_node() -> None:
+    assert H100 is not None
+    work = workload(layout=Layout(tp=8))
+    near, far = cost_of(work, H100, 8), cost_of(work, H100, 4)
+    assert near.crossing(8) == ()
+    assert far.crossing(4) == ("tp",)
+    assert far.exposed_s["tp"] > near.exposed_s["tp"]
+
+
+LAYOUTS = st.builds(
+    Layout,
+    dp_replicate=st.sampled_from([1, 2, 8]),
+    dp_shard=st.sampled_from([1, 8]),
+    tp=st.sampled_from([1, 2, 8]),
+    pp=st.sampled_from([1, 4]),
+    cp=st.sampled_from([1, 2]),
+)
+
+
+@given(LAYOUTS, st.sampled_from(["none", "selective", "full"]), st.sampled_from([2, 3]))
+def test_every_step_takes_time(layout: Layout, mode: str, zero: int) -> None:
+    assert H100 is not None
+    work = workload(layout=layout, device_batch_size=4, activation_checkpointing=mode, zero=zero)
+    cost = cost_of(work, H100, 8)
+    assert cost.step_s >= cost.compute_s + cost.recompute_s > 0
+    assert all(seconds >= 0 for seconds in cost.exposed_s.values())
+    degrees = {"dp": layout.dp * layout.cp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
+    assert {kind for kind, sent in cost.sent.items() if sent} == {
+        kind for kind, degree in degrees.items() if degree > 1
+    }

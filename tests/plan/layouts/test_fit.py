@@ -1,0 +1,120 @@
+"""Runs that cannot fit are refused before they start, with what would fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import LOCAL, Cluster, NodeKind, Partition, Target
+from trainkit.config import load_config
+from trainkit.errors import ConfigError, Problem
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.make_plan import check_config
+
+NO_GPU = Machine(2, 0, (), "there is no NVIDIA driver on this machine")
+LLAMA = ("model.preset=7b", "model.vocab_size=32000", "data.seq_len=4096", "train.global_batch_size=64")
+
+
+def cluster(gpu_type: str, gpus: int = 8) -> Target:
+    nodes = (NodeKind(16, cpus=128, gpus={gpu_type: gpus}),)
+    return Target("sbatch", "", Cluster("big", partitions=(Partition("gpu", is_default=True, nodes=nodes),)))
+
+
+def check(tmp_path: Path, target: Target, *overrides: str, machine: Machine = NO_GPU) -> LaunchPlan:
+    loaded = load_config(None, overrides=(*LLAMA, *overrides), environ={}, cwd=tmp_path)
+    return check_config(loaded, machine, target)
+
+
+def problem(tmp_path: Path, target: Target, *overrides: str, machine: Machine = NO_GPU) -> Problem:
+    with pytest.raises(ConfigError) as error:
+        check(tmp_path, target, *overrides, machine=machine)
+    [found] = error.value.problems
+    return found
+
+
+def test_what_fits_is_told(tmp_path: Path) -> None:
+    full = "parallel.activation_checkpointing=full"
+    plan = check(tmp_path, cluster("h100"), "train.device_batch_size=1", full)
+    assert plan.reasons["memory"] == "about 16.7 GiB of the 79.6 GiB of each H100 80GB (21%)"
+    tight = check(tmp_path, cluster("h200"), "train.device_batch_size=4", "data.seq_len=6144")
+    assert tight.reasons["memory"].endswith(": little is left for what cannot be foreseen")
+
+
+def test_too_large_a_batch(tmp_path: Path) -> None:
+    found = problem(tmp_path, cluster("h100"), "train.device_batch_size=8")
+    assert found.render().startswith(
+        "--set train.device_batch_size=8: train.device_batch_size: is 8, with which a GPU needs about "
+        "172.3 GiB (162.4 GiB of it activations and loss), but even the largest GPU of that name has 93.6 "
+        "GiB\n  hint: --set parallel.activation_checkpointing=full needs 30.1 GiB, "
+    )
+    assert "or --set train.device_batch_size=" in found.hint
+    assert found.hint.endswith("; `trainkit plan` lists more")
+
+
+def test_too_large_a_model(tmp_path: Path) -> None:
+    found = problem(tmp_path, cluster("a100-40gb"), "model.preset=70b", "train.device_batch_size=1")
+    assert found.key == "parallel.dp_shard"
+    assert "weights, gradients and optimizer state), but A100 40GB has 40.0 GiB" in found.message
+    assert " GPUs needs " in found.hint
+
+
+def test_on_this_machine(tmp_path: Path) -> None:
+    machine = Machine(16, 1, ("NVIDIA L4",), "this machine has 1 x NVIDIA L4")
+    found = problem(tmp_path, LOCAL, "train.device_batch_size=1", machine=machine)
+    assert (found.key, found.origin) == ("parallel.dp_shard", "")
+
+
+@pytest.mark.parametrize(
+    ("target", "overrides"),
+    [
+        (cluster("something-new"), ()),
+        (cluster(""), ()),
+        (LOCAL, ("device=cpu",)),
+        (cluster("h100"), ("device=cpu",)),
+    ],
+)
+def test_silent_where_memory_is_not_known(target: Target, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    assert "memory" not in check(tmp_path, target, *overrides).reasons
+
+
+def test_a_layout_that_the_model_does_not_allow(tmp_path: Path) -> None:
+    overrides = ("parallel.tp=8", "model.num_kv_heads=4", "train.device_batch_size=1")
+    found = problem(tmp_path, cluster("h100"), *overrides)
+    assert (found.key, found.origin) == ("parallel.tp", "--set parallel.tp=8")
+    with pytest.raises(ConfigError) as error:
+        check(tmp_path, cluster("h100"), "parallel.pp=8", "train.device_batch_size=2")
+    assert [item.key for item in error.value.problems] == ["parallel.pp_microbatches"]
+
+
+def test_a_model_that_is_larger_than_this_machine(tmp_path: Path) -> None:
+    small, large = (replace(NO_GPU, memory=size * 2**30) for size in (100, 101))
+    options = ("device=cpu", "train.device_batch_size=1")
+    found = problem(tmp_path, LOCAL, *options, machine=small)
+    assert found.key == "model.preset"
+    assert "optimizer state take 100.4 GiB, and this machine has 100.0 GiB" in found.message
+    check(tmp_path, LOCAL, *options, machine=large)
+    check(tmp_path, LOCAL, *options)
+
+
+def test_no_memory_for_the_copies_that_are_saved_while_training_goes_on(tmp_path: Path) -> None:
+    """12 bytes of each of 6.7 billion parameters, once on a node."""
+    options = ("resources.nodes=2", "train.device_batch_size=1", "parallel.dp_replicate=2")
+    found = problem(tmp_path, cluster("h200"), *options, "resources.mem=64G")
+    assert found.render() == (
+        "--set resources.mem=64G: resources.mem: is 64G: saving while training goes on takes 75.3 GiB "
+        "of the memory of a node\n  hint: checkpoint.async: false needs no memory for copies"
+    )
+    check(tmp_path, cluster("h200"), *options, "resources.mem=96G")
+    check(tmp_path, cluster("h200"), *options, "resources.mem=64G", "checkpoint.async=false")
+    check(tmp_path, cluster("h200"), *options, 'resources.mem="0"')
+
+
+def test_no_memory_for_copies_on_this_machine(tmp_path: Path) -> None:
+    names = ("NVIDIA H200",) * 2
+    machine = replace(NO_GPU, num_gpus=2, gpu_names=names, gpu_reason="two", memory=64 * 2**30)
+    found = problem(tmp_path, LOCAL, "train.device_batch_size=1", machine=machine)
+    assert found.key == "checkpoint.async"
+    assert found.message.startswith("is true, and this machine has 64.0 GiB: saving")

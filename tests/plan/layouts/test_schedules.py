@@ -1,0 +1,185 @@
+"""Bubbles and microbatches in flight, against formulas of papers and against torch's own tables."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from trainkit.config.running import PipelineSchedule
+from trainkit.plan.layouts.schedules import (
+    WEIGHTS_LATER,
+    bubble_fraction,
+    losses_in_flight,
+    stages_in_flight,
+    stages_of,
+    worst_in_flight,
+)
+
+TABLES: dict[PipelineSchedule, str] = {
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipe_v": "ScheduleDualPipeV",
+}
+SIZES = [(2, 4), (2, 5), (3, 4), (3, 9), (4, 3), (4, 5), (4, 6), (4, 8), (4, 16), (8, 8), (8, 16), (8, 20)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "microbatches", "fraction"),
+    [
+        ("1f1b", 1, 4, 0.0),
+        ("gpipe", 4, 8, 3 / 11),  # GPipe, arXiv 1811.06965: (K - 1) / (M + K - 1)
+        ("1f1b", 4, 8, 3 / 11),  # Megatron, arXiv 2104.04473: as GPipe
+        ("interleaved_1f1b", 4, 8, 3 / 19),  # the same: half of the waiting with two stages a rank
+        ("interleaved_zero_bubble", 4, 8, 3 / 51),  # arXiv 2401.10241: (p - 1)(F + B - W), halved again
+        ("zbv", 4, 8, 3 / 51),
+        ("dualpipe_v", 4, 8, 3 / 51),
+    ],
+)
+def test_bubbles_of_the_papers(
+    schedule: PipelineSchedule, pp: int, microbatches: int, fraction: float
+) -> None:
+    assert bubble_fraction(schedule, pp, microbatches) == pytest.approx(fraction)
+
+
+def test_in_flight_of_the_papers() -> None:
+    """arXiv 2104.04473: GPipe keeps all microbatches, 1F1B at most as many as there are stages ahead."""
+    assert [stages_in_flight("gpipe", 4, rank, 8) for rank in range(4)] == [8, 8, 8, 8]
+    assert [stages_in_flight("1f1b", 4, rank, 8) for rank in range(4)] == [4, 3, 2, 1]
+    assert [stages_in_flight("1f1b", 4, rank, 2) for rank in range(4)] == [2, 2, 2, 1]
+    assert (losses_in_flight("gpipe", 4, 8), losses_in_flight("1f1b", 4, 8)) == (8, 1)
+    assert stages_in_flight("1f1b", 1, 0, 8) == losses_in_flight("gpipe", 1, 8) == 1
+
+
+@pytest.mark.parametrize("schedule", TABLES)
+def test_as_in_the_tables_of_torch(schedule: PipelineSchedule) -> None:
+    seen = 0
+    for pp, microbatches in SIZES:
+        table = table_of(schedule, pp, microbatches)
+        if table is None:
+            continue
+        seen += 1
+        for rank in range(pp):
+            both, last = most_in_flight(table[rank], 2 * pp - 1)
+            assert both == stages_in_flight(schedule, pp, rank, microbatches), (pp, microbatches, rank)
+            if 2 * pp - 1 in stages_of(rank, pp, schedule):
+                assert last == losses_in_flight(schedule, pp, microbatches)
+        assert waiting(table, 2 * pp) == pytest.approx(bubble_fraction(schedule, pp, microbatches))
+    assert seen >= 4
+
+
+@pytest.mark.parametrize("gradients", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("schedule", WEIGHTS_LATER)
+def test_worst_times_are_those_of_the_tables(schedule: PipelineSchedule, gradients: float) -> None:
+    """With gradients of a stage's weights so many times as large as what a pass keeps, in float32."""
+    for pp, microbatches in SIZES:
+        table = table_of(schedule, pp, microbatches)
+        for rank in range(pp if table is not None else 0):
+            assert table is not None
+            most = most_at_once(table[rank], gradients)
+            stages = stages_of(rank, pp, schedule)
+            told = 0.0
+            for time in worst_in_flight(schedule, pp, rank, microbatches):
+                latest = sum(stage > 0 for stage in stages[-time.summed :]) if time.has_latest else 0
+                summed = gradients * (time.summed + latest / 2)
+                told = max(told, time.whole + 1.5 * time.half + summed)
+            # Before the schedule has settled it is less.
+            assert told == most if microbatches >= 3 * pp else told >= most, (pp, microbatches, rank)
+
+
+def most_at_once(actions: list[Any], gradients: float) -> float:
+    """The most that waits when a backward pass begins: 1 for a pass, 1.5 when its inputs have gradients.
+
+    The gradients of weights are half as large until the next backward pass of the stage adds them up.
+    """
+    whole: Counter[int] = Counter()
+    half: Counter[int] = Counter()
+    latest, summed = set(), set()
+    most = 0.0
+    for kind, stage, _ in actions:
+        begins = kind == "FULL_BACKWARD" or (kind == "BACKWARD_INPUT") == (stage > 0)
+        if kind == "FORWARD":
+            whole[stage] += 1
+        elif begins:
+            held = gradients * (len(summed) + len(latest) / 2)
+            most = max(most, whole.total() + 1.5 * half.total() + held)
+            whole[stage] -= 1
+            if kind == "BACKWARD_INPUT":
+                half[stage] += 1
+            if stage in latest or kind != "BACKWARD_INPUT":
+                latest.discard(stage)
+                summed.add(stage)
+        elif kind == "BACKWARD_WEIGHT":
+            half[stage] -= 1
+            latest.add(stage)
+    return most
+
+
+def table_of(schedule: PipelineSchedule, pp: int, microbatches: int) -> dict[int, list[Any]] | None:
+    """What torch lets every rank do, pass by pass; None where it does not take so many microbatches."""
+    import torch
+    from torch.distributed.pipelining import schedules
+
+    logging.getLogger(schedules.__name__).setLevel(logging.ERROR)
+    stages = []
+    for index in stages_of(0, pp, schedule):
+        stage = MagicMock(group_size=pp, group_rank=0, num_stages=2 * pp, stage_index=index)
+        stage.is_first, stage.is_last, stage.submod = index == 0, index == 2 * pp - 1, torch.nn.Identity()
+        stages.append(stage)
+    try:
+        made = getattr(schedules, TABLES[schedule])(stages, microbatches, loss_fn=lambda *_: 0)
+    except ValueError:
+        return None
+    return {rank: list(passes(actions)) for rank, actions in made.pipeline_order.items()}
+
+
+def passes(actions: list[Any]) -> list[Any]:
+    """(kind, stage, microbatch) of every pass; a row may hold two that overlap."""
+    rows = [row for action in actions if action is not None for row in (action.sub_actions or [action])]
+    return [
+        (row.computation_type.name, row.stage_index, row.microbatch_index)
+        for row in rows
+        if row.computation_type.name != "REDUCE_GRAD"
+    ]
+
+
+def most_in_flight(actions: list[Any], last_stage: int) -> tuple[int, int]:
+    """The most activations at once of all stages of a rank, and of the last stage."""
+    held: Counter[int] = Counter()
+    both = last = 0
+    for kind, stage, _ in actions:
+        held[stage] += {"FORWARD": 1, "BACKWARD_INPUT": 0}.get(kind, -1)
+        both, last = max(both, held.total()), max(last, held[last_stage])
+    return both, last
+
+
+def waiting(table: dict[int, list[Any]], num_stages: int) -> float:
+    """The share of its time in which the busiest rank waits, when every pass takes as long."""
+    done: dict[tuple[str, int, int], int] = {}
+    clock, at = dict.fromkeys(table, 0), dict.fromkeys(table, 0)
+    while any(at[rank] < len(table[rank]) for rank in table):
+        for rank, actions in table.items():
+            while at[rank] < len(actions):
+                kind, stage, micro = actions[at[rank]]
+                needs = [] if stage == 0 else [("F", stage - 1, micro)]
+                if kind != "FORWARD":
+                    needs = [("F", stage, micro)]
+                    needs += [] if stage == num_stages - 1 else [("B", stage + 1, micro)]
+                if kind == "BACKWARD_WEIGHT":
+                    needs = [("B", stage, micro)]
+                if not all(need in done for need in needs):
+                    break
+                clock[rank] = max([clock[rank], *(done[need] for need in needs)])
+                clock[rank] += 2 if kind == "FULL_BACKWARD" else 1
+                name = {"FORWARD": "F", "BACKWARD_WEIGHT": "W"}.get(kind, "B")
+                done[name, stage, micro] = clock[rank]
+                at[rank] += 1
+    busy = {
+        rank: sum(2 if kind == "FULL_BACKWARD" else 1 for kind, _, _ in actions)
+        for rank, actions in table.items()
+    }
+    return 1 - max(busy.values()) / max(clock.values())

@@ -1,0 +1,317 @@
+"""Memory by hand, by published formulas, and as torch's memory tracker saw it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from workloads import llama, workload
+
+from trainkit.plan.gpus import GIB
+from trainkit.plan.launch import Layout
+from trainkit.plan.memory.activations import block_bytes, head_bytes, kept_bytes, loss_bytes
+from trainkit.plan.memory.peaks import memory_of, rank_memory, receive_buffers
+from trainkit.plan.memory.weights import held_by
+from trainkit.plan.model_shape import ModelShape, num_params
+from trainkit.plan.workload import Workload
+
+SMALL = ModelShape(64, 8, 2, 2, 1, 12, 1e-5, 1e4, False, 0.0)
+"""Width 8, 2 layers, one key and value head of width 4, 12 hidden units: sizes to count by hand."""
+
+
+@pytest.mark.parametrize("shards", [1, 8, 64])
+def test_sixteen_bytes_a_parameter(shards: int) -> None:
+    """ZeRO (arXiv 1910.02054), section 3: 16 bytes a parameter with Adam, over N ranks with all stages."""
+    work = workload(layout=Layout(dp_replicate=8 // min(shards, 8), dp_shard=shards))
+    update = memory_of(work).moments["update"]
+    params = num_params(work.shape)
+    assert update.total == pytest.approx(16 * params / shards, rel=1e-3)
+    assert (update.params, update.gradients) == (update.params, update.params)
+    assert update.optimizer == 2 * update.params
+    assert (update.activations, update.loss, update.buffers) == (0, 0, 0)
+
+
+def test_every_way_of_splitting_splits_the_state() -> None:
+    work = workload("70b", layout=Layout(dp_shard=4, tp=8, pp=4, cp=2), device_batch_size=4)
+    share = num_params(work.shape) / 256
+    [small, large] = sorted(rank_memory(work, rank).moments["update"].params for rank in (0, 1))
+    # The ends of the pipeline have the embedding or the head besides.
+    assert 4 * share * 0.95 < small < large < 4 * share * 1.1
+
+
+def test_a_block_by_hand() -> None:
+    """34 s b h of arXiv 2205.05198, table 2, without dropout and scores, for SwiGLU and shared keys.
+
+    A token of SMALL, in numbers: two norms keep their input (8 + 8), wq wk wv and gate up theirs (8 + 8);
+    attention its queries and output (8 + 8), keys and values (4 + 4); the feed-forward network gate, up,
+    silu(gate) and their product (4 x 12). In float32: a factor of each norm and a logarithm of each head.
+    """
+    numbers, in_float32 = 16 + 16 + 16 + 8 + 48, 2 + 2
+    work = workload(SMALL, layout=Layout(dp_shard=2), seq_len=10, device_batch_size=3)
+    assert block_bytes(work) == 30 * (2 * numbers + 4 * in_float32)
+    assert kept_bytes(work) == block_bytes(work)
+    # Full: the input. Selective: also queries, values, output of attention with its logarithms, gate, down.
+    full = workload(SMALL, layout=Layout(dp_shard=2), seq_len=10, activation_checkpointing="full")
+    assert kept_bytes(full) == 10 * 2 * 8
+    selective = workload(SMALL, layout=Layout(dp_shard=2), seq_len=10, activation_checkpointing="selective")
+    assert kept_bytes(selective) == 10 * (2 * (8 + 8 + 4 + 8 + 12 + 8) + 4 * 2)
+
+
+def test_a_block_under_tensor_parallelism() -> None:
+    """Section 4.2: sequence parallelism splits the inputs of the norms; gathered inputs stay whole here."""
+    kept = {"attention": 16 + 8, "feed-forward": 48}
+    for sequence_parallel, ranks in ((True, 2), (False, 1)):
+        work = workload(
+            SMALL, layout=Layout(tp=2, dp_shard=1), seq_len=10, sequence_parallel=sequence_parallel
+        )
+        numbers = 16 / ranks + 16 + sum(kept.values()) / 2
+        assert block_bytes(work) == 10 * (2 * numbers + 4 * (2 + 1))
+
+
+def test_a_single_process_keeps_more() -> None:
+    """Autocast: a float32 residual stream, a cast input for each of five products, and cast matrices."""
+    work = workload(SMALL, layout=Layout(), seq_len=10)
+    assert block_bytes(work) == 10 * (4 * 16 + 2 * (5 * 8 + 16 + 8 + 48) + 4 * 4)
+    matrices = 2 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 12 + 16) + 64 * 8
+    assert memory_of(work).moments["loss"].buffers == 2 * matrices
+
+
+def test_the_loss_by_hand() -> None:
+    """Logarithms of probabilities and two gradients in float32; a fourth number where it is split."""
+    assert loss_bytes(workload(SMALL, seq_len=10)) == 10 * 64 * 12
+    split = workload(SMALL, layout=Layout(tp=2), seq_len=10)
+    assert loss_bytes(split) == 10 * 32 * 16
+    assert loss_bytes(split.with_parallel(loss_parallel=False)) == 10 * 64 * 12
+    assert head_bytes(workload(SMALL, seq_len=10)) == 10 * (2 * 8 + 4 + 2 * 8)
+
+
+def test_pipeline_ranks_hold_what_is_in_flight() -> None:
+    """arXiv 2205.05198, section 4.2.3: the first of p stages keeps p microbatches, the last one 1."""
+    work = workload("13b", layout=Layout(pp=4), device_batch_size=8, pp_microbatches=8)
+    kept = [rank_memory(work, rank).moments["backward"].activations for rank in range(4)]
+    assert kept == [10 * kept_bytes(work) * passes for passes in (4, 3, 2, 1)]
+    gpipe = work.with_parallel(pp_schedule="gpipe")
+    # Of all 8, the first is gone when there are gradients, which here are more than that.
+    assert rank_memory(gpipe, 0).moments["backward"].activations == 10 * 7 * kept_bytes(work)
+    assert rank_memory(gpipe, 3).moments["loss"].loss > 8 * rank_memory(work, 3).moments["loss"].loss / 2
+
+
+def test_copies_do_not_save_memory_and_zero_2_saves_less() -> None:
+    copies, zero_2, zero_3 = (
+        memory_of(workload(layout=layout, activation_checkpointing="full", zero=zero))
+        for layout, zero in ((Layout(dp_replicate=8), 3), (Layout(dp_shard=8), 2), (Layout(dp_shard=8), 3))
+    )
+    params = num_params(llama("7b"))
+    assert copies.peak > 16 * params
+    # Two bytes a parameter stay gathered, those of embedding and head in any case.
+    kept = zero_2.moments["loss"].buffers - zero_3.moments["loss"].buffers
+    assert kept == 2 * (params - 2 * 32_000 * 4096 - 4096)
+
+
+def test_offload_leaves_only_what_is_computed_with() -> None:
+    found = memory_of(workload(offload=True, activation_checkpointing="full"))
+    assert (found.largest.params, found.largest.optimizer) == (0, 0)
+    assert found.moments["update"].total == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "shards"),
+    [(Layout(dp_replicate=8), 1), (Layout(dp_shard=8), 8), (Layout(2, 4), 4), (Layout(dp_shard=2, cp=2), 4)],
+)
+def test_gradients_of_earlier_passes_wait_whole_only_in_copies(layout: Layout, shards: int) -> None:
+    once, twice = (memory_of(workload(layout=layout, accumulation_steps=steps)) for steps in (1, 2))
+    assert once.moments["loss"].gradients == 0
+    assert twice.moments["loss"].gradients == 4 * num_params(llama("7b")) / shards
+    assert twice.moments["update"] == once.moments["update"]
+
+
+def test_offloaded_gradients_wait_where_copies_add_them_up() -> None:
+    """torch keeps what was scattered and not yet summed over copies on the device."""
+    waiting = [
+        memory_of(workload(layout=layout, offload=True, accumulation_steps=2)).moments["loss"].gradients
+        for layout in (Layout(dp_shard=8), Layout(2, 4))
+    ]
+    assert waiting == [0, num_params(llama("7b"))]
+
+
+# (GiB, what): torch.distributed._tools.mem_tracker.MemTracker of torch 2.13 on the CPU, fake process group,
+# second step of the trainer's model with fused AdamW (`trainkit check --simulate-world`). Fewer layers where
+# more would only take longer.
+TRACKED: list[tuple[float, dict[str, Any]]] = [
+    (36.291, {"num_layers": 32}),
+    (15.603, {"num_layers": 32, "activation_checkpointing": "full"}),
+    (20.091, {"num_layers": 32, "activation_checkpointing": "selective"}),
+    (7.203, {"accumulation_steps": 2}),
+    (5.362, {"zero": 2, "activation_checkpointing": "full"}),
+    (8.208, {"dtype": "fp32", "activation_checkpointing": "selective"}),
+    (10.110, {"layout": Layout(dp_shard=64), "device_batch_size": 4, "seq_len": 2048}),
+    (
+        6.672,
+        {
+            "layout": Layout(2, 4),
+            "activation_checkpointing": "full",
+            "accumulation_steps": 2,
+            "seq_len": 512,
+        },
+    ),
+    (3.738, {"layout": Layout(dp_shard=8, tp=2)}),
+    (2.745, {"layout": Layout(dp_shard=2, tp=8), "sequence_parallel": False}),
+    (2.929, {"layout": Layout(dp_shard=2, tp=8), "loss_parallel": False}),
+    (4.372, {"layout": Layout(tp=4), "activation_checkpointing": "full"}),
+    (5.583, {"layout": Layout(dp_shard=2, cp=4), "seq_len": 8192}),
+    (
+        10.035,
+        {
+            "preset": "70b",
+            "layout": Layout(dp_shard=512),
+            "activation_checkpointing": "full",
+            "seq_len": 2048,
+        },
+    ),
+    (2.316, {"preset": "70b", "layout": Layout(dp_shard=8, tp=8), "activation_checkpointing": "full"}),
+]
+
+
+@pytest.mark.parametrize(("tracked_gib", "what"), TRACKED)
+def test_as_torch_tracked_it(tracked_gib: float, what: dict[str, Any]) -> None:
+    rest = dict(what)
+    shape = llama(rest.pop("preset", "7b"), num_layers=rest.pop("num_layers", 4))
+    peak = memory_of(workload(shape, device="cpu", **rest)).peak
+    assert peak / GIB == pytest.approx(tracked_gib, rel=0.05)
+
+
+# (GiB, rank of the pipeline, what): `trainkit check --simulate-world`, with torch's own schedules.
+TWO_RANKS: dict[str, Any] = {"num_layers": 8, "layout": Layout(dp_shard=4, pp=2)}
+PIPELINES: list[tuple[float, int, dict[str, Any]]] = [
+    (8.681, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4)}),
+    (8.681, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4), "pp_schedule": "gpipe"}),
+    (9.466, 0, {"num_layers": 8, "layout": Layout(dp_shard=2, pp=4), "accumulation_steps": 2}),
+    (12.215, 0, {**TWO_RANKS, "pp_schedule": "interleaved_1f1b"}),
+    (11.359, 1, {**TWO_RANKS, "pp_schedule": "interleaved_1f1b"}),
+    (12.733, 1, {**TWO_RANKS, "pp_schedule": "interleaved_zero_bubble"}),
+    (14.756, 1, {**TWO_RANKS, "pp_schedule": "interleaved_zero_bubble", "accumulation_steps": 2}),
+    (14.260, 0, {**TWO_RANKS, "pp_schedule": "zbv"}),
+    (12.069, 1, {**TWO_RANKS, "pp_schedule": "zbv"}),
+    (14.030, 1, {**TWO_RANKS, "pp_schedule": "zbv", "activation_checkpointing": "full"}),
+    (47.059, 1, {**TWO_RANKS, "preset": "70b", "pp_schedule": "zbv", "activation_checkpointing": "full"}),
+    (11.132, 1, {**TWO_RANKS, "pp_schedule": "dualpipe_v"}),
+    (
+        4.824, 0,
+        {
+            "num_layers": 8, "layout": Layout(dp_shard=4, pp=2, tp=2), "accumulation_steps": 2,
+            "activation_checkpointing": "selective",
+        },
+    ),
+    (
+        21.963, 0,
+        {
+            "num_layers": 32, "layout": Layout(dp_shard=2, pp=4), "seq_len": 4096, "device_batch_size": 8,
+            "pp_microbatches": 8, "activation_checkpointing": "full",
+        },
+    ),
+    (
+        13.970, 0,
+        {
+            "preset": "13b", "num_layers": 40, "layout": Layout(dp_shard=2, pp=4, tp=4), "seq_len": 4096,
+            "device_batch_size": 8, "pp_microbatches": 8, "activation_checkpointing": "selective",
+        },
+    ),
+    (
+        30.048, 0,
+        {
+            "preset": "70b", "num_layers": 80, "layout": Layout(dp_shard=8, pp=8, tp=8), "seq_len": 4096,
+            "device_batch_size": 8, "pp_microbatches": 8, "loss_parallel": False,
+        },
+    ),
+    (
+        19.058, 2,
+        {
+            "preset": "70b", "num_layers": 80, "layout": Layout(pp=8, tp=8), "seq_len": 4096,
+            "device_batch_size": 8, "pp_microbatches": 8, "activation_checkpointing": "full",
+        },
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tracked_gib", "pp_rank", "what"), PIPELINES)
+def test_pipelines_as_torch_tracked_them(tracked_gib: float, pp_rank: int, what: dict[str, Any]) -> None:
+    rest = {"device_batch_size": 4, "seq_len": 2048, "pp_microbatches": 4, **what}
+    shape = llama(rest.pop("preset", "7b"), num_layers=rest.pop("num_layers"))
+    peak = rank_memory(workload(shape, device="cpu", **rest), pp_rank).peak
+    assert peak / GIB == pytest.approx(tracked_gib, rel=0.03)
+
+
+def test_stages_receive_into_buffers_of_their_own() -> None:
+    """One a microbatch of the step, of activations but for the first stage, of gradients but for the last."""
+    work = workload("7b", layout=Layout(pp=4), device_batch_size=4, pp_microbatches=4, accumulation_steps=2)
+    received = [receive_buffers(work, held_by(rank, 4, "1f1b", 32)) for rank in range(4)]
+    stream = 4096 * 4096 * 2
+    assert received == [8 * stream * ends for ends in (1, 2, 2, 1)]
+    v = work.with_parallel(pp_schedule="zbv")
+    # Both ends are on the first rank: two inputs, of which each stays with the gradient that was sent on.
+    assert [receive_buffers(v, held_by(rank, 4, "zbv", 32)) for rank in (0, 3)] == [24 * stream, 48 * stream]
+    assert receive_buffers(workload(), held_by(0, 1, "1f1b", 32)) == 0
+
+
+LAYOUTS = st.builds(
+    Layout,
+    dp_replicate=st.sampled_from([1, 2, 4]),
+    dp_shard=st.sampled_from([1, 2, 8, 64]),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 4]),
+    cp=st.sampled_from([1, 2]),
+)
+WORKLOADS = st.builds(
+    lambda layout, **others: workload("7b", layout=layout, device_batch_size=8, pp_microbatches=8, **others),
+    LAYOUTS,
+    activation_checkpointing=st.sampled_from(["none", "selective", "full"]),
+    pp_schedule=st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zbv"]),
+    zero=st.sampled_from([2, 3]),
+    accumulation_steps=st.sampled_from([1, 4]),
+    dtype=st.sampled_from(["fp32", "bf16"]),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+
+
+@settings(deadline=None)
+@given(WORKLOADS)
+def test_the_peak_is_the_worst_moment(work: Workload) -> None:
+    found = memory_of(work)
+    assert found.peak == max(parts.total for parts in found.moments.values()) == found.at_worst.total
+    assert found.largest.total >= found.peak
+    assert all(value >= 0 for parts in found.moments.values() for value in vars(parts).values())
+
+
+@settings(deadline=None)
+@given(WORKLOADS, st.sampled_from(["dp_shard", "tp", "pp"]))
+def test_splitting_further_never_takes_more(work: Workload, degree: str) -> None:
+    """From 2 on: the first split of a kind has its price, such as inputs that are gathered."""
+    if degree == "pp":
+        # With others as many microbatches more are in flight as a stage has fewer layers.
+        work = work.with_parallel(pp_schedule="gpipe")
+    half, more = (
+        replace(work, layout=replace(work.layout, **{degree: ranks * getattr(work.layout, degree)}))
+        for ranks in (2, 4)
+    )
+    assert memory_of(more).peak <= memory_of(half).peak
+
+
+@settings(deadline=None)
+@given(WORKLOADS)
+def test_checkpointing_keeps_less_and_less(work: Workload) -> None:
+    modes = [work.with_parallel(activation_checkpointing=mode) for mode in ("none", "selective", "full")]
+    kept = [kept_bytes(mode) for mode in modes]
+    assert kept == sorted(kept, reverse=True)
+    none, _, full = (memory_of(mode) for mode in modes)
+    assert full.peak <= none.peak or full.worst == "weights"
+
+
+def test_full_recomputation_does_not_save_where_weights_have_their_gradients_apart() -> None:
+    """The tracker's 14.0 and 12.1 GiB, see PIPELINES."""
+    zbv = workload("7b", layout=Layout(dp_shard=4, pp=2), pp_schedule="zbv", device_batch_size=4)
+    none, full = (zbv.with_parallel(activation_checkpointing=mode) for mode in ("none", "full"))
+    assert memory_of(full).worst == "weights"
+    assert rank_memory(full, 1).peak > rank_memory(none, 1).peak

@@ -1,0 +1,188 @@
+"""Clusters come up beside each other and leave nothing behind, however they end."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.slurm_cluster import lifecycle, network
+from tools.slurm_cluster.cluster import Cluster, attach, up
+from tools.slurm_cluster.processes import Pid
+from tools.slurm_cluster.state import State, all_states, boot_id
+
+ROOT = Path(__file__).resolve().parents[2]
+OWNED = """
+import os, sys
+from tools.slurm_cluster.cluster import up
+from tools.slurm_cluster.processes import Pid
+print(up(accounting=False, owner=Pid.of(os.getpid())).folder, flush=True)
+sys.stdin.read()
+"""
+ESCAPES = "trap '' TERM; setsid -f sleep 4321; sleep 1234"
+
+
+def traces(state: State) -> list[str]:
+    """What there still is of a cluster on this machine."""
+    found = [f"folder {state.folder}"] if state.path.exists() else []
+    for what, text in {
+        "link": network.ip("-o", "link"),
+        "name": network.HOSTS_FILE.read_text(),
+        "mount": Path("/proc/mounts").read_text(),
+    }.items():
+        own = (rf"\b{state.name}(h\d)?[:@-]", rf"{state.folder}/", rf"{state.name}$")
+        found += [f"{what} {line}" for line in text.splitlines() if re.search("|".join(own), line)]
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            known = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"{state.folder}/".encode() in known:
+            found.append(f"process {entry.name} {known[:80]!r}")
+    found += [f"state {one.file}" for one in all_states() if one.folder == state.folder]
+    return found
+
+
+@pytest.fixture
+def second(clusters_possible: None) -> Cluster:
+    return up(accounting=False, options={"MinJobAge": "2"}, owner=Pid.of(os.getpid()))
+
+
+def test_a_second_one_without_accounting(cluster: Cluster, second: Cluster, tmp_path: Path) -> None:
+    try:
+        assert max(second.state.up_s, cluster.state.up_s) < 30
+        assert not set(cluster.hosts) & set(second.hosts)
+        for one in (cluster, second):
+            shown = one.run(["srun", "-N4", "hostname"], timeout_s=120, check=True).stdout
+            assert sorted(shown.split()) == one.hosts
+        refused = second.run(["sacct"], timeout_s=120)
+        assert (refused.returncode, refused.stderr) == (1, "Slurm accounting storage is disabled\n")
+        argv = ["sbatch", "--parsable", "--output=/dev/null", "--account=any", "--wrap", ESCAPES]
+        second.wait_for_job(second.run(argv, check=True).stdout.strip(), "RUNNING", timeout_s=120)
+        assert attach(second.folder).node_states()[second.hosts[0]] == "mixed"
+        # What this looks for is there as long as the cluster is.
+        assert len({trace.split()[0] for trace in traces(second.state)}) >= 5
+    finally:
+        began = time.monotonic()
+        second.down()
+        took_s = time.monotonic() - began
+    assert traces(second.state) == []
+    assert took_s < 10
+    second.down()
+    assert cluster.node_states() == dict.fromkeys(cluster.hosts, "idle")
+
+
+def test_what_a_killed_process_left_behind_goes_with_the_next(clusters_possible: None) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNED], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    folder = Path(owner.stdout.readline().strip())
+    state = attach(folder).state
+    lifecycle.clean_up()
+    assert attach(folder).node_states()
+    owner.kill()
+    owner.communicate()
+    assert state.abandoned
+    lifecycle.clean_up()
+    assert traces(state) == []
+
+
+def test_one_that_does_not_start_says_why_and_leaves_nothing(clusters_possible: None, tmp_path: Path) -> None:
+    before = {state.folder for state in all_states()}
+    with pytest.raises(
+        RuntimeError, match=r"(?s)slurmctld ended; its output:.*Can't find plugin for select/none-such"
+    ):
+        up(tmp_path / "cluster", accounting=False, options={"SelectType": "select/none-such"})
+    assert not (tmp_path / "cluster").exists()
+    assert str(tmp_path / "cluster") not in {state.folder for state in all_states()} - before
+
+
+def test_a_folder_with_something_in_it_is_refused(clusters_possible: None, tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(RuntimeError, match="is not empty: a cluster wants a folder of its own"):
+        up(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_after_a_restart_of_the_machine_no_process_is_taken_for_its_own(clusters_possible: None) -> None:
+    state = lifecycle.claim(None, accounting=False, options={}, owner=None, num_hosts=4)
+    stranger = subprocess.Popen(["sleep", "60"])
+    try:
+        state.processes = {"slurmctld": Pid.of(stranger.pid)}
+        state.boot_id = "another"
+        state.save()
+        assert state.abandoned
+        assert state.boot_id != boot_id()
+        lifecycle.clean_up()
+        assert traces(state) == []
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_shell_of_its_own(clusters_possible: None) -> None:
+    """`make cluster`, at a terminal: the prompt, the commands, and nothing left."""
+    terminal, other_end = pty.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", sys.executable, "-m", "tools.slurm_cluster", "shell", "--no-accounting"],
+        cwd=ROOT,
+        env={**os.environ, "SHELL": "/bin/bash", "TERM": "dumb"},
+        stdin=other_end,
+        stdout=other_end,
+        stderr=other_end,
+    )
+    os.close(other_end)
+    shown = read_until(terminal, rb"\(tk\d+\) ")
+    assert "Leave with `exit` or Ctrl-D" in shown
+    # A Ctrl-C before the command has begun would be lost between the shell and it.
+    waits = b"sh -c 'echo be''gun; exec sleep 100'"
+    os.write(terminal, b"sinfo --noheader --partition=high; which trainkit; " + waits + b"\n")
+    shown = read_until(terminal, rb"bin/trainkit[^$]*begun")
+    found = re.search(r"4\s+idle (tk\d+)-node\[1-4\]", shown)
+    assert found, shown
+    (state,) = (state for state in all_states() if state.name == found[1])
+    # Ctrl-C is for the command, not for the cluster.
+    os.write(terminal, b"\x03")
+    read_until(terminal, rb"\(tk\d+\) ")
+    os.write(terminal, b"exit 3\n")
+    assert process.wait(timeout=120) == 0
+    assert traces(state) == []
+
+
+def test_a_shell_that_is_killed_with_its_terminal(clusters_possible: None) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.slurm_cluster", "shell", "--no-accounting"],
+        cwd=ROOT,
+        env={**os.environ, "SHELL": "/bin/sh"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    folder = next(line.split()[-1] for line in lines if "Its folder" in line)
+    state = attach(Path(folder)).state
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=120) == 128 + signal.SIGHUP
+    assert traces(state) == []
+
+
+def read_until(terminal: int, pattern: bytes, timeout_s: float = 200) -> str:
+    """What a terminal shows up to a pattern."""
+    shown = b""
+    deadline = time.monotonic() + timeout_s
+    while not re.search(pattern, shown):
+        ready, _, _ = select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, shown.decode()
+        shown += os.read(terminal, 1000)
+    return shown.decode()

@@ -1,0 +1,103 @@
+"""The run's copy of the code, and when it is replaced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainkit.cli.resume import _where_it_was_submitted
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Cluster, Target
+from trainkit.config import load_config
+from trainkit.errors import UsageError
+from trainkit.job.record import read_job
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.make_plan import make_plan
+from trainkit.rundir import RunDir, write_json
+from trainkit.submit.code.copy import copy_code, renewed_code
+
+
+@pytest.fixture
+def loaded(project: Path):  # type: ignore[no-untyped-def]
+    return load_config(
+        None, overrides=["device=cpu", "train.global_batch_size=null"], environ={}, cwd=project
+    )
+
+
+@pytest.fixture
+def plan(loaded) -> LaunchPlan:  # type: ignore[no-untyped-def]
+    target = Target("sbatch", "a test", Cluster("unknown"))
+    return make_plan(loaded, Machine(4, 0, (), "a login node"), target, ("python", "train.py"))
+
+
+@pytest.fixture
+def submitted(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> RunDir:  # type: ignore[no-untyped-def]
+    """A run with a copy of its project, which has changed since."""
+    (project / "train.py").write_text("old\n")
+    code = copy_code(run, plan, project)
+    write_json(run.job_file, {"cwd": str(project), "code": code, "attempts": []})
+    run.attempt(1).create()
+    (project / "train.py").write_text("new\n")
+    return run
+
+
+def test_a_refusal_leaves_the_code_as_it_was(submitted: RunDir, loaded, plan: LaunchPlan) -> None:  # type: ignore[no-untyped-def]
+    before = read_job(submitted)
+
+    def refuse() -> None:
+        with renewed_code(submitted, loaded.config, plan):
+            assert (submitted.code_dir / "train.py").read_text() == "new\n"
+            raise UsageError("sbatch: invalid partition specified: typo")
+
+    with pytest.raises(UsageError):
+        refuse()
+    assert (submitted.code_dir / "train.py").read_text() == "old\n"
+    assert read_job(submitted) == before
+    assert [path.name for path in submitted.path.glob("code*")] == ["code"]
+
+
+def test_the_copy_before_stays(submitted: RunDir, loaded, plan: LaunchPlan) -> None:  # type: ignore[no-untyped-def]
+    with renewed_code(submitted, loaded.config, plan):
+        submitted.attempt(2).create()
+    assert (submitted.code_dir / "train.py").read_text() == "new\n"
+    assert (submitted.path / "code.001/train.py").read_text() == "old\n"
+
+
+def test_an_attempt_that_may_have_been_submitted_keeps_its_code(
+    submitted: RunDir,
+    loaded,  # type: ignore[no-untyped-def]
+    plan: LaunchPlan,
+) -> None:
+    def interrupt() -> None:
+        with renewed_code(submitted, loaded.config, plan):
+            submitted.attempt(2).create()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert (submitted.code_dir / "train.py").read_text() == "new\n"
+
+
+def test_a_run_is_judged_where_it_was_submitted(submitted: RunDir, project: Path, tmp_path: Path) -> None:
+    here = Path.cwd()
+    with _where_it_was_submitted(submitted, takes_new_code=False) as code_dir:
+        assert (Path.cwd(), code_dir) == (project, submitted.code_dir)
+    with _where_it_was_submitted(submitted, takes_new_code=True) as code_dir:
+        assert code_dir == project
+    assert Path.cwd() == here
+    project.rename(tmp_path / "moved")
+    with _where_it_was_submitted(submitted, takes_new_code=True) as code_dir:
+        assert (Path.cwd(), code_dir) == (here, here)
+    assert Path.cwd() == here
+
+
+def test_a_script_that_is_named_past_the_copy(run: RunDir, project: Path, loaded, plan: LaunchPlan) -> None:  # type: ignore[no-untyped-def]
+    (project / "train.py").write_text("old\n")
+    past = replace(plan, command=("python", f"{project}/train.py", "--data", str(project.parent)))
+    code = copy_code(run, past, project)
+    assert code is not None
+    assert code["notes"] == [
+        f"{project}/train.py is used as it then is; named from {project} it would be the copy"
+    ]

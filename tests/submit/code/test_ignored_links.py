@@ -1,0 +1,63 @@
+"""For commands: what is beside the code can be reached from the copy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.folders import content, git, names
+from trainkit.errors import UsageError
+from trainkit.rundir import RunDir
+from trainkit.submit.code import ignored_links
+from trainkit.submit.code.snapshot import take_snapshot
+
+
+def test_what_git_ignores(project: Path, run: RunDir) -> None:
+    git(project, "init")
+    (project / ".gitignore").write_text("data/\n*.bin\n.env\n__pycache__/\nruns/\nold/\n.venv\n")
+    for name in ("data/deep", ".venv/bin", "sub/__pycache__", "runs/x", "old/attempts"):
+        (project / name).mkdir(parents=True)
+    for name in ("data/deep/x", ".venv/bin/python", "sub/m.py", "sub/w.bin", ".env", "key.pem"):
+        (project / name).write_text(name)
+    (project / "old" / "job.json").touch()
+    (project / "sub" / "__pycache__" / "m.pyc").touch()
+    found = take_snapshot(project, run, {}, links=True)
+    assert found.links == (".venv", "data", "sub/w.bin")
+    assert content(run.code_dir) == {
+        ".gitignore": (project / ".gitignore").read_text(),
+        "sub/m.py": "sub/m.py",
+        **{name: f"{project}/{name}" for name in found.links},
+    }
+    assert (run.code_dir / "data" / "deep" / "x").read_text() == "data/deep/x"
+    assert found.notes == (
+        "not in the copy of the code: key.pem (looks like a secret)",
+        "linked into the copy of the code, not copied: .venv, data, sub/w.bin",
+    )
+    assert json.loads(json.dumps(found.to_dict()))["links"] == [".venv", "data", "sub/w.bin"]
+
+
+def test_without_git(project: Path) -> None:
+    for name in ("data", "mine", "pkg/__pycache__"):
+        (project / name).mkdir(parents=True)
+    for name in ("data/x.bin", "a.py", "pkg/b.py", "pkg/w.bin", "id_rsa"):
+        (project / name).write_text(name)
+    run = RunDir(project / "mine")
+    assert take_snapshot(project, run, {}, links=True).links == ("data", "pkg/w.bin")
+    assert (run.code_dir / "pkg" / "w.bin").read_text() == "pkg/w.bin"
+
+
+def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ignored_links, "MAX_LINKS", 2)
+    for number in range(3):
+        (project / f"{number}.jpg").touch()
+    with pytest.raises(UsageError, match=r"3 files lie between the code in .* and are no code"):
+        take_snapshot(project, run, {}, links=True)
+    assert take_snapshot(project, run, {}).num_files == 0
+
+
+def test_none_unless_asked_for(project: Path, run: RunDir) -> None:
+    (project / "x.bin").touch()
+    assert take_snapshot(project, run, {}).links == ()
+    assert names(run.code_dir) == []

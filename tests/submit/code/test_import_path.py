@@ -1,0 +1,70 @@
+"""Where Python looks for modules in a job that has a copy of the code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit.rundir import RunDir
+from trainkit.submit.code.import_path import find_import_path
+from trainkit.submit.code.snapshot import take_snapshot
+
+
+def find(*files: str, subfolder: str = "", inherited: str | None = None) -> tuple[str, ...]:
+    found, notes = find_import_path("/source", files, "/code", subfolder, inherited)
+    assert notes == ()
+    return found
+
+
+def test_working_directory() -> None:
+    assert find() == ("/code",)
+    assert find("sub/a.py", subfolder="sub") == ("/code/sub",)
+    assert find("a.py", subfolder="empty") == ("/code/empty",)
+
+
+def test_projects_around_it() -> None:
+    files = ("tools/exp/a.py", "tools/setup.py", "src/pkg/__init__.py", "pyproject.toml")
+    assert find(*files, subfolder="tools/exp") == ("/code/tools/exp", "/code/tools", "/code/src")
+
+
+def test_what_pythonpath_has_of_the_source() -> None:
+    inherited = "/source/lib:/elsewhere:relative::/source/gone:/sourcery"
+    assert find("lib/a.py", inherited=inherited) == ("/code", "/code/lib")
+
+
+@pytest.mark.parametrize("name", ["queue.py", "types/__init__.py"])
+def test_a_module_that_would_take_the_place_of_pythons_own(name: str) -> None:
+    found, [note] = find_import_path("/source", [name, "logging/x.txt", "sub/io.py"], "/code", "", None)
+    assert found == ()
+    assert f"its {name.partition('/')[0]} would take the place of Python's own module" in note
+
+
+def test_folders_that_only_sound_like_modules_of_python() -> None:
+    assert find("logging/x.txt", "sub/io.py", "queue.yaml", "types/deep/__init__.py") == ("/code",)
+
+
+def test_colon() -> None:
+    found, [note] = find_import_path("/source", ["a.py"], "/code:1", "", None)
+    assert found == ()
+    assert note.endswith("/code:1: PYTHONPATH cannot hold a folder with a colon")
+
+
+def test_modules_come_from_the_copy(project: Path, run: RunDir) -> None:
+    """As they do in a job: an installation that leads to the source comes after PYTHONPATH."""
+    (project / "pyproject.toml").touch()
+    (project / "mine.py").write_text("VALUE = 'as submitted'")
+    found = take_snapshot(project, run, {})
+    (project / "mine.py").write_text("VALUE = 'edited'")
+    script = f"import sys; sys.path.append({str(project)!r}); import mine; print(mine.VALUE)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": os.pathsep.join(found.import_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout == "as submitted\n"

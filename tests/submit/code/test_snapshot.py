@@ -1,0 +1,265 @@
+"""The copy of the code: complete, independent, or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.disks import small_disk
+from tests.support.folders import content, git, names
+from trainkit.errors import UsageError
+from trainkit.rundir import RunDir, write_json
+from trainkit.submit.code import snapshot as module
+from trainkit.submit.code.snapshot import Snapshot, plan_snapshot, take_snapshot
+
+
+def take(project: Path, run: RunDir, **environ: str) -> Snapshot:
+    return take_snapshot(project, run, environ)
+
+
+def test_copy_of_a_repository(project: Path, run: RunDir) -> None:
+    git(project, "init")
+    (project / "pkg").mkdir()
+    (project / "pkg" / "a.py").write_text("1")
+    (project / "b.txt").write_text("22")
+    (project / ".gitignore").write_text("*.bin")
+    (project / "c.bin").write_text("ignored")
+    found = take(project / "pkg", run)
+    assert content(run.code_dir) == {"pkg/a.py": "1", "b.txt": "22", ".gitignore": "*.bin"}
+    assert (found.source, found.code, found.subfolder) == (str(project), str(run.code_dir), "pkg")
+    assert (found.kind, found.num_files, found.num_bytes) == ("git", 3, 8)
+    assert found.workdir == run.code_dir / "pkg"
+    assert found.left_out == found.notes == ()
+    assert names(run.path) == ["code"]
+
+
+def test_editing_in_place_afterwards_changes_nothing(project: Path, run: RunDir) -> None:
+    source = project / "a.py"
+    source.write_text("before")
+    take(project, run)
+    with source.open("r+") as stream:
+        stream.write("after!")
+    assert content(run.code_dir) == {"a.py": "before"}
+
+
+def test_modes(project: Path, run: RunDir) -> None:
+    modes = {"run.sh": 0o755, "plain.py": 0o644, "read_only.py": 0o444, "odd.py": 0o4711}
+    for name, mode in modes.items():
+        (project / name).touch()
+        (project / name).chmod(mode)
+    take(project, run)
+    copied = {name: (run.code_dir / name).stat().st_mode & 0o7777 for name in modes}
+    assert copied == {"run.sh": 0o755, "plain.py": 0o644, "read_only.py": 0o644, "odd.py": 0o711}
+    assert run.code_dir.stat().st_mode & 0o777 == 0o700
+
+
+def test_symlinks(project: Path, run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "x").write_text("outside")
+    (project / "conf" / "deep").mkdir(parents=True)
+    (project / "conf" / "deep" / "a.yaml").write_text("a")
+    (project / "large.bin").write_text("not copied")
+    links = {
+        "relative.yaml": "conf/deep/a.yaml",
+        "conf/up": "../conf/deep",
+        "absolute.yaml": f"{project}/conf/deep/a.yaml",
+        "conf/absolute": f"{project}/conf",
+        "root": ".",
+        "absolute_root": str(project),
+        "out": "../outside/x",
+        "absolute_out": f"{tmp_path}/outside",
+        "not_copied": "large.bin",
+        "dangling": "nowhere",
+    }
+    for name, target in links.items():
+        (project / name).symlink_to(target)
+    take(project, run)
+    found = {name: str((run.code_dir / name).readlink()) for name in links}
+    assert found == {
+        **links,
+        "absolute.yaml": "conf/deep/a.yaml",
+        "conf/absolute": ".",
+        "absolute_root": ".",
+        "out": f"{tmp_path}/outside/x",
+        "not_copied": f"{project}/large.bin",
+        "dangling": f"{project}/nowhere",
+    }
+    assert (run.code_dir / "out").read_text() == "outside"
+    assert (run.code_dir / "absolute.yaml").resolve() == run.code_dir / "conf" / "deep" / "a.yaml"
+
+
+def test_run_folder_within_the_project(project: Path) -> None:
+    (project / "a.py").touch()
+    (project / "mine").mkdir()
+    run = RunDir(project / "mine")
+    (run.path / "config.yaml").touch()
+    assert take(project, run).num_files == 1
+
+
+def test_project_that_is_reached_through_a_link(project: Path, run: RunDir, tmp_path: Path) -> None:
+    (project / "sub").mkdir()
+    (project / "sub" / "a.py").touch()
+    git(project, "init")
+    (tmp_path / "link").symlink_to(project)
+    found = take(tmp_path / "link" / "sub", run)
+    assert (found.source, found.subfolder) == (str(project), "sub")
+
+
+def test_working_directory_that_the_repository_ignores(project: Path, run: RunDir) -> None:
+    git(project, "init")
+    (project / ".gitignore").write_text("scratch/\nempty/\n")
+    for name in ("scratch", "empty"):
+        (project / name).mkdir()
+    (project / "scratch" / "a.py").touch()
+    found = take(project / "scratch", run)
+    assert (found.kind, found.source, list(content(run.code_dir))) == (
+        "pattern",
+        str(project / "scratch"),
+        ["a.py"],
+    )
+    shutil.rmtree(run.code_dir)
+    found = take(project / "empty", run)
+    assert (found.kind, found.num_files, found.workdir) == ("git", 1, run.code_dir / "empty")
+    assert found.workdir.is_dir()
+
+
+def test_names_of_all_kinds_reach_provenance(project: Path, run: RunDir) -> None:
+    git(project, "init")
+    for name in (b"two\nlines.py", b"\xff.py", "ü.py".encode(), b"\xfe.pem"):
+        with open(os.fsencode(project) + b"/" + name, "w"):
+            pass
+    found = take(project, run)
+    assert names(run.code_dir) == ["two\nlines.py", "ü.py", "\udcff.py"]
+    write_json(run.provenance_file, found.to_dict())
+    read = json.loads(run.provenance_file.read_text())
+    assert read["left_out"] == [{"path": "\\xfe.pem", "reason": "looks like a secret"}]
+    assert read["workdir"] == read["code"] == str(run.code_dir)
+    assert (read["num_files"], read["num_left_out"], read["kind"]) == (3, 1, "git")
+
+
+def test_what_was_left_out_is_said(project: Path, run: RunDir) -> None:
+    for name in ("a.pem", "b.pem", "c.pem", "d.pem", "e.pem", ".env"):
+        (project / name).touch()
+    assert take(project, run).notes == (
+        "not in the copy of the code: .env, a.pem, b.pem and 3 more (looks like a secret)",
+    )
+
+
+def test_too_large(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(7):
+        (project / f"{number}.json").write_bytes(b"x" * (100_000 * number))
+    monkeypatch.setattr(module, "MAX_BYTES", 2_000_000)
+    with pytest.raises(UsageError) as caught:
+        take(project, run)
+    assert caught.value.message == (
+        f"the code in {project} is 7 files of together 2.1 MB; a run takes 50,000 files and 2.0 MB at most; "
+        "the largest: 6.json (0.6 MB), 5.json (0.5 MB), 4.json (0.4 MB), 3.json (0.3 MB), 2.json (0.2 MB)"
+    )
+    assert ".gitignore" in caught.value.hint
+    assert "--no-snapshot" in caught.value.hint
+    assert names(run.path) == []
+    monkeypatch.setattr(module, "MAX_BYTES", 2_100_000)
+    assert take(project, run).num_bytes == 2_100_000
+
+
+def test_too_many(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_FILES", 2)
+    for number in range(3):
+        (project / f"{number}.py").touch()
+    with pytest.raises(UsageError, match="is 3 files"):
+        take(project, run)
+
+
+def test_full_disk_leaves_nothing(project: Path, tmp_path: Path) -> None:
+    for number in range(20):
+        (project / f"{number}.py").write_bytes(b"x" * 100_000)
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        with pytest.raises(UsageError) as caught:
+            take(project, RunDir(disk))
+        assert caught.value.message == f"there is no space for the code in {disk}: No space left on device"
+        assert names(disk) == []
+
+
+def test_plan_is_what_is_taken(project: Path, run: RunDir) -> None:
+    (project / "a.py").touch()
+    (project / ".env").touch()
+    planned = plan_snapshot(project, run, {})
+    assert names(run.path) == []
+    assert take(project, run) == planned
+
+
+def test_second_copy_is_refused(project: Path, run: RunDir) -> None:
+    take(project, run)
+    with pytest.raises(UsageError, match="code exists already"):
+        take(project, run)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not read")
+def test_file_that_cannot_be_read() -> None:
+    script = (
+        "import os; from pathlib import Path\n"
+        "from trainkit.errors import UsageError; from trainkit.rundir import RunDir\n"
+        "from trainkit.submit.code.snapshot import take_snapshot\n"
+        "os.setuid(65534)\n"
+        "try: take_snapshot(Path('project'), RunDir('run'))\n"
+        "except UsageError as error: print(error.render())\n"
+        "print(os.listdir('run'))\n"
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for path in (folder, folder / "project", folder / "run"):
+            path.mkdir(exist_ok=True)
+            path.chmod(0o777)
+        (folder / "project" / "a.py").touch()
+        (folder / "project" / "closed.py").touch(mode=0o600)
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=folder,
+            env={"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.stdout == (
+        f"error: cannot copy the code: {folder}/project/closed.py: Permission denied\n\n"
+        "hint: make it readable or put it into .gitignore, or use --no-snapshot\n[]\n"
+    )
+
+
+def test_a_thousand_files_take_no_longer_than_with_the_standard_library(project: Path, run: RunDir) -> None:
+    for folder in range(50):
+        (project / f"p{folder}").mkdir()
+        for number in range(20):
+            (project / f"p{folder}" / f"m{number}.py").write_text("x = 1\n" * 500)
+    git(project, "init")
+    git(project, "add", ".")
+    ours, theirs = [], []
+    for number in range(5):
+        start = time.perf_counter()
+        take(project, run)
+        ours.append(time.perf_counter() - start)
+        shutil.rmtree(run.code_dir)
+        start = time.perf_counter()
+        shutil.copytree(project, run.path / f"copy{number}", ignore=shutil.ignore_patterns(".git"))
+        theirs.append(time.perf_counter() - start)
+    assert min(ours) < 2 * min(theirs) + 0.05
+
+
+@pytest.mark.parametrize("takes_long_s", [0.0, 1e9])
+def test_all_is_copied_where_files_take_long_and_where_not(
+    project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, takes_long_s: float
+) -> None:
+    monkeypatch.setattr("trainkit.submit.code.snapshot.TAKES_LONG_S", takes_long_s)
+    written = {f"m{number}.py": f"x = {number}\n" for number in range(100)}
+    for name, text in written.items():
+        (project / name).write_text(text)
+    take(project, run)
+    assert {path.name: path.read_text() for path in run.code_dir.iterdir()} == written

@@ -1,0 +1,258 @@
+"""Which files are the code: with a real git, and without."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trainkit.errors import UsageError
+from trainkit.submit.code import source_tree
+from trainkit.submit.code.source_tree import (
+    SourceTree,
+    looks_like_source,
+    looks_secret,
+    pattern_tree,
+    repository_tree,
+)
+
+ODD_NAMES = (b"two\nlines.py", b"\xff\xfe.py", b" lead", b"q\"u'o$(x)te.py", "ünï.py".encode(), b"-rf.py")
+
+
+def git(folder: Path, *args: str) -> None:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "protocol.file.allow=always"]
+    subprocess.run(["git", "-C", str(folder), *identity, *args], check=True, capture_output=True, timeout=20)
+
+
+def write(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name}\n")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    git(folder, "init", "-b", "trunk")
+    write(folder, "tracked.py", "pkg/deep/module.py", "gone.py")
+    (folder / ".gitignore").write_text("ignored/\n*.log\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "-m", "first")
+    (folder / "gone.py").unlink()
+    write(folder, "untracked.py", "ignored/data.bin", "out.log")
+    return folder
+
+
+def make_run(folder: Path) -> Path:
+    (folder / "attempts" / "001").mkdir(parents=True)
+    write(folder, "job.json", "config.yaml", "checkpoints/step-1/shard.bin")
+    return folder
+
+
+def known(folder: Path, run: Path | None = None) -> SourceTree:
+    tree = repository_tree(os.path.realpath(folder), os.path.realpath(run or "/nowhere"))
+    assert tree is not None
+    return tree
+
+
+IN_REPOSITORY = [".gitignore", "pkg/deep/module.py", "tracked.py", "untracked.py"]
+
+
+def test_what_git_knows(repository: Path) -> None:
+    tree = known(repository)
+    assert (tree.root, tree.kind, tree.left_out) == (str(repository), "git", [])
+    assert sorted(tree.files) == IN_REPOSITORY
+
+
+def test_whole_repository_around_the_working_directory(repository: Path) -> None:
+    tree = known(repository / "pkg" / "deep")
+    assert tree.root == str(repository)
+    assert sorted(tree.files) == IN_REPOSITORY
+
+
+def test_names_of_all_kinds(repository: Path) -> None:
+    for name in ODD_NAMES:
+        with open(os.fsencode(repository) + b"/" + name, "w"):
+            pass
+    git(repository, "add", "-A", "./ lead", "./-rf.py")
+    names = {os.fsdecode(name) for name in ODD_NAMES}
+    assert names <= set(known(repository).files)
+
+
+def test_unborn_repository(tmp_path: Path) -> None:
+    git(tmp_path, "init")
+    write(tmp_path, "a.py")
+    assert list(known(tmp_path).files) == ["a.py"]
+
+
+def test_files_in_conflict_are_there_once(repository: Path) -> None:
+    for branch, text in (("one", "1"), ("two", "2")):
+        git(repository, "checkout", "-q", "-b", branch, "trunk")
+        (repository / "tracked.py").write_text(text)
+        git(repository, "commit", "-qam", branch)
+    with pytest.raises(subprocess.CalledProcessError):
+        git(repository, "merge", "one")
+    assert list(known(repository).files).count("tracked.py") == 1
+
+
+def test_submodules_and_clones(repository: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-b", "trunk")
+    write(other, "lib/x.py")
+    (other / ".gitignore").write_text("*.tmp\n")
+    git(other, "add", ".")
+    git(other, "commit", "-m", "first")
+    git(repository, "submodule", "add", str(other), "sub")
+    git(repository, "clone", "-q", str(other), "clone")
+    git(repository, "submodule", "add", str(other), "empty")
+    git(repository, "submodule", "deinit", "-f", "empty")
+    write(repository, "sub/new.py", "sub/x.tmp", "clone/new.py", "clone/x.tmp")
+    expected = [
+        f"{place}/{name}" for place in ("clone", "sub") for name in (".gitignore", "lib/x.py", "new.py")
+    ]
+    assert sorted(set(known(repository).files) - {*IN_REPOSITORY, ".gitmodules"}) == sorted(expected)
+
+
+def test_nothing_of_runs(repository: Path) -> None:
+    mine = make_run(repository / "pkg" / "odd [a]* run")
+    make_run(repository / "runs" / "quickstart")
+    make_run(repository / "experiments" / "old")
+    write(repository, "runs/analyse.py", "experiments/notes.py", "pkg/runs/x.py")
+    git(repository, "add", "runs/analyse.py")
+    write(repository, "runs/junk.py")
+    tree = known(repository, mine)
+    assert sorted(set(tree.files) - set(IN_REPOSITORY)) == [
+        "experiments/notes.py",
+        "pkg/runs/x.py",
+        "runs/analyse.py",
+    ]
+
+
+def test_secrets_are_left_out_unless_they_are_tracked(repository: Path) -> None:
+    write(repository, "certs/ca.pem", ".env.example")
+    git(repository, "add", ".")
+    write(repository, ".env", "deploy/id_ed25519", "deploy/id_ed25519.pub", "server.pem")
+    tree = known(repository)
+    assert {(item.path, item.reason) for item in tree.left_out} == {
+        (".env", "looks like a secret"),
+        ("deploy/id_ed25519", "looks like a secret"),
+        ("server.pem", "looks like a secret"),
+    }
+    assert {"certs/ca.pem", ".env.example", "deploy/id_ed25519.pub"} <= set(tree.files)
+
+
+def test_environment_of_a_git_hook_does_not_matter(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "index"))
+    assert sorted(known(repository).files) == IN_REPOSITORY
+
+
+def test_no_repository(tmp_path: Path) -> None:
+    assert repository_tree(str(tmp_path), "/nowhere") is None
+    (tmp_path / ".git").mkdir()
+    assert repository_tree(str(tmp_path), "/nowhere") is None
+
+
+def test_no_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert repository_tree(str(repository), "/nowhere") is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a repository to somebody else")
+def test_repository_of_somebody_else(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
+    for path in (repository, repository / ".git"):
+        os.chown(path, 65534, 65534)
+    with pytest.raises(UsageError) as caught:
+        repository_tree(str(repository), "/nowhere")
+    assert caught.value.message == (
+        f"cannot tell which files of {repository} are code: git says "
+        f"\"detected dubious ownership in repository at '{repository}'\""
+    )
+    assert caught.value.hint.startswith(f"`git -C {repository} status` has to work; ")
+
+
+class TestPatterns:
+    def test_what_looks_like_sources(self, tmp_path: Path) -> None:
+        write(tmp_path, "train.py", "conf/a.yaml", "Makefile", "run.sh", "README.md", "pkg/_C.so")
+        write(tmp_path, "data.bin", "model.pt", ".hidden/x.py", "node_modules/x.json", "pkg/__pycache__/x.py")
+        write(
+            tmp_path, "venv/pyvenv.cfg", "venv/lib/x.py", "env/conda-meta/x.json", "runs/x.py", "wandb/x.yaml"
+        )
+        tree = pattern_tree(str(tmp_path), "/nowhere")
+        assert (tree.root, tree.kind, tree.left_out) == (str(tmp_path), "pattern", [])
+        assert sorted(tree.files) == [
+            "Makefile",
+            "README.md",
+            "conf/a.yaml",
+            "pkg/_C.so",
+            "run.sh",
+            "train.py",
+        ]
+
+    def test_nothing_of_runs(self, tmp_path: Path) -> None:
+        write(tmp_path, "a.py", "mine/b.py")
+        make_run(tmp_path / "old")
+        assert list(pattern_tree(str(tmp_path), str(tmp_path / "mine")).files) == ["a.py"]
+
+    def test_secrets_large_files_and_links(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(source_tree, "MAX_FILE_BYTES", 1000)
+        write(tmp_path, "a.py", ".env", "sub/key.pem", "small.json")
+        (tmp_path / "large.json").write_bytes(b"x" * 1001)
+        (tmp_path / "data").symlink_to("/data")
+        tree = pattern_tree(str(tmp_path), "/nowhere")
+        assert sorted(tree.files) == ["a.py", "data", "small.json"]
+        assert {(item.path, item.reason) for item in tree.left_out} == {
+            (".env", "looks like a secret"),
+            ("sub/key.pem", "looks like a secret"),
+            ("large.json", "is larger than 0 MB"),
+        }
+
+    def test_what_is_no_file(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe.py")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / "socket.py"))
+            tree = pattern_tree(str(tmp_path), "/nowhere")
+        assert tree.files == {}
+        assert [(item.path, item.reason) for item in tree.left_out] == [
+            ("pipe.py", "is no plain file"),
+            ("socket.py", "is no plain file"),
+        ]
+
+    def test_no_project(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(source_tree, "MAX_LOOKED_AT", 10)
+        write(tmp_path, *(f"{number}.bin" for number in range(10)))
+        assert pattern_tree(str(tmp_path), "/nowhere").files == {}
+        write(tmp_path, "more.bin")
+        with pytest.raises(UsageError, match="holds more than 10 files: that is no project to copy"):
+            pattern_tree(str(tmp_path), "/nowhere")
+
+
+@pytest.mark.parametrize(
+    "name", [".env", ".env.local", "prod.env", "id_rsa", "id_ed25519.old", ".netrc", "tls.key", "x.p12"]
+)
+def test_secret_names(name: str) -> None:
+    assert looks_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name", [".env.example", ".env.template", "id_rsa.pub", "environment.py", "keys.py", "env", "pem.py"]
+)
+def test_harmless_names(name: str) -> None:
+    assert not looks_secret(name)
+
+
+def test_names_of_sources() -> None:
+    assert looks_like_source("a.py")
+    assert looks_like_source("Dockerfile.gpu")
+    assert not looks_like_source("a.pyc")
+    assert not looks_like_source("shard.bin")

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainkit.config.running import LaunchConfig
+from trainkit.submit.interpreters import Interpreter
+from trainkit.submit.job_environment import JobEnvironment, launch_troubles, make_job_environment
+
+PYTHON = Interpreter(("/v/bin/python",), ("/v/bin/python",), venv="/v")
+
+
+def make(launch: LaunchConfig, **given: Any) -> JobEnvironment:
+    return make_job_environment(launch, PYTHON, run_dir="/r", workdir="/r/code/sub", **given)
+
+
+def test_everything_of_the_config_gets_there() -> None:
+    launch = LaunchConfig(modules=["a", "b"], env={"X": "1"}, setup=["true"])
+    found = make(launch, python_path=["/r/code"], slurm_version=(23, 11, 4))
+    assert found == JobEnvironment(
+        workdir="/r/code/sub",
+        rank_python=("/v/bin/python", "-u"),
+        host_python=("/v/bin/python", *PYTHON.host_options),
+        modules=("a", "b"),
+        venv="/v",
+        env=(("X", "1"),),
+        python_path=("/r/code",),
+        setup=("true",),
+        sets_cpus_per_task=False,
+    )
+    assert found.context == {"environment": found}
+
+
+def test_config_comes_after_the_cluster() -> None:
+    launch = LaunchConfig(env={"B": "config", "C": "config"})
+    found = make(launch, env={"A": "cluster", "B": "cluster"})
+    assert dict(found.env) == {"A": "cluster", "B": "config", "C": "config"}
+
+
+def troubles(**launch: Any) -> list[tuple[str, str]]:
+    return [(key, message) for key, message, _ in launch_troubles(LaunchConfig(**launch))]
+
+
+def test_nothing_is_wrong() -> None:
+    assert troubles() == []
+    assert (
+        troubles(modules=["cuda/12.4"], env={"_a1": "two\nlines"}, setup=["a\nb"], conda="mine", venv="x y")
+        == []
+    )
+
+
+@pytest.mark.parametrize("name", ["--force", "", " ", "a b"])
+def test_names_of_modules(name: str) -> None:
+    launch = LaunchConfig.model_construct(**{**dict(LaunchConfig()), "modules": (name,)})
+    assert [key for key, _, _ in launch_troubles(launch)] == ["launch.modules"]
+
+
+@pytest.mark.parametrize("name", ["1A", "A-B", "A B", "", "A=B", "A;touch X", "Ä"])
+def test_names_of_variables(name: str) -> None:
+    assert troubles(env={name: "1"}) == [(f"launch.env.{name}", "is no name that a shell variable can have")]
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "SLURM_JOB_ID", "SRUN_CPUS_PER_TASK", "SBATCH_QOS"])
+def test_variables_that_are_not_the_users(name: str) -> None:
+    assert troubles(env={name: "1"}) == [(f"launch.env.{name}", "is set for every process when the job runs")]
+
+
+def test_what_nothing_can_hold() -> None:
+    assert troubles(env={"A": "\0"}) == [("launch.env.A", "has a NUL character, which no variable can hold")]
+    assert troubles(setup=["a\0"]) == [("launch.setup", "has a NUL character, which no script can hold")]
+    assert troubles(conda="-n") == [("launch.conda", "is '-n', which is an option and no environment")]
+
+
+@pytest.mark.parametrize("key", ["venv", "conda", "uv", "python", "container", "modules", "container_mounts"])
+def test_line_breaks(key: str) -> None:
+    value = ("a\nb",) if key in ("modules", "container_mounts") else "a\nb"
+    launch = LaunchConfig.model_construct(**{**dict(LaunchConfig()), key: value})
+    assert (f"launch.{key}", "has 'a\\nb', with a line break or NUL in it") in [
+        (where, message) for where, message, _ in launch_troubles(launch)
+    ]

@@ -1,0 +1,158 @@
+"""When a job would start: which partitions are asked about, and what is said of the answers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_slurm import FakeSlurm
+from trainkit.cluster.discovery import parse_node_types, parse_partitions
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Cluster, NodeKind, Partition, Target
+from trainkit.config import load_config
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.make_plan import make_plan
+from trainkit.slurm.client import FIELD, RECORD, SlurmUnreachable
+from trainkit.submit import queue_estimate
+from trainkit.submit.queue_estimate import Wait, estimate_waits, wait_lines
+
+KIND = NodeKind(4, 64, 512_000, {"h100": 8})
+WEST = Cluster(
+    "west",
+    (
+        Partition("gpu", is_default=True, nodes=(KIND,)),
+        Partition("high", nodes=(KIND,)),
+        Partition("debug", max_time_s=300, nodes=(KIND,)),
+        Partition("secret", is_hidden=True, nodes=(KIND,)),
+    ),
+)
+START = datetime(2026, 3, 4, 5, 6, 7, tzinfo=timezone.utc)
+SAYS = f"sbatch: Job 9 to start at {int(START.timestamp())} using 64 processors on nodes g1 in partition gpu"
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeSlurm:
+    fake = FakeSlurm(tmp_path / "slurm")
+    (fake.folder / "bin").mkdir(parents=True)
+    fake.add("sbatch", f"echo '{SAYS}' >&2")
+    fake.add("scontrol", "echo g1")
+    return fake
+
+
+def waits(fake: FakeSlurm, *overrides: str, cluster: Cluster = WEST, nodes: str = "") -> list[Wait]:
+    loaded = load_config(
+        None, overrides=["train.global_batch_size=null", *overrides], environ={}, cwd=fake.folder
+    )
+    plan: LaunchPlan = make_plan(loaded, Machine(2, 0, (), "no GPU"), Target("sbatch", "", cluster))
+    listing = "PartitionName=gpu State=UP\nPartitionName=high State=DOWN\n"
+    now = parse_partitions(listing, parse_node_types(nodes))
+    return estimate_waits(plan, loaded.config, cluster, now, fake.environ)
+
+
+def test_every_partition_that_could_take_it(fake: FakeSlurm) -> None:
+    asked, other, never = waits(fake, "resources.comment=mine")
+    assert asked == Wait("gpu", True, START, ("g1",))
+    assert other == Wait("high", False, START, ("g1",))
+    assert never == Wait(
+        "debug",
+        False,
+        None,
+        remark="resources.time: is 01:00:00, but partition debug allows at most 00:05:00",
+    )
+    calls = [call for call in fake.calls if call[0] == "sbatch"]
+    assert {call[-2] for call in calls} == {"--partition=gpu", "--partition=high"}
+    assert all("--nodes=1" in call and "--gpus-per-node=8" in call for call in calls)
+    assert not any(word.startswith("--comment") for call in calls for word in call)
+
+
+def test_a_partition_that_was_asked_for_is_first_though_hidden(fake: FakeSlurm) -> None:
+    assert [item.partition for item in waits(fake, "resources.partition=secret")] == [
+        *("secret", "gpu", "high", "debug")
+    ]
+
+
+def test_refused_for_good(fake: FakeSlurm) -> None:
+    fake.add("sbatch", "echo 'allocation failure: Invalid account' >&2; exit 1")
+    asked = waits(fake)[0]
+    assert asked == Wait("gpu", True, None, remark="Invalid account", refused=True)
+
+
+NOT_NOW = "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1"
+
+
+def test_refused_because_nodes_are_out_of_service(fake: FakeSlurm) -> None:
+    fake.add("sbatch", NOT_NOW)
+    nodes = "".join(
+        FIELD.join(("gpu", "2", "64", "512000", state, hosts, "gpu:h100:8", "(null)")) + f"{RECORD}\n"
+        for state, hosts in (("idle", "g[1-2]"), ("drained", "g[3-4]"))
+    )
+    gpu, high, _ = waits(fake, nodes=nodes)
+    assert (gpu.remark, gpu.refused) == ("not now: 2 of its 4 nodes are out of service", False)
+    assert (high.remark, high.refused) == ("the partition is not up now", False)
+    assert waits(fake)[0].remark == "Requested node configuration is not available"
+
+
+def test_slurm_that_is_away(fake: FakeSlurm) -> None:
+    fake.add("sbatch", "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    with pytest.raises(SlurmUnreachable, match="connect failure"):
+        waits(fake)
+
+
+def test_the_time_is_bounded(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_estimate, "ENOUGH_S", 0.3)
+    monkeypatch.setattr(queue_estimate, "ASK_TIMEOUT_S", 60.0)
+    fake.add("sbatch", f"/bin/sleep 0.4; echo '{SAYS}' >&2")
+    partitions = tuple(replace(WEST.partitions[0], name=f"p{number}") for number in range(12))
+    cluster = replace(WEST, partitions=(WEST.partitions[0], *partitions))
+    begin = time.monotonic()
+    found = waits(fake, cluster=cluster)
+    assert time.monotonic() - begin < 3
+    assert found[0].start_time == START
+    assert {item.remark for item in found[-4:]} == {"Slurm was too busy to tell"}
+    assert len(found) == 13
+
+
+def test_table() -> None:
+    found = [
+        Wait("gpu", True, START + timedelta(seconds=30), ("g1", "g2")),
+        Wait("high", False, START + timedelta(hours=2, minutes=5, seconds=20), tuple("abcdef")),
+        Wait("debug", False, None, remark="never"),
+    ]
+    later = f"in 2 h 5 min ({(START + timedelta(hours=2, minutes=5)).astimezone():%Y-%m-%d %H:%M})"
+    assert list(wait_lines(found, START)) == [
+        "partition        would start",
+        f"gpu (asked for)  {'now'.ljust(len(later))}  on g1, g2",
+        f"high             {later}  on a, … and f (6 nodes)",
+        f"debug            {'no'.ljust(len(later))}  never",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-5, "now"),
+        (59, "now"),
+        (61, "in 1 min"),
+        (3600, "in 1 h 0 min"),
+        (90000, "in 1 d 1 h"),
+        (86400, "in 1 d 0 min"),
+    ],
+)
+def test_how_long(seconds: int, words: str) -> None:
+    line = list(wait_lines([Wait("gpu", True, START + timedelta(seconds=seconds), ("g1",))], START))[1]
+    assert line.split("  ")[1].partition(" (")[0] == words
+
+
+def test_as_plain_data() -> None:
+    assert Wait("gpu", True, START, ("g1",)).to_dict() == {
+        "partition": "gpu",
+        "is_asked": True,
+        "start_time": "2026-03-04T05:06:07+00:00",
+        "nodes": ["g1"],
+        "remark": "",
+        "refused": False,
+    }

@@ -1,0 +1,87 @@
+"""Ranks that wait for each other before there is a process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.runs import make_attempt
+from trainkit.errors import TrainkitError
+from trainkit.job.rank_env import RankEnv
+from trainkit.job.signals import StopRequest
+from trainkit.trainer import startup_barrier as module
+from trainkit.trainer import worker
+from trainkit.trainer.startup_barrier import startup_barrier
+
+SOON = timedelta(seconds=0.3)
+
+
+def rank(number: int, port: int) -> RankEnv:
+    return RankEnv(
+        rank=number,
+        local_rank=number,
+        world_size=2,
+        local_world_size=2,
+        node_rank=0,
+        num_nodes=1,
+        source="a test",
+        master_addr="127.0.0.1",
+        master_port=port,
+    )
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(function()))
+    thread.start()
+    return thread, got
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_still_prepares_is_waited_for(
+    late: int, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ASK_BUSY_S", 0.1)
+    asked: list[int] = []
+
+    def is_busy(number: int) -> bool:
+        asked.append(number)
+        return True
+
+    thread, got = in_thread(lambda: startup_barrier(rank(1 - late, port), StopRequest(), SOON, is_busy))
+    time.sleep(4 * SOON.total_seconds())
+    store = startup_barrier(rank(late, port), StopRequest(), timedelta(seconds=20))
+    thread.join(20)
+    assert store is not None
+    assert got[0] is not None
+    assert set(asked) == {late}
+
+
+def test_one_that_does_nothing_is_not(port: int) -> None:
+    with pytest.raises(TrainkitError, match=r"1 of 2 ranks did not come within .*: rank 1$"):
+        startup_barrier(rank(0, port), StopRequest(), SOON)
+
+
+def test_who_prints_still_prepares(tmp_path: Path) -> None:
+    attempt = make_attempt(tmp_path / "run")
+    assert not worker._still_prints(attempt, 1)
+    attempt.rank_log(1).parent.mkdir(exist_ok=True)
+    attempt.rank_log(1).write_text("preparing data: 1 of 9 MiB\n")
+    assert worker._still_prints(attempt, 1)
+    long_ago = time.time() - worker.SILENT_S - 1
+    os.utime(attempt.rank_log(1), (long_ago, long_ago))
+    assert not worker._still_prints(attempt, 1)

@@ -1,0 +1,197 @@
+"""The command line of the cluster: up, down, status, env, run, shell and install."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.slurm_cluster import cluster as clusters
+from tools.slurm_cluster import lifecycle, packages, shell
+from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.state import all_states
+
+USAGE = 2
+EXAMPLES = """\
+examples:
+  python -m tools.slurm_cluster up                        start one, and say where
+  eval "$(python -m tools.slurm_cluster env)"             use it in this shell
+  python -m tools.slurm_cluster run -- srun -N4 hostname  one command in it
+  python -m tools.slurm_cluster run --host 2 -- df /var/tmp
+  python -m tools.slurm_cluster host kill 3               cut its power; also revive, cut-off, reconnect
+  python -m tools.slurm_cluster daemon stop slurmdbd      sacct fails from now on
+  python -m tools.slurm_cluster down                      take it away
+  python -m tools.slurm_cluster shell                     a shell in one of its own, taken away when you leave
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns its exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        code: int = options.call(options)
+    except packages.NotPossible as error:
+        print(f"error: {error}\n\nhint: {error.hint}", file=sys.stderr)
+        return USAGE
+    except (RuntimeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _up(options: argparse.Namespace) -> int:
+    packages.require()
+    cluster = clusters.up(options.folder, not options.no_accounting, dict(options.set))
+    print(f"{cluster.name} is up after {cluster.state.up_s:.1f} s: {cluster.folder}", file=sys.stderr)
+    print(f'use it: eval "$(python -m tools.slurm_cluster env --folder {cluster.folder})"', file=sys.stderr)
+    print(cluster.folder)
+    return 0
+
+
+def _down(options: argparse.Namespace) -> int:
+    lifecycle.clean_up()
+    if options.all:
+        for state in all_states():
+            lifecycle.take_down(state)
+    elif chosen := _find(options.folder, must_exist=False):
+        chosen.down()
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    for state in all_states():
+        left = " (left behind: the next `up` takes it away)" if state.abandoned else ""
+        running = [name for name, pid in state.processes.items() if pid.alive()]
+        print(f"{state.name} {state.folder}{left}\n  running: {' '.join(running) or 'nothing'}")
+    if not all_states():
+        print("no cluster is running")
+    return 0
+
+
+def _env(options: argparse.Namespace) -> int:
+    for name, value in _choose(options.folder).variables.items():
+        print(f"export {name}={shlex.quote(value)}")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    cluster = _choose(options.folder)
+    line = cluster.command_line(options.command, options.host, str(Path.cwd()))
+    return subprocess.run(line, env=cluster.environ).returncode
+
+
+def _host(options: argparse.Namespace) -> int:
+    cluster = _choose(options.folder)
+    {
+        "kill": cluster.kill_host,
+        "revive": cluster.revive_host,
+        "cut-off": cluster.cut_off,
+        "reconnect": cluster.reconnect,
+    }[options.what](options.number)
+    return 0
+
+
+def _daemon(options: argparse.Namespace) -> int:
+    cluster = _choose(options.folder)
+    {
+        ("stop", "slurmctld"): cluster.stop_slurmctld,
+        ("start", "slurmctld"): cluster.start_slurmctld,
+        ("stop", "slurmdbd"): cluster.stop_accounting,
+        ("start", "slurmdbd"): cluster.start_accounting,
+    }[options.what, options.name]()
+    return 0
+
+
+def _shell(options: argparse.Namespace) -> int:
+    packages.require()
+    shell.in_own_cluster(not options.no_accounting, dict(options.set))
+    return 0
+
+
+def _install(options: argparse.Namespace) -> int:
+    """Never fails without CI: where it is not possible, the tests say so themselves."""
+    try:
+        packages.install_missing()
+    except packages.NotPossible as error:
+        print(f"the tests on a Slurm cluster will not run: {error}", file=sys.stderr)
+        return 1 if os.environ.get("CI") == "true" else 0
+    return 0
+
+
+def _choose(folder: Path | None) -> Cluster:
+    cluster = _find(folder, must_exist=True)
+    assert cluster is not None
+    return cluster
+
+
+def _find(folder: Path | None, must_exist: bool) -> Cluster | None:
+    """The cluster in the folder, the one of this shell, or the only one."""
+    named = folder or (Path(os.environ["TEST_CLUSTER"]) if "TEST_CLUSTER" in os.environ else None)
+    states = all_states()
+    if named is not None:
+        states = [state for state in states if state.path == named.absolute()]
+    if len(states) > 1:
+        folders = " ".join(state.folder for state in states)
+        raise RuntimeError(f"there are {len(states)} clusters, name one with --folder: {folders}")
+    if not states and must_exist:
+        raise RuntimeError(f"no cluster is running{f' in {named}' if named else ''}; start one with `up`")
+    return Cluster(states[0]) if states else None
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.slurm_cluster",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    which = argparse.ArgumentParser(add_help=False)
+    which.add_argument("--folder", type=Path, help="the cluster's folder; needed when there are several")
+    make = argparse.ArgumentParser(add_help=False)
+    make.add_argument("--no-accounting", action="store_true", help="a cluster without slurmdbd")
+    make.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=_assignment,
+        metavar="NAME=VALUE",
+        help="a line of slurm.conf",
+    )
+    up = commands.add_parser("up", parents=[make], help="start a cluster and print its folder")
+    up.add_argument("folder", nargs="?", type=Path, help="an empty folder; a new one below /tmp by default")
+    up.set_defaults(call=_up)
+    down = commands.add_parser("down", parents=[which], help="take a cluster away; none is fine")
+    down.add_argument("--all", action="store_true", help="all clusters of this machine")
+    down.set_defaults(call=_down)
+    commands.add_parser("status", help="list the clusters of this machine").set_defaults(call=_status)
+    env = commands.add_parser("env", parents=[which], help="print what a shell has to export")
+    env.set_defaults(call=_env)
+    run = commands.add_parser("run", parents=[which], help="run a command on the login node or on a host")
+    run.add_argument("--host", type=int, help="the number of a host, from 1")
+    run.add_argument("command", nargs="+")
+    run.set_defaults(call=_run)
+    host = commands.add_parser("host", parents=[which], help="kill, revive, cut off or reconnect a host")
+    host.add_argument("what", choices=("kill", "revive", "cut-off", "reconnect"))
+    host.add_argument("number", type=int, help="which one, from 1")
+    host.set_defaults(call=_host)
+    daemon = commands.add_parser("daemon", parents=[which], help="stop or start the scheduler or accounting")
+    daemon.add_argument("what", choices=("stop", "start"))
+    daemon.add_argument("name", choices=("slurmctld", "slurmdbd"))
+    daemon.set_defaults(call=_daemon)
+    own = commands.add_parser("shell", parents=[make], help="a shell in a cluster of its own")
+    own.set_defaults(call=_shell)
+    install = commands.add_parser("install", help="install the Debian packages that are missing")
+    install.set_defaults(call=_install)
+    return parser

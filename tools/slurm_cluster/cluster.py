@@ -1,0 +1,280 @@
+"""A Slurm cluster of several hosts on this machine: used and broken."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tools.slurm_cluster import daemons, hosts, lifecycle, network
+from tools.slurm_cluster.processes import Pid
+from tools.slurm_cluster.state import STATE_LINK, State
+
+NUM_HOSTS = 4
+COMPLETING_S = 15.0
+"""Longer than KillWait: a job that still completes then was on a host that lost it with its power.
+
+slurmctld would ask that host again only after a minute.
+"""
+BIN = Path(__file__).resolve().parents[2] / ".venv/bin"
+
+
+class Cluster:
+    """A running cluster. The machine is its login node, its shared disks are the machine's; users are root.
+
+    Hosts are counted from 1. Its state is read from a file each time: several processes can use it at once.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._last = state
+
+    @property
+    def state(self) -> State:
+        """What is known of it now; the last that was known when it is gone."""
+        if self._last.file.exists():
+            current = State.load(self._last.file)
+            if current.folder == self._last.folder:
+                self._last = current
+        return self._last
+
+    @property
+    def folder(self) -> Path:
+        return self.state.path
+
+    @property
+    def name(self) -> str:
+        return self.state.name
+
+    @property
+    def hosts(self) -> list[str]:
+        """The names of the hosts, in order."""
+        return [self.state.host(index) for index in self.state.hosts()]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What has to be set in a shell for it to use this cluster."""
+        path = f"{BIN}:{daemons.path_with_sbin()}"
+        return {**daemons.environ(self.state), "PATH": path, "TEST_CLUSTER": str(self.folder)}
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The whole environment of a command on the login node."""
+        return {**os.environ, **self.variables}
+
+    def address(self, index: int) -> str:
+        """The address of a host."""
+        return self.state.address(index)
+
+    def local_disk(self, index: int) -> Path:
+        """Where the machine has a host's own /var/tmp."""
+        return hosts.folder(self.state, index) / "var-tmp"
+
+    def log(self, name: str) -> str:
+        """A daemon's log: slurmctld, slurmdbd or a host's name."""
+        return (self.folder / "log" / f"{name}.log").read_text(errors="replace")
+
+    def run(
+        self,
+        argv: Sequence[str | os.PathLike[str]],
+        timeout_s: float = 60,
+        host: int | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        stdin: str = "",
+        check: bool = False,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on the login node, or on a host; `env` is added to the cluster's environment.
+
+        Raises subprocess.TimeoutExpired, and RuntimeError with what it printed when it fails under `check`.
+        """
+        words = [os.fspath(word) for word in argv]
+        done = subprocess.run(
+            self.command_line(words, host, os.fspath(cwd or "/")),
+            env={**self.environ, **(env or {})},
+            cwd=cwd,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        if check and done.returncode:
+            raise RuntimeError(f"{words} ended with {done.returncode}\n{done.stdout}{done.stderr}")
+        return done
+
+    def command_line(self, argv: Sequence[str], host: int | None, cwd: str) -> list[str]:
+        """The command line, for `environ`, that runs a command on a host, in a folder there."""
+        return list(argv) if host is None else hosts.inside(self.state, host, argv, cwd)
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What `scontrol show job` says of a job or one array task; RuntimeError when it is forgotten."""
+        shown = self.run(["scontrol", "--oneliner", "show", "job", job_id], timeout_s=30, check=True).stdout
+        return dict(re.findall(r"(\S+?)=(\S*)", shown.splitlines()[0]))
+
+    def wait_for_job(self, job_id: str, states: str | Sequence[str], timeout_s: float = 60) -> dict[str, str]:
+        """Wait until a job has one of these states; returns `job()` of it, raises TimeoutError.
+
+        It is over at once, with an AssertionError, when the job has ended in another state for good.
+        """
+        wanted = {states} if isinstance(states, str) else set(states)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            job = self.job(job_id)
+            if job["JobState"] in wanted:
+                return job
+            if (
+                job["JobState"] in {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
+                and job["EndTime"] != "Unknown"
+            ):
+                raise AssertionError(f"job {job_id} ended as {job['JobState']}, not {wanted}: {job}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"job {job_id} is {job['JobState']} after {timeout_s} s, not {wanted}: {job}"
+                )
+            time.sleep(0.1)
+
+    def node_states(self) -> dict[str, str]:
+        """The state of every host as Slurm sees it: ``idle``, ``mixed``, ``allocated``, ``down*``, …"""
+        shown = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout_s=30, check=True).stdout
+        return dict(line.split() for line in shown.splitlines())
+
+    def wait_for_node(self, index: int, state: str, timeout_s: float = 60) -> str:
+        """Wait until the state of a host matches a pattern, for example ``idle`` or ``down.*``."""
+        return self.wait_for_nodes([index], state, timeout_s)[self.state.host(index)]
+
+    def wait_for_nodes(self, indices: Sequence[int], state: str, timeout_s: float = 60) -> dict[str, str]:
+        """Wait until the states of these hosts match a pattern; returns all, raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            states = self.node_states()
+            if all(re.fullmatch(state, states[self.state.host(index)]) for index in indices):
+                return states
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"hosts {list(indices)} are not {state!r} after {timeout_s} s: {states}")
+            time.sleep(0.05)
+
+    def kill_host(self, index: int) -> None:
+        """Cut the power of a host: nobody is told."""
+        hosts.power_off(self.state, index)
+
+    def revive_host(self, index: int) -> None:
+        """Power a host on again; wait for it with `wait_for_node`."""
+        hosts.power_on(self.state, index)
+
+    def kill_slurmd(self, index: int) -> None:
+        """Kill only the daemon of a host: what runs there goes on."""
+        if not hosts.signal_slurmd(self.state, index, signal.SIGKILL):
+            raise RuntimeError(f"slurmd of {self.state.host(index)} does not run")
+
+    def start_slurmd(self, index: int) -> None:
+        """Start the daemon of a host that is on."""
+        self.run(["slurmd", "-N", self.state.host(index)], host=index, timeout_s=30, check=True)
+
+    def cut_off(self, index: int) -> None:
+        """Cut the cable of a host, which itself goes on."""
+        network.set_cable(self.state, index, up=False)
+
+    def reconnect(self, index: int) -> None:
+        """Mend the cable of a host."""
+        network.set_cable(self.state, index, up=True)
+
+    def stop_slurmctld(self, force: bool = False) -> None:
+        """End the scheduler; jobs go on. `force` kills it."""
+        daemons.stop(self.state, "slurmctld", force)
+
+    def start_slurmctld(self) -> None:
+        """Start the scheduler again; returns when it answers."""
+        daemons.start_slurmctld(self.state)
+
+    def restart_slurmctld(self) -> None:
+        """End the scheduler and start it again."""
+        self.stop_slurmctld()
+        self.start_slurmctld()
+
+    def stop_accounting(self) -> None:
+        """End slurmdbd: sacct fails, jobs go on."""
+        daemons.stop(self.state, "slurmdbd")
+
+    def start_accounting(self) -> None:
+        """Start slurmdbd again; returns when it answers."""
+        daemons.start_slurmdbd(self.state)
+
+    def cancel_all(self, timeout_s: float = 60) -> None:
+        """Cancel every job and wait until all hosts are idle: for between two tests."""
+        self.run(["scancel", "--user=root"], timeout_s=30)
+        began = time.monotonic()
+        while queue := self.run(["squeue", "--noheader"], timeout_s=30, check=True).stdout:
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
+                raise TimeoutError(f"still in the queue after {timeout_s} s:\n{queue}")
+            if waited_s > COMPLETING_S:
+                for name, state in self.node_states().items():
+                    if state.startswith("completing"):
+                        self._set_node(name, "down")
+                        self._set_node(name, "resume")
+            time.sleep(0.1)
+        self.wait_for_nodes(list(self.state.hosts()), "idle", timeout_s)
+
+    def restore(self, timeout_s: float = 60) -> None:
+        """Bring back whatever was stopped, killed, cut off or drained, and cancel all jobs."""
+        state = self.state
+        if state.accounting and not daemons.is_running(state, "slurmdbd"):
+            self.start_accounting()
+        if not daemons.is_running(state, "slurmctld"):
+            self.start_slurmctld()
+        for index in state.hosts():
+            if not hosts.is_on(state, index):
+                self._set_node(state.host(index), "down")
+                self.kill_host(index)
+                self.revive_host(index)
+                continue
+            self.reconnect(index)
+            if not hosts.signal_slurmd(state, index, 0):
+                self.start_slurmd(index)
+        for name, node_state in self.node_states().items():
+            if node_state.startswith("drain"):
+                self._set_node(name, "resume")
+        self.cancel_all(timeout_s)
+
+    def _set_node(self, name: str, state: str) -> None:
+        argv = ["scontrol", "update", f"nodename={name}", f"state={state}", "reason=restore"]
+        self.run(argv, timeout_s=30, check=True)
+
+    def down(self) -> None:
+        """Take everything away; what is away already is no error."""
+        lifecycle.take_down(self.state)
+
+
+def up(
+    folder: Path | None = None,
+    accounting: bool = True,
+    options: Mapping[str, str] | None = None,
+    owner: Pid | None = None,
+    num_hosts: int = NUM_HOSTS,
+) -> Cluster:
+    """Start a cluster and wait until its hosts are idle; take away those that were left behind.
+
+    `options` are lines of slurm.conf, for example ``{"MinJobAge": "5"}``. With an `owner`, the cluster counts
+    as left behind when that process is dead. Raises RuntimeError when a daemon does not start.
+    """
+    lifecycle.clean_up()
+    began = time.monotonic()
+    state = lifecycle.claim(folder, accounting, options or {}, owner, num_hosts)
+    try:
+        lifecycle.start(state)
+        cluster = Cluster(state)
+        cluster.wait_for_nodes(list(state.hosts()), "idle", daemons.START_TIMEOUT_S)
+        state.up_s = time.monotonic() - began
+        state.save()
+    except BaseException:
+        lifecycle.take_down(state)
+        raise
+    return cluster
+
+
+def attach(folder: Path) -> Cluster:
+    """The cluster in a folder, which another process has started; raises FileNotFoundError."""
+    return Cluster(State.load(folder / STATE_LINK))

@@ -1,0 +1,139 @@
+"""The configuration files of a cluster, as text: pure functions of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tools.slurm_cluster.network import MACHINE_INDEX
+from tools.slurm_cluster.state import State
+
+NUM_CPUS = 8
+NUM_GPUS = 4
+MEM_MB = 64_000
+ACCOUNT = "research"
+"""The account of root, by default with the QOS `normal`; `short` can be asked for."""
+OTHER_ACCOUNT = "teaching"
+SHORT_QOS = "short"
+
+PARTITIONS = {
+    "low": "Default=YES MaxTime=1-00:00:00 DefaultTime=10 PriorityTier=1 PreemptMode=REQUEUE GraceTime=10",
+    "high": "Default=NO MaxTime=12:00:00 DefaultTime=10 PriorityTier=10 PreemptMode=OFF",
+    "debug": "Default=NO MaxTime=5 DefaultTime=2 PriorityTier=1 PreemptMode=OFF MaxNodes=1",
+}
+"""Jobs in `high` put those in `low` back into the queue; `debug` has one node and five minutes."""
+
+
+def slurm_conf(state: State) -> str:
+    """slurm.conf: four pretended hosts; what `state.options` names replaces the value here."""
+    folder = state.path
+    values = {
+        "ClusterName": state.name,
+        "SlurmctldHost": f"{state.machine}({state.address(MACHINE_INDEX)})",
+        "SlurmctldPort": str(state.port),
+        "SlurmUser": "root",
+        "SlurmdUser": "root",
+        "AuthType": "auth/munge",
+        # A requeued job starts after the old credentials have expired, by default 120 s.
+        "AuthInfo": f"socket={folder}/munge/socket,cred_expire=6",
+        "StateSaveLocation": f"{folder}/slurmctld",
+        "SlurmdSpoolDir": f"{folder}/hosts/%n/spool",
+        "SlurmctldPidFile": f"{folder}/slurmctld/pid",
+        "SlurmdPidFile": f"{folder}/hosts/%n/slurmd.pid",
+        "SlurmctldLogFile": f"{folder}/log/slurmctld.log",
+        "SlurmdLogFile": f"{folder}/log/%n.log",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "MpiDefault": "none",
+        "MailProg": "/bin/true",
+        # A machine with two cores pretends more.
+        "SlurmdParameters": "config_overrides",
+        "ReturnToService": "2",
+        # A host that is gone is down after 12 to 18 s, and a command fails 5 s after slurmctld is gone.
+        "MessageTimeout": "5",
+        "SlurmdTimeout": "10",
+        "SlurmctldTimeout": "10",
+        "KillWait": "10",
+        "SchedulerType": "sched/backfill",
+        "SchedulerParameters": "bf_interval=2,sched_interval=5,batch_sched_delay=1",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core_Memory",
+        "DefMemPerCPU": "1000",
+        "GresTypes": "gpu",
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "REQUEUE",
+        "JobRequeue": "1",
+        "MaxArraySize": "10001",
+        "MaxJobCount": "25000",
+        **_accounting(state),
+        **state.options,
+    }
+    lines = [f"{name}={value}" for name, value in values.items()]
+    for index in state.hosts():
+        lines.append(
+            f"NodeName={state.host(index)} NodeAddr={state.address(index)} Gres=gpu:h100:{NUM_GPUS} "
+            f"Sockets=1 CoresPerSocket={NUM_CPUS} ThreadsPerCore=1 RealMemory={MEM_MB} "
+            f"Feature=rack{1 + (index - 1) // 2}"
+        )
+    for name, limits in PARTITIONS.items():
+        nodes = state.host(1) if name == "debug" else "ALL"
+        lines.append(f"PartitionName={name} Nodes={nodes} {limits}")
+    return "\n".join(lines) + "\n"
+
+
+def gres_conf(state: State) -> str:
+    """gres.conf: the GPUs are character devices, a bare count is refused by Slurm."""
+    return f"Name=gpu Type=h100 File={state.path}/dev/gpu[0-{NUM_GPUS - 1}]\n"
+
+
+def slurmdbd_conf(state: State) -> str:
+    """slurmdbd.conf; readable by its owner only, or slurmdbd refuses it."""
+    folder = state.path
+    values = {
+        "AuthType": "auth/munge",
+        "AuthInfo": f"socket={folder}/munge/socket",
+        "DbdHost": state.machine,
+        "DbdAddr": state.address(MACHINE_INDEX),
+        "DbdPort": str(state.port + 1),
+        "SlurmUser": "root",
+        "LogFile": f"{folder}/log/slurmdbd.log",
+        "PidFile": f"{folder}/slurmdbd.pid",
+        "StorageType": "accounting_storage/mysql",
+        "StorageHost": "localhost",
+        "StorageUser": "root",
+        "StorageLoc": "slurm",
+    }
+    return "".join(f"{name}={value}\n" for name, value in values.items())
+
+
+def write(state: State) -> None:
+    """Write them all below the cluster's folder."""
+    etc = state.path / "etc"
+    etc.mkdir(exist_ok=True)
+    texts: Mapping[str, str] = {
+        "slurm.conf": slurm_conf(state),
+        "gres.conf": gres_conf(state),
+        "cgroup.conf": "CgroupPlugin=cgroup/v1\n" if _has_cgroup_v1() else "",
+        "slurmdbd.conf": slurmdbd_conf(state),
+    }
+    for name, text in texts.items():
+        (etc / name).write_text(text)
+        (etc / name).chmod(0o600 if name == "slurmdbd.conf" else 0o644)
+
+
+def _accounting(state: State) -> dict[str, str]:
+    if not state.accounting:
+        return {"AccountingStorageType": "accounting_storage/none"}
+    return {
+        "AccountingStorageType": "accounting_storage/slurmdbd",
+        "AccountingStorageHost": state.address(MACHINE_INDEX),
+        "AccountingStoragePort": str(state.port + 1),
+        # What sounds like a password is the socket of munge.
+        "AccountingStoragePass": f"{state.path}/munge/socket",
+        "AccountingStorageTRES": "gres/gpu",
+        "AccountingStorageEnforce": "associations,limits,qos",
+    }
+
+
+def _has_cgroup_v1() -> bool:
+    return Path("/sys/fs/cgroup/freezer").exists()

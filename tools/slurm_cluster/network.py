@@ -1,0 +1,119 @@
+"""The network of a cluster: a bridge, a cable a host, and lines in /etc/hosts."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+from tools.slurm_cluster.state import State
+
+HOSTS_FILE = Path("/etc/hosts")
+MACHINE_INDEX = 254
+INSIDE = "eth0"
+"""What a host calls its end of the cable."""
+
+
+def ip(*args: str, check: bool = True) -> str:
+    """Run `ip`; raises CalledProcessError."""
+    done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=60)
+    if check and done.returncode:
+        raise RuntimeError(f"`ip {' '.join(args)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def is_free(number: int, port: int) -> bool:
+    """Whether nothing on this machine has the names, addresses or ports of a cluster with this number."""
+    used = ip("-o", "address") + ip("route")
+    if f"10.213.{number}." in used or f": tk{number}:" in ip("-o", "link"):
+        return False
+    for offset in range(2):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("0.0.0.0", port + offset))
+            except OSError:
+                return False
+    return True
+
+
+def make_bridge(state: State) -> None:
+    """The switch that all hosts are plugged into, with the machine itself at .254."""
+    ip("link", "add", state.name, "type", "bridge")
+    ip("address", "add", f"{state.address(MACHINE_INDEX)}/24", "dev", state.name)
+    ip("link", "set", state.name, "up")
+
+
+def remove_bridge(state: State) -> None:
+    """Remove the switch and all cables; not there is fine."""
+    for index in state.hosts():
+        unplug(state, index)
+    ip("link", "delete", state.name, check=False)
+
+
+def cable(state: State, index: int) -> str:
+    """The machine's end of a host's cable."""
+    return state.host(index).replace("-node", "h")
+
+
+def plug_in(state: State, index: int, namespace_pid: int) -> None:
+    """Lay a cable from the bridge into the network namespace of a process."""
+    outside = cable(state, index)
+    inside = ("peer", "name", INSIDE, "netns", str(namespace_pid))
+    ip("link", "add", outside, "master", state.name, "type", "veth", *inside)
+    ip("link", "set", outside, "up")
+
+
+def unplug(state: State, index: int) -> None:
+    """Take a host's cable away for good; not there is fine."""
+    ip("link", "delete", cable(state, index), check=False)
+
+
+def set_cable(state: State, index: int, up: bool) -> None:
+    """Cut a host's cable, or mend it."""
+    ip("link", "set", cable(state, index), "up" if up else "down")
+
+
+def names(state: State) -> str:
+    """The lines of /etc/hosts that name the hosts."""
+    return "".join(f"{state.address(index)} {state.host(index)}\n" for index in state.hosts())
+
+
+def hosts_file_inside(state: State) -> str:
+    """The whole /etc/hosts of a host: there the machine has the address of the bridge, not a local one.
+
+    A name that is not found costs seconds, and Slurm then says "credential expired".
+    """
+    known = f"{state.address(MACHINE_INDEX)} {state.machine}\n{names(state)}"
+    # Sockets for both kinds of addresses ask for the mapped one. Look-ups by name shall not find it.
+    mapped = "".join(f"::ffff:{line}.mapped\n" for line in known.splitlines())
+    return f"127.0.0.1 localhost\n::1 localhost ip6-localhost\n{known}{mapped}"
+
+
+def add_names(state: State) -> None:
+    """Make the hosts' names known on the machine itself."""
+    new = names(state)
+    try:
+        socket.gethostbyname(state.machine)
+    except OSError:
+        new += f"{state.address(MACHINE_INDEX)} {state.machine}\n"
+    lines = "".join(f"{line} {_marker(state)}\n" for line in new.splitlines())
+    before = _others(state)
+    if before and not before.endswith("\n"):
+        before += "\n"
+    HOSTS_FILE.write_text(before + lines)
+
+
+def remove_names(state: State) -> None:
+    """Take this cluster's lines out of /etc/hosts; other lines stay as they are."""
+    kept = _others(state)
+    if kept != HOSTS_FILE.read_text():
+        HOSTS_FILE.write_text(kept)
+
+
+def _others(state: State) -> str:
+    lines = HOSTS_FILE.read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.rstrip().endswith(_marker(state)))
+
+
+def _marker(state: State) -> str:
+    return f"# trainkit-cluster {state.name}"

@@ -1,0 +1,85 @@
+"""`make cluster`: a person's shell in a cluster that goes away with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+from tools.slurm_cluster import cluster as clusters
+from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.processes import Pid
+
+ENDING = (signal.SIGHUP, signal.SIGTERM)
+WELCOME = """
+A Slurm cluster of {num} hosts, up after {seconds:.1f} s; this machine is its login node, you are root.
+
+  sinfo                                        hosts and partitions: low (default), high preempts it, debug
+  srun -N4 --ntasks-per-node=2 hostname        eight tasks on four hosts
+  trainkit --help                              all of trainkit
+  {mine} run --host 2 -- ps -e
+  {mine} --help             more
+
+Leave with `exit` or Ctrl-D: the cluster and all its jobs go away. Its folder, with all logs: {folder}
+"""
+
+
+def in_own_cluster(accounting: bool, options: Mapping[str, str]) -> None:
+    """Start a cluster, run $SHELL in it, take it away; a closed terminal and SIGTERM take it away too."""
+    for number in ENDING:
+        signal.signal(number, _leave)
+    print("starting a Slurm cluster …", file=sys.stderr)
+    cluster = clusters.up(None, accounting, options, owner=Pid.of(os.getpid()))
+    try:
+        mine = f"{shlex.quote(sys.executable)} -m tools.slurm_cluster"
+        seconds = cluster.state.up_s
+        welcome = WELCOME.format(num=len(cluster.hosts), seconds=seconds, folder=cluster.folder, mine=mine)
+        print(welcome, flush=True)
+        _run_shell(cluster)
+    finally:
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+        with contextlib.suppress(OSError):  # the terminal can be gone
+            print("taking the cluster away …", file=sys.stderr)
+        cluster.down()
+
+
+def _run_shell(cluster: Cluster) -> None:
+    def child() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *ENDING))
+
+    # Ctrl-C is for what runs in the shell.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A signal between fork and `shell =` would leave a shell that nobody ends.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    environ = {**cluster.environ, "PS1": f"({cluster.name}) $ "}
+    shell = subprocess.Popen(_command(cluster), env=environ, preexec_fn=child)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        shell.wait()
+    finally:
+        if shell.poll() is None:
+            Pid.of(shell.pid).stop(timeout_s=2, number=signal.SIGHUP)
+
+
+def _command(cluster: Cluster) -> list[str]:
+    """The shell, and with bash a prompt that says where one is."""
+    program = os.environ.get("SHELL") or "/bin/sh"
+    if Path(program).name != "bash":
+        return [program]
+    rc = cluster.folder / "etc/bashrc"
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in cluster.variables.items())
+    # The person's own file may set PATH and the prompt again.
+    rc.write_text(f'[ -e ~/.bashrc ] && . ~/.bashrc\n{exports}PS1="({cluster.name}) $PS1"\n')
+    return [program, "--rcfile", str(rc)]
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

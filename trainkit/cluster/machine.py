@@ -1,0 +1,128 @@
+"""What this machine has: CPU cores that we may use, and GPUs that torch will see."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The cores and GPUs that a job on this machine can use."""
+
+    num_cpus: int
+    num_gpus: int
+    gpu_names: tuple[str, ...]
+    gpu_reason: str
+    """One sentence: which GPUs there are, or why there are none."""
+    memory: int | None = None
+    """Bytes, those it swaps out included; None where that is not known."""
+
+
+def detect_machine(environ: Mapping[str, str] | None = None) -> Machine:
+    """This machine, without torch: NVML is asked only where an NVIDIA driver is loaded."""
+    names, reason = _gpus(os.environ if environ is None else environ)
+    return Machine(_num_cpus(), len(names), names, reason, host_memory(MEMINFO))
+
+
+def host_memory(meminfo: Path) -> int | None:
+    """Bytes of memory and swap, from /proc/meminfo; None where it cannot be read."""
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+    return 1024 * (kib["MemTotal"] + kib.get("SwapTotal", 0)) if "MemTotal" in kib else None
+
+
+def _num_cpus() -> int:
+    cores = len(os.sched_getaffinity(0))
+    quota = cgroup_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+
+
+def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
+    """The smallest CPU quota of this process's cgroup (version 2) and those above, in cores.
+
+    None where there is no limit.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    path = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    quotas = []
+    folder = root / path
+    while folder.is_relative_to(root):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+        except OSError:
+            quota, period = "max", ""
+        if quota != "max":
+            quotas.append(int(quota) / int(period))
+        folder = folder.parent
+    return min(quotas, default=None)
+
+
+def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
+    if not NVIDIA_DRIVER.exists():
+        return (), "there is no NVIDIA driver on this machine"
+    try:
+        import pynvml
+    except ImportError:
+        return (), "an NVIDIA driver is loaded, but the Python package nvidia-ml-py is missing"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return (), f"an NVIDIA driver is loaded, but NVML does not answer: {error}"
+    try:
+        devices = [_device(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible_names(devices, chosen)
+    if names:
+        suffix = f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen is not None else ""
+        return names, f"this machine has {describe_gpus(names)}{suffix}"
+    if devices:
+        return (), f"CUDA_VISIBLE_DEVICES={chosen} hides the {len(devices)} GPU(s) of this machine"
+    return (), "an NVIDIA driver is loaded, but it shows no GPU"
+
+
+def _device(pynvml: Any, index: int) -> tuple[str, str]:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    return str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle))
+
+
+def visible_names(devices: list[tuple[str, str]], chosen: str | None) -> tuple[str, ...]:
+    """The names of the devices (UUID, name) that CUDA shows under a value of CUDA_VISIBLE_DEVICES.
+
+    CUDA reads the list up to the first entry that names no device:
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#env-vars
+    """
+    if chosen is None:
+        return tuple(name for _, name in devices)
+    names = []
+    for item in map(str.strip, chosen.split(",")):
+        if item.isdigit() and int(item) < len(devices):
+            names.append(devices[int(item)][1])
+        elif item.startswith("GPU-") and (match := [name for uuid, name in devices if uuid.startswith(item)]):
+            names.append(match[0])
+        elif item.startswith("MIG-"):
+            names.append("MIG device")
+        else:
+            break
+    return tuple(names)
+
+
+def describe_gpus(names: tuple[str, ...]) -> str:
+    """For example ``2 x NVIDIA A100-SXM4-80GB``."""
+    kinds = dict.fromkeys(names)
+    return ", ".join(f"{names.count(kind)} x {kind}" for kind in kinds)

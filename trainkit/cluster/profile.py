@@ -1,0 +1,369 @@
+"""Finds the profile of the cluster that a run goes to.
+
+Profiles are files `clusters/NAME.yaml`: in the folder that one submits from, and in the user's config folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, JsonValue, ValidationError
+
+from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
+from trainkit.cluster.units import memory_mib, time_limit_s
+from trainkit.config.names import near, schema_words, show_value
+from trainkit.config.running import SLURM_TIME, OneLine
+from trainkit.config.section import AtLeastOne, Section, list_field
+from trainkit.config.yamlfile import Entry, read_yaml_file
+from trainkit.errors import ConfigError, Problem
+from trainkit.resources import shipped_configs
+from trainkit.slurm.conf_file import cluster_name
+
+if TYPE_CHECKING:
+    from trainkit.config import LoadedConfig
+
+
+FOLDER = "clusters"
+KEY = "launch.cluster"
+
+
+@dataclass(frozen=True)
+class FoundProfile:
+    """A profile and why it is the one."""
+
+    path: Path
+    shown: str
+    """The file's name as messages show it."""
+    profile: ClusterProfile
+    defaults: Entry | None
+    """What it lays below run configs."""
+    reason: str
+
+
+def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `trainkit init` writes profiles."""
+    home = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "trainkit" / FOLDER
+
+
+def find_profile(
+    loaded: LoadedConfig, environ: Mapping[str, str] = os.environ, cwd: Path | None = None
+) -> FoundProfile | None:
+    """The profile that `launch.cluster` names, else the one of the cluster that Slurm's configuration names,
+    else the only one there is where that name is not known. None when there is none.
+
+    Raises ConfigError when the named one does not exist, when it cannot be told which one is meant, and with
+    every problem of the file.
+    """
+    cwd = Path.cwd() if cwd is None else cwd
+    folders = [cwd / FOLDER, user_folder(environ)]
+    named = loaded.config.launch.cluster
+    if named is not None:
+        return _found(_named(loaded, named, folders), cwd, f"launch.cluster: {named} was asked for")
+    files = [sorted(folder.glob("*.yaml")) for folder in folders]
+    if not any(files):
+        return None
+    name = cluster_name(environ)
+    if name is None:
+        if len(alone := [path for paths in files for path in paths]) > 1:
+            return None
+        return _found(alone[0], cwd, "it is the only profile, and no slurm.conf names the cluster")
+    for paths in files:
+        own = _own_profile(loaded, paths, name)
+        if own is not None:
+            return _found(own, cwd, f"slurm.conf calls the cluster {name}")
+    return None
+
+
+def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
+    folders = [*folders, shipped_configs() / FOLDER]
+    for folder in folders:
+        if "/" not in name and (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    match = near(name, known)
+    hint = f"did you mean {match}? " if match else ""
+    hint += f"there is {', '.join(known)}; `trainkit init` writes one of the cluster that it is typed on"
+    raise ConfigError([loaded.problem(KEY, f"is {name}, and there is no such cluster profile", hint)])
+
+
+def _own_profile(loaded: LoadedConfig, paths: Sequence[Path], name: str) -> Path | None:
+    """The profile of the cluster of this name."""
+    own = [path for path in paths if _name_in(path) == name]
+    if len(own) > 1:
+        same = [path for path in own if path.stem == name]
+        if not same:
+            names = " and ".join(path.stem for path in own)
+            message = f"is not set, and {names} are both profiles of {name}"
+            raise ConfigError([loaded.problem(KEY, message, f"--cluster {own[0].stem} takes the first")])
+        own = same
+    return own[0] if own else None
+
+
+def _name_in(path: Path) -> str | None:
+    """The name in a profile; the file's own where it cannot be read, which is told should it be taken."""
+    try:
+        found = read_yaml_file(path, str(path)).find(("name",))
+    except ConfigError:
+        return path.stem
+    return str(found.value).lower() if found is not None else path.stem
+
+
+def _found(path: Path, cwd: Path, reason: str) -> FoundProfile:
+    shown = str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
+    profile, defaults = _read(path, shown, path.stat().st_mtime_ns)
+    return FoundProfile(path, shown, profile, defaults, f"{profile.name}: {shown}, because {reason}")
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, shown: str, mtime_ns: int) -> tuple[ClusterProfile, Entry | None]:
+    # Its classes take a while to make, which nobody pays who has no profile.
+
+    return read_profile(path, shown)
+
+
+Time = Annotated[
+    str,
+    Field(
+        pattern=SLURM_TIME,
+        json_schema_extra={"allowed": 'a time in quotes, such as "01:00:00" or "2-12:00:00"'},
+    ),
+]
+Memory = Annotated[
+    str, Field(pattern=r"^\d+[KMGT]$", json_schema_extra={"allowed": 'an amount such as "64G"'})
+]
+Names = Annotated[tuple[OneLine, ...], Field(strict=False)]
+
+
+class NodesProfile(Section):
+    """Nodes of a partition that are alike."""
+
+    count: AtLeastOne = Field(default=1, description="How many there are.")
+    cpus: AtLeastOne | None = Field(default=None, description="CPUs of each.")
+    memory: Memory | None = Field(default=None, description="Memory of each that jobs can have.")
+    gpus: dict[str, AtLeastOne] | AtLeastOne = Field(
+        default={},
+        description="GPUs of each by type, or their number where the cluster names no types.",
+        json_schema_extra={"allowed": 'a number, or numbers by type such as "{h100: 8}"'},
+    )
+    features: tuple[OneLine, ...] = list_field((), "What resources.constraint can name.")
+
+
+class PartitionProfile(Section):
+    """What a partition has and allows; null where there is no limit."""
+
+    default: bool = Field(default=False, description="Whether jobs that name no partition go here.")
+    hidden: bool = Field(default=False, description="Whether Slurm lists it only when it is asked to.")
+    max_time: Time | None = Field(default=None, description="Longest time limit of a job.")
+    default_time: Time | None = Field(default=None, description="Time limit of a job that asks for none.")
+    max_nodes: AtLeastOne | None = Field(default=None, description="Most nodes of a job.")
+    max_cpus_per_node: AtLeastOne | None = Field(
+        default=None, description="Most CPUs of a node for its jobs."
+    )
+    accounts: Names | None = Field(default=None, description="Accounts that may use it; null for all.")
+    denied_accounts: tuple[OneLine, ...] = list_field((), "Accounts that may not.")
+    qos: Names | None = Field(default=None, description="QOS that it takes; null for all.")
+    denied_qos: tuple[OneLine, ...] = list_field((), "QOS that it does not take.")
+    groups: Names | None = Field(default=None, description="Groups that may use it; null for all.")
+    nodes: tuple[NodesProfile, ...] = list_field((), "Its nodes; leave it out when they are not known.")
+
+
+class AccountProfile(Section):
+    """An account that you may charge."""
+
+    default: bool = Field(default=False, description="Whether it is charged when none is named.")
+    partitions: Names | None = Field(default=None, description="Where it can be used; null for anywhere.")
+    qos: Names | None = Field(default=None, description="QOS that it may use; null when not known.")
+
+
+class QosProfile(Section):
+    """A quality of service."""
+
+    max_time: Time | None = Field(default=None, description="Longest time limit of a job.")
+    overrides: tuple[Literal["time", "nodes"], ...] = list_field(
+        (), "Limits of a partition that do not hold for its jobs."
+    )
+
+
+class ClusterProfile(Section):
+    """What a config is held against, and what every run on this cluster starts from."""
+
+    model_config = ConfigDict(title="trainkit cluster profile")
+
+    profile_version: Literal[1] = Field(default=1, description="Version of the format of this file.")
+    name: OneLine = Field(description="What Slurm calls the cluster: ClusterName of its slurm.conf.")
+    slurm_version: str | None = Field(
+        default=None,
+        pattern=r"^\d+\.\d+(\.\d+)?$",
+        description="Version of its Slurm.",
+        json_schema_extra={"allowed": 'a version in quotes, such as "24.05.2"'},
+    )
+    gpu_option: Literal["gpus-per-node", "gres"] = Field(
+        default="gpus-per-node", description="The option of sbatch with which GPUs are asked for."
+    )
+    containers: tuple[Literal["pyxis", "apptainer", "singularity", "enroot"], ...] = list_field(
+        (), "What runs containers there."
+    )
+    modules: bool = Field(default=False, description="Whether there are environment modules.")
+    expedited_requeue: bool | None = Field(
+        default=None,
+        description="Whether jobs ask for sbatch --requeue=expedite; Slurm has it from 25.11 on.",
+    )
+    accounts: dict[str, AccountProfile | None] | None = Field(
+        default=None, description="Accounts that you may charge; null where it is not checked."
+    )
+    qos: dict[str, QosProfile | None] | None = Field(
+        default=None, description="Qualities of service; null where it is not checked."
+    )
+    partitions: dict[str, PartitionProfile | None] | None = Field(
+        default=None, description="Its partitions; null asks Slurm each time."
+    )
+    defaults: dict[str, JsonValue] | None = Field(
+        default=None,
+        description="Keys of a run config that hold for every run here, below your own.",
+        json_schema_extra={"allowed": "keys of a run config"},
+    )
+
+    def cluster(self, reason: str, out_of_date_hint: str) -> Cluster:
+        """The same as plans need it."""
+        accounts, qos = self.accounts, self.qos
+        return Cluster(
+            name=self.name,
+            partitions=tuple(_partition(name, item) for name, item in (self.partitions or {}).items()),
+            gpu_option=self.gpu_option,
+            accounts=None if accounts is None else tuple(_account(name, accounts[name]) for name in accounts),
+            qos=None if qos is None else tuple(_qos(name, qos[name]) for name in qos),
+            slurm_version=tuple(map(int, (self.slurm_version or "").split(".")))
+            if self.slurm_version
+            else (),
+            containers=self.containers,
+            has_modules=self.modules,
+            expedited_requeue=self.expedited_requeue,
+            reason=reason,
+            out_of_date_hint=out_of_date_hint,
+        )
+
+
+def _partition(name: str, profile: PartitionProfile | None) -> Partition:
+    item = profile or PartitionProfile()
+    return Partition(
+        name=name,
+        is_default=item.default,
+        is_hidden=item.hidden,
+        max_time_s=None if item.max_time is None else time_limit_s(item.max_time),
+        default_time_s=None if item.default_time is None else time_limit_s(item.default_time),
+        max_nodes=item.max_nodes,
+        max_cpus_per_node=item.max_cpus_per_node,
+        nodes=tuple(_kind(kind) for kind in item.nodes),
+        allowed_accounts=item.accounts,
+        denied_accounts=item.denied_accounts,
+        allowed_qos=item.qos,
+        denied_qos=item.denied_qos,
+        allowed_groups=item.groups,
+    )
+
+
+def _kind(profile: NodesProfile) -> NodeKind:
+    memory = None if profile.memory is None else memory_mib(profile.memory)
+    gpus = {"": profile.gpus} if isinstance(profile.gpus, int) else profile.gpus
+    return NodeKind(
+        profile.count, profile.cpus, None if memory is None else int(memory), gpus, profile.features
+    )
+
+
+def _account(name: str, profile: AccountProfile | None) -> Account:
+    item = profile or AccountProfile()
+    return Account(name, item.default, item.partitions, item.qos)
+
+
+def _qos(name: str, profile: QosProfile | None) -> Qos:
+    item = profile or QosProfile()
+    return Qos(name, None if item.max_time is None else time_limit_s(item.max_time), item.overrides)
+
+
+def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
+    """A profile, and what it lays below run configs; `shown` is the file's name in messages.
+
+    Raises ConfigError with every problem.
+    """
+    entry = read_yaml_file(path, shown)
+    try:
+        profile = ClusterProfile.model_validate(entry.plain())
+    except ValidationError as error:
+        raise ConfigError(_problems(error, entry)) from None
+    defaults = entry.find(("defaults",))
+    return profile, defaults if defaults is not None and defaults.is_mapping else None
+
+
+def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
+    found: dict[str, Problem] = {}
+    for item in error.errors(include_url=False, include_context=False):
+        path, value = _within(entry.plain(), item["loc"])
+        origin = _origin(entry, path)
+        key = ".".join(map(str, path))
+        if item["type"] == "missing":
+            key = ".".join(map(str, item["loc"]))
+            problem = Problem(key, "is not there", entry.origin, "what Slurm calls the cluster")
+        elif item["type"] == "extra_forbidden":
+            match = near(str(path[-1]), _inner(_schema_at(path[:-1])).get("properties", {}))
+            hint = f"did you mean {match}?" if match else ""
+            problem = Problem(key, "there is no such key", origin, hint)
+        else:
+            message = f"must be {schema_words(_schema_at(path))}, not {show_value(value)}"
+            problem = Problem(key, message, origin)
+        found.setdefault(key, problem)
+    return sorted(found.values(), key=lambda problem: int(problem.origin.rpartition(":")[2] or 0))
+
+
+def _origin(entry: Entry, path: tuple[int | str, ...]) -> str:
+    """Where a path stands, or what it stands in: what is within a list has the list's line."""
+    for end in range(len(path), 0, -1):
+        place = entry.find(tuple(map(str, path[:end])))
+        if place is not None:
+            return place.origin
+    return entry.origin
+
+
+def _within(value: Any, location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], Any]:
+    """The part of a location that leads into a value, and what is there; the rest names kinds of a union."""
+    path: list[int | str] = []
+    for part in location:
+        is_key = isinstance(value, dict) and part in value
+        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if not (is_key or is_index):
+            break
+        value = value[part]
+        path.append(part)
+    return tuple(path), value
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return ClusterProfile.model_json_schema()
+
+
+def _schema_at(path: tuple[int | str, ...]) -> dict[str, Any]:
+    """The JSON schema of what stands at a path."""
+    schema = _schema()
+    for part in path:
+        schema = _inner(schema)
+        if isinstance(part, int):
+            schema = schema["items"]
+        else:
+            schema = schema.get("properties", {}).get(part) or schema.get("additionalProperties") or {}
+    return schema if "anyOf" in schema else _inner(schema)
+
+
+def _inner(schema: dict[str, Any]) -> dict[str, Any]:
+    """The section, mapping or list that a schema allows."""
+    for option in schema.get("anyOf", [schema]):
+        if "$ref" in option:
+            option = _schema()["$defs"][option["$ref"].rpartition("/")[2]]
+        if option.get("type") in ("object", "array"):
+            return dict(option)
+    return schema

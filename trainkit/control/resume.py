@@ -1,0 +1,103 @@
+"""Whether a run can go on with a config, asked before an attempt is opened: a mistake leaves no trace."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainkit.config import LoadedConfig, RunConfig
+from trainkit.config.training import ModelConfig
+from trainkit.data.checks import tokenizer_vocab_size
+from trainkit.errors import ConfigError, Problem
+from trainkit.manifest import published
+from trainkit.plan.model_shape import ModelShape, resolve_model_shape
+from trainkit.rundir import PARTIAL_SUFFIX, RunDir
+
+FIXED = ("seed", "data.seq_len", "data.shuffle")
+"""What decides which sample stands at a position; the trainer compares the data itself as well."""
+
+
+def refuse_incompatible(run: RunDir, loaded: LoadedConfig) -> None:
+    """Raise ConfigError with everything in a config that the run's newest checkpoint cannot go on with."""
+    found = published(run.checkpoints_dir)
+    if not found:
+        return
+    try:
+        manifest = found[-1].manifest()
+    except (OSError, ValueError):
+        return  # damaged: the trainer takes the one before it, and judges that one
+    problems = list(_problems(manifest, loaded, found[-1].path.name))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> Iterator[Problem]:
+    config = loaded.config
+    hint = "leave it as it was, or start a new run"
+    for key in FIXED:
+        before, now = manifest.get("data", {}).get(key), _value(config, key)
+        if before is not None and before != now:
+            yield loaded.problem(key, f"is {now}, but {name} was trained with {before}", hint)
+    # A file of one's own may have moved meanwhile.
+    before = str(manifest.get("model", {}).get("architecture", "")).rpartition(":")[2]
+    now = config.model.architecture.rpartition(":")[2]
+    if before not in ("", now):
+        yield loaded.problem("model.architecture", f"is {now}, but {name} was trained with {before}", hint)
+    vocab_size = tokenizer_vocab_size(config.data)
+    if "model" in manifest:
+        before_shape = _shape(ModelConfig(**manifest["model"]), vocab_size)
+        if before_shape != _shape(config.model, vocab_size):
+            yield loaded.problem("model", f"is of another shape than the one in {name}", hint)
+    if config.train.steps is not None and config.train.steps < manifest["step"]:
+        message = f"is {config.train.steps}, but {name} is there already"
+        yield loaded.problem("train.steps", message, "give the number of steps of the whole run")
+
+
+def _shape(model: ModelConfig, vocab_size: int) -> ModelShape:
+    """The shape as far as a checkpoint holds it: dropout may change."""
+    return replace(resolve_model_shape(model, vocab_size), dropout=0.0)
+
+
+def changes(before: RunConfig, after: RunConfig) -> Iterator[str]:
+    """One line for each value that differs: ``optimizer.lr: 0.002 -> 0.01``."""
+    old, new = _flat(before), _flat(after)
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            yield f"{key}: {old.get(key)} -> {new.get(key)}"
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.model_dump(mode="json", by_alias=True).items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{inner}": item for inner, item in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    return _flat(config)[key]
+
+
+def copy_checkpoint(checkpoint: Path, run: RunDir) -> Path:
+    """Publish a copy of a checkpoint in another run, as hard links where the filesystem allows.
+
+    A published checkpoint is never written again, so both runs can hold the same files.
+    """
+    target = run.checkpoints_dir / checkpoint.name
+    partial = target.with_name(target.name + PARTIAL_SUFFIX)
+    shutil.copytree(checkpoint, partial, copy_function=_link_or_copy)
+    partial.rename(target)
+    return target
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

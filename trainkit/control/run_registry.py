@@ -1,0 +1,215 @@
+"""Finds runs: RUN on a command line is a job id, a run name, a run folder or `last`.
+
+A run of a group is also `GROUP/INDEX`, and a task of its array `123_4`.
+
+Every start of a run appends a line to ``$XDG_STATE_HOME/trainkit/runs.jsonl``, so a run is found from
+any directory; runs below ./runs are found without it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from shlex import quote
+
+from trainkit.errors import UsageError
+from trainkit.job.record import read_job
+from trainkit.rundir import RUNS_FOLDER, RunDir, append_jsonl, read_jsonl, state_folder, utc_now
+from trainkit.rungroup import RunGroup, group_of, is_index
+from trainkit.slurm.job_id import base_id, is_job_id
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """A run, or a group of runs, that was started by this user and whose folder is still there."""
+
+    run: RunDir
+    """Of a group this has only a path."""
+    name: str
+    time: str
+    """Its newest start, ISO-8601 UTC."""
+    is_group: bool = False
+
+    @property
+    def group(self) -> RunGroup:
+        """The group that this is."""
+        return RunGroup(self.run.path)
+
+
+def index_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where started runs are written down."""
+    return state_folder(environ) / "runs.jsonl"
+
+
+def register(run: RunDir, name: str) -> None:
+    """Write down that a run was started; a home that cannot be written is said, and is no reason to stop."""
+    path = index_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        append_jsonl(path, {"time": utc_now(), "name": name, "path": str(run.path)})
+    except OSError as error:
+        print(
+            f"note: {path} cannot be written ({error.strerror}): name the run by its folder", file=sys.stderr
+        )
+
+
+def known_runs(cwd: Path | None = None) -> list[KnownRun]:
+    """Every run and every group that is known and exists, the one started last first."""
+    found: dict[str, KnownRun] = {}
+    for folder in sorted(((cwd or Path.cwd()) / RUNS_FOLDER).glob("*/")):
+        known = _known(folder)
+        if known is not None:
+            found[os.path.realpath(folder)] = known
+    for record in read_jsonl(index_file()):
+        path, name, time = record.get("path"), record.get("name"), record.get("time")
+        if isinstance(path, str) and isinstance(name, str) and isinstance(time, str):
+            known = _known(Path(path), name, time)
+            if known is not None:
+                found[os.path.realpath(path)] = known
+    return sorted(found.values(), key=lambda known: known.time, reverse=True)
+
+
+def _known(folder: Path, name: str | None = None, time: str | None = None) -> KnownRun | None:
+    """What a folder holds; what is not said of it, it tells by itself."""
+    run, group = RunDir(folder), RunGroup(folder)
+    try:
+        if group.exists():
+            return KnownRun(run, name or run.name, time or _written(group.sweep_file), is_group=True)
+        if run.exists():
+            return KnownRun(run, name or str(read_job(run)["name"]), time or _written(run.config_file))
+    except OSError:
+        pass  # another user's, or on a disk that is away: no reason to hide the others
+    return None
+
+
+def _written(file: Path) -> str:
+    return datetime.fromtimestamp(file.stat().st_mtime, timezone.utc).isoformat()
+
+
+def find_run(text: str) -> RunDir:
+    """The run that RUN means; the folder of a group's run is made if it is not there yet.
+
+    Raises UsageError when there is none, with the closest name, and for a whole group.
+    """
+    found = find_run_or_group(text)
+    if isinstance(found, RunDir):
+        return found
+    indices = sorted(found.points)
+    raise UsageError(
+        f"{text} is a group of {len(indices):,} runs",
+        hint=f"name one of them, for example {quote(str(found.run(indices[0]).path))}",
+    )
+
+
+def find_run_or_group(text: str) -> RunDir | RunGroup:
+    """The run or the group that RUN means.
+
+    Raises UsageError when there is none, with the closest name.
+    """
+    run = RunDir(text)
+    try:
+        if RunGroup(text).exists():
+            return RunGroup(text)
+        is_run = run.exists() or group_of(run) is not None
+    except OSError as error:
+        raise UsageError(
+            f"{text} cannot be read: {error.strerror}", hint="another user's run is its owner's alone"
+        ) from None
+    if is_run:
+        return _opened(run)
+    head, separator, tail = text.rpartition(os.sep)
+    if separator and (os.sep in head or not is_index(tail)):
+        raise UsageError(f"{text} does not hold a run", hint="`trainkit status` lists the runs")
+    known = known_runs()
+    if separator:
+        known = [item for item in known if item.is_group]
+        return _point(_newest(head, _called(head, known), known).group, int(tail))
+    if text == "last":
+        matches = known[:1]
+    elif text.startswith("local-") or is_job_id(text):
+        having = [item for item in known if _has_job(item, text)]
+        # A point that was started again on its own is known by itself too.
+        matches = [item for item in having if not item.is_group] or having
+    else:
+        matches = _called(text, known)
+    newest = _newest(text, matches, known)
+    if not newest.is_group:
+        return newest.run
+    return (
+        _point(newest.group, int(text.partition("_")[2])) if is_job_id(text) and "_" in text else newest.group
+    )
+
+
+def _called(name: str, known: Sequence[KnownRun]) -> list[KnownRun]:
+    return [item for item in known if item.run.name == name] or [item for item in known if item.name == name]
+
+
+def _newest(text: str, matches: Sequence[KnownRun], known: Sequence[KnownRun]) -> KnownRun:
+    if not matches:
+        raise UsageError(f"there is no run {text!r}", hint=_closest(text, known))
+    if len(matches) > 1:
+        others = ", ".join(str(item.run.path) for item in matches[1:])
+        print(f"note: {text} is {matches[0].run.path}, the newest; also so called: {others}", file=sys.stderr)
+    return matches[0]
+
+
+def _point(group: RunGroup, index: int) -> RunDir:
+    group.point(index)
+    return _opened(group.run(index))
+
+
+def _opened(run: RunDir) -> RunDir:
+    """The run, whose folder is made if it is a point that has not started."""
+    if not run.exists():
+        from trainkit.job.array_tasks import open_point  # which knows configs, and takes time to load
+
+        open_point(run)
+    return run
+
+
+def _has_job(known: KnownRun, job_id: str) -> bool:
+    if known.is_group:
+        return is_job_id(job_id) and known.group.job_id == base_id(job_id)
+    job = read_job(known.run)
+    return job_id in [*(entry.get("job_id") for entry in job["attempts"]), *(job.get("follow_ups") or [])]
+
+
+def _closest(text: str, known: Sequence[KnownRun]) -> str:
+    if not known:
+        return "no run has been started yet: `trainkit submit configs/quickstart.yaml`"
+    names = ["last", *(item.name for item in known), *(item.run.name for item in known)]
+    from difflib import get_close_matches
+
+    close = get_close_matches(text, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else "`trainkit status` lists the runs"
+
+
+STATE_VARIABLE = "XDG_STATE_HOME"
+
+
+@contextmanager
+def isolated_state(folder: Path) -> Iterator[None]:
+    """Let runs that are started now be written down in a folder of theirs, not in the user's list of runs.
+
+    `last` still means the run that the user started last, and a node that a drill killed is not taken for a
+    bad one later. Nodes that are known to be bad stay known.
+    """
+    before, own = os.environ.get(STATE_VARIABLE), folder / ".state"
+    known = state_folder() / "bad_nodes"
+    own.mkdir()
+    if known.is_dir():
+        shutil.copytree(known, own / "trainkit" / "bad_nodes")
+    os.environ[STATE_VARIABLE] = str(own)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[STATE_VARIABLE]
+        else:
+            os.environ[STATE_VARIABLE] = before

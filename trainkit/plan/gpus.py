@@ -1,0 +1,176 @@
+"""Memory of GPU types, by the names that drivers and clusters give them, and the links between them. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MIB = 2**20
+GIB = 2**30
+USABLE = 0.92
+"""Of a GPU's memory, for tensors: the rest is taken by CUDA, NCCL and the gaps that an allocator leaves."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A type of GPU."""
+
+    name: str
+    """As NVIDIA calls it, with its memory where the same name comes with several."""
+    memory: int
+    """Bytes, as the driver shows them."""
+    most_memory: int
+    """Bytes of the largest that is called so: more than that is certainly not there."""
+    node_size: int
+    """GPUs of a node as they are usually built."""
+    node_bandwidth: float
+    """Bytes a second that a GPU can send to the others of its node."""
+    network_bandwidth: float
+    """Bytes a second that a GPU can send to other nodes."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a plan fills."""
+        return int(self.memory * USABLE)
+
+
+@dataclass(frozen=True)
+class _Links:
+    """Bandwidths in GB/s, one way."""
+
+    node: float
+    network: float
+    node_size: int = 8
+
+
+# NVLink: half of what data sheets give, which is both ways. Network: of DGX and HGX systems, a port a GPU.
+_NVLINK5_72 = _Links(900, 50, node_size=4)
+_NVLINK5 = _Links(900, 50)
+_NVLINK4 = _Links(450, 50)
+_NVLINK3 = _Links(300, 25)
+_NVLINK2 = _Links(150, 12.5)
+_ONE = _Links(64, 25, node_size=1)
+_PCIE5 = _Links(50, 12.5)
+_PCIE4 = _Links(25, 6.25)
+_PCIE3 = _Links(12, 6.25)
+
+# Words of a name, GB in which it is sold, the commonest first, each with the MiB that nvidia-smi shows
+# (some of it is taken by error correction), and its links. The first row that matches counts.
+_ROWS: tuple[tuple[str, dict[int, int], _Links], ...] = (
+    ("GB200", {186: 189_471}, _NVLINK5_72),
+    ("B300", {288: 275_040}, _NVLINK5),
+    ("B200", {180: 183_359}, _NVLINK5),
+    ("GH200", {96: 97_871, 144: 146_831}, _ONE),
+    ("H200", {141: 143_771}, _NVLINK4),
+    ("H100 NVL", {94: 95_830}, _PCIE5),
+    ("H100 PCIe", {80: 81_559}, _PCIE5),
+    ("H100", {80: 81_559, 94: 95_830, 64: 65_247}, _NVLINK4),
+    ("H800", {80: 81_559}, _NVLINK3),
+    ("H20", {96: 97_871, 141: 143_771}, _NVLINK4),
+    ("A100 PCIe", {80: 81_920, 40: 40_960}, _PCIE4),
+    ("A100", {80: 81_920, 40: 40_960, 64: 65_536}, _NVLINK3),
+    ("A800", {80: 81_920, 40: 40_960}, _NVLINK3),
+    ("A30", {24: 24_576}, _PCIE4),
+    ("A40", {48: 46_068}, _PCIE4),
+    ("A10G", {24: 23_028}, _PCIE4),
+    ("A10", {24: 23_028}, _PCIE4),
+    ("L40S", {48: 46_068}, _PCIE4),
+    ("L40", {48: 46_068}, _PCIE4),
+    ("L4", {24: 23_034}, _PCIE4),
+    ("V100", {32: 32_768, 16: 16_384}, _NVLINK2),
+    ("T4", {16: 15_360}, _PCIE3),
+    ("RTX PRO 6000", {96: 97_887}, _PCIE5),
+    ("RTX 6000 Ada", {48: 49_140}, _PCIE4),
+    ("RTX A6000", {48: 49_140}, _PCIE4),
+    ("RTX A5000", {24: 24_564}, _PCIE4),
+    ("RTX 5090", {32: 32_607}, _PCIE5),
+    ("RTX 4090", {24: 24_564}, _PCIE4),
+    ("RTX 3090", {24: 24_576}, _PCIE4),
+)
+_GIGABYTES = re.compile(r"(\d+)GB?")
+_NO_PRODUCT = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO")
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The type that a driver (``NVIDIA A100-SXM4-40GB``) or a cluster (``a100``) means; None for others."""
+    words = re.sub(r"[^A-Z0-9]+", " ", _NO_PRODUCT.sub(" ", name.upper())).split()
+    if "MIG" in words:
+        return None
+    for row, sizes, links in _ROWS:
+        if _is_called(words, row):
+            return _gpu(row, sizes, links, _gigabytes(words))
+    return None
+
+
+def known_gpus() -> tuple[str, ...]:
+    """Names that `find_gpu` knows, the commonest first of each kind."""
+    return tuple(row.lower().replace(" ", "-") for row, _, _ in _ROWS)
+
+
+def gib(num_bytes: float) -> str:
+    """An amount of memory as a person reads it."""
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _is_called(words: list[str], row: str) -> bool:
+    """Whether a name consists of the words of a row and of others; ``rtx4090`` is as good as ``rtx 4090``."""
+    parts = row.upper().split()
+    return all(part in words for part in parts) or "".join(parts) in words
+
+
+def _gigabytes(words: list[str]) -> list[int]:
+    """Sizes that a name speaks of."""
+    found = [_GIGABYTES.fullmatch(word) or re.fullmatch(r"(\d+)", word) for word in words]
+    return [int(match[1]) for match in found if match]
+
+
+def _gpu(row: str, sizes: dict[int, int], links: _Links, named: list[int]) -> Gpu:
+    size = next((size for size in named if size in sizes), None)
+    name = row if len(sizes) == 1 else f"{row} {size or next(iter(sizes))}GB"
+    memory = sizes[size] if size else next(iter(sizes.values()))
+    most = memory if size else max(sizes.values())
+    node, network = links.node * 1e9, links.network * 1e9
+    return Gpu(name, memory * MIB, most * MIB, links.node_size, node, network)
+
+
+# A part of the name that the driver reports, and dense tensor-core FLOP/s with 16-bit inputs from
+# NVIDIA's data sheets (half of the figure "with sparsity"). The first row that matches counts.
+_BF16_PEAKS: tuple[tuple[str, float], ...] = (
+    ("GB300", 2.5e15),
+    ("B300", 2.25e15),
+    ("GB200", 2.5e15),
+    ("B200", 2.25e15),
+    ("GH200", 989e12),
+    ("H200 NVL", 835.5e12),
+    ("H200", 989e12),
+    ("H100 NVL", 835.5e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A30", 165e12),
+    ("A40", 149.7e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("RTX A6000", 154.8e12),
+    ("RTX 6000 Ada", 364.2e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+)
+_FP16_ONLY_PEAKS: tuple[tuple[str, float], ...] = (("V100", 125e12), ("T4", 65e12))
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Dense FLOP/s of a device for ``bf16`` or ``fp16``; None where it is not known."""
+    if dtype not in ("bf16", "fp16"):
+        return None
+    if "MIG" in device_name.split():
+        return None  # a part of it, of one of many sizes
+    tables = _BF16_PEAKS if dtype == "bf16" else _BF16_PEAKS + _FP16_ONLY_PEAKS
+    words = f"{device_name} ".replace("-", " ")
+    return next((peak for part, peak in tables if f"{part} " in words), None)

@@ -1,0 +1,358 @@
+"""A plan in the making, for a job whose nodes are all this machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from trainkit.cluster.limits import spare_capacity, troubles
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Cluster, NodeKind, Partition
+from trainkit.cluster.resource_request import ResourceRequest, fitting_nodes, resource_request
+from trainkit.cluster.units import time_limit_s, time_text
+from trainkit.config.loaded import LoadedConfig
+from trainkit.errors import ConfigError, Problem, SlurmError
+from trainkit.plan.batch import batch_reason, make_batch, scaled_lr
+from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.layouts.rules import make_layout
+from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options, with_excluded
+
+WORKERS_PER_CPU = 16
+
+
+@dataclass
+class LaunchDraft:
+    """A plan in the making: each method derives one value and notes its reason or its problem."""
+
+    loaded: LoadedConfig
+    machine: Machine
+    problems: list[Problem] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def refuse_a_crowd(self, device: str, world_size: int) -> None:
+        """A typing error in --nodes must not start a thousand processes on one machine."""
+        most = WORKERS_PER_CPU * self.machine.num_cpus
+        if device == "cpu" and world_size > most:
+            message = f"makes {world_size} workers on this machine's {self.machine.num_cpus} CPU cores"
+            key = "resources.nodes" if self.loaded.config.resources.nodes > 1 else "resources.gpus_per_node"
+            self.problem(key, message, f"at most {most} workers ({WORKERS_PER_CPU} a core) are started here")
+
+    def device(self) -> str:
+        asked = self.loaded.config.device
+        if asked == "cuda" and not self.machine.num_gpus:
+            message = f"is cuda, but {self.machine.gpu_reason}"
+            self.problem("device", message, "device: auto takes what is there")
+        if asked != "auto":
+            self.reasons["device"] = f"device: {asked} was asked for"
+            return asked
+        device = "cuda" if self.machine.num_gpus else "cpu"
+        self.reasons["device"] = f"{device}: {self.machine.gpu_reason}"
+        return device
+
+    def workers_per_node(self, device: str) -> int:
+        resources = self.loaded.config.resources
+        nodes, asked, num_gpus = resources.nodes, resources.gpus_per_node, self.machine.num_gpus
+        if asked != "auto":
+            self.reasons["workers_per_node"] = f"resources.gpus_per_node: {asked} was asked for"
+            if device == "cuda" and 0 < num_gpus < nodes * asked:
+                message = (
+                    f"is {asked}: {_count(nodes, 'node')} x {asked} = {nodes * asked} GPUs, "
+                    f"but this machine has {num_gpus}"
+                )
+                self.problem("resources.gpus_per_node", message, self._gpu_hint())
+            return asked
+        if device == "cpu":
+            reason = "1: a CPU node has one worker unless resources.gpus_per_node says otherwise"
+            self.reasons["workers_per_node"] = reason
+            return 1
+        if 0 < num_gpus < nodes:
+            message = f"is {nodes}, but this machine has {_count(num_gpus, 'GPU')} and every node needs one"
+            self.problem("resources.nodes", message, self._gpu_hint())
+            return 1
+        share = max(1, num_gpus // nodes)
+        idle = num_gpus - share * nodes
+        self.reasons["workers_per_node"] = (
+            f"{share}: {_count(num_gpus, 'GPU')} shared by {_count(nodes, 'node')}"
+            + (f", {idle} left idle" if idle > 0 else "")
+        )
+        return share
+
+    def _gpu_hint(self) -> str:
+        num_gpus = self.machine.num_gpus
+        return f"--nodes 1 --gpus-per-node {num_gpus} fits, and device: cpu starts any number of workers"
+
+    def layout(self, world_size: int) -> Layout:
+        try:
+            layout, self.reasons["layout"] = make_layout(self.loaded.config.parallel, world_size)
+        except ConfigError as error:
+            self.collect(error)
+            # The batch is still checked: against all processes reading different samples.
+            return Layout(dp_shard=world_size)
+        return layout
+
+    def batch(self, layout: Layout) -> Batch | None:
+        train, seq_len = self.loaded.config.train, self.loaded.config.data.seq_len
+        try:
+            batch = make_batch(train.device_batch_size, train.global_batch_size, layout.dp, seq_len)
+        except ConfigError as error:
+            self.collect(error)
+            return None
+        self.reasons["batch"] = batch_reason(batch, layout.dp)
+        return batch
+
+    def lr(self, layout: Layout) -> float:
+        optimizer = self.loaded.config.optimizer
+        lr, self.reasons["lr"] = scaled_lr(
+            optimizer.lr, optimizer.lr_scale, layout.dp, optimizer.lr_scale_base
+        )
+        return lr
+
+    def threads_per_worker(self, world_size: int) -> int | None:
+        asked = self.loaded.config.resources.cpus_per_gpu
+        if asked != "auto":
+            self.reasons["threads_per_worker"] = f"resources.cpus_per_gpu: {asked} was asked for"
+            return asked
+        num_cpus = self.machine.num_cpus
+        threads = max(1, num_cpus // world_size)
+        workers = "1 worker" if world_size == 1 else f"{world_size} workers"
+        self.reasons["threads_per_worker"] = f"{threads}: {num_cpus} CPU cores for {workers}"
+        return threads
+
+    def problem(self, key: str, message: str, hint: str = "") -> None:
+        self.problems.append(self.loaded.problem(key, message, hint))
+
+    def collect(self, error: ConfigError) -> None:
+        for problem in error.problems:
+            self.problem(problem.key, problem.message, problem.hint)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
+
+
+SHARE_OF_TIME = 4
+"""The notice before the end of a job comes at the earliest when so much of its time is left."""
+
+
+@dataclass
+class SlurmDraft(LaunchDraft):
+    """A plan for the nodes of a cluster."""
+
+    cluster: Cluster = field(default_factory=lambda: Cluster("unknown"))
+
+    @property
+    def partition(self) -> Partition | None:
+        """The first of the partitions that were asked for, or the default one where none of them exists."""
+        asked = self.cluster.asked(self.loaded.config.resources.partition)
+        return asked[0] if asked else self.cluster.partition(None)
+
+    @property
+    def nodes(self) -> tuple[NodeKind, ...]:
+        """The nodes that the job may get; empty when nothing is known about them."""
+        if self.partition is None:
+            return ()
+        resources = self.loaded.config.resources
+        return fitting_nodes(self.partition, resources.constraint, resources.gpu_type) or self.partition.nodes
+
+    @property
+    def _all_nodes(self) -> int:
+        """Those that train and those that stand by."""
+        resources = self.loaded.config.resources
+        return resources.nodes + resources.spare_nodes
+
+    @property
+    def _gpu_type(self) -> str | None:
+        """The type that was asked for, where any node has it: that none has is told once."""
+        gpu_type = self.loaded.config.resources.gpu_type
+        return gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
+
+    def device(self) -> str:
+        asked, partition = self.loaded.config.device, self.partition
+        if asked != "auto":
+            self.reasons["device"] = f"device: {asked} was asked for"
+            return asked
+        if partition is None or not self.nodes:
+            message = "is auto, but what the nodes of this cluster have is not known"
+            self._unknown("device", message, "say device: cuda or device: cpu")
+            return "cpu"
+        most = max(kind.num_gpus() for kind in self.nodes)
+        what = f"have {most} GPUs" if most > 1 else "have a GPU" if most else "have no GPU"
+        device = "cuda" if most else "cpu"
+        self.reasons["device"] = f"{device}: the nodes of partition {partition.name} {what}"
+        return device
+
+    def workers_per_node(self, device: str) -> int:
+        asked, partition = self.loaded.config.resources.gpus_per_node, self.partition
+        if asked != "auto":
+            self.reasons["workers_per_node"] = f"resources.gpus_per_node: {asked} was asked for"
+            return asked
+        if device == "cpu":
+            reason = "1: a CPU node has one worker unless resources.gpus_per_node says otherwise"
+            self.reasons["workers_per_node"] = reason
+            return 1
+        count = self._gpus_of_enough_nodes()
+        if partition is None or not self.nodes:
+            message = "is auto, but how many GPUs the nodes have is not known"
+            self._unknown("resources.gpus_per_node", message, "say how many, or name another partition")
+            return 1
+        if not count:
+            message = f"is auto, but the nodes of partition {partition.name} have no GPU"
+            self.problem("resources.gpus_per_node", message, "name another partition, or say device: cpu")
+            return 1
+        reason = f"{count}: the GPUs of a node of partition {partition.name}"
+        others = sorted({kind.num_gpus() for kind in self.nodes} - {count})
+        if others:
+            reason += f"; others have {', '.join(map(str, others))}"
+        self.reasons["workers_per_node"] = reason
+        return count
+
+    def _gpus_of_enough_nodes(self) -> int:
+        """The most GPUs that as many nodes have as were asked for; the most of any when there are too few."""
+        gpu_type = self._gpu_type
+        counts = sorted({kind.num_gpus(gpu_type) for kind in self.nodes}, reverse=True)
+        for count in filter(None, counts):
+            nodes = sum(kind.count for kind in self.nodes if kind.num_gpus(gpu_type) >= count)
+            if nodes >= self._all_nodes:
+                return count
+        return max(counts, default=0)
+
+    def refuse_a_crowd(self, device: str, world_size: int) -> None:
+        """Slurm knows how many fit."""
+
+    def threads_per_worker(self, world_size: int) -> int | None:
+        asked = self.loaded.config.resources.cpus_per_gpu
+        if asked != "auto":
+            self.reasons["threads_per_worker"] = f"resources.cpus_per_gpu: {asked} was asked for"
+            return asked
+        workers = world_size // self.loaded.config.resources.nodes
+        shares = [(kind.cpus or 0) // kind.num_gpus() for kind in self._gpu_nodes(workers)]
+        if self.uses_gpus and shares and min(shares):
+            kind = min(self._gpu_nodes(workers), key=lambda kind: (kind.cpus or 0) // kind.num_gpus())
+            self.reasons["threads_per_worker"] = (
+                f"{min(shares)}: {kind.cpus} CPU cores for {kind.num_gpus()} GPUs in a node"
+            )
+            return min(shares)
+        self.reasons["threads_per_worker"] = "what Slurm gives a task; resources.cpus_per_gpu asks for more"
+        return None
+
+    def _gpu_nodes(self, workers: int) -> list[NodeKind]:
+        """The nodes with a GPU for every worker; all that have any when there is none."""
+        gpu_type = self._gpu_type
+        some = [kind for kind in self.nodes if kind.num_gpus(gpu_type)]
+        return [kind for kind in some if kind.num_gpus(gpu_type) >= workers] or some
+
+    @property
+    def uses_gpus(self) -> bool:
+        device = self.loaded.config.device
+        return device == "cuda" or (device == "auto" and any(kind.num_gpus() for kind in self.nodes))
+
+    def lead_s(self) -> int:
+        """How many seconds before the time limit the job is told, so that it can save."""
+        grace_s, limit_s = math.ceil(self.loaded.config.requeue.grace_s), self._time_limit_s()
+        if limit_s is None or grace_s <= limit_s // SHARE_OF_TIME:
+            return grace_s
+        lead_s = max(1, limit_s // SHARE_OF_TIME)
+        self.reasons["notice"] = (
+            f"{lead_s} s before the end: requeue.grace_s is {grace_s}, and the job has {limit_s} s in all"
+        )
+        return lead_s
+
+    def _time_limit_s(self) -> int | None:
+        """Seconds that the job will have; None for no limit, or when it is not known."""
+        time, partition = self.loaded.config.resources.time, self.partition
+        if time is not None:
+            return time_limit_s(time)
+        if partition is None or partition.job_time_s is None:
+            return None
+        self.reasons["time"] = (
+            f"{time_text(partition.job_time_s)}: resources.time is null, and partition {partition.name} "
+            f"gives that {'as its default' if partition.default_time_s else 'at most'}"
+        )
+        return partition.job_time_s
+
+    def per(self, launcher: str) -> Literal["gpu", "node"]:
+        """What a Slurm task stands for."""
+        if launcher == "python":
+            return self.loaded.config.launch.per
+        self.reasons["per"] = f"node: {launcher} starts the ranks of a node itself"
+        return "node"
+
+    def request(
+        self, device: str, workers_per_node: int, threads: int | None, lead_s: int, per: str
+    ) -> SlurmRequest:
+        """The options for Slurm."""
+        config = self.loaded.config
+        for key, message, hint in reserved_options(config):
+            self.problem(key, message, hint)
+        tasks = 1 if per == "node" else workers_per_node
+        asked = resource_request(
+            config.resources, workers_per_node=workers_per_node, device=device, threads=threads, per=per
+        )
+        told = {problem.key for problem in self.problems}
+        for key, message, hint in troubles(asked, self.cluster):
+            if key not in told:
+                self.problem(key, message, hint)
+        cpus = None if threads is None else threads * workers_per_node // tasks
+        request = make_request(
+            config,
+            tasks_per_node=tasks,
+            cpus_per_task=cpus,
+            gpus_per_node=workers_per_node if device == "cuda" else None,
+            gpu_option=self.cluster.gpu_option,
+            lead_s=lead_s,
+            expedite=bool(self.cluster.expedited_requeue),
+        )
+        spare = config.resources.spare_nodes
+        if spare:
+            self.reasons["spare_nodes"] = (
+                f"{spare}: the job gets {self._all_nodes} nodes, and {config.resources.nodes} of them train"
+            )
+        request = with_excluded(request, self._bad_nodes(asked))
+        return replace(request, version=self.cluster.slurm_version)
+
+    def _bad_nodes(self, asked: ResourceRequest) -> list[str]:
+        """The hosts that failed a short while ago, as many of them as the job can do without."""
+        bad, capacity = self.cluster.bad_nodes, spare_capacity(asked, self.cluster)
+        left_out = list(bad)[:capacity]
+        words = [f"{host}: {bad[host]}" for host in left_out]
+        words += [
+            f"not {host}, which the job needs: {why}" for host, why in bad.items() if host not in left_out
+        ]
+        if words:
+            self.reasons["exclude"] = "; ".join([*words, self.cluster.forget_hint])
+        return left_out
+
+    def _unknown(self, key: str, message: str, hint: str) -> None:
+        """A value that only the cluster could tell: what is wrong is Slurm where it did not answer."""
+        if self.cluster.trouble:
+            raise SlurmError(f"{key} {message}: {self.cluster.trouble}", hint=f"try again, or {hint}")
+        self.problem(key, message, hint)
+
+
+@dataclass
+class StepDraft(LaunchDraft):
+    """A plan for the nodes of a step, of which this machine is the first."""
+
+    node_sizes: tuple[int, ...] = ()
+
+    def workers_per_node(self, device: str) -> int:
+        count, num_gpus = max(self.node_sizes), self.machine.num_gpus
+        self.reasons["workers_per_node"] = f"{','.join(map(str, self.node_sizes))}: what the step has"
+        if device == "cuda" and count > num_gpus:
+            message = f"is {count} in this step, but this node shows {num_gpus} GPUs"
+            hint = "srun --gpus-per-node gives the step GPUs; device: cpu needs none"
+            self.problem("resources.gpus_per_node", message, hint)
+        return count
+
+    def refuse_a_crowd(self, device: str, world_size: int) -> None:
+        """Slurm has started the tasks already."""
+
+    def threads_per_worker(self, world_size: int) -> int | None:
+        asked = self.loaded.config.resources.cpus_per_gpu
+        self.reasons["threads_per_worker"] = (
+            "the cores that Slurm gave to a task"
+            if asked == "auto"
+            else f"resources.cpus_per_gpu: {asked} was asked for"
+        )
+        return None if asked == "auto" else asked

@@ -1,0 +1,203 @@
+"""The layouts of so many GPUs that a model can be trained on, the fastest first. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from trainkit.config.loaded import LoadedConfig
+from trainkit.config.schema import RunConfig
+from trainkit.errors import ConfigError, Problem
+from trainkit.plan.batch import make_batch
+from trainkit.plan.hardware import Hardware
+from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.layouts.cost import Cost, cost_of
+from trainkit.plan.layouts.rules import layout_problems, make_layout
+from trainkit.plan.memory.peaks import Memory, memory_of
+from trainkit.plan.model_shape import ModelShape
+from trainkit.plan.workload import Workload, workload_of
+
+LONG_SEQUENCE = 16_384
+"""Tokens from which on a sequence is split over ranks without being asked to."""
+MODES = ("none", "selective", "full")
+COMPLEXITY = 0.01
+"""Every further kind of parallelism has to gain at least so much: there is more to go wrong."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout with what it takes."""
+
+    work: Workload
+    hardware: Hardware
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of the rank that needs most."""
+        return memory_of(self.work)
+
+    @cached_property
+    def cost(self) -> Cost:
+        """Of an optimizer step."""
+        return cost_of(self.work, self.hardware.gpu, self.hardware.node_size)
+
+    @cached_property
+    def fit(self) -> str:
+        """``fits``; ``tight`` where little is left for what is not counted; ``no``."""
+        if self.memory.peak <= self.hardware.gpu.usable:
+            return "fits"
+        return "tight" if self.memory.peak <= self.hardware.gpu.memory else "no"
+
+    @cached_property
+    def rank(self) -> tuple[int, float]:
+        """What choices are ordered by: those that fit, and of these the faster ones."""
+        if self.fit == "no":
+            return 2, float(self.memory.peak)
+        layout = self.work.layout
+        degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp)
+        kinds = sum(degree > 1 for degree in degrees)
+        per_token_s = self.cost.step_s / self.work.tokens_per_step
+        return int(self.fit == "tight"), per_token_s * (1 + COMPLEXITY * kinds)
+
+
+def choose(base: Workload, hardware: Hardware, global_batch_size: int | None) -> list[Choice]:
+    """The best choice of every layout that the model and the batch allow, in order.
+
+    `base` is what was asked for: its sequence, its largest batch of a process, its schedule. Recomputation,
+    the batch of a process, the microbatches and ``zero`` are chosen; the samples of a step stay as they are.
+    """
+    found = []
+    for layout in layouts(base, hardware):
+        choice = best_of(base, layout, hardware, global_batch_size)
+        if choice is not None:
+            found.append(choice)
+    return sorted(found, key=lambda choice: choice.rank)
+
+
+def layouts(base: Workload, hardware: Hardware) -> Iterator[Layout]:
+    """The ways to split all GPUs: matrices within a node, a pipeline of at most as many ranks as layers."""
+    gpus, shape = hardware.num_gpus, base.shape
+    splits_sequence = base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
+    tps = [tp for tp in _divisors(gpus) if tp <= hardware.node_size and shape.num_kv_heads % tp == 0]
+    pps = [pp for pp in _divisors(gpus) if pp <= shape.num_layers]
+    cps = [cp for cp in _divisors(gpus) if cp == 1 or splits_sequence]
+    for tp, pp, cp in product(tps, pps, cps):
+        if gpus % (tp * pp * cp) == 0:
+            dp = gpus // (tp * pp * cp)
+            yield from (Layout(dp // shard, shard, tp, pp, cp) for shard in _divisors(dp))
+
+
+def best_of(
+    base: Workload, layout: Layout, hardware: Hardware, global_batch_size: int | None
+) -> Choice | None:
+    """The fastest way to train on a layout that fits, else that which needs least; None where none works."""
+    best: Choice | None = None
+    works = list(batches(replace(base, layout=layout), global_batch_size))
+    for mode in MODES:
+        # More is computed again only for a larger batch.
+        for index, work in enumerate(works):
+            made = work.with_parallel(activation_checkpointing=mode)
+            if is_refused(made):
+                break
+            choice = Choice(made, hardware)
+            if best is None or choice.rank < best.rank:
+                best = choice
+            if choice.fit == "fits":
+                works = works[:index]
+                break
+    return best if best is None or best.fit != "fits" else _with_zero_2(best)
+
+
+def batches(work: Workload, global_batch_size: int | None) -> Iterator[Workload]:
+    """The ways to read a step's samples on a layout, the largest batches first, none larger than asked.
+
+    Nothing is computed again in them: not every schedule allows that.
+    """
+    work = work.with_parallel(activation_checkpointing="none")
+    dp = work.layout.dp
+    if global_batch_size is None:
+        global_batch_size = work.device_batch_size * dp
+    if global_batch_size % dp:
+        return
+    share = global_batch_size // dp
+    for samples in reversed(_divisors(share)):
+        if samples <= work.device_batch_size:
+            made = _with_batch(work, samples, share // samples)
+            if made is not None:
+                yield made
+
+
+def _with_batch(work: Workload, samples: int, passes: int) -> Workload | None:
+    """A workload that computes so many samples at once, so many times a step; None where that cannot be."""
+    if work.layout.pp == 1:
+        made = replace(work, device_batch_size=samples, accumulation_steps=passes)
+        return None if is_refused(made) else made
+    # As many microbatches as ranks fill the pipeline in a validation too, where nothing is accumulated.
+    pp, counts = work.layout.pp, _divisors(passes)
+    for microbatches in sorted(counts, key=lambda count: (count < pp, abs(count - pp))):
+        made = replace(
+            work.with_parallel(pp_microbatches=microbatches),
+            device_batch_size=samples * microbatches,
+            accumulation_steps=passes // microbatches,
+        )
+        if not is_refused(made):
+            return made
+    return None
+
+
+def is_refused(work: Workload) -> bool:
+    """Whether the rules of layouts speak against a workload."""
+    found = layout_problems(
+        work.layout,
+        work.parallel,
+        work.shape,
+        work.device_batch_size,
+        work.seq_len,
+        work.accumulation_steps,
+    )
+    return next(found, None) is not None
+
+
+def _with_zero_2(choice: Choice) -> Choice:
+    """The same without gathering parameters twice, where that fits and is faster."""
+    work = choice.work
+    if work.shards == 1 or work.keeps_gathered:
+        return choice
+    other = Choice(work.with_parallel(zero=2), choice.hardware)
+    return other if other.fit == "fits" and other.rank < choice.rank else choice
+
+
+def _divisors(number: int) -> list[int]:
+    return [item for item in range(1, number + 1) if number % item == 0]
+
+
+def configured_layout(
+    loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
+) -> tuple[Choice | None, list[Problem]]:
+    """What the config asks for, or everything because of which that cannot be on so many GPUs."""
+    config = loaded.config
+    train, seq_len = config.train, config.data.seq_len
+    try:
+        layout, _ = make_layout(config.parallel, hardware.num_gpus)
+        batch = make_batch(train.device_batch_size, train.global_batch_size, layout.dp, seq_len)
+    except ConfigError as error:
+        found = error.problems
+    else:
+        size, steps = batch.device_batch_size, batch.accumulation_steps
+        found = list(layout_problems(layout, config.parallel, shape, size, seq_len, steps))
+        if not found:
+            return Choice(workload_of(config, shape, layout, batch), hardware), []
+    return None, [loaded.problem(problem.key, problem.message, problem.hint) for problem in found]
+
+
+def base_workload(config: RunConfig, shape: ModelShape, own: Choice | None) -> Workload:
+    """What other layouts begin from: as many samples at once as the config asks for, at most."""
+    if own is not None:
+        work = own.work
+    else:
+        train, parallel = config.train, config.parallel
+        layout = Layout(tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
+        work = workload_of(config, shape, layout, Batch(train.device_batch_size, 1, 0, 0))
+    return work.one_microbatch()

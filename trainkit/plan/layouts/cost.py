@@ -1,0 +1,240 @@
+"""Roughly how long a step takes on a layout: good for an order, not for a forecast. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from trainkit.plan.gpus import Gpu, peak_flops
+from trainkit.plan.layouts.schedules import WEIGHTS_LATER, bubble_fraction
+from trainkit.plan.memory.activations import stream_bytes
+from trainkit.plan.memory.weights import held_by, local_counts, unit_blocks
+from trainkit.plan.workload import Workload
+
+Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
+DATA_PARALLEL: tuple[Kind, ...] = ("gather", "scatter", "reduce")
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What one GPU sends for one purpose in one optimizer step."""
+
+    kind: Kind
+    """``gather``: parameters; ``scatter``: gradients, over shards; ``reduce``: over copies; tp, cp, pp:
+    activations and their gradients."""
+    num_bytes: int
+    calls: int
+    """In so many collectives."""
+    ranks: int
+    """Between so many ranks."""
+    stride: int
+    """Of which one is so many ranks away from the next."""
+
+    def crosses_nodes(self, node_size: int) -> bool:
+        """Whether some of it goes over the network."""
+        return self.ranks * self.stride > node_size
+
+    def ranks_of_a_node(self, node_size: int) -> int:
+        """How many of the ranks are neighbours, and so share the way to other nodes."""
+        return min(self.ranks, max(1, node_size // self.stride))
+
+
+def traffic(work: Workload) -> list[Flow]:
+    """Everything that a GPU in the middle of things sends in one step."""
+    flows = [*_parameters(work), *_gradients(work), *_activations(work)]
+    return [flow for flow in flows if flow.ranks > 1 and flow.num_bytes]
+
+
+def sent_by_kind(flows: list[Flow]) -> dict[str, int]:
+    """Bytes by parallelism: dp, tp, cp, pp."""
+    sums = dict.fromkeys(("dp", "tp", "cp", "pp"), 0)
+    for flow in flows:
+        sums["dp" if flow.kind in DATA_PARALLEL else flow.kind] += flow.num_bytes
+    return sums
+
+
+def _parameters(work: Workload) -> Iterator[Flow]:
+    """ZeRO-3 gathers parameters for the forward and for the backward pass, ZeRO-2 once."""
+    blocks, root, units = _weights(work)
+    layout, shards = work.layout, work.shards
+    passes = 1 if layout.pp > 1 else work.passes_per_step
+    times = passes * (1 if work.keeps_gathered else 2)
+    sent = work.itemsize * (blocks * times + root * passes) * (shards - 1) // shards
+    yield Flow("gather", sent, units * times + passes, shards, layout.tp)
+
+
+def _gradients(work: Workload) -> Iterator[Flow]:
+    """Scattered over shards with every pass, by a pipeline once; summed over copies once a step."""
+    blocks, root, units = _weights(work)
+    layout, shards, copies = work.layout, work.shards, work.layout.dp_replicate
+    whole = FLOAT32 * (blocks + root)
+    passes = 1 if layout.pp > 1 else work.passes_per_step
+    yield Flow("scatter", passes * whole * (shards - 1) // shards, passes * (units + 1), shards, layout.tp)
+    sent = 2 * (whole // shards) * (copies - 1) // copies
+    yield Flow("reduce", sent, units + 1, copies, layout.tp * layout.cp * layout.dp_shard)
+
+
+def _activations(work: Workload) -> Iterator[Flow]:
+    layout, shape = work.layout, work.shape
+    held = held_by(0, layout.pp, work.parallel.pp_schedule, shape.num_layers)
+    block_passes = held.num_layers * work.passes_per_step
+    again = work.parallel.activation_checkpointing != "none"
+    stream = work.tokens_at_once * work.itemsize * shape.dim
+    # Attention and feed-forward network are gathered before and reduced after, forward and backward.
+    reductions = 6 if again else 4
+    sent = 2 * reductions * block_passes * stream * (layout.tp - 1) // layout.tp
+    yield Flow("tp", sent, 2 * reductions * block_passes, layout.tp, 1)
+    keys = work.tokens_at_once * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
+    exchanges = 3 if again else 2
+    sent = exchanges * block_passes * keys * (layout.cp - 1)
+    yield Flow("cp", sent, exchanges * block_passes, layout.cp, layout.tp)
+    stages = len(held.layers)
+    sent = 2 * stages * work.passes_per_step * work.tokens_at_once * stream_bytes(work)
+    calls = 2 * stages * work.passes_per_step
+    yield Flow("pp", sent, calls, layout.pp, layout.world_size // layout.pp)
+
+
+def _weights(work: Workload) -> tuple[int, int, int]:
+    """Parameters of the first rank's blocks and of its root before sharding, and its number of units."""
+    layout = work.layout
+    held = held_by(0, layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
+    found = local_counts(work.shape, held, layout)
+    units = -(-held.num_layers // unit_blocks(work.shape, held))
+    return found.block * held.num_layers, found.root, units
+
+
+EFFICIENCY = 0.6
+"""Of a GPU's peak in large matrix products. Llama 3 (arXiv 2407.21783) reports 38 to 43 % in all, single GPUs
+reach 58 %, with everything that comes besides."""
+FILL = 128
+"""Matrices so narrow reach half of that: about the tile of a kernel."""
+FLOAT32_SHARE = 1 / 16
+"""Of the peak with 16-bit inputs, on data-centre GPUs."""
+UNKNOWN_PEAK = 300e12
+"""FLOP/s of a GPU of which no peak is known: only relative times are shown."""
+INTERFERENCE = 0.1
+"""Of hidden communication, what it costs all the same: it takes processors and memory from what hides it."""
+WEIGHTS_OF_A_BLOCK = 9
+"""Seven matrices and two norms."""
+HOP_S = {"node": 2e-6, "network": 6e-6}
+"""Time of one message from rank to rank, of which a ring of n ranks sends n - 1 one after the other."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Where the time of a step goes, in seconds."""
+
+    compute_s: float
+    """Of the rank that has most to compute, without what is computed again."""
+    recompute_s: float
+    exposed_s: dict[str, float]
+    """Waiting for communication that nothing hides, by parallelism."""
+    bubble: float
+    """Share of the step in which a rank of the pipeline waits."""
+    flows: tuple[Flow, ...]
+
+    @cached_property
+    def step_s(self) -> float:
+        """A whole optimizer step."""
+        inside = self.compute_s + self.recompute_s
+        inside += sum(self.exposed_s[kind] for kind in ("tp", "cp", "pp"))
+        return inside / (1 - self.bubble) + self.exposed_s["dp"]
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that a GPU sends in a step, by parallelism."""
+        return sent_by_kind(list(self.flows))
+
+    def crossing(self, node_size: int) -> tuple[str, ...]:
+        """Kinds of parallelism that use the network between nodes."""
+        found = {
+            "dp" if flow.kind in DATA_PARALLEL else flow.kind
+            for flow in self.flows
+            if flow.crosses_nodes(node_size)
+        }
+        return tuple(kind for kind in ("dp", "tp", "cp", "pp") if kind in found)
+
+
+def cost_of(work: Workload, gpu: Gpu, node_size: int) -> Cost:
+    """The cost of a step on GPUs of one type, so many of them in a node."""
+    compute_s = _compute_s(work, gpu)
+    recompute_s = compute_s * recompute_share(work)
+    flows = traffic(work)
+    seconds: dict[str, float] = dict.fromkeys((*DATA_PARALLEL, "tp", "cp", "pp"), 0.0)
+    for flow in flows:
+        seconds[flow.kind] += _seconds(flow, gpu, node_size)
+    exposed = {kind: seconds[kind] for kind in ("tp", "cp", "pp")}
+    if work.layout.pp > 1:
+        # Gathered before the schedule begins and reduced when it is over.
+        exposed["dp"] = sum(seconds[kind] for kind in DATA_PARALLEL)
+    else:
+        # Parameters are gathered while blocks are computed, gradients scattered during every backward pass
+        # and summed over copies during the last one.
+        passes, passes_s = work.passes_per_step, compute_s + recompute_s
+        backward_s, scatter_s = passes_s * 2 / 3 / passes, seconds["scatter"] / passes
+        exposed["dp"] = _exposed(seconds["gather"], passes_s)
+        exposed["dp"] += (passes - 1) * _exposed(scatter_s, backward_s)
+        exposed["dp"] += _exposed(scatter_s + seconds["reduce"], backward_s)
+    bubble = bubble_fraction(work.parallel.pp_schedule, work.layout.pp, work.passes_per_step)
+    return Cost(compute_s, recompute_s, exposed, bubble, tuple(flows))
+
+
+def _exposed(seconds: float, hidden_by_s: float) -> float:
+    return max(seconds - hidden_by_s, INTERFERENCE * seconds)
+
+
+def recompute_share(work: Workload) -> float:
+    """How much more is computed because activations are computed again.
+
+    A forward pass is a third of a step. Selective computes every second product again: wk, wo and up. Where
+    weights have their gradients apart, torch computes a block again for the input's and for each weight's.
+    """
+    mode, shape = work.parallel.activation_checkpointing, work.shape
+    if mode == "none":
+        return 0.0
+    if mode == "full":
+        is_apart = work.recomputes_for_weights and work.parallel.pp_schedule in WEIGHTS_LATER
+        return (1 + WEIGHTS_OF_A_BLOCK) / 3 if is_apart else 1 / 3
+    kv_dim = shape.num_kv_heads * shape.head_dim
+    again = kv_dim + shape.dim + shape.ffn_dim
+    return again / (2 * shape.dim + 2 * kv_dim + 3 * shape.ffn_dim) / 3
+
+
+def rank_flops(work: Workload, pp_rank: int) -> float:
+    """Floating point operations of one rank in a step: ``6 N + 12 L h T`` a token (arXiv 2204.02311)."""
+    shape, layout = work.shape, work.layout
+    held = held_by(pp_rank, layout.pp, work.parallel.pp_schedule, shape.num_layers)
+    kv_dim = shape.num_kv_heads * shape.head_dim
+    block = 6 * (2 * shape.dim * (shape.dim + kv_dim) + 3 * shape.dim * shape.ffn_dim)
+    block += 12 * shape.dim * work.seq_len
+    head = 6 * shape.dim * shape.vocab_size if held.has_head else 0
+    tokens = work.tokens_at_once * work.passes_per_step
+    return tokens * (block * held.num_layers + head) / layout.tp
+
+
+def _compute_s(work: Workload, gpu: Gpu) -> float:
+    peak = peak_flops(gpu.name, "bf16") or peak_flops(gpu.name, "fp16") or UNKNOWN_PEAK
+    if work.dtype == "fp32":
+        peak *= FLOAT32_SHARE
+    rows, columns = work.tokens_at_once, work.shape.dim / work.layout.tp
+    filled = rows / (rows + FILL) * columns / (columns + FILL)
+    pp = work.layout.pp
+    most = max(rank_flops(work, rank) for rank in sorted({0, pp // 2, pp - 1}))
+    return most / (peak * EFFICIENCY * filled)
+
+
+def _seconds(flow: Flow, gpu: Gpu, node_size: int) -> float:
+    """Time on the slowest link of the way."""
+    if flow.kind == "pp":
+        # From one rank to the next, whichever of them are on one node.
+        far = flow.crosses_nodes(node_size)
+        return flow.num_bytes / (gpu.network_bandwidth if far else gpu.node_bandwidth)
+    if not flow.crosses_nodes(node_size):
+        return flow.num_bytes / gpu.node_bandwidth + flow.calls * (flow.ranks - 1) * HOP_S["node"]
+    together = flow.ranks_of_a_node(node_size)
+    bandwidth = min(gpu.node_bandwidth, gpu.network_bandwidth * together)
+    hops = -(-flow.ranks // together) - 1
+    return flow.num_bytes / bandwidth + flow.calls * hops * HOP_S["network"]

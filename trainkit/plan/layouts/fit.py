@@ -1,0 +1,153 @@
+"""Whether a run fits into the memory of its GPUs, before it is started. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Target
+from trainkit.config.loaded import LoadedConfig
+from trainkit.errors import Problem
+from trainkit.plan.gpus import Gpu, gib
+from trainkit.plan.hardware import Hardware, gpu_names, known_gpu
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layouts.choices import MODES, Choice, batches, choose, is_refused
+from trainkit.plan.layouts.table import set_flags, settings
+from trainkit.plan.model_shape import ModelShape
+from trainkit.plan.workload import workload_of
+
+MOST_NODES = 512
+"""More are not tried."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change after which it fits."""
+
+    what: str
+    """Which change, as it is told."""
+    choice: Choice
+
+
+def advise(asked: Choice, global_batch_size: int | None) -> Iterator[Advice]:
+    """Ways to make it fit, the least change first: recomputation, a smaller batch, another layout, more GPUs.
+
+    Offload comes last: it fits more than anything else and is slow.
+    """
+    yield from _on_the_same_layout(asked, global_batch_size)
+    fitting = [
+        found for found in choose(asked.work, asked.hardware, global_batch_size) if found.fit == "fits"
+    ]
+    if fitting:
+        yield Advice("another layout", fitting[0])
+        return
+    more = fewest_gpus(asked, global_batch_size)
+    if more is not None:
+        yield Advice(f"{more.hardware.num_gpus} GPUs", more)
+    offloaded = choose(asked.work.with_parallel(offload=True), asked.hardware, global_batch_size)
+    if offloaded and offloaded[0].fit == "fits":
+        yield Advice("parallel.offload", offloaded[0])
+
+
+def _on_the_same_layout(asked: Choice, global_batch_size: int | None) -> Iterator[Advice]:
+    mode = asked.work.parallel.activation_checkpointing
+    for stronger in MODES[MODES.index(mode) + 1 :]:
+        work = asked.work.with_parallel(activation_checkpointing=stronger)
+        choice = Choice(work, asked.hardware)
+        if not is_refused(work) and choice.fit == "fits":
+            yield Advice(f"parallel.activation_checkpointing: {stronger}", choice)
+            break
+    for smaller in batches(asked.work, global_batch_size):
+        work = smaller.with_parallel(activation_checkpointing=mode)
+        if work.samples_at_once < asked.work.samples_at_once and not is_refused(work):
+            choice = Choice(work, asked.hardware)
+            if choice.fit == "fits":
+                yield Advice(f"train.device_batch_size: {work.device_batch_size}", choice)
+                break
+
+
+def fewest_gpus(asked: Choice, global_batch_size: int | None) -> Choice | None:
+    """The best choice on as few GPUs as do; None when not even many do, or the batch has too few samples."""
+    for hardware in _sizes(asked.hardware):
+        found = choose(asked.work, hardware, global_batch_size)
+        if found and found[0].fit == "fits":
+            return found[0]
+    return None
+
+
+def _sizes(hardware: Hardware) -> Iterator[Hardware]:
+    """Numbers of GPUs to try: parts of a node, then whole nodes by powers of two and their halves between."""
+    size = max(hardware.node_size, hardware.gpu.node_size)
+    for num_gpus in range(1, size + 1):
+        if size % num_gpus == 0:
+            yield replace(hardware, num_gpus=num_gpus, node_size=num_gpus)
+    nodes = 2
+    while nodes <= MOST_NODES:
+        yield replace(hardware, num_gpus=nodes * size, node_size=size)
+        if nodes % 2 == 0:
+            yield replace(hardware, num_gpus=3 * nodes // 2 * size, node_size=size)
+        nodes *= 2
+
+
+MOST_ADVICE = 2
+
+
+def judge_memory(
+    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine, target: Target
+) -> tuple[str | None, Problem | None]:
+    """A sentence about the memory of a run, and the problem where it is certain not to fit.
+
+    Neither where the memory of its GPUs is not known. Of types that go by one name the largest counts.
+    """
+    gpu = known_gpu(gpu_names(loaded.config, machine, target))
+    if gpu is None:
+        return None, None
+    hardware = Hardware(gpu, plan.world_size, plan.workers_per_node)
+    choice = Choice(workload_of(loaded.config, shape, plan.layout, plan.batch), hardware)
+    if choice.memory.peak <= gpu.most_memory:
+        return _words(choice, gpu), None
+    return None, _problem(loaded, choice, gpu)
+
+
+def _words(choice: Choice, gpu: Gpu) -> str:
+    peak = choice.memory.peak
+    words = f"about {gib(peak)} of the {gib(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
+    return words if peak <= gpu.usable else f"{words}: little is left for what cannot be foreseen"
+
+
+def _problem(loaded: LoadedConfig, choice: Choice, gpu: Gpu) -> Problem:
+    """What takes most decides which key it is about."""
+    worst, work = choice.memory.at_worst, choice.work
+    state = worst.params + worst.gradients + worst.optimizer
+    if state > gpu.most_memory or state > worst.total / 2:
+        key, value = "parallel.dp_shard", work.layout.dp_shard
+        most = f"{gib(state)} of it weights, gradients and optimizer state"
+    else:
+        key, value = "train.device_batch_size", work.device_batch_size
+        most = f"{gib(worst.activations + worst.loss)} of it activations and loss"
+    message = (
+        f"is {value}, with which a GPU needs about {gib(choice.memory.peak)} ({most}), but {_limit(gpu)}"
+    )
+    return loaded.problem(key, message, _hint(loaded, choice))
+
+
+def _limit(gpu: Gpu) -> str:
+    if gpu.most_memory > gpu.memory:
+        return f"even the largest GPU of that name has {gib(gpu.most_memory)}"
+    return f"{gpu.name} has {gib(gpu.memory)}"
+
+
+def _hint(loaded: LoadedConfig, choice: Choice) -> str:
+    found = islice(advise(choice, loaded.config.train.global_batch_size), MOST_ADVICE)
+    parts = []
+    for advice in found:
+        flags = " ".join(set_flags(settings(advice.choice, loaded.config)))
+        more = advice.choice.hardware.num_gpus
+        where = f" on {more} GPUs" if more != choice.hardware.num_gpus else ""
+        parts.append(f"{flags or 'the same'}{where} needs {gib(advice.choice.memory.peak)}")
+    hint = ", or ".join(parts)
+    return (
+        f"{hint}; `trainkit plan` lists more" if hint else "`trainkit plan --gpus N` tells how many would do"
+    )

@@ -1,0 +1,186 @@
+"""The choices of a plan as a table to read and as one JSON value. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from trainkit.config.schema import RunConfig
+from trainkit.plan.gpus import GIB, gib
+from trainkit.plan.layouts.choices import Choice
+from trainkit.plan.memory.weights import state_bytes
+
+WORTH_TELLING = 0.03
+"""Share of a step from which on a reason names it."""
+DERIVED = -1
+"""A degree that takes what the others leave, which then is what is wanted."""
+
+
+def reason(choice: Choice) -> str:
+    """What a layout does, and where it loses time."""
+    return "; ".join([_splits(choice), *_losses(choice)])
+
+
+def headline(best: Choice) -> str:
+    """Why the model has to be split at all, or need not be."""
+    work, gpu = best.work, best.hardware.gpu
+    state = state_bytes(work.shape, work.optimizer)
+    what = f"weights, gradients and optimizer state take {gib(state)}"
+    if best.hardware.num_gpus == 1:
+        return f"{what} of the {gib(gpu.memory)} of one {gpu.name}"
+    if state > gpu.usable:
+        return f"{what}, more than one {gpu.name} can hold ({gib(gpu.usable)}): they have to be split"
+    if work.shards * work.layout.tp * work.layout.pp == 1:
+        return f"{what}, which one {gpu.name} holds: copies are simplest, and only gradients are exchanged"
+    return f"{what}, which one {gpu.name} holds; what is split leaves room for activations"
+
+
+def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
+    """The keys of a config that have to be set otherwise, in the order in which they are read."""
+    work, layout = choice.work, choice.work.layout
+    wanted: dict[str, object] = {
+        "train.device_batch_size": work.device_batch_size,
+        "parallel.dp_replicate": layout.dp_replicate,
+        "parallel.dp_shard": layout.dp_shard,
+        "parallel.tp": layout.tp,
+        "parallel.pp": layout.pp,
+        "parallel.cp": layout.cp,
+        "parallel.zero": work.parallel.zero,
+        "parallel.activation_checkpointing": work.parallel.activation_checkpointing,
+        "parallel.offload": work.parallel.offload,
+    }
+    if layout.pp > 1:
+        wanted["parallel.pp_microbatches"] = work.parallel.pp_microbatches
+    if work.shards == 1:
+        del wanted["parallel.zero"]  # there is nothing to gather
+    return {key: value for key, value in wanted.items() if _asked(config, key) not in (value, DERIVED)}
+
+
+def set_flags(values: dict[str, object]) -> list[str]:
+    """What to type for `settings`."""
+    return [
+        f"--set {key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in values.items()
+    ]
+
+
+def _asked(config: RunConfig, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _splits(choice: Choice) -> str:
+    layout, size = choice.work.layout, choice.hardware.node_size
+    group = layout.tp * layout.pp * layout.cp
+    holder = "GPU" if group == 1 else f"group of {group} GPUs"
+    if layout.dp_shard > 1:
+        near = layout.dp_shard * layout.cp * layout.tp <= size
+        words = f"state split over {layout.dp_shard} {'GPUs' if group == 1 else 'groups'}"
+        words += " of a node" if near else " across nodes"
+        if layout.dp_replicate > 1:
+            words += f", {layout.dp_replicate} copies"
+    elif layout.dp_replicate > 1:
+        words = f"a copy a {holder}"
+    else:
+        words = f"one {holder}"
+    inside = []
+    if layout.tp > 1:
+        inside.append(f"every matrix over {layout.tp}")
+    if layout.pp > 1:
+        inside.append(f"{layout.pp} pipeline stages")
+    if layout.cp > 1:
+        inside.append(f"every sequence over {layout.cp}")
+    return ", ".join([words, *inside])
+
+
+def _losses(choice: Choice) -> list[str]:
+    """What a step loses time with, the largest share first."""
+    cost, node_size = choice.cost, choice.hardware.node_size
+    far = cost.crossing(node_size)
+    shares = {
+        "computed again": cost.recompute_s / cost.step_s,
+        "of bubble": cost.bubble * (1 - cost.exposed_s["dp"] / cost.step_s),
+    }
+    names = {"dp": "parameters and gradients", "tp": "parts of matrices", "cp": "keys and values"}
+    names["pp"] = "the next stage"
+    for kind, name in names.items():
+        where = " over the network" if kind in far else ""
+        shares[f"waiting for {name}{where}"] = cost.exposed_s[kind] / cost.step_s
+    found = sorted(shares.items(), key=lambda item: -item[1])
+    return [f"{share:.0%} {what}" for what, share in found if share >= WORTH_TELLING]
+
+
+HEADER = (
+    *("", "replicate", "shard", "tp", "pp", "cp", "zero", "recompute", "batch"),
+    *("params", "grads", "optim", "activ", "other", "peak", "fits", "bubble", "sent", "time", "why"),
+)
+LEFT = ("recompute", "fits", "why")
+OWN = "*"
+"""Marks the layout of the config."""
+
+
+def table_lines(choices: Sequence[Choice], own: Choice | None, best: Choice | None) -> list[str]:
+    """A line for every choice: GiB of memory, GiB that a GPU sends in a step, time next to the best one."""
+    rows = [HEADER, *(_row(choice, choice == own, best) for choice in choices)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if name in LEFT else cell.rjust(width)
+            for cell, width, name in zip(row, widths, HEADER, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _row(choice: Choice, is_own: bool, best: Choice | None) -> tuple[str, ...]:
+    work, layout, largest = choice.work, choice.work.layout, choice.memory.largest
+    degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp)
+    kept = max(parts.activations + parts.loss for parts in choice.memory.moments.values())
+    memory = (largest.params, largest.gradients, largest.optimizer, kept, largest.buffers)
+    return (
+        OWN if is_own else "",
+        *map(str, degrees),
+        "-" if work.shards == 1 or layout.pp > 1 else str(work.parallel.zero),
+        work.parallel.activation_checkpointing,
+        f"{work.samples_at_once} x {work.passes_per_step}",
+        *(f"{part / GIB:.1f}" for part in (*memory, choice.memory.peak)),
+        choice.fit,
+        f"{choice.cost.bubble:.0%}",
+        f"{sum(choice.cost.sent.values()) / GIB:.1f}",
+        f"{relative_time(choice, best):.2f}" if best is not None else "",
+        reason(choice),
+    )
+
+
+def relative_time(choice: Choice, best: Choice) -> float:
+    """Time for a token next to that of the best choice."""
+    mine, least = (item.cost.step_s / item.work.tokens_per_step for item in (choice, best))
+    return mine / least
+
+
+def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[str, Any]:
+    """One choice as JSON; amounts in bytes."""
+    work, memory, cost = choice.work, choice.memory, choice.cost
+    return {
+        "layout": asdict(work.layout),
+        "activation_checkpointing": work.parallel.activation_checkpointing,
+        "zero": work.parallel.zero,
+        "offload": work.parallel.offload,
+        "device_batch_size": work.device_batch_size,
+        "accumulation_steps": work.accumulation_steps,
+        "pp_schedule": work.parallel.pp_schedule if work.layout.pp > 1 else None,
+        "pp_microbatches": work.parallel.pp_microbatches if work.layout.pp > 1 else None,
+        "fit": choice.fit,
+        "peak_bytes": memory.peak,
+        "worst_moment": memory.worst,
+        "moments_bytes": {name: asdict(parts) for name, parts in memory.moments.items()},
+        "bubble": cost.bubble,
+        "recompute": cost.recompute_s / cost.compute_s,
+        "sent_bytes": cost.sent,
+        "crosses_nodes": list(cost.crossing(choice.hardware.node_size)),
+        "relative_time": None if best is None else relative_time(choice, best),
+        "reason": reason(choice),
+        "settings": settings(choice, config),
+    }

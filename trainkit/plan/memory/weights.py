@@ -1,0 +1,164 @@
+"""How many parameters a rank has, whole and split. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.units import memory_mib
+from trainkit.config.loaded import LoadedConfig
+from trainkit.config.running import PipelineSchedule
+from trainkit.errors import Problem
+from trainkit.plan.gpus import gib
+from trainkit.plan.launch import LaunchPlan, Layout
+from trainkit.plan.layouts.schedules import num_stages, stage_layers, stages_of
+from trainkit.plan.model_shape import ModelShape, num_params
+
+MIN_UNIT_BYTES = 25 * 2**20
+"""Blocks are gathered in groups of at least so many bytes of float32."""
+
+
+@dataclass(frozen=True)
+class StageParams:
+    """What of the model one rank of a pipeline has."""
+
+    layers: tuple[int, ...]
+    """Layers of each of its stages, in the order in which a microbatch meets them."""
+    has_embedding: bool
+    has_head: bool
+
+    @cached_property
+    def num_layers(self) -> int:
+        return sum(self.layers)
+
+
+@lru_cache(maxsize=4096)
+def held_by(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> StageParams:
+    """The part of a model that one rank of a pipeline has."""
+    count = num_stages(pp, schedule)
+    layers = stage_layers(num_layers, count)
+    mine = stages_of(pp_rank, pp, schedule)
+    return StageParams(tuple(len(layers[stage]) for stage in mine), 0 in mine, count - 1 in mine)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of parameters of one rank, after tensor parallelism."""
+
+    block: int
+    """Of one block."""
+    block_shard: int
+    """Of one block, when it is sharded."""
+    root: int
+    """Of embedding, head and last norm: what is gathered as one, first of all and last of all."""
+    root_shard: int
+    head: int
+    """Of the head, 0 where it is on another rank."""
+
+
+@lru_cache(maxsize=4096)
+def counts(shape: ModelShape, held: StageParams, tp: int, shards: int) -> Counts:
+    """The parameters that a rank holds, works with, and gathers."""
+    block = list(_block_matrices(shape, tp))
+    root = list(_root_matrices(shape, held, tp))
+    head = shape.vocab_size // tp * shape.dim if held.has_head else 0
+    return Counts(
+        block=sum(rows * columns for rows, columns in block),
+        block_shard=sum(_shard(rows, shards) * columns for rows, columns in block),
+        root=sum(rows * columns for rows, columns in root),
+        root_shard=sum(_shard(rows, shards) * columns for rows, columns in root),
+        head=head,
+    )
+
+
+@lru_cache(maxsize=4096)
+def unit_blocks(shape: ModelShape, held: StageParams) -> int:
+    """How many blocks are gathered together; what is left over belongs to the root."""
+    block_bytes = 4 * sum(rows * columns for rows, columns in _block_matrices(shape, 1))
+    return min(-(-MIN_UNIT_BYTES // block_bytes), max(held.layers))
+
+
+def local_counts(shape: ModelShape, held: StageParams, layout: Layout) -> Counts:
+    """`counts` of a rank of a layout."""
+    return counts(shape, held, layout.tp, layout.dp_shard * layout.cp)
+
+
+def _block_matrices(shape: ModelShape, tp: int) -> Iterator[tuple[int, int]]:
+    """Rows and columns of every weight of a block on one of `tp` ranks."""
+    dim, kv_dim, ffn_dim = shape.dim, shape.num_kv_heads * shape.head_dim, shape.ffn_dim
+    yield from ((dim // tp, dim), (kv_dim // tp, dim), (kv_dim // tp, dim), (dim, dim // tp))
+    yield from ((ffn_dim // tp, dim), (ffn_dim // tp, dim), (dim, ffn_dim // tp))
+    yield from ((dim, 1), (dim, 1))
+
+
+def _root_matrices(shape: ModelShape, held: StageParams, tp: int) -> Iterator[tuple[int, int]]:
+    rows = shape.vocab_size // tp
+    is_tied = shape.tie_embeddings and held.has_embedding and held.has_head
+    for is_there in (held.has_embedding, held.has_head and not is_tied):
+        if is_there:
+            yield rows, shape.dim
+    if held.has_head:
+        yield shape.dim, 1
+
+
+def _shard(rows: int, shards: int) -> int:
+    """The rows of the rank that has most."""
+    return -(-rows // shards)
+
+
+FLOAT32 = 4
+OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2}
+"""Of the state of one parameter."""
+
+
+def state_bytes(shape: ModelShape, optimizer: str) -> int:
+    """Bytes of a whole model's weights and gradients, both float32, and of its optimizer state."""
+    return num_params(shape) * (2 * FLOAT32 + OPTIMIZER_BYTES[optimizer])
+
+
+def staged_bytes(shape: ModelShape, optimizer: str, plan: LaunchPlan) -> float:
+    """Bytes of host memory on a node for the copies of which asynchronous saves are written."""
+    layout = plan.layout
+    ranks_of_a_model = layout.dp_shard * layout.cp * layout.tp * layout.pp
+    whole = num_params(shape) * (FLOAT32 + OPTIMIZER_BYTES[optimizer])
+    return whole * plan.workers_per_node / ranks_of_a_model
+
+
+def staging_problem(
+    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
+) -> Problem | None:
+    """What is wrong if a node has certainly too little memory to save while training goes on."""
+    config, need = loaded.config, staged_bytes(shape, loaded.config.optimizer.name, plan)
+    if not config.checkpoint.async_save:
+        return None
+    if plan.slurm is None:
+        key, have = "checkpoint.async", machine.memory
+        is_what = f"is true, and this machine has {gib(have or 0)}"
+    else:
+        # Without the key a job has what the partition gives, which is not known here.
+        mib = memory_mib(config.resources.mem or "0")
+        key, have = "resources.mem", None if mib is None else int(mib * 2**20)
+        is_what = f"is {config.resources.mem}"
+    if have is None or need <= have:
+        return None
+    message = f"{is_what}: saving while training goes on takes {gib(need)} of the memory of a node"
+    return loaded.problem(key, message, "checkpoint.async: false needs no memory for copies")
+
+
+def host_problem(
+    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
+) -> Problem | None:
+    """What is wrong if all processes of this machine together keep more than it has memory.
+
+    Only what is certain is refused, and it is, since a machine without memory takes other work down with it.
+    """
+    state = state_bytes(shape, loaded.config.optimizer.name) * plan.layout.dp_replicate
+    if plan.slurm is not None or machine.memory is None or state <= machine.memory:
+        return None
+    what = f"is {loaded.config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
+    message = f"{what}, and this machine has {gib(machine.memory)}"
+    return loaded.problem(
+        "model.preset", message, "`trainkit plan --gpus N --gpu-type T` tells what would do"
+    )

@@ -1,0 +1,281 @@
+"""The files of a project that make up its code, and what git knows about them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import translate
+from pathlib import Path
+from shlex import quote
+from stat import S_ISDIR, S_ISLNK, S_ISREG
+
+from trainkit.errors import UsageError
+from trainkit.rundir import RUNS_FOLDER
+
+
+def _matcher(*patterns: str) -> re.Pattern[str]:
+    """One expression for file names that match any of some patterns such as ``*.py``."""
+    return re.compile("|".join(map(translate, patterns)))
+
+
+_SOURCE = _matcher(
+    *("*.py", "*.pyi", "*.pyx", "*.pxd", "*.ipynb", "*.c", "*.cc", "*.cpp", "*.cu", "*.cuh", "*.h", "*.hpp"),
+    *("*.so", "*.yaml", "*.yml", "*.json", "*.toml", "*.cfg", "*.ini", "*.conf", "*.txt", "*.md", "*.rst"),
+    *("*.sh", "*.bash", "*.sbatch", "*.slurm", "*.j2", "*.jinja", "*.def", "*.typed"),
+    *("Makefile", "Dockerfile*", "LICENSE*", "MANIFEST.in", "Snakefile"),
+)
+_SECRET = _matcher(
+    *(".env", ".env.*", "*.env", ".netrc", "_netrc", ".pypirc", ".git-credentials", ".htpasswd"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
+    "kaggle.json",
+)
+_HARMLESS = re.compile(r"\.pub$|example|sample|template|\.dist$", re.IGNORECASE)
+
+
+def looks_like_source(name: str) -> bool:
+    """Whether a file of this name belongs to a project's code."""
+    return _SOURCE.match(name) is not None
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a file of this name usually holds a key or a password."""
+    return _SECRET.match(name) is not None and not _HARMLESS.search(name)
+
+
+GIT_LIMIT_S = 60.0
+_GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX", "GIT_NAMESPACE")
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A file or folder that is not in a snapshot although it could have been."""
+
+    path: str
+    reason: str
+
+
+@dataclass
+class SourceTree:
+    """The files of a project, by their paths below its root; names keep bytes that are no UTF-8."""
+
+    root: str
+    kind: str
+    """``git`` or ``pattern``."""
+    files: dict[str, os.stat_result] = field(default_factory=dict)
+    """Files and symlinks."""
+    left_out: list[LeftOut] = field(default_factory=list)
+
+    def add(self, path: str, found: os.stat_result) -> None:
+        """Take a file in, unless it is none."""
+        if S_ISREG(found.st_mode) or S_ISLNK(found.st_mode):
+            self.files[path] = found
+        else:
+            self.left_out.append(LeftOut(path, "is no plain file"))
+
+
+def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
+    """The code of the git work tree around a folder; None when there is none, or no git.
+
+    That is what is tracked, or is neither tracked nor ignored, also in submodules and in clones that nobody
+    ignores. Files that look like keys or passwords are left out unless they are tracked: those have been
+    given to everybody who has the repository, and the code may rely on them. Nothing of a run's folder is in
+    it. Both paths are real ones. Raises UsageError when git refuses.
+    """
+    root = _work_tree(cwd)
+    if root is None:
+        return None
+    tree = SourceTree(root, "git")
+    _add_repository(tree, "", below(root, run_dir), below(root, f"{cwd}/{RUNS_FOLDER}"))
+    return tree
+
+
+def below(root: str, path: str) -> str:
+    """A path as it is called within `root`; empty when it is not below it."""
+    prefix = root.rstrip("/") + "/"
+    return path.removeprefix(prefix) if path.startswith(prefix) else ""
+
+
+def printable(path: str) -> str:
+    """A path as text: bytes of its name that are no UTF-8 become ``\\xNN``."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def is_run(folder: str) -> bool:
+    """Whether a folder is that of a run, whose files are no code."""
+    return Path(folder, "job.json").is_file() and Path(folder, "attempts").is_dir()
+
+
+def _work_tree(folder: str) -> str | None:
+    """The root of the git work tree around a folder; None when there is none or no git."""
+    if not any((parent / ".git").exists() for parent in (Path(folder), *Path(folder).parents)):
+        return None
+    try:
+        done = _git(folder, "rev-parse", "--show-toplevel")
+    except FileNotFoundError:
+        return None
+    said = os.fsdecode(done.stderr)
+    if done.returncode == 0:
+        return os.fsdecode(done.stdout.removesuffix(b"\n")) or None
+    if "not a git repository" in said or "must be run in a work tree" in said:
+        return None
+    raise _refused(folder, said)
+
+
+def _git(folder: str, *args: str) -> subprocess.CompletedProcess[bytes]:
+    environ = {name: value for name, value in os.environ.items() if name not in _GIT_PLACES}
+    try:
+        return subprocess.run(
+            ["git", "-C", folder, *args],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env={**environ, "LC_ALL": "C"},
+            timeout=GIT_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"git took more than {GIT_LIMIT_S:g} s to list the files of {folder}",
+            hint="put folders with many files into .gitignore, or use --no-snapshot",
+        ) from None
+
+
+def _refused(folder: str, said: str) -> UsageError:
+    reason = next((line for line in said.splitlines() if line.startswith("fatal:")), said.strip())
+    return UsageError(
+        f"cannot tell which files of {folder} are code: git says {reason.removeprefix('fatal: ')!r}",
+        hint=f"`git -C {quote(folder)} status` has to work; --no-snapshot trains from the files as they are",
+    )
+
+
+def _names(folder: str, *args: str) -> list[str]:
+    done = _git(folder, "ls-files", "-z", *args)
+    if done.returncode != 0:
+        raise _refused(folder, os.fsdecode(done.stderr))
+    return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+
+
+def ignored_names(root: str) -> list[str]:
+    """What git ignores in a work tree, a folder of which nothing is known as one name."""
+    names = _names(root, "--others", "--ignored", "--exclude-standard", "--directory")
+    return [name.rstrip("/") for name in names]
+
+
+def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) -> None:
+    """The files of one repository and of those in it; what is tracked in `runs_dir` is code all the same."""
+    folder = f"{tree.root}/{prefix}"
+    patterns = [
+        f"--exclude=/{_as_pattern(path[len(prefix) :])}"
+        for path in (run_dir, runs_dir)
+        if path and path.startswith(prefix)
+    ]
+    tracked = _names(folder, "--cached")
+    untracked = _names(folder, "--others", "--exclude-standard", *patterns)
+    runs: dict[str, bool] = {}
+    for is_tracked, names in ((True, tracked), (False, untracked)):
+        for name in names:
+            path = prefix + name.rstrip("/")
+            if path in tree.files or _is_in(path, run_dir):
+                continue
+            try:
+                found = os.lstat(f"{tree.root}/{path}")
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # deleted, and git has not been told
+            if S_ISDIR(found.st_mode):
+                if Path(tree.root, path, ".git").exists():
+                    _add_repository(tree, f"{path}/", run_dir, runs_dir)
+            elif is_tracked:
+                tree.add(path, found)
+            elif looks_secret(path.rpartition("/")[2]):
+                tree.left_out.append(LeftOut(path, "looks like a secret"))
+            elif not _in_a_run(tree.root, path, runs):
+                tree.add(path, found)
+
+
+def _as_pattern(path: str) -> str:
+    """A path as .gitignore has it, with what would be a wildcard taken literally."""
+    return re.sub(r"([*?\[\]\\ ])", r"\\\1", path)
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return folder != "" and (path == folder or path.startswith(f"{folder}/"))
+
+
+def _in_a_run(root: str, path: str, known: dict[str, bool]) -> bool:
+    """Whether a file lies in the folder of some run; `known` remembers folders."""
+    parent = path.rpartition("/")[0]
+    if not parent:
+        return False
+    if parent not in known:
+        known[parent] = is_run(f"{root}/{parent}") or _in_a_run(root, parent, known)
+    return known[parent]
+
+
+MAX_LOOKED_AT = 200_000
+"""Files after which the search gives up: this is no project."""
+MAX_FILE_BYTES = 50_000_000
+"""Larger files are taken for data."""
+NOT_SOURCES = frozenset(
+    {"__pycache__", "node_modules", "runs", "checkpoints", "wandb", "mlruns", "lightning_logs"}
+)
+"""Folders that no search by pattern goes into; hidden ones and environments neither."""
+
+
+def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
+    """The code below a folder: files whose names are those of sources, and all symlinks.
+
+    Hidden folders, environments, and folders of runs and caches are passed over; files that look like keys
+    or passwords, and very large ones, are left out. Both paths are real ones.
+    Raises UsageError when the folder is far too large to be a project.
+    """
+    tree = SourceTree(cwd, "pattern")
+    for num_before, entry in enumerate(_entries(tree, run_dir)):
+        if num_before >= MAX_LOOKED_AT:
+            raise UsageError(
+                f"{cwd} holds more than {MAX_LOOKED_AT:,} files: that is no project to copy",
+                hint="submit from the folder of your project, or use --no-snapshot",
+            )
+        path = below(cwd, entry.path)
+        if looks_secret(entry.name):
+            tree.left_out.append(LeftOut(path, "looks like a secret"))
+            continue
+        if entry.name.startswith(".") or not (entry.is_symlink() or looks_like_source(entry.name)):
+            continue
+        found = entry.stat(follow_symlinks=False)
+        if found.st_size > MAX_FILE_BYTES:
+            tree.left_out.append(LeftOut(path, f"is larger than {MAX_FILE_BYTES / 1e6:.0f} MB"))
+        else:
+            tree.add(path, found)
+    return tree
+
+
+def _entries(tree: SourceTree, run_dir: str) -> Iterator[os.DirEntry[str]]:
+    """Everything below the root that is no folder, without what lies in folders that hold no sources."""
+    waiting = [tree.root]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except FileNotFoundError:
+            continue  # deleted a moment ago
+        except PermissionError:
+            tree.left_out.append(LeftOut(below(tree.root, folder), "cannot be read"))
+            continue
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                yield entry
+            elif entry.path != run_dir and not _holds_no_sources(entry):
+                waiting.append(entry.path)
+
+
+def _holds_no_sources(entry: os.DirEntry[str]) -> bool:
+    if entry.name.startswith(".") or entry.name in NOT_SOURCES:
+        return True
+    folder = Path(entry.path)
+    try:
+        is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
+        return is_environment or is_run(entry.path)
+    except PermissionError:
+        return False  # and is said to be left out when it is opened

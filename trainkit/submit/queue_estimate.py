@@ -1,0 +1,198 @@
+"""When a job would start, in the partition that it names and in all others that could take it."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from trainkit.cluster.discovery import Partition
+from trainkit.cluster.limits import partition_troubles
+from trainkit.cluster.model import Cluster
+from trainkit.cluster.resource_request import ResourceRequest, resource_request
+from trainkit.config import RunConfig
+from trainkit.errors import TrainkitError
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.slurm_request import option_argv
+from trainkit.slurm.client import SlurmRefused
+from trainkit.slurm.submit import would_start
+
+ASK_TIMEOUT_S = 5.0
+"""Of one question; a busy controller takes its time for these."""
+ENOUGH_S = 8.0
+"""After so long no further partition is asked about."""
+AT_ONCE = 4
+SOON_S = 60
+# Slurm says this too of nodes that are only out of service now; a job would be accepted and wait.
+MAY_CHANGE = re.compile(r"not available|busy")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What is expected of one partition."""
+
+    partition: str
+    is_asked: bool
+    """Whether the config names it, or it is the default one that the config gets."""
+    start_time: datetime | None
+    """None when it would not start, or Slurm gives no time."""
+    nodes: tuple[str, ...] = ()
+    remark: str = ""
+    refused: bool = False
+    """Whether Slurm would not take the job."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, the time in ISO 8601."""
+        return {
+            "partition": self.partition,
+            "is_asked": self.is_asked,
+            "start_time": None if self.start_time is None else self.start_time.isoformat(),
+            "nodes": list(self.nodes),
+            "remark": self.remark,
+            "refused": self.refused,
+        }
+
+
+def estimate_waits(
+    plan: LaunchPlan,
+    config: RunConfig,
+    cluster: Cluster,
+    partitions: Sequence[Partition],
+    environ: Mapping[str, str],
+) -> list[Wait]:
+    """The partitions that were asked for first, then all others; `partitions` is what Slurm says of them now.
+
+    Raises SlurmUnreachable when it does not answer.
+    """
+    assert plan.slurm is not None
+    asked = resource_request(
+        config.resources,
+        workers_per_node=plan.workers_per_node,
+        device=plan.device,
+        threads=plan.threads_per_worker,
+        per=plan.per,
+    )
+    names = [item.name for item in cluster.asked(asked.partition)]
+    others = [item.name for item in cluster.partitions if not item.is_hidden and item.name not in names]
+    waits: list[Wait | None] = []
+    questions: dict[int, str] = {}
+    for index, name in enumerate([*names, *others]):
+        why_not = None if name in names else _why_not(asked, cluster, name)
+        waits.append(None if why_not is None else Wait(name, False, None, remark=why_not))
+        if why_not is None:
+            questions[index] = name
+    options = option_argv({**plan.slurm.sbatch, "comment": False, "partition": False})
+    answers = _ask(questions, options, environ)
+    now = {item.name: item for item in partitions}
+    for index, name in questions.items():
+        waits[index] = _wait(name, name in names, answers.get(index), now.get(name), asked)
+    return [wait for wait in waits if wait is not None]
+
+
+def _why_not(asked: ResourceRequest, cluster: Cluster, name: str) -> str | None:
+    """What keeps the job out of a partition, in one sentence."""
+    partition = cluster.partition(name)
+    if partition is None:
+        return None
+    found = next(partition_troubles(replace(asked, partition=name), cluster, partition), None)
+    return None if found is None else f"{found[0]}: {found[1]}"
+
+
+def _ask(
+    questions: Mapping[int, str], options: Sequence[str], environ: Mapping[str, str]
+) -> dict[int, Wait | SlurmRefused]:
+    """The answers by the number of the question; those for which time was short are left out."""
+    answers: dict[int, Wait | SlurmRefused] = {}
+    lost: list[TrainkitError] = []
+    waiting, give_up = iter(list(questions.items())), time.monotonic() + ENOUGH_S
+    lock = threading.Lock()
+
+    def work(script: Path) -> None:
+        while not lost and time.monotonic() < give_up:
+            with lock:
+                index, name = next(waiting, (None, ""))
+            if index is None:
+                return
+            argv = [*options, f"--partition={name}"]
+            try:
+                found = would_start(
+                    script, environ=environ, cwd=script.parent, timeout_s=ASK_TIMEOUT_S, extra_argv=argv
+                )
+            except SlurmRefused as error:
+                answers[index] = error
+            except TrainkitError as error:
+                lost.append(error)
+            else:
+                answers[index] = Wait(name, False, found.start_time, tuple(found.nodes))
+
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        script = Path(folder) / "nothing.sh"
+        script.write_text("#!/bin/sh\n", encoding="utf-8")
+        threads = [threading.Thread(target=work, args=(script,)) for _ in range(min(AT_ONCE, len(questions)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if lost and not answers:
+        raise lost[0]
+    return answers
+
+
+def _wait(
+    name: str,
+    is_asked: bool,
+    answer: Wait | SlurmRefused | None,
+    now: Partition | None,
+    asked: ResourceRequest,
+) -> Wait:
+    if answer is None:
+        return Wait(name, is_asked, None, remark="Slurm was too busy to tell")
+    if isinstance(answer, Wait):
+        return replace(answer, is_asked=is_asked)
+    remark = answer.sentence.splitlines()[-1] if answer.sentence else answer.message
+    if not MAY_CHANGE.search(remark):
+        return Wait(name, is_asked, None, remark=remark, refused=True)
+    if now is not None and not now.is_up:
+        remark = "the partition is not up now"
+    elif now is not None:
+        total = sum(kind.count for kind in now.node_types)
+        in_service = sum(kind.in_service for kind in now.node_types)
+        if in_service < total:
+            remark = f"not now: {total - in_service} of its {total} nodes are out of service"
+    return Wait(name, is_asked, None, remark=remark)
+
+
+def wait_lines(waits: Sequence[Wait], now: datetime | None = None) -> Iterator[str]:
+    """A table to read: partition, when the job would start, remark."""
+    now = datetime.now(timezone.utc) if now is None else now
+    rows = [("partition", "would start", "")]
+    for wait in waits:
+        when = "no" if wait.start_time is None else _when(wait.start_time, now)
+        remark = wait.remark or f"on {_shortened(wait.nodes)}"
+        rows.append((f"{wait.partition}{' (asked for)' if wait.is_asked else ''}", when, remark))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for first, second, third in rows:
+        yield f"{first:<{widths[0]}}  {second:<{widths[1]}}  {third}".rstrip()
+
+
+def _when(start: datetime, now: datetime) -> str:
+    seconds = (start - now).total_seconds()
+    if seconds < SOON_S:
+        return "now"
+    minutes = round(seconds / 60)
+    days, hours = divmod(minutes // 60, 24)
+    parts = [f"{days} d" if days else "", f"{hours} h" if hours else "", f"{minutes % 60} min"]
+    within = " ".join([part for part in parts if part][:2])
+    return f"in {within} ({start.astimezone():%Y-%m-%d %H:%M})"
+
+
+def _shortened(nodes: Sequence[str]) -> str:
+    return (
+        ", ".join(nodes) if len(nodes) <= AT_ONCE else f"{nodes[0]}, … and {nodes[-1]} ({len(nodes)} nodes)"
+    )

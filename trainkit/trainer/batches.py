@@ -1,0 +1,165 @@
+"""The batches of one data-parallel rank, read ahead in threads.
+
+Step after step the job consumes samples at consecutive global positions. Microbatch m of rank r takes
+``start + (m x dp + r) x device_batch_size`` and up, so which samples make a step depends on the position
+alone, never on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.data.order import IntArray, sample_index
+from trainkit.data.shards import TokenShards
+from trainkit.plan.launch import Batch
+from trainkit.trainer.stateless_random import hash_int32, stable_key
+
+IGNORE_LABEL = -100
+"""A label that counts neither in the loss nor as a token: what fills up the last batch of the data."""
+TOKENS_AT_ONCE = 1 << 16
+MAX_STEPS_AT_ONCE = 64
+"""Steps are read this far at once, as long as they are small: see `BatchSource.steps_at`."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one forward pass reads: tokens and labels int64 [B, T], sample_keys int32 [B]."""
+
+    tokens: Tensor
+    labels: Tensor
+    sample_keys: Tensor
+
+    def to(self, device: torch.device) -> Microbatch:
+        if device.type == "cpu":
+            return self
+        return Microbatch(
+            self.tokens.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+            self.sample_keys.to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This rank's share of one optimizer step."""
+
+    microbatches: list[Microbatch]
+    num_tokens: int
+    """Labels that count, on this rank."""
+    num_samples: int
+    """Samples that count, on all ranks together."""
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """Makes the batch that starts at any position; has no state, so threads may share it."""
+
+    dataset: TokenShards
+    batch: Batch
+    dp_rank: int
+    dp_size: int
+    seed: int
+    shuffle: bool
+    end_position: int | None
+    """Position after the last sample; None when only the number of steps ends the training."""
+    pin_memory: bool = False
+
+    def step_at(self, position: int) -> StepBatch:
+        """The batch of the step whose first sample stands at `position`."""
+        return self.steps_at(position, 1)[0]
+
+    def steps_at(self, position: int, num_steps: int) -> list[StepBatch]:
+        """The batches of consecutive steps, made at once: what it costs to start each operation is shared."""
+        starts, stops = self._ranges(position, num_steps)
+        rows = self._positions(starts)
+        valid = rows < stops[:, None, None]
+        tokens = np.zeros((*rows.shape, self.dataset.seq_len + 1), dtype=np.int64)
+        if valid.any():
+            index = sample_index(rows[valid], self.dataset.num_samples, self.seed, self.shuffle)
+            tokens[valid] = self.dataset.read(index)
+        data = torch.from_numpy(tokens)
+        inputs, labels = data[..., :-1].contiguous(), data[..., 1:].contiguous()
+        labels[~torch.from_numpy(valid)] = IGNORE_LABEL
+        keys = self._sample_keys(torch.from_numpy(rows))
+        if self.pin_memory:
+            inputs, labels, keys = inputs.pin_memory(), labels.pin_memory(), keys.pin_memory()
+        num_tokens = (valid.sum(axis=(1, 2)) * self.dataset.seq_len).tolist()
+        num_samples = np.maximum(stops - starts, 0).tolist()
+        steps = zip(inputs.unbind(), labels.unbind(), keys.unbind(), num_tokens, num_samples, strict=True)
+        return [
+            StepBatch(
+                [Microbatch(*micro) for micro in zip(i.unbind(), t.unbind(), k.unbind(), strict=True)], n, m
+            )
+            for i, t, k, n, m in steps
+        ]
+
+    def _ranges(self, position: int, num_steps: int) -> tuple[IntArray, IntArray]:
+        """First position, and position behind the last, of each step; the data may end within one."""
+        size = self.batch.global_batch_size
+        starts = position + size * np.arange(num_steps, dtype=np.int64)
+        stops = starts + size
+        return starts, stops if self.end_position is None else np.minimum(stops, self.end_position)
+
+    def _positions(self, starts: IntArray) -> IntArray:
+        """The positions that this rank reads, [steps, microbatches, B]."""
+        micro = np.arange(self.batch.accumulation_steps, dtype=np.int64) * self.dp_size + self.dp_rank
+        offsets = micro[:, None] * self.batch.device_batch_size
+        return starts[:, None, None] + offsets + np.arange(self.batch.device_batch_size, dtype=np.int64)
+
+    def _sample_keys(self, positions: Tensor) -> Tensor:
+        """One key a sample for its dropout, from its position in the whole training."""
+        low = (positions & 0x7FFFFFFF).to(torch.int32)
+        return hash_int32(
+            low, stable_key(self.seed, "sample"), (positions >> 31).to(torch.int32) * 0x2545F491
+        )
+
+
+class PrefetchedBatches:
+    """Iterates over a source's steps from a position on, read ahead by `num_workers` threads.
+
+    Tokens are copied out of memory maps, which leaves Python's lock free, so threads are enough: there is
+    no process to fork and nothing to clean up after a crash. Small steps are read many at a time.
+    """
+
+    def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
+        self._source = source
+        self._position = position
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
+        self._ahead = max(2, num_workers)
+        self._queue: deque[Future[list[StepBatch]]] = deque()
+        self._ready: deque[StepBatch] = deque()
+        batch = source.batch
+        samples = batch.device_batch_size * batch.accumulation_steps
+        self._num_steps = max(1, min(MAX_STEPS_AT_ONCE, TOKENS_AT_ONCE // (samples * source.dataset.seq_len)))
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        if not self._ready:
+            self._ready.extend(self._next_steps())
+        return self._ready.popleft()
+
+    def _next_steps(self) -> list[StepBatch]:
+        if self._pool is None:
+            return self._source.steps_at(self._advance(), self._num_steps)
+        while len(self._queue) <= self._ahead:
+            self._queue.append(self._pool.submit(self._source.steps_at, self._advance(), self._num_steps))
+        return self._queue.popleft().result()
+
+    def _advance(self) -> int:
+        position = self._position
+        self._position += self._num_steps * self._source.batch.global_batch_size
+        return position
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,103 @@
+"""One small collective a step, in which the ranks agree on everything that must be the same on all.
+
+It carries the number of tokens and the loss, whether some rank was asked to stop, and whether it is time
+to save. Nothing else in the loop talks: logging, clipping and signals ride on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainkit.trainer.distributed import World
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What all ranks know about a step, equal on all of them."""
+
+    num_tokens: int
+    loss: float
+    """Mean over the valid tokens of all ranks."""
+    grad_norm: float
+    finite: bool
+    stop: bool
+    save: bool
+    data_wait_s: float
+    """Mean over the ranks."""
+
+
+def sum_over_ranks(values: Tensor, world: World) -> Tensor:
+    """Add up a tensor over all ranks, in place."""
+    if world.distributed:
+        dist.all_reduce(values)
+    return values
+
+
+class StartedSum:
+    """A sum over all ranks that is under way while this rank computes."""
+
+    def __init__(self, values: Tensor, world: World) -> None:
+        self._values = values
+        self._work = dist.all_reduce(values, async_op=True) if world.distributed else None
+
+    def finish(self) -> Tensor:
+        """The sum, which every rank now has."""
+        if self._work is not None:
+            self._work.wait()
+        return self._values
+
+
+def any_rank(flag: bool, world: World) -> bool:
+    """Whether the flag is set on at least one rank; a collective, so every rank must call it."""
+    if not world.distributed:
+        return flag
+    return bool(sum_over_ranks(torch.tensor([float(flag)], device=world.device), world).item())
+
+
+def pack(
+    world: World, nll_sum: Tensor, num_tokens: int, stop: bool, save: bool, data_wait_s: float
+) -> Tensor:
+    """This rank's part of the step report, float64 [5] on the device."""
+    cuda = world.device.type == "cuda"
+    numbers = (float(num_tokens * world.counts_samples), float(stop), float(save), data_wait_s)
+    # Pinned, because a copy from ordinary memory would wait for all that the device has still to do.
+    rest = torch.tensor(numbers, dtype=torch.float64, pin_memory=cuda)
+    return torch.cat((nll_sum.detach().double().view(1), rest.to(world.device, non_blocking=True)))
+
+
+class Readout:
+    """Brings a step's numbers to the host without holding up the device's queue.
+
+    `start` before the optimizer's kernels are enqueued, `finish` after: the host then waits for the
+    gradients only, while the device goes on with the update.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._host: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def start(self, totals: Tensor, grad_norm: Tensor) -> None:
+        values = torch.cat((totals, grad_norm.double().view(1)))
+        if values.device.type != "cuda":
+            self._host = values
+            return
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def finish(self) -> StepReport:
+        assert self._host is not None
+        if self._event is not None:
+            self._event.synchronize()
+        nll_sum, num_tokens, stop, save, data_wait_s, grad_norm = self._host.tolist()
+        loss = nll_sum / num_tokens if num_tokens else 0.0
+        finite = abs(loss) < float("inf") and abs(grad_norm) < float("inf")
+        return StepReport(
+            int(num_tokens), loss, grad_norm, finite, stop > 0, save > 0, data_wait_s / self._world.size
+        )
