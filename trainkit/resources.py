@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
+FIRST_RUN = "first-run.yaml"
+"""The run config that `trainkit init` writes into a folder. Commands typed there without CONFIG take it when
+there is no config.yaml."""
 
 
 def shipped_configs() -> Path:

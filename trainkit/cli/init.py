@@ -33,9 +33,10 @@ def command(name: str | None, folder: str, as_json: bool) -> int:
     The profile goes to the user's config folder, where every command finds it. Prints the files that were
     written. Without Slurm there is a run config only.
     """
-    from trainkit.cluster.first_run import FILE_NAME, first_run_text
+    from trainkit.cluster.first_run import first_run_text
     from trainkit.cluster.profile import user_folder
     from trainkit.cluster.write_profile import describe_cluster, profile_text, query_profile, write_new
+    from trainkit.resources import FIRST_RUN
 
     cluster = query_profile()
     texts: dict[Path, str] = {}
@@ -48,7 +49,7 @@ def command(name: str | None, folder: str, as_json: bool) -> int:
             f"there is no Slurm here, so there is no cluster to describe as {name}",
             hint="type it on a login node of the cluster",
         )
-    run_config = Path(folder) / FILE_NAME
+    run_config = Path(folder) / FIRST_RUN
     texts[run_config] = first_run_text(cluster)
     click.echo("there is no Slurm here" if cluster is None else describe_cluster(cluster), err=True)
     written = [path for path, text in texts.items() if write_new(path, text)]

@@ -10,8 +10,8 @@ from trainkit.cluster.model import Cluster, Partition
 from trainkit.cluster.resource_request import ResourceRequest
 from trainkit.cluster.units import time_text
 from trainkit.cluster.write_profile import commented, flow
+from trainkit.resources import FIRST_RUN
 
-FILE_NAME = "first-run.yaml"
 TIME_S = 1800
 LEAST_TIME_S = 300
 BATCH, DEVICE_BATCH = 32, 4
@@ -28,8 +28,8 @@ def _lines(cluster: Cluster | None) -> Iterator[str]:
     where = "this machine" if cluster is None else f"the cluster {cluster.name}"
     yield f"# A first run on {where}: a small model learns to write Python, without a download."
     yield "#"
-    yield f"#   trainkit check {FILE_NAME}"
-    yield f"#   trainkit submit {FILE_NAME} --follow"
+    yield f"#   trainkit check {FIRST_RUN}"
+    yield f"#   trainkit submit {FIRST_RUN} --follow"
     yield "#"
     yield "# `trainkit check … --show-origin` lists every key with its value."
     yield commented("extends: quickstart.yaml", "ships with trainkit; what stands here goes before it")
