@@ -1,25 +1,56 @@
-"""The files that ship with trainkit: configs that run as they are, and templates of scripts."""
+"""Files that ship with trainkit (configs, templates of scripts), and the config a command runs without CONFIG."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
 
 PACKAGE = Path(__file__).resolve().parent
+PROJECT_CONFIG = "config.yaml"
 FIRST_RUN = "first-run.yaml"
-"""The run config that `trainkit init` writes into a folder. Commands typed there without CONFIG take it when
-there is no config.yaml."""
+"""The run config that `trainkit init` writes."""
+QUICKSTART = "quickstart"
+NOT_RUNS = ("clusters", "profiles")
+"""Folders of shipped files that are laid over a run config."""
 
 
 def shipped_configs() -> Path:
-    """The folder of shipped configs: inside the package when installed, beside it in a checkout."""
+    """The folder of shipped configs: inside the package when installed, next to it in a checkout."""
     return _shipped("configs")
 
 
 def shipped_templates() -> Path:
-    """The folder of shipped templates: inside the package when installed, beside it in a checkout."""
+    """The folder of shipped templates: inside the package when installed, next to it in a checkout."""
     return _shipped("templates")
 
 
 def _shipped(name: str) -> Path:
     installed = PACKAGE / "_shipped" / name
     return installed if installed.is_dir() else PACKAGE.parent / name
+
+
+def default_config(cwd: Path) -> tuple[str, str]:
+    """What CONFIG is when it is left out, and the reason: a file of the working folder, else the quickstart."""
+    if (cwd / PROJECT_CONFIG).is_file():
+        return PROJECT_CONFIG, "in this folder"
+    if (cwd / FIRST_RUN).is_file():
+        return FIRST_RUN, "written by `trainkit init`"
+    return QUICKSTART, "shipped"
+
+
+def find_shipped_config(name: str) -> Path | None:
+    """The shipped config of a name such as ``quickstart``, ``models/8b.yaml`` or ``configs/models/8b.yaml``."""
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts or path.suffix not in ("", ".yaml"):
+        return None
+    if path.parts[:1] == ("configs",):
+        path = path.relative_to("configs")
+    found = shipped_configs() / path.with_suffix(".yaml") if path.name else None
+    return found if found is not None and found.is_file() else None
+
+
+def shipped_config_names() -> list[str]:
+    """The names of the shipped configs that describe a whole run: ``quickstart``, ``models/8b``."""
+    folder = shipped_configs()
+    others = [file for file in sorted(folder.glob("*/*.yaml")) if file.parent.name not in NOT_RUNS]
+    files = [folder / f"{QUICKSTART}.yaml", *others]
+    return [str(file.relative_to(folder).with_suffix("")) for file in files]

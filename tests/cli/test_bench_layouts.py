@@ -115,7 +115,6 @@ def test_what_was_typed_wrong(desk: Desk, args: list[str], message: str) -> None
 @pytest.mark.parametrize(
     ("args", "message", "hint"),
     [
-        ([], "missing argument 'CONFIG'", "--help` shows how it is used"),
         (
             ["--collect", "nowhere"],
             "nowhere is no folder of a bench",

@@ -63,7 +63,7 @@ def test_every_command_has_help_with_examples(name, capsys):
         (["sumbit"], "there is no command 'sumbit'", "did you mean `trainkit submit`?"),
         (["qqq"], "there is no command 'qqq'", "`trainkit --help` lists the commands"),
         (["status", "--jsn"], "there is no option --jsn", "did you mean --json?"),
-        (["submit"], "missing argument 'CONFIG'", "`trainkit submit --help` shows how it is used"),
+        (["logs"], "missing argument 'RUN'", "`trainkit logs --help` shows how it is used"),
     ],
 )
 def test_wrong_usage(args, message, hint, capsys):

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from trainkit.bench.summary import COLUMNS
-from trainkit.cli.options import ConfigRequest, config_options_unless_given, examples, json_option
+from trainkit.cli.options import ConfigRequest, config_options_unless, examples, json_option
 from trainkit.errors import UsageError
 
 STEPS = 30
@@ -18,8 +18,8 @@ WIDTH = 100
 
 @click.group(
     epilog=examples(
-        "trainkit bench layouts configs/quickstart.yaml --gpus-per-node 2 --steps 20",
-        "trainkit bench layouts configs/quickstart.yaml --gpus-per-node 4 --dry-run",
+        "trainkit bench layouts quickstart --gpus-per-node 2 --steps 20",
+        "trainkit bench layouts quickstart --gpus-per-node 4 --dry-run",
     )
 )
 def command() -> None:
@@ -40,14 +40,14 @@ def _columns() -> str:
     epilog=_columns()
     + "\n\n"
     + examples(
-        "trainkit bench layouts configs/quickstart.yaml --gpus-per-node 4 --dry-run",
-        "trainkit bench layouts configs/quickstart.yaml --gpus-per-node 2 --steps 20 --out runs/two",
+        "trainkit bench layouts quickstart --gpus-per-node 4 --dry-run",
+        "trainkit bench layouts quickstart --gpus-per-node 2 --steps 20 --out runs/two",
         "trainkit bench layouts --collect runs/two",
-        "trainkit bench layouts configs/quickstart.yaml --gpus-per-node 2 --steps 20 "
+        "trainkit bench layouts quickstart --gpus-per-node 2 --steps 20 "
         "--layout tp=2 --layout dp_shard=2,zero=2",
     )
 )
-@config_options_unless_given
+@config_options_unless("collect")
 @click.option(
     "--layout",
     "layouts",
@@ -93,10 +93,7 @@ def layouts(request: ConfigRequest | None, collect: str | None, as_json: bool, *
     if collect is not None:
         _refuse_others()
         return summarize_folder(collect, as_json)
-    if request is None:
-        raise UsageError(
-            "missing argument 'CONFIG'", hint="`trainkit bench layouts --help` shows how it is used"
-        )
+    assert request is not None
     return bench_layouts(request, LayoutsRequest(**typed, as_json=as_json))
 
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @click.command(
     epilog=examples(
-        "trainkit check configs/quickstart.yaml",
-        "trainkit check configs/quickstart.yaml --nodes 2 --show-origin",
-        "trainkit check configs/quickstart.yaml --cluster example",
-        "trainkit check configs/quickstart.yaml --simulate-world 4 --set parallel.tp=2",
-        "trainkit check configs/quickstart.yaml --set train.steps=100 --json",
+        "trainkit check",
+        "trainkit check quickstart --nodes 2 --show-origin",
+        "trainkit check quickstart --cluster example",
+        "trainkit check quickstart --simulate-world 4 --set parallel.tp=2",
+        "trainkit check quickstart --set train.steps=100 --json",
     )
 )
 @config_options

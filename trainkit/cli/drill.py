@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 @click.command(
     cls=WithTrailingCommand,
     epilog=examples(
-        "trainkit drill configs/quickstart.yaml --list",
-        "trainkit drill configs/quickstart.yaml --nodes 2 --only signal --only rank",
-        "trainkit drill configs/quickstart.yaml --nodes 2 -- python examples/comes_back.py --steps 200",
+        "trainkit drill --list",
+        "trainkit drill quickstart --nodes 2 --only signal --only rank",
+        "trainkit drill quickstart --nodes 2 --only signal --json",
     ),
 )
 @config_options

@@ -102,7 +102,7 @@ def _command_hint(name: str) -> str:
     cls=CommandTable,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="\b\nExamples:\n"
-    "  trainkit submit configs/quickstart.yaml --nodes 2 --follow\n"
+    "  trainkit submit --nodes 2 --follow\n"
     "  trainkit status\n"
     "  trainkit logs last -f\n"
     "  trainkit resume last",

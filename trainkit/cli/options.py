@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,15 +23,16 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def examples(*lines: str) -> str:
-    """The epilog of a command's help: examples that run as they stand."""
+    """The epilog of a command's help: examples that run as they are."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 @dataclass(frozen=True)
 class ConfigRequest:
-    """Which config was asked for and what the command line changes in it."""
+    """The config to load and what the command line changes in it."""
 
     path: str
+    """A file or the name of a shipped config, as it was typed; what was chosen where CONFIG was left out."""
     profile: str | None
     overrides: tuple[str, ...]
     flags: dict[str, tuple[str, object]]
@@ -79,19 +82,29 @@ def set_option(function: Command) -> Command:
     )(function)
 
 
+config_argument = click.argument("config", type=click.Path(), metavar="[CONFIG]", required=False)
+"""A file, or the name of a shipped config."""
+CONFIG_HELP = (
+    "CONFIG is a file or a shipped config such as quickstart or models/8b. Default: ./config.yaml, else the "
+    "file that `trainkit init` wrote here, else quickstart."
+)
+
+
 def config_options(function: Command) -> Command:
     """CONFIG and everything that changes values in it, given together as `request: ConfigRequest`."""
     return _request_options(function, lambda command: shape_options(slurm_options(command)))
 
 
-def config_options_unless_given(function: Command) -> Command:
-    """As `config_options`, for a command that has another way to say what it is about: CONFIG may be missing.
+def config_options_unless(option: str) -> Callable[[Command], Command]:
+    """As `config_options`, for a command that has nothing to do with a config when `option` is given.
 
-    `request` is then None.
+    `request` is then the one that was typed, or None where CONFIG was left out.
     """
-    return _request_options(
-        function, lambda command: shape_options(slurm_options(command)), needs_config=False
-    )
+
+    def decorate(function: Command) -> Command:
+        return _request_options(function, lambda command: shape_options(slurm_options(command)), unless=option)
+
+    return decorate
 
 
 def one_node_config_options(function: Command) -> Command:
@@ -106,8 +119,21 @@ def one_node_config_options(function: Command) -> Command:
     return _request_options(function, procs, chooses_backend=False)
 
 
+def _choose_config() -> str:
+    """The config of a command without CONFIG; one line on stderr says which."""
+    from trainkit.resources import default_config
+
+    name, reason = default_config(Path.cwd())
+    if os.environ.get("SLURM_PROCID", "0") == "0":  # one task of an srun step is enough to say it
+        click.echo(f"config: {name} ({reason})", err=True)
+    return name
+
+
 def _request_options(
-    function: Command, shape: Callable[[Any], Any], chooses_backend: bool = True, needs_config: bool = True
+    function: Command,
+    shape: Callable[[Any], Any],
+    chooses_backend: bool = True,
+    unless: str | None = None,
 ) -> Command:
     @functools.wraps(function)
     def wrapper(
@@ -125,9 +151,12 @@ def _request_options(
             flags["name"] = (f"--name {name}", name)
         if backend is not None:
             flags["launch.backend"] = (f"--backend {backend}", backend)
+        if config is None and (unless is None or others[unless] is None):
+            config = _choose_config()
         request = None if config is None else ConfigRequest(config, profile, overrides, flags)
         return function(request=request, **others)
 
+    wrapper.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\n{CONFIG_HELP}"
     decorated: Any = wrapper
     backend = click.option(
         "--backend",
@@ -140,12 +169,7 @@ def _request_options(
         shape,
         set_option,
         click.option("--profile", metavar="NAME", help="Profile laid over the config."),
-        click.argument(
-            "config",
-            type=click.Path(),
-            metavar="CONFIG" if needs_config else "[CONFIG]",
-            required=needs_config,
-        ),
+        config_argument,
     ):
         decorated = decorate(decorated)
     return decorated  # type: ignore[no-any-return]

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @click.command(
     epilog=examples(
-        "trainkit plan configs/models/8b.yaml --gpus 8 --gpu-type h100",
-        "trainkit plan configs/models/70b.yaml --nodes 8 --gpus-per-node 8 --gpu-type h100 --limit 3",
-        "trainkit plan configs/models/7b.yaml --gpus 4 --gpu-type a100-40gb --set data.seq_len=2048 --all",
-        "trainkit plan configs/quickstart.yaml --gpus 2 --gpu-type rtx4090 --profile balanced --json",
+        "trainkit plan models/8b --gpus 8 --gpu-type h100",
+        "trainkit plan models/70b --nodes 8 --gpus-per-node 8 --gpu-type h100 --limit 3",
+        "trainkit plan models/7b --gpus 4 --gpu-type a100-40gb --set data.seq_len=2048 --all",
+        "trainkit plan quickstart --gpus 2 --gpu-type rtx4090 --profile balanced --json",
     )
 )
 @config_options

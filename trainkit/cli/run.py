@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @click.command(
     epilog=examples(
-        "trainkit run configs/quickstart.yaml",
-        "trainkit run configs/quickstart.yaml --procs 2 --set train.steps=20",
-        "srun --nodes=2 --ntasks-per-node=4 trainkit run configs/quickstart.yaml",
+        "trainkit run",
+        "trainkit run quickstart --procs 2 --set train.steps=20",
+        "srun --nodes=2 --ntasks-per-node=4 trainkit run quickstart",
     )
 )
 @one_node_config_options

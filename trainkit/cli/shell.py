@@ -12,6 +12,7 @@ import click
 
 from trainkit.cli.options import (
     ConfigRequest,
+    config_argument,
     examples,
     set_option,
     shape_flags,
@@ -25,10 +26,10 @@ from trainkit.errors import UsageError
 @click.command(
     epilog=examples(
         "trainkit shell --nodes 2 --gpus-per-node 4",
-        "trainkit shell configs/quickstart.yaml --partition debug --time 00:30:00",
+        "trainkit shell quickstart --partition debug --time 00:30:00",
     )
 )
-@click.argument("config", type=click.Path(), metavar="[CONFIG]", required=False)
+@config_argument
 @click.option("--profile", metavar="NAME", help="Profile laid over the config.")
 @set_option
 @slurm_options
@@ -47,11 +48,10 @@ def command(
 
     In it, `srun trainkit run CONFIG` trains on all its nodes.
     """
-    from trainkit.resources import shipped_configs
     from trainkit.submit.interactive import shell_argv, shell_start_file
 
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
-    loaded = ConfigRequest(config or str(shipped_configs() / "shell.yaml"), profile, overrides, flags).load()
+    loaded = ConfigRequest(config or "shell", profile, overrides, flags).load()
     start_file = shell_start_file(loaded.config, Path.cwd())
     if loaded.config.launch.container is not None:
         click.echo("note: the shell is outside of launch.container", err=True)

@@ -95,7 +95,7 @@ def _show_all_runs(as_json: bool) -> int:
     elif rows:
         click.echo(table([HEADING, *rows]))
     else:
-        click.echo("no runs yet: `trainkit submit configs/quickstart.yaml` starts one", err=True)
+        click.echo("no runs yet: `trainkit submit` starts one", err=True)
     return EXIT_OK
 
 

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 @click.command(
     cls=WithTrailingCommand,
     epilog=examples(
-        "trainkit submit configs/quickstart.yaml",
-        "trainkit submit configs/quickstart.yaml --nodes 2 --follow",
-        "trainkit submit configs/quickstart.yaml --set train.steps=50 --name short --dry-run",
-        "trainkit submit configs/quickstart.yaml --gpus-per-node 2 -- python -c 'print(1)'",
-        "trainkit submit configs/quickstart.yaml --sweep optimizer.lr=1e-4,3e-4 --sweep seed=1,2 --dry-run",
-        "trainkit submit configs/quickstart.yaml --array 0-9%4 --name seeds --dry-run",
+        "trainkit submit",
+        "trainkit submit --nodes 2 --follow",
+        "trainkit submit quickstart --set train.steps=50 --name short --dry-run",
+        "trainkit submit quickstart --gpus-per-node 2 -- python -c 'print(1)'",
+        "trainkit submit quickstart --sweep optimizer.lr=1e-4,3e-4 --sweep seed=1,2 --dry-run",
+        "trainkit submit quickstart --array 0-9%4 --name seeds --dry-run",
     ),
 )
 @config_options

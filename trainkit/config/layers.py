@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from trainkit.config.names import near, near_yaml, sections
+from trainkit.config.names import close_matches, near, near_yaml, sections
 from trainkit.config.schema import CONFIG_VERSION
 from trainkit.config.yamlfile import Entry, entry_at, merge, parse_value, read_yaml_file
 from trainkit.errors import ConfigError, Problem
-from trainkit.resources import shipped_configs
+from trainkit.resources import find_shipped_config, shipped_config_names, shipped_configs
 
 
 def refuse_newer(entry: Entry) -> None:
@@ -38,6 +38,38 @@ class Layers:
     def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
         self.problems: list[Problem] = []
+
+    def config(self, name: str | Path) -> tuple[Entry, Path]:
+        """The config of a name and its file: a file is looked for first, then a shipped config."""
+        path = self.cwd / Path(name).expanduser()
+        shipped = None if path.is_file() else find_shipped_config(str(name))
+        if shipped is None and not path.exists():
+            self.problems.append(self._missing(str(name), path))
+            return EMPTY, path
+        return self.file(shipped or path), shipped or path
+
+    def _missing(self, name: str, path: Path) -> Problem:
+        if path.suffix == ".py":
+            hint = f"to run a program of your own: -- python {name}"
+            return Problem("", "there is no such config", name, hint)
+        close = self._close_configs(name, path)
+        if close:
+            hint = f"did you mean {' or '.join(close)}?"
+        else:
+            hint = "" if path.parent.is_dir() else f"there is no folder {path.parent}; "
+            hint += f"shipped configs: {', '.join(shipped_config_names())}"
+        return Problem("", "there is no such file, and no shipped config of that name", name, hint)
+
+    def _close_configs(self, name: str, path: Path) -> list[str]:
+        """Files in the same folder and shipped configs whose names are like a name that does not exist."""
+        parent, stem = Path(name).parent, str(Path(name).with_suffix(""))
+        known = {item: item for item in shipped_config_names()}
+        if path.parent.is_dir():
+            files = [item for item in path.parent.iterdir() if item.suffix in (".yaml", ".yml")]
+            known |= {str((parent / item.name).with_suffix("")): str(parent / item.name) for item in files}
+        same = [shown for key, shown in known.items() if PurePath(key).name == PurePath(stem).name]
+        close = [known[key] for key in close_matches(stem.removeprefix("configs/"), known)]
+        return list(dict.fromkeys([*same, *close]))
 
     def file(self, path: Path) -> Entry:
         """A file merged over everything that it extends; empty when it cannot be read."""
@@ -77,9 +109,10 @@ class Layers:
 
     def _find_extended(self, path: Path, name: str, origin: str) -> Path | None:
         beside = path.parent / Path(name).expanduser()
-        shipped = shipped_configs() / name
-        for candidate in (beside, shipped):
-            if candidate.exists():
+        if beside.is_file():
+            return beside
+        for candidate in (find_shipped_config(name), shipped_configs() / name, beside):
+            if candidate is not None and candidate.exists():
                 return candidate
         known = [str(item.relative_to(shipped_configs())) for item in shipped_configs().glob("*/*.yaml")]
         if beside.parent.is_dir():

@@ -40,7 +40,7 @@ def load_config(
     layers: bool = True,
     below: Callable[[LoadedConfig], Entry | None] | None = None,
 ) -> LoadedConfig:
-    """The config of a file with everything around it.
+    """The config of a file, or of the name of a shipped config, with everything around it.
 
     `overrides` are the texts of ``--set``; `flags` maps a key to what was typed and the value it gives.
     `layers` False leaves out ./trainkit.yaml, the user's config and the environment. `below` is told
@@ -90,13 +90,15 @@ def _read_layers(
     trees = []
     if layers:
         home = Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-        for file in (home / "trainkit" / "config.yaml", reader.cwd / PROJECT_FILE):
-            if file.is_file():
-                trees.append(reader.file(file))
+        for defaults in (home / "trainkit" / "config.yaml", reader.cwd / PROJECT_FILE):
+            if defaults.is_file():
+                trees.append(reader.file(defaults))
+    file = None
     if path is not None:
-        trees.append(reader.file(Path(path)))
+        tree, file = reader.config(path)
+        trees.append(tree)
     if profile is not None:
-        trees.append(reader.profile(profile, Path(path) if path is not None else None))
+        trees.append(reader.profile(profile, file))
     if layers:
         trees.append(reader.environment(environ))
     trees.append(reader.flags(overrides, flags))

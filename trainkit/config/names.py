@@ -13,12 +13,16 @@ from pydantic import BaseModel
 from trainkit.config.schema import RunConfig
 
 
-def near(word: str, words: Iterable[str]) -> str | None:
-    """The word that is most like the given one, or None when none is."""
+def close_matches(word: str, words: Iterable[str]) -> list[str]:
+    """At most three words that are like the given one, the closest first."""
     from difflib import get_close_matches
 
-    matches = get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    return get_close_matches(word, list(words), n=3, cutoff=0.6)
+
+
+def near(word: str, words: Iterable[str]) -> str | None:
+    """The word that is most like the given one, or None when none is."""
+    return next(iter(close_matches(word, words)), None)
 
 
 def near_yaml(name: str, names: Iterable[str]) -> str | None:

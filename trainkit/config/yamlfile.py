@@ -10,9 +10,7 @@ from typing import Any
 
 import yaml
 
-from trainkit.config.names import near_yaml
 from trainkit.errors import ConfigError, Problem
-from trainkit.resources import shipped_configs
 
 TAG = "tag:yaml.org,2002:"
 _PATTERNS = {
@@ -189,15 +187,7 @@ def _read_text(path: Path, shown: str) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        folder, name = path.parent, shown.removeprefix("configs/")
-        if (shipped_configs() / name).is_file():
-            hint = f"trainkit brings one of that name: `extends: {name}` in a file of yours takes it over"
-        elif not folder.is_dir():
-            hint = f"there is no folder {folder} either"
-        else:
-            match = near_yaml(path.name, [item.name for item in folder.iterdir()])
-            hint = f"did you mean {Path(shown).parent / match}?" if match else ""
-        message, problem_hint = "there is no such file", hint
+        message, problem_hint = "there is no such file", ""
     except IsADirectoryError:
         files = sorted(item.name for item in path.glob("*.yaml"))
         message = "this is a folder, not a file"

@@ -182,7 +182,7 @@ def _has_job(known: KnownRun, job_id: str) -> bool:
 
 def _closest(text: str, known: Sequence[KnownRun]) -> str:
     if not known:
-        return "no run has been started yet: `trainkit submit configs/quickstart.yaml`"
+        return "no run has been started yet: `trainkit submit`"
     names = ["last", *(item.name for item in known), *(item.run.name for item in known)]
     from difflib import get_close_matches
 

@@ -1,0 +1,94 @@
+"""Commands without CONFIG, and the examples of every help in an empty folder."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from trainkit.cli.main import COMMANDS, cli, main
+from trainkit.config import load_config
+
+COMMAND = ["--", "python", "-c", "print(1)"]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["check"],
+        ["submit", "--backend", "local", "--dry-run"],
+        ["submit", "--backend", "local", "--dry-run", *COMMAND],
+        ["plan", "--gpus", "2", "--gpu-type", "h100"],
+        ["drill", "--backend", "local", "--list"],
+        ["drill", "--backend", "local", "--list", *COMMAND],
+        ["bench", "layouts", "--backend", "local", "--gpus-per-node", "1", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_the_quickstart_without_a_config(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("config: quickstart (shipped)\n")
+    assert "config: " not in out
+
+
+def test_the_config_of_this_folder(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (empty_folder / "first-run.yaml").write_text("extends: quickstart\nname: first-run\n")
+    assert main(["check", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["config"]["name"] == "first-run"
+    assert err == "config: first-run.yaml (written by `trainkit init`)\n"
+    (empty_folder / "config.yaml").write_text("extends: quickstart\nname: mine\n")
+    assert main(["check", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["config"]["name"] == "mine"
+    assert err == "config: config.yaml (in this folder)\n"
+
+
+def test_a_command_is_not_taken_for_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--backend", "local", "--dry-run", *COMMAND]) == 0
+    assert json.loads(capsys.readouterr().out)["command"] == COMMAND[1:]
+    assert main(["submit", "train.py", "--dry-run"]) == 2
+    assert "hint: to run a program of your own: -- python train.py" in capsys.readouterr().err
+
+
+def test_collect_asks_for_no_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "layouts", "--collect", "nowhere"]) == 2
+    assert "config: " not in capsys.readouterr().err
+
+
+def test_one_task_of_a_step_says_which_config(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert main(["check", "--backend", "local"]) == 0
+    assert "config: " not in capsys.readouterr().err
+
+
+def all_examples() -> list[list[str]]:
+    """The arguments of every example of every command's help that takes a CONFIG."""
+    context = click.Context(cli)
+    commands = [command for name in COMMANDS if (command := cli.get_command(context, name)) is not None]
+    groups = [command for command in commands if isinstance(command, click.Group)]
+    commands += [inner for group in groups for inner in group.commands.values()]
+    lines = {line.strip() for command in commands for line in (command.epilog or "").splitlines()}
+    words = [shlex.split(line) for line in sorted(lines) if "trainkit " in line and "$(" not in line]
+    found = [items[items.index("trainkit") + 1 :] for items in words if "trainkit" in items]
+    return [args for args in found if args[0] in ("check", "plan", "submit", "run", "drill", "bench", "shell")]
+
+
+@pytest.mark.parametrize("args", all_examples(), ids=" ".join)
+def test_the_config_of_every_example_is_found_anywhere(args: list[str], empty_folder: Path) -> None:
+    words = args[2:] if args[0] == "bench" else args[1:]
+    if words and not words[0].startswith("-"):
+        load_config(words[0], cwd=empty_folder, environ={})
