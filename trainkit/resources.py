@@ -1,4 +1,4 @@
-"""Files that ship with trainkit (configs, templates of scripts), and the config a command runs without CONFIG."""
+"""Files that ship with trainkit: configs and templates of scripts. The config that commands take by default."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _shipped(name: str) -> Path:
 
 
 def default_config(cwd: Path) -> tuple[str, str]:
-    """What CONFIG is when it is left out, and the reason: a file of the working folder, else the quickstart."""
+    """The config of a command without CONFIG, and where it is from: a file in `cwd`, else the quickstart."""
     if (cwd / PROJECT_CONFIG).is_file():
         return PROJECT_CONFIG, "in this folder"
     if (cwd / FIRST_RUN).is_file():
@@ -38,7 +38,7 @@ def default_config(cwd: Path) -> tuple[str, str]:
 
 
 def find_shipped_config(name: str) -> Path | None:
-    """The shipped config of a name such as ``quickstart``, ``models/8b.yaml`` or ``configs/models/8b.yaml``."""
+    """The file of a shipped config by a name: ``quickstart``, ``models/8b.yaml``, ``configs/models/8b.yaml``."""
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts or path.suffix not in ("", ".yaml"):
         return None

@@ -84,7 +84,9 @@ def all_examples() -> list[list[str]]:
     lines = {line.strip() for command in commands for line in (command.epilog or "").splitlines()}
     words = [shlex.split(line) for line in sorted(lines) if "trainkit " in line and "$(" not in line]
     found = [items[items.index("trainkit") + 1 :] for items in words if "trainkit" in items]
-    return [args for args in found if args[0] in ("check", "plan", "submit", "run", "drill", "bench", "shell")]
+    return [
+        args for args in found if args[0] in ("check", "plan", "submit", "run", "drill", "bench", "shell")
+    ]
 
 
 @pytest.mark.parametrize("args", all_examples(), ids=" ".join)

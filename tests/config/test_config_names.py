@@ -62,7 +62,10 @@ def test_extends_takes_the_same_names(name: str, tmp_path: Path) -> None:
         ("sub/trian.yaml", "hint: did you mean sub/train.yaml"),
         ("no/zzz.yaml", "/no; shipped configs: quickstart, models/125m, "),
         ("zzz", "hint: shipped configs: quickstart, models/125m, "),
-        ("train.py", "train.py: there is no such config\n  hint: to run a program of your own: -- python train.py"),
+        (
+            "train.py",
+            "train.py: there is no such config\n  hint: to run a program of your own: -- python train.py",
+        ),
     ],
 )
 def test_a_missing_config_names_what_is_close(name: str, problem: str, tmp_path: Path) -> None:

@@ -102,7 +102,9 @@ def config_options_unless(option: str) -> Callable[[Command], Command]:
     """
 
     def decorate(function: Command) -> Command:
-        return _request_options(function, lambda command: shape_options(slurm_options(command)), unless=option)
+        return _request_options(
+            function, lambda command: shape_options(slurm_options(command)), unless=option
+        )
 
     return decorate
 
