@@ -21,14 +21,15 @@ ALLOWED = {
     "errors": set(),
     "resources": {"errors"},
     "rundir": {"errors"},
+    "tables": set(),
     "rungroup": {"errors", "rundir"},
     "manifest": {"errors", "rundir"},
     # What is asked for, and what will run: pure.
-    "config": {"errors", "resources"},
+    "config": {"errors", "resources", "tables"},
     "data": {"errors", "rundir", "config"},
     "slurm": {"errors"},
-    "cluster": {"errors", "resources", "rundir", "config", "slurm"},
-    "plan": {"errors", "resources", "config", "cluster", "data.checks"},
+    "cluster": {"errors", "resources", "rundir", "tables", "config", "slurm"},
+    "plan": {"errors", "resources", "tables", "config", "cluster", "data.checks"},
     # Inside the allocation.
     "job": {*("errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm"), "cluster.bad_nodes"},
     # What reaches a run that is there.
@@ -40,21 +41,21 @@ ALLOWED = {
     },
     # How it gets there.
     "submit": {
-        *("errors", "resources", "rundir", "rungroup"),
+        *("errors", "resources", "rundir", "rungroup", "tables"),
         *("manifest", "config", "cluster", "plan", "slurm", "control"),
         *("job.record", "job.interpreter", "job.submitit_shell", "job.submission_token"),
     },
     "observe": {
-        *("errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm", "job.record"),
+        *("errors", "rundir", "rungroup", "manifest", "tables", "config", "plan", "slurm", "job.record"),
     },
     # Interrupts runs on purpose, as their owner could by hand.
     "drill": {
-        *("errors", "rundir", "manifest", "config", "plan", "slurm"),
+        *("errors", "rundir", "manifest", "tables", "config", "plan", "slurm"),
         *("job", "control", "submit", "observe"),
     },
     # Runs a config in many ways, as its owner could by hand, and compares them.
     "bench": {
-        *("errors", "rundir", "rungroup", "manifest", "config", "plan"),
+        *("errors", "rundir", "rungroup", "manifest", "tables", "config", "plan"),
         *("control", "submit", "observe", "job.record"),
     },
     # The only one with torch. It is named in argv, never imported.
@@ -64,7 +65,7 @@ ALLOWED = {
     },
     "cli": {
         *("errors", "resources", "rundir", "rungroup", "manifest", "config", "data", "cluster", "plan"),
-        *("slurm", "job", "control", "submit", "observe", "drill", "bench"),
+        *("slurm", "job", "control", "submit", "observe", "drill", "bench", "tables"),
     },
     "__main__": {"cli"},
 }

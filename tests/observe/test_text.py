@@ -1,4 +1,4 @@
-from trainkit.observe.text import duration, event_line, table, verdict_line
+from trainkit.observe.text import duration, event_line, verdict_line
 
 
 def test_event_line():
@@ -32,7 +32,3 @@ def test_verdict_line():
 def test_duration():
     shown = [duration(seconds) for seconds in (None, 0, 59.9, 61, 3_600, 90_000)]
     assert shown == ["-", "0s", "59s", "1m01s", "1h00m", "1d01h"]
-
-
-def test_table():
-    assert table([["A", "B"], ["long", "x"]]) == "A     B\nlong  x"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.bench.measure import Row
-from trainkit.observe.text import table
+from trainkit.tables import table
 
 PLOTS = {
     "samples_per_s": "samples a second",

@@ -75,7 +75,7 @@ def _say(what: str, text: str) -> None:
 
 def _show(planned: PlannedBench, as_json: bool) -> int:
     """Print the layouts that would be run."""
-    from trainkit.observe.text import table
+    from trainkit.tables import table
 
     selection = planned.selection
     if as_json:

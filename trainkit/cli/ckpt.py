@@ -40,7 +40,7 @@ def ls(run_name: str, as_json: bool) -> int:
     """
     from trainkit.control.run_registry import find_run
     from trainkit.observe.checkpoints import list_checkpoints
-    from trainkit.observe.text import table
+    from trainkit.tables import table
 
     run = find_run(run_name)
     listed = list_checkpoints(run)

@@ -112,7 +112,7 @@ def _refuse_misfits(argv: Sequence[str] | None, launcher: str, steps: int | None
 
 
 def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool) -> int:
-    from trainkit.observe.text import table
+    from trainkit.tables import table
 
     if as_json:
         value = [

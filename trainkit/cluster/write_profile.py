@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import yaml
@@ -17,6 +18,7 @@ from trainkit.cluster.target import accounts_of, gpu_option, partitions_of, qos_
 from trainkit.cluster.units import memory_text, time_text, version_text
 from trainkit.config.yamlfile import Dumper
 from trainkit.errors import UsageError
+from trainkit.tables import table
 
 MAX_KINDS = 20
 """More kinds of nodes in a partition are not written out: nobody would read on."""
@@ -72,9 +74,7 @@ def _lines(cluster: Cluster) -> Iterator[str]:
     for partition in cluster.partitions:
         if not partition.is_hidden:
             rows += _rows(partition)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  " + "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
+    yield indent(table(rows), "  ")
     default = {item.name for item in cluster.accounts or () if item.is_default}
     names = dict.fromkeys(item.name for item in cluster.accounts or ())
     accounts = [f"{name} (default)" if name in default else name for name in names]

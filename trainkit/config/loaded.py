@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from trainkit.config.names import flatten, show_value
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem
+from trainkit.tables import table
 
 DEFAULT = "default"
 
@@ -29,7 +30,7 @@ class LoadedConfig:
         return Problem(key, message, "" if origin == DEFAULT else origin, hint)
 
 
-MAX_VALUE_WIDTH = 40
+MAX_COLUMN_WIDTH = 40
 
 
 def origin_lines(loaded: LoadedConfig) -> list[str]:
@@ -38,6 +39,5 @@ def origin_lines(loaded: LoadedConfig) -> list[str]:
         (key, show_value(value))
         for key, value in flatten(loaded.config.model_dump(mode="json", by_alias=True))
     ]
-    key_width = max(len(key) for key, _ in values)
-    value_width = min(MAX_VALUE_WIDTH, max(len(value) for _, value in values))
-    return [f"{key:{key_width}}  {value:{value_width}}  {loaded.origins[key]}" for key, value in values]
+    rows = [(key, value, loaded.origins[key]) for key, value in values]
+    return table(rows, max_width=MAX_COLUMN_WIDTH).splitlines()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from trainkit.drill.curve import Point, compare, steps_while_saving
 from trainkit.drill.run_scenario import Played
 from trainkit.drill.scenarios import Scenario
-from trainkit.observe.text import table
+from trainkit.tables import table
 
 State = Literal["holds", "broken", "missed", "not here"]
 """`missed`: it could be tried here, and the run was over first; `not here`: it cannot be tried."""

@@ -22,6 +22,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.submit import would_start
+from trainkit.tables import table
 
 ASK_TIMEOUT_S = 5.0
 """Of one question; a busy controller takes its time for these."""
@@ -176,9 +177,7 @@ def wait_lines(waits: Sequence[Wait], now: datetime | None = None) -> Iterator[s
         when = "no" if wait.start_time is None else _when(wait.start_time, now)
         remark = wait.remark or f"on {_shortened(wait.nodes)}"
         rows.append((f"{wait.partition}{' (asked for)' if wait.is_asked else ''}", when, remark))
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for first, second, third in rows:
-        yield f"{first:<{widths[0]}}  {second:<{widths[1]}}  {third}".rstrip()
+    yield from table(rows).splitlines()
 
 
 def _when(start: datetime, now: datetime) -> str:

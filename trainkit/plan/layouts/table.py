@@ -10,6 +10,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.plan.gpus import GIB, gib
 from trainkit.plan.layouts.choices import Choice
 from trainkit.plan.memory.weights import state_bytes
+from trainkit.tables import table
 
 WORTH_TELLING = 0.03
 """Share of a step from which on a reason names it."""
@@ -123,15 +124,8 @@ OWN = "*"
 def table_lines(choices: Sequence[Choice], own: Choice | None, best: Choice | None) -> list[str]:
     """A line for every choice: GiB of memory, GiB that a GPU sends in a step, time next to the best one."""
     rows = [HEADER, *(_row(choice, choice == own, best) for choice in choices)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if name in LEFT else cell.rjust(width)
-            for cell, width, name in zip(row, widths, HEADER, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    numbers = [index for index, name in enumerate(HEADER) if name not in LEFT]
+    return table(rows, right=numbers).splitlines()
 
 
 def _row(choice: Choice, is_own: bool, best: Choice | None) -> tuple[str, ...]:
