@@ -25,7 +25,7 @@ FAULTS_FOR_A_BRAKE = 3
 """Fewer cannot be the reason why a run gave up."""
 QUEUED_S = 30.0
 """How long the job of a run that has ended may still be in the queue."""
-GIVEN_UP = ("did not start the run again", "squeue has forgotten it")
+GIVEN_UP = ("did not restart it", "squeue has forgotten it")
 """Slurm failed to start it again, or its controller was killed before it had saved that it has the job."""
 NO_SPACE = ("No space left", "disk full")
 

@@ -21,8 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainkit.drill.curve import Point, compare, read_points
 from trainkit.drill.inject import find_processes, kill_all
+from trainkit.drill.loss_curve import Point, compare, read_points
 from trainkit.manifest import find_damage, published
 from trainkit.rundir import RunDir
 

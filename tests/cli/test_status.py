@@ -4,14 +4,14 @@ import signal
 
 from steering import wait_for
 
-from trainkit.rundir import append_jsonl, log_event, read_json, utc_now
+from trainkit.rundir import RunDir, append_jsonl, log_event, read_json, utc_now, write_json
 
 
 def test_table_of_all_runs_newest_first(desk):
     desk.submit()
     desk.submit("--name", "other")
     lines = desk.trainkit("status").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["NAME", "other", "small"]
+    assert [line.split()[0] for line in lines] == ["RUN", "runs/other", "runs/small"]
     assert "starting" in lines[1]
     states = json.loads(desk.trainkit("status", "--json").stdout)
     assert [state["name"] for state in states] == ["other", "small"]
@@ -23,6 +23,21 @@ def test_no_runs(desk):
     assert "no runs yet" in done.stderr
 
 
+def test_ended_runs_beyond_the_newest_are_counted(desk):
+    made = [desk.folder / "runs" / f"old-{number:02}" for number in range(18)]
+    for folder in made:
+        run = RunDir(folder)
+        run.attempts_dir.mkdir(parents=True)
+        run.attempt(1).create()
+        run.config_file.write_text("name: quickstart")
+        write_json(run.job_file, {"name": "quickstart", "attempts": []})
+    lines = desk.trainkit("status").stdout.splitlines()
+    assert len({line.split()[0] for line in lines[1:16]}) == 15
+    assert lines[16:] == ["3 more not shown; --all shows them"]
+    assert len(desk.trainkit("status", "--all").stdout.splitlines()) == 1 + 18
+    assert len(json.loads(desk.trainkit("status", "--json").stdout)) == 18
+
+
 def test_details(desk):
     run = desk.submit()
     log_event(run, 1, "first_step", step=1)
@@ -30,7 +45,7 @@ def test_details(desk):
     append_jsonl(run.metrics_file, record)
     text = desk.trainkit("status", "last").stdout
     assert "state       running" in text
-    assert "step        3/10" in text
+    assert "step        3, last metrics" in text
     assert "loss        2.5000" in text
     assert "tokens/s    1,234" in text
 

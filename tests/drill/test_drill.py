@@ -31,7 +31,7 @@ logging: {tensorboard: false}
 
 
 class Place:
-    """A folder in which drills are held."""
+    """A folder for drills."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,18 +88,18 @@ def test_the_built_in_trainer_survives_all_that_can_be_tried_here(place: Place) 
     done = place.drill("--nodes", "2", "--gpus-per-node", "1", "--seed", "2991", "--steps", "80", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     value = json.loads(done.stdout)
-    assert value["holds"]
+    assert value["passed"]
     found = results(value)
     assert {name: result["state"] for name, result in found.items()} == {
-        **dict.fromkeys(("signal", "rank", "node", "mid-save", "damaged-checkpoint"), "holds"),
-        **dict.fromkeys(("requeue", "preempt", "time-limit"), "not here"),
+        **dict.fromkeys(("signal", "rank", "node", "mid-save", "damaged-checkpoint"), "passed"),
+        **dict.fromkeys(("requeue", "preempt", "time-limit"), "skipped"),
     }
-    held = [result for result in found.values() if result["state"] == "holds"]
-    assert {result["curve"] for result in held} == {"equal"}
-    assert found["signal"]["again"] == 0
-    assert found["damaged-checkpoint"]["way_back"] == "resume"
-    assert {found[name]["way_back"] for name in ("signal", "rank", "node", "mid-save")} == {"restart"}
-    assert all(result["came_back_s"] > 0 for result in held)
+    passed = [result for result in found.values() if result["state"] == "passed"]
+    assert {result["curve"] for result in passed} == {"equal"}
+    assert found["signal"]["num_recomputed"] == 0
+    assert found["damaged-checkpoint"]["restarted_by"] == "resume"
+    assert {found[name]["restarted_by"] for name in ("signal", "rank", "node", "mid-save")} == {"restart"}
+    assert all(result["restart_s"] > 0 for result in passed)
     for run in place.runs():
         assert find_processes(run).everything == ()
         assert list(run.checkpoints_dir.iterdir()) == []  # they were verified, and take space
@@ -116,10 +116,10 @@ def test_the_example_of_the_two_lines_survives(place: Place) -> None:
         "--gpus-per-node", "2", *ways, "--seed", "71", "--", sys.executable, example, "--steps", "1000"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "2 of 2 hold"
+    assert done.stdout.splitlines()[-1] == "2 of 2 passed"
     signal_row = done.stdout.splitlines()[1].split()
     assert signal_row[:2] == ["signal", "SIGUSR2"]
-    assert signal_row[-4:] == ["0", "steps", "equal", "holds"]
+    assert signal_row[-4:] == ["0", "steps", "equal", "passed"]
 
 
 @pytest.mark.slow
@@ -127,9 +127,9 @@ def test_a_trainer_that_does_not_save_is_found_out(place: Place) -> None:
     done = place.drill("--gpus-per-node", "1", "--only", "signal", "--", "python", place.trainer(saves=False))
     assert done.returncode == 1
     row, *words = done.stdout.splitlines()[1:]
-    assert row.split()[-2:] == ["equal", "BROKEN"]
-    assert words[0].endswith("steps were computed again after a notice in time")
-    assert words[-1] == "0 of 1 hold"
+    assert row.split()[-2:] == ["equal", "FAILED"]
+    assert words[0].endswith("steps were recomputed after a graceful stop")
+    assert words[-1] == "0 of 1 passed"
 
 
 @pytest.mark.slow
@@ -138,8 +138,8 @@ def test_a_trainer_that_writes_no_steps_is_judged_by_its_end(place: Place) -> No
     done = place.drill("--gpus-per-node", "1", "--only", "signal", "--only", "rank", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
-    assert rows[1].split()[-3:] == ["not", "seen", "holds"]
-    assert "signal: its end only: COMMAND writes no steps into metrics.jsonl" in rows
+    assert rows[1].split()[-2:] == ["unknown", "passed"]
+    assert "signal: only its end was checked: the COMMAND writes no steps to metrics.jsonl" in rows
 
 
 @pytest.mark.slow
@@ -149,14 +149,14 @@ def test_a_config_that_does_not_come_back_by_itself_is_resumed(place: Place) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
     assert "(resume)" in rows[1]
-    assert rows[2].startswith("rank: not by itself: ")
+    assert rows[2].startswith("rank: resumed by the drill: ")
 
 
 def test_a_run_that_fails_by_itself_ends_the_drill(place: Place) -> None:
     (place.folder / "train.py").write_text("raise ValueError('no such column')\n")
     done = place.drill("--gpus-per-node", "1", "--", "python", "train.py")
     assert done.returncode == 1
-    assert "error: the run does not finish even when nobody touches it: " in done.stderr
+    assert "error: the uninterrupted run does not finish: " in done.stderr
     assert "hint: `trainkit logs " in done.stderr
 
 
@@ -167,7 +167,7 @@ def test_a_trainer_that_hangs_when_it_comes_back_does_not_hold_the_drill_up(plac
     ways = ("--only", "rank", "--set", "requeue.hang_min_s=1")
     done = place.drill("--gpus-per-node", "1", *ways, "--", "python", "train.py")
     assert done.returncode == 1
-    assert "rank: nothing was heard of it for " in done.stdout
+    assert "rank: it made no progress for " in done.stdout
     assert all(find_processes(run).everything == () for run in place.runs())
 
 
@@ -181,8 +181,8 @@ def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:
     _, words = process.communicate(timeout=120)
     assert process.returncode == 130
     (run,) = place.runs()
-    assert f"{run.path} is cancelled" in words
-    assert f"the runs lie in {run.path.parent}" in words
+    assert f"cancelled {run.path}" in words
+    assert f"the runs are in {run.path.parent}" in words
     assert read_json(run.attempt(1).end_file)["state"] == "cancelled"
     assert find_processes(run).everything == ()
 
@@ -190,7 +190,7 @@ def test_ctrl_c_cancels_what_runs_and_says_where_it_lies(place: Place) -> None:
 def test_the_list_starts_nothing(place: Place) -> None:
     done = place.drill("--list", "--json")
     assert done.returncode == 0
-    here = {item["scenario"] for item in json.loads(done.stdout) if item["why_not_here"] is None}
+    here = {item["scenario"] for item in json.loads(done.stdout) if item["skip_reason"] is None}
     assert here == {"signal", "rank", "node", "mid-save", "damaged-checkpoint"}
     assert "requeue" in place.drill("--list").stdout
     assert place.runs() == []
@@ -201,10 +201,10 @@ def test_the_list_starts_nothing(place: Place) -> None:
     [
         (
             ("--only", "requeue"),
-            "error: none of these can be tried here: requeue: this run would start on this",
+            "error: none of these scenarios can be tried here: requeue: this run would start on this",
         ),
-        (("--steps", "30", "--", "true"), "error: --steps 30 is for the built-in trainer"),
-        (("--launcher", "torchrun"), "error: --launcher torchrun is for a COMMAND"),
+        (("--steps", "30", "--", "true"), "error: --steps 30 applies to the built-in trainer"),
+        (("--launcher", "torchrun"), "error: --launcher torchrun needs a COMMAND"),
         (("--only", "fire"), "error: invalid value for '--only'"),
         (("--steps", "5"), "error: invalid value for '--steps'"),
     ],

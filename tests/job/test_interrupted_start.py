@@ -8,7 +8,7 @@ import pytest
 from job_tree import wait_for
 
 from trainkit.bench.campaign import run_here
-from trainkit.drill.campaign import Campaign
+from trainkit.drill.run_drill import Drill
 from trainkit.job.record import Liveness, liveness, newest_entry
 from trainkit.rundir import RunDir, read_end
 
@@ -24,9 +24,9 @@ def test_of_a_drill(start_job, tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
         return job.run
 
-    campaign = Campaign(tmp_path, None, None, 0, None, start, print)
+    drill = Drill(tmp_path, None, None, 0, None, start, print)
     with pytest.raises(KeyboardInterrupt):
-        list(campaign.carry_out([]))
+        list(drill.run([]))
     assert is_killed(RunDir(tmp_path / "run"))
 
 

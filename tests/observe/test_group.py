@@ -14,7 +14,7 @@ import pytest
 from tests.support.groups import SUBMITTED_AT, make_group
 from trainkit.job.array_tasks import open_point
 from trainkit.job.record import add_slurm_entry, claim_entry, run_lock
-from trainkit.observe.group import GroupLook, GroupStatus, most_telling
+from trainkit.observe.group import GroupFiles, GroupStatus, most_telling
 from trainkit.rundir import RunDir, append_jsonl, log_event, write_json
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.jobs import JobInfo
@@ -32,7 +32,7 @@ def jobs(**states: JobState) -> dict[str, JobInfo]:
 
 
 def status(group: RunGroup, known: dict[str, JobInfo] | None) -> GroupStatus:
-    return GroupLook(group).status(known, NOW)
+    return GroupFiles(group).status(known, NOW)
 
 
 def states(group: RunGroup, known: dict[str, JobInfo] | None) -> list[str]:
@@ -84,7 +84,7 @@ def test_points_that_run_and_that_have_ended(tmp_path: Path) -> None:
     assert (seen.best.index, seen.best.best) == (1, {"metric": "val_loss", "value": 2.25, "step": 7})
     assert seen.age_s == 30.0
     assert [point.index for point in most_telling(seen.points, 3)] == [3, 1, 2]
-    assert GroupLook(group).open_ids == ["12_1", "12_2"]
+    assert GroupFiles(group).open_ids == ["12_1", "12_2"]
 
 
 def test_a_loss_counts_where_nothing_was_validated(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_point_that_was_started_again_on_its_own(tmp_path: Path) -> None:
     with run_lock(run):
         run.attempt(2).create()
         add_slurm_entry(run, 2, "99", "requeue", "sbatch")
-    look = GroupLook(group)
+    look = GroupFiles(group)
     assert look.open_ids == ["99", "12_1", "12_2", "12_3"]
     point = look.status({"99": JobInfo("99", JobState.PENDING)}, NOW).points[0]
     assert (point.state, point.job_id) == ("pending", "99")
@@ -173,7 +173,7 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(tmp_path: Path, 
             json.loads((group.path / str(index) / "attempts/001/end.json").read_text())
         reading_s = time.process_time() - began_s
         began_s = time.process_time()
-        seen = GroupLook(fresh).status(known, NOW + timedelta(seconds=1))
+        seen = GroupFiles(fresh).status(known, NOW + timedelta(seconds=1))
         text = json.dumps(seen.to_dict())
         took_s.append(time.process_time() - began_s)
         began_s = time.process_time()

@@ -1,10 +1,12 @@
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.status import read_status
+from trainkit.observe.status_text import run_details, runs_table
 from trainkit.rundir import RunDir, append_jsonl, log_event, write_json
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -59,7 +61,7 @@ def test_a_job_that_slurm_was_to_start_again_and_did_not(run):
     write_json(run.attempt(1).end_file, end)
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=1)
     status = read_status(run, False, NOW, job)
-    words = "it did not start the run again, as was decided after this: lost node2"
+    words = "Slurm did not restart it after the requeue that followed: lost node2"
     assert (status.state, status.reason) == ("died", f"Slurm says FAILED; exit code 1; {words}")
 
 
@@ -70,7 +72,7 @@ def test_a_job_that_slurm_put_back_into_the_queue_and_gave_up(run, later_s, is_l
     began = NOW + timedelta(seconds=later_s)
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=1, start_time=began)
     reason = read_status(run, False, NOW, job).reason
-    assert reason.endswith("did not start the run again") == is_later
+    assert reason.endswith("did not restart it") == is_later
 
 
 def test_running_then_stopping(run):
@@ -94,9 +96,28 @@ def test_the_trainer_knows_the_length_of_epochs(run):
     assert read_status(run, True, NOW).total_steps == 77
 
 
+def test_a_command_has_no_steps_of_the_config(run):
+    write_json(run.plan_file, {"command": ["python", "train.py"]})
+    status = read_status(run, True, NOW)
+    assert (status.command, status.total_steps) == (["python", "train.py"], None)
+    text = run_details(status)
+    assert "command     python train.py" in text
+    assert "/50" not in text
+    assert "\nstep" not in text
+    metrics(run, 2, 1)
+    assert "step        2, last metrics" in run_details(read_status(run, True, NOW))
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folder(run, tmp_path):
+    status = read_status(run, True, NOW)
+    below, elsewhere = (runs_table([status], cwd).splitlines()[1] for cwd in (tmp_path.parent, Path("/x")))
+    assert below.split() == [tmp_path.name, "starting", "1", "2", "x", "4", "-/50", "-", "-", "10m00s"]
+    assert elsewhere.split()[0] == str(tmp_path)
+
+
 def test_stale_metrics_are_a_warning(run):
     metrics(run, 302, 301, 300)
-    assert read_status(run, True, NOW).warnings == ["stale: no new metrics for 300 s, usually every 1.0 s"]
+    assert read_status(run, True, NOW).warnings == ["no new metrics for 300 s (usually every 1.0 s)"]
 
 
 def test_slow_steps_are_not_stale(run):

@@ -1,4 +1,4 @@
-from trainkit.observe.restarts import comebacks_line, find_comebacks
+from trainkit.observe.restarts import find_restarts, restarts_line
 
 
 def event(second, attempt, name, **fields):
@@ -26,17 +26,17 @@ CRASHED = [
 
 
 def test_each_part_of_the_way_back_is_measured():
-    [comeback] = find_comebacks(PREEMPTED)
-    assert (comeback.attempt, comeback.action, comeback.cause) == (1, "requeue", "preempted")
-    parts = (comeback.save_s, comeback.end_s, comeback.queue_s, comeback.start_s, comeback.total_s)
+    [restart] = find_restarts(PREEMPTED)
+    assert (restart.attempt, restart.action, restart.cause) == (1, "requeue", "preempted")
+    parts = (restart.save_s, restart.end_s, restart.queue_s, restart.start_s, restart.total_s)
     assert parts == (0.5, 0.75, 16.0, 9.75, 27.0)
-    assert comebacks_line([comeback]) == (
+    assert restarts_line([restart]) == (
         "1 (1 preempted); the last by requeue in 27.0 s (save 0.5, end 0.8, queue 16.0, start 9.8)"
     )
 
 
 def test_a_failure_is_counted_from_the_moment_it_happened():
-    first, second = find_comebacks(PREEMPTED + CRASHED)
+    first, second = find_restarts(PREEMPTED + CRASHED)
     assert first.cause == "preempted"
     assert (second.save_s, second.end_s, second.queue_s, second.start_s, second.total_s) == (
         None,
@@ -45,13 +45,13 @@ def test_a_failure_is_counted_from_the_moment_it_happened():
         None,
         None,
     )
-    assert comebacks_line([first, second]) == (
+    assert restarts_line([first, second]) == (
         "2 (1 preempted, 1 crash); the last by restart (end 0.5, queue 0.0);"
         " rank 1 failed first on n1: killed by SIGKILL"
     )
 
 
-def test_an_end_for_good_is_no_comeback():
+def test_an_end_for_good_is_no_restart():
     decision = event(4, 1, "requeue_decision", action="failed", cause="crash")
-    assert find_comebacks([event(1, 1, "started"), decision, event(4, 1, "stopped")]) == []
-    assert find_comebacks([]) == []
+    assert find_restarts([event(1, 1, "started"), decision, event(4, 1, "stopped")]) == []
+    assert find_restarts([]) == []

@@ -1,4 +1,4 @@
-from trainkit.observe.text import duration, event_line, verdict_line
+from trainkit.observe.text import duration, event_line, failure_line
 
 
 def test_event_line():
@@ -22,11 +22,11 @@ def test_long_numbers_of_events_are_cut():
     assert event_line(event) == "12:00:01  attempt 2  evaluated  val_loss=5.82285"
 
 
-def test_verdict_line():
+def test_failure_line():
     verdict = {"rank": 3, "host": "n1", "step": 37, "type": "ValueError", "message": "bad"}
-    assert verdict_line(verdict) == "rank 3 failed first on n1 at step 37: ValueError: bad"
+    assert failure_line(verdict) == "rank 3 failed first on n1 at step 37: ValueError: bad"
     silent = {"rank": 3, "host": "n1", "step": None, "type": "exit", "message": "killed by SIGKILL"}
-    assert verdict_line(silent) == "rank 3 failed first on n1: killed by SIGKILL"
+    assert failure_line(silent) == "rank 3 failed first on n1: killed by SIGKILL"
 
 
 def test_duration():

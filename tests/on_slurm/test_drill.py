@@ -18,14 +18,14 @@ NANO = settings(
 
 
 def drill(login: Login, *args: str) -> dict[str, Any]:
-    """What a drill in which all holds has found, by scenario."""
+    """What a drill in which everything passes has found, by scenario."""
     done = login.trainkit("drill", str(login.config), "--json", *ON_TWO_HOSTS, *args, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return {result["scenario"]: result for result in json.loads(done.stdout)["scenarios"]}
 
 
 def ends(run_dir: str) -> list[tuple[str, str]]:
-    """(action, cause) of every comeback of a run."""
+    """(action, cause) of every restart of a run."""
     return [
         (event["action"], event["cause"])
         for event in read_jsonl(RunDir(run_dir).events_file)
@@ -36,12 +36,12 @@ def ends(run_dir: str) -> list[tuple[str, str]]:
 def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
     command = ("--", "python", login.script(two_lines(steps=100), "train.py"))
     found = drill(login, *command)
-    tried = {name: result for name, result in found.items() if result["state"] != "not here"}
+    tried = {name: result for name, result in found.items() if result["state"] != "skipped"}
     assert {name: result["state"] for name, result in tried.items()} == dict.fromkeys(
-        ("signal", "rank", "node", "requeue"), "holds"
+        ("signal", "rank", "node", "requeue"), "passed"
     )
     assert {result["curve"] for result in tried.values()} == {"equal"}
-    assert (tried["signal"]["again"], tried["requeue"]["again"]) == (0, 0)
+    assert (tried["signal"]["num_recomputed"], tried["requeue"]["num_recomputed"]) == (0, 0)
     assert ends(tried["signal"]["run_dir"]) == [("requeue", "asked")]
     assert ends(tried["requeue"]["run_dir"]) == [("requeue", "preempted")]
     # The ranks of the other node wait for those that are dead, and nothing but Slurm tells that they are.
@@ -52,8 +52,8 @@ def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
 def test_the_built_in_trainer_survives_the_loss_of_a_save(login: Login) -> None:
     ways = ("--only", "mid-save", "--only", "damaged-checkpoint")
     found = drill(login, *NANO, "--steps", "100", "--seed", "1", "--per", "node", *ways)
-    assert {result["state"] for result in found.values()} == {"holds"}
-    assert [result["way_back"] for result in found.values()] == ["restart", "resume"]
+    assert {result["state"] for result in found.values()} == {"passed"}
+    assert [result["restarted_by"] for result in found.values()] == ["restart", "resume"]
     rejected = [
         event["step"]
         for event in read_jsonl(RunDir(found["damaged-checkpoint"]["run_dir"]).events_file)

@@ -13,9 +13,9 @@ from trainkit.control.local import LEAVING_S
 from trainkit.job.record import newest_entry, run_lock
 from trainkit.manifest import remove_all
 from trainkit.observe.follow import is_over
-from trainkit.observe.group import GroupLook, GroupStatus
+from trainkit.observe.group import GroupFiles, GroupStatus
 from trainkit.observe.status import read_status
-from trainkit.observe.text import verdict_line
+from trainkit.observe.text import failure_line
 from trainkit.rundir import RunDir, read_end
 from trainkit.rungroup import RunGroup
 from trainkit.submit.start import defer_sigint
@@ -93,7 +93,7 @@ def _verdict(run: RunDir) -> str:
     """What failed first; empty where nothing says so."""
     numbers = run.attempt_numbers()
     verdict = ((read_end(run.attempt(numbers[-1])) if numbers else None) or {}).get("verdict")
-    return verdict_line(verdict) if verdict else ""
+    return failure_line(verdict) if verdict else ""
 
 
 def wait_for_group(group: RunGroup, say: Callable[[str], None]) -> None:
@@ -119,7 +119,7 @@ def is_all_over(found: Iterable[str]) -> bool:
 
 def _look(group: RunGroup, warn: Callable[[str], None]) -> GroupStatus:
     recall_job_id(group)
-    look = GroupLook(group)
+    look = GroupFiles(group)
     return look.status(ask_slurm(look.open_ids, warn), _now())
 
 

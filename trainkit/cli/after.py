@@ -47,11 +47,11 @@ def _run(run: RunDir) -> Awaited:
 def _group(group: RunGroup) -> list[Awaited]:
     from datetime import datetime, timezone
 
-    from trainkit.observe.group import GroupLook
+    from trainkit.observe.group import GroupFiles
     from trainkit.plan.launch import Awaited
     from trainkit.slurm.jobs import query_jobs
 
-    look = GroupLook(group)
+    look = GroupFiles(group)
     status = look.status(query_jobs(look.open_ids), datetime.now(timezone.utc))
     return [Awaited(point.run_dir, point.state, point.job_id, point.reason) for point in status.points]
 

@@ -91,7 +91,7 @@ ASK_EVERY_S = 2.0
 def cancel_all(group: RunGroup, now: bool, wait: bool, as_json: bool) -> int:
     """End the runs of a group that have not ended, and say how many there were."""
     from trainkit.control.groups import cancel_group, recall_job_id
-    from trainkit.observe.group import GroupLook
+    from trainkit.observe.group import GroupFiles
     from trainkit.plan.launch import WAITED_FOR
     from trainkit.slurm.jobs import query_jobs
 
@@ -101,7 +101,7 @@ def cancel_all(group: RunGroup, now: bool, wait: bool, as_json: bool) -> int:
             f"whether {group.path} was submitted is not known: its sweep.json has no job id",
             hint="`squeue --me` lists your jobs",
         )
-    look = GroupLook(group)
+    look = GroupFiles(group)
     jobs = query_jobs(look.open_ids)
     status = look.status(jobs, datetime.now(timezone.utc))
     alive = [point for point in status.points if point.state in WAITED_FOR and point.job_id is not None]

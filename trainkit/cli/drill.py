@@ -18,15 +18,15 @@ from trainkit.cli.options import (
     launcher_option,
     trailing_command,
 )
-from trainkit.drill.campaign import DEFAULT_STEPS, FEWEST_STEPS
+from trainkit.drill.run_drill import DEFAULT_STEPS, MIN_STEPS
 from trainkit.drill.scenarios import NAMES
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
     from trainkit.config.changes import Change
+    from trainkit.drill.result import Result
     from trainkit.drill.scenarios import Scenario
-    from trainkit.drill.verdict import Result
     from trainkit.plan.launch import LaunchPlan
 
 
@@ -42,20 +42,22 @@ if TYPE_CHECKING:
 @launcher_option
 @click.option(
     "--steps",
-    type=click.IntRange(min=FEWEST_STEPS),
+    type=click.IntRange(min=MIN_STEPS),
     metavar="N",
-    help=f"Steps of every run; default: {DEFAULT_STEPS}.",
+    help=f"Steps of each run; default: {DEFAULT_STEPS}.",
 )
-@click.option("--seed", type=int, default=0, metavar="N", help="Chooses the moments and the victims.")
+@click.option(
+    "--seed", type=int, default=0, metavar="N", help="Seed for when to interrupt and which rank or node."
+)
 @click.option(
     "--only",
     type=click.Choice(NAMES),
     multiple=True,
     metavar="NAME",
-    help="Interrupt only in this way; repeatable.",
+    help="Run only this scenario; repeatable.",
 )
 @click.option(
-    "--list", "only_list", is_flag=True, help="List the ways and which can be tried here; run nothing."
+    "--list", "only_list", is_flag=True, help="List the scenarios and which can be tried here; run nothing."
 )
 @json_option
 def command(
@@ -67,17 +69,17 @@ def command(
     only_list: bool,
     as_json: bool,
 ) -> int:
-    """Train CONFIG for a short while, interrupt it in every way that can be tried here, and hold the losses
-    against those of a run that nobody touched.
+    """Interrupt short runs of CONFIG in every way possible here, and compare their losses with an
+    uninterrupted run.
 
-    The runs lie in a folder of their own, runs/drill-TIME; nothing else is touched. Exit code 0 only when all
-    that was tried holds. Only the built-in trainer is shortened: a COMMAND needs a short run of its own.
-    Ctrl-C cancels the run that goes on.
+    The runs are in a new folder, runs/drill-TIME; nothing else is touched. Exit code 0 only when every
+    scenario that was tried passed. Only the built-in trainer is shortened: give a COMMAND few steps yourself.
+    Ctrl-C cancels the current run.
     """
     from trainkit.cli.launch import plan_for
     from trainkit.cluster.target import make_target
-    from trainkit.drill.campaign import shorten
-    from trainkit.drill.scenarios import chosen, why_not
+    from trainkit.drill.run_drill import drill_config
+    from trainkit.drill.scenarios import select, skip_reason
 
     argv = trailing_command()
     _refuse_misfits(argv, launcher, steps)
@@ -86,28 +88,28 @@ def command(
     plan = plan_for(loaded, argv, launcher, target)
     changes: list[Change] = []
     if argv is None:
-        loaded, changes = shorten(loaded, steps or DEFAULT_STEPS, plan.device)
+        loaded, changes = drill_config(loaded, steps or DEFAULT_STEPS, plan.device)
         plan = plan_for(loaded, argv, launcher, target)
-    scenarios = chosen(only)
-    reasons = {scenario.name: why_not(scenario, loaded.config, plan) for scenario in scenarios}
+    scenarios = select(only)
+    reasons = {scenario.name: skip_reason(scenario, loaded.config, plan) for scenario in scenarios}
     if only_list:
         return _list(scenarios, reasons, as_json)
     if all(reasons.values()):
         raise UsageError(
-            "none of these can be tried here: "
-            + "; ".join(f"{name}: {why}" for name, why in reasons.items()),
-            hint="`--list` shows all",
+            "none of these scenarios can be tried here: "
+            + "; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
+            hint="`--list` shows all scenarios",
         )
     return _drill(loaded, plan, scenarios, changes, seed, as_json)
 
 
 def _refuse_misfits(argv: Sequence[str] | None, launcher: str, steps: int | None) -> None:
     if argv is None and launcher != "python":
-        raise UsageError(f"--launcher {launcher} is for a COMMAND", hint="add: -- train.py …")
+        raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")
     if argv is not None and steps is not None:
         raise UsageError(
-            f"--steps {steps} is for the built-in trainer: how long a COMMAND runs is its own business",
-            hint="tell the COMMAND itself, as in: -- python train.py --steps 200",
+            f"--steps {steps} applies to the built-in trainer, not to a COMMAND",
+            hint="pass it to the COMMAND, as in: -- python train.py --steps 200",
         )
 
 
@@ -116,16 +118,20 @@ def _list(scenarios: Sequence[Scenario], reasons: dict[str, str], as_json: bool)
 
     if as_json:
         value = [
-            {"scenario": item.name, "does": item.does, "why_not_here": reasons[item.name] or None}
+            {
+                "scenario": item.name,
+                "description": item.description,
+                "skip_reason": reasons[item.name] or None,
+            }
             for item in scenarios
         ]
         click.echo(json.dumps(value, ensure_ascii=False))
         return EXIT_OK
     rows = [
-        [item.name, item.does, "no: " + reasons[item.name] if reasons[item.name] else "yes"]
+        [item.name, item.description, f"no: {reasons[item.name]}" if reasons[item.name] else "yes"]
         for item in scenarios
     ]
-    click.echo(table([["scenario", "does", "can be tried here"], *rows]))
+    click.echo(table([["SCENARIO", "DESCRIPTION", "POSSIBLE HERE"], *rows]))
     return EXIT_OK
 
 
@@ -139,36 +145,36 @@ def _drill(
 ) -> int:
     from trainkit.cli.launch import start_new_run
     from trainkit.control.run_registry import isolated_state
-    from trainkit.drill.campaign import REFERENCE, Campaign, make_folder
-    from trainkit.drill.verdict import all_hold, result_table, summary
+    from trainkit.drill.result import all_passed, result_table, summary
+    from trainkit.drill.run_drill import REFERENCE, Drill, make_folder
     from trainkit.plan.launch import describe_plan
     from trainkit.rundir import RunDir, write_json
 
-    def say(text: str) -> None:
+    def log_line(text: str) -> None:
         click.echo(text, err=True)
 
     def start(folder: Path) -> RunDir:
-        again = folder.name != REFERENCE
-        return start_new_run(loaded, plan, str(folder), "submit", quiet=again)[0]
+        is_first = folder.name == REFERENCE
+        return start_new_run(loaded, plan, str(folder), "submit", quiet=not is_first)[0]
 
-    say(describe_plan(plan, loaded.config.name))
+    log_line(describe_plan(plan, loaded.config.name))
     for change in changes:
-        say(f"  drill               {change.sentence}")
+        log_line(f"  drill               {change.sentence}")
     folder = make_folder()
     interval = loaded.config.checkpoint.every_steps if plan.command is None else None
-    campaign = Campaign(folder, loaded.config, plan, seed, interval, start, say)
+    drill = Drill(folder, loaded.config, plan, seed, interval, start, log_line)
     results: list[Result] = []
     try:
         with isolated_state(folder):
-            for result in campaign.carry_out(scenarios):
+            for result in drill.run(scenarios):
                 results.append(result)
-                say(f"{result.scenario}: {result.sentence}")
+                log_line(f"{result.scenario}: {result.sentence}")
     finally:
-        say(f"the runs lie in {folder}; `trainkit status {folder}/NAME` shows one")
+        log_line(f"the runs are in {folder}; `trainkit status {folder}/NAME` shows one")
     value: dict[str, Any] = {
         "folder": str(folder),
         "seed": seed,
-        "holds": all_hold(results),
+        "passed": all_passed(results),
         "changes": [change.to_dict() for change in changes],
         "scenarios": [result.to_dict() for result in results],
     }
@@ -177,4 +183,4 @@ def _drill(
         click.echo(json.dumps(value, ensure_ascii=False))
     else:
         click.echo(f"{result_table(results)}\n\n{summary(results)}")
-    return EXIT_OK if value["holds"] else EXIT_FAILED
+    return EXIT_OK if value["passed"] else EXIT_FAILED

@@ -16,7 +16,7 @@ from trainkit.control.local import LEAVING_S
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.job.record import newest_entry
 from trainkit.observe.follow import LogTail, follow, last_lines
-from trainkit.observe.text import event_line, verdict_line
+from trainkit.observe.text import event_line, failure_line
 from trainkit.rundir import AttemptDir, RunDir, read_end
 
 END_S = 3.0
@@ -109,7 +109,7 @@ def tell_end(run: RunDir) -> int:
         return EXIT_FAILED
     click.echo(f"{end['state']}: {end['reason']}", err=True)
     if end.get("verdict"):
-        click.echo(verdict_line(end["verdict"]), err=True)
+        click.echo(failure_line(end["verdict"]), err=True)
         if end["verdict"].get("rank") is not None:
             command = f"trainkit logs {quote(str(run.path))} --rank {end['verdict']['rank']}"
             click.echo(f"`{command}` shows what it printed", err=True)

@@ -1,4 +1,1 @@
-"""A fire drill: a config's training, shortened, interrupted in every way that can be tried here.
-
-The curve of each interrupted run is held against that of one which nobody touched.
-"""
+"""Fire drill: interrupts short runs of a config on purpose and compares their losses with an uninterrupted run."""

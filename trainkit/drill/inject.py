@@ -1,4 +1,4 @@
-"""What a drill does to a run: the same on this machine and on Slurm, with the rights of its owner."""
+"""Fault injection: kills, signals, requeues and damaged checkpoints, on this machine and on Slurm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunProcesses:
     agents: Mapping[int, int]
     """By node rank."""
     ranks: Mapping[int, int]
-    """By rank; those that a launcher has started too, but not the launcher."""
+    """By rank; includes ranks started by a launcher, but not the launcher."""
 
     @property
     def everything(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class RunProcesses:
 
 
 def find_processes(run: RunDir) -> RunProcesses:
-    """The processes of a local run, wherever in the tree they are."""
+    """The processes of a local run, anywhere in its process tree."""
     supervisors: list[int] = []
     agents: dict[int, int] = {}
     with_rank: dict[int, int] = {}
@@ -55,13 +55,13 @@ def find_processes(run: RunDir) -> RunProcesses:
             environ = dict(word.partition("=")[::2] for word in _words(pid, "environ"))
             if environ.get(RUN_DIR_VARIABLE) == str(run.path) and environ.get("RANK", "").isdigit():
                 with_rank[pid] = int(environ["RANK"])
-    # What a rank has started itself, to load data for example, has the rank's environment too.
+    # Children of a rank, such as data loaders, have its environment too.
     ranks = {rank: pid for pid, rank in with_rank.items() if _parent(pid) not in with_rank}
     return RunProcesses(tuple(supervisors), agents, ranks)
 
 
 def _words(pid: int, file: str) -> list[str]:
-    """The NUL-separated words of a file of a process; none when it has ended or is somebody else's."""
+    """The NUL-separated words of a file of a process; none when it has ended or is another user's."""
     try:
         return (PROC / str(pid) / file).read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -76,7 +76,7 @@ def _parent(pid: int) -> int | None:
 
 
 def kill_all(pids: Iterable[int]) -> int:
-    """SIGKILL for processes; how many of them were still there."""
+    """Send SIGKILL to processes; returns how many still existed."""
     num_killed = 0
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -86,7 +86,7 @@ def kill_all(pids: Iterable[int]) -> int:
 
 
 def kill_node(run: RunDir, node_rank: int) -> int:
-    """SIGKILL for an agent and everything below it, as when its machine dies; how many processes."""
+    """Send SIGKILL to an agent and everything below it, as when its node dies; returns how many processes."""
     agent = find_processes(run).agents.get(node_rank)
     return 0 if agent is None else kill_all((agent, *descendants(agent)))
 
@@ -94,7 +94,7 @@ def kill_node(run: RunDir, node_rank: int) -> int:
 GONE_WITHIN_S = 120.0
 FLIPPED_BYTES = 8
 
-# Every process whose environment has all of these words; what has ended meanwhile is no error.
+# Kills every process whose environment has all of these words; one that has ended meanwhile is no error.
 _KILL_BY_ENVIRONMENT = """
 files=$(ls -d /proc/[0-9]*/environ)
 for word; do files=$(grep -lzsFx -e "$word" $files); [ -n "$files" ] || exit 0; done
@@ -104,10 +104,10 @@ exit 0
 
 
 class FaultInjector(Protocol):
-    """What interrupts a run; each way gives False when nothing was there to be struck any more."""
+    """Interrupts a run; each method returns False when nothing was left to interrupt."""
 
     poll_s: float
-    """How often the run's files may be looked at."""
+    """Polling interval of the run's files."""
 
     def kill_rank(self, rank: int) -> bool: ...
 
@@ -118,7 +118,7 @@ class FaultInjector(Protocol):
 
 @dataclass
 class LocalFaultInjector:
-    """Strikes the processes of a run on this machine."""
+    """Kills processes of a run on this machine."""
 
     run: RunDir
     poll_s: float = 0.002
@@ -136,7 +136,7 @@ class LocalFaultInjector:
 
 @dataclass
 class SlurmFaultInjector:
-    """Strikes the processes of a run's job through Slurm, which lets nobody else's be touched."""
+    """Kills processes of a run's job through Slurm, which protects those of other users."""
 
     run: RunDir
     poll_s: float = 0.02
@@ -147,7 +147,7 @@ class SlurmFaultInjector:
     def kill_node(self, node_rank: int) -> bool:
         entry = newest_entry(self.run)
         step_id = None if entry is None else step_of(self.run, entry)
-        # The batch shell is no part of the step, and its own node number says nothing.
+        # The batch shell is not part of the step, and its node number is meaningless.
         return step_id is not None and self._kill_where(
             f"SLURM_STEP_ID={step_id}", f"SLURM_NODEID={node_rank}"
         )
@@ -165,29 +165,29 @@ class SlurmFaultInjector:
         job = None if entry is None else slurm_job(entry)
         if entry is None or job is None or not job.num_nodes:
             return False
-        ours = [f"{RUN_DIR_VARIABLE}={self.run.path}", f"{ATTEMPT_VARIABLE}={entry['attempt']}"]
+        own = [f"{RUN_DIR_VARIABLE}={self.run.path}", f"{ATTEMPT_VARIABLE}={entry['attempt']}"]
         environ = {
             name: value
             for name, value in os.environ.items()
             if name not in (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE)
         }
-        argv = ["sh", "-c", _KILL_BY_ENVIRONMENT, "sh", *ours, *words]
+        argv = ["sh", "-c", _KILL_BY_ENVIRONMENT, "sh", *own, *words]
         return "killed" in run_step(job.job_id, job.num_nodes, argv, environ=environ)
 
 
 def injector_for(run: RunDir, backend: str) -> FaultInjector:
-    """What can strike a run of this backend."""
+    """The fault injector for a run of this backend."""
     return LocalFaultInjector(run) if backend == "local" else SlurmFaultInjector(run)
 
 
 def notify(run: RunDir) -> bool:
-    """Tell a run to save and come back; False when it does not run any more."""
+    """Signal a run to save and requeue; False when it no longer runs."""
     entry = newest_entry(run)
     return entry is not None and tell(run, entry, signal.SIGUSR2) == "told"
 
 
 def requeue_job(run: RunDir) -> bool:
-    """Have Slurm put a run's job back into the queue, whatever it is doing.
+    """Requeue a run's job through Slurm, without asking the run.
 
     Raises SlurmRefused where this cluster does not allow it.
     """
@@ -199,9 +199,9 @@ def requeue_job(run: RunDir) -> bool:
 
 
 def kill_job(run: RunDir) -> bool:
-    """End a run at once and for good, as `trainkit cancel --now` does; False when it had ended.
+    """Kill a run for good, as `trainkit cancel --now` does; False when it had ended.
 
-    Returns when nothing of it is left.
+    Returns when all of its processes are gone.
     """
     with run_lock(run):
         recall(run)
@@ -209,18 +209,18 @@ def kill_job(run: RunDir) -> bool:
         if entry is None:
             return False
         mark_cancelled(run)
-        # First, because what is killed has not ended well: they would start.
+        # First, because they start when the killed job has not ended well.
         cancel_follow_ups(run, but=str(entry["job_id"]))
         kill(run, entry)
-    # It has written its end by now; Slurm takes a while to take the job off its nodes.
+    # The end is recorded by now; Slurm takes a while to clear the nodes.
     deadline_s = time.monotonic() + GONE_WITHIN_S
     while liveness(entry) is Liveness.ALIVE and time.monotonic() < deadline_s:
         time.sleep(ASK_SOON_S)
     return True
 
 
-def flip_bytes(run: RunDir, chance: random.Random) -> Checkpoint:
-    """Change a few bytes in the largest file of a run's newest checkpoint, and not its size."""
+def flip_bytes(run: RunDir, rng: random.Random) -> Checkpoint:
+    """Change a few bytes of the largest file of a run's newest checkpoint, but not its size."""
     checkpoints = published(run.checkpoints_dir)
     if not checkpoints:
         raise UsageError(f"{run.checkpoints_dir} has no checkpoint to damage")
@@ -228,9 +228,9 @@ def flip_bytes(run: RunDir, chance: random.Random) -> Checkpoint:
     files = newest.manifest()["files"]
     name = max(files, key=lambda name: files[name]["bytes"])
     with (newest.path / name).open("r+b") as stream:
-        stream.seek(chance.randrange(max(1, files[name]["bytes"] - FLIPPED_BYTES)))
-        place = stream.tell()
+        stream.seek(rng.randrange(max(1, files[name]["bytes"] - FLIPPED_BYTES)))
+        position = stream.tell()
         old = stream.read(FLIPPED_BYTES)
-        stream.seek(place)
+        stream.seek(position)
         stream.write(bytes(byte ^ 0xFF for byte in old))
     return newest

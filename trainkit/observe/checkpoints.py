@@ -1,4 +1,4 @@
-"""What lies in a run's folder of checkpoints: published, rejected, and saves that never finished."""
+"""Lists a run's checkpoints: published, rejected, and saves that never finished."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NO_MANIFEST: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """One folder; None where it does not say."""
+    """One checkpoint folder; None where it does not say."""
 
     name: str
     path: str
     state: str
-    """``published rejected partial``, or ``damaged`` as far as that shows without reading the tensors."""
+    """``published rejected partial``, or ``damaged`` where that shows without reading the tensors."""
     step: int | None
     time: str
     """When it was written, ISO-8601 UTC."""
@@ -36,7 +36,7 @@ class ListedCheckpoint:
 
 
 def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
-    """Everything in a run's folder of checkpoints: the published by step, then the rest by name."""
+    """Everything in a run's checkpoint folder: published ones by step, then the rest by name."""
     best = best_step(run.checkpoints_dir)
     saved, rejected = _reasons(run)
     found = []
@@ -79,7 +79,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _reasons(run: RunDir) -> tuple[dict[int, str], dict[str, str]]:
-    """Why each step was saved, and why each folder that was set aside was rejected."""
+    """Why each step was saved, and why each rejected folder was rejected."""
     saved: dict[int, str] = {}
     rejected: dict[str, str] = {}
     for event in read_jsonl(run.events_file):

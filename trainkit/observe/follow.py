@@ -1,4 +1,4 @@
-"""Follows a run while it goes on: new log lines and events, over all its attempts, until it ends."""
+"""Follows a run's log files across attempts until it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_BYTES = 65_536
 
 
 class LogTail:
-    """The complete lines that a file has gained since it was last asked; the file may not exist yet."""
+    """Reads the complete lines appended to a file since the last read; the file may not exist yet."""
 
     def __init__(self, path: Path, start: int = 0) -> None:
         self.path = path
@@ -24,7 +24,7 @@ class LogTail:
         self.rest = b""
 
     def read(self) -> list[str]:
-        """New lines without their ends."""
+        """New lines, without their newlines."""
         try:
             with self.path.open("rb") as stream:
                 stream.seek(self.position)
@@ -36,7 +36,7 @@ class LogTail:
         return [line.decode("utf-8", errors="replace") for line in lines]
 
     def read_rest(self) -> list[str]:
-        """New lines and a last one that was never ended; for a file that no longer grows."""
+        """New lines including an unterminated last one; for a file that no longer grows."""
         lines = self.read()
         if self.rest:
             lines.append(self.rest.decode("utf-8", errors="replace"))
@@ -45,7 +45,7 @@ class LogTail:
 
 
 def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
-    """The last complete lines of a file, and the position in it where they end."""
+    """The last complete lines of a file, and the position where they end."""
     try:
         with path.open("rb") as stream:
             end = stream.seek(0, os.SEEK_END)
@@ -63,13 +63,13 @@ def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
 
 
 def start_of_last(path: Path, count: int) -> int:
-    """The position in a file where its last so many complete lines begin."""
+    """The position in a file where its last `count` complete lines begin."""
     lines, end = last_lines(path, count)
     return end - sum(len(line) + 1 for line in lines)
 
 
 def last_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """The last whole records of a JSONL file, oldest first."""
+    """The last complete records of a JSONL file, oldest first."""
     records = []
     for line in last_lines(path, count + 1)[0]:
         try:
@@ -91,12 +91,12 @@ class Line:
     """A line of a log."""
 
     source: str
-    """The log it is from, for example ``rank-0000``."""
+    """The log that it comes from, for example ``rank-0000``."""
     text: str
 
 
 def is_over(run: RunDir, alive: bool | None) -> bool:
-    """Whether nothing more will come from a run; `alive` is its supervisor's liveness, None if unknown."""
+    """Whether a run has ended for good; `alive` is its supervisor's liveness, None if unknown."""
     numbers = run.attempt_numbers()
     if not numbers or alive is False:
         return True
@@ -111,9 +111,9 @@ def follow(
     is_alive: Callable[[], bool | None],
     last: int | None = None,
 ) -> Iterator[Line]:
-    """The lines of the chosen logs as they are written, from an attempt on until the run is over.
+    """The lines of the chosen logs as they are written, from `first_attempt` on until the run is over.
 
-    `last` starts with so many lines that are there already, instead of with all.
+    `last` starts with that many of the existing lines instead of with all of them.
     """
     number = first_attempt
     while True:
@@ -121,7 +121,7 @@ def follow(
         tails: dict[Path, LogTail] = {}
         listed_s = float("-inf")
         while True:
-            # Asked before reading: what was written before the end is then surely read.
+            # Checked before reading, so that everything written before the end is read.
             over = is_over(run, is_alive())
             passed = over or run.attempt(number + 1).path.is_dir()
             if passed or time.monotonic() - listed_s > LISTING_S or not tails:

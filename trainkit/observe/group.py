@@ -1,4 +1,4 @@
-"""What the runs of a group are doing, in a cheap look: two small files for every point that has started."""
+"""The status of a group of runs, read cheaply: two small files for every run that has started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
-from trainkit.observe.status import attempt_state
+from trainkit.observe.status import ACTIVE_STATES, attempt_state
 from trainkit.plan.sweep import shown
 from trainkit.rundir import best_result, goes_on, read_jsonl, seconds_between
 from trainkit.rungroup import Point, RunGroup, is_index
@@ -22,7 +22,7 @@ NUM_READERS = 8
 """Points read at a time: a network filesystem takes a millisecond for each file."""
 POINTS_A_READER = 100
 FAILED = ("failed", "died", "unknown")
-"""States that somebody has to look at, the worst first."""
+"""States that need attention, the worst first."""
 ORDER = (
     *FAILED,
     "stopping",
@@ -35,23 +35,23 @@ ORDER = (
     "cancelled",
     "finished",
 )
-"""States in the order in which they matter."""
+"""All states, the most urgent first."""
 
 
 @dataclass(frozen=True)
-class PointLook:
-    """What the files of a point tell."""
+class PointFiles:
+    """What the files of a point say."""
 
     point: Point
     job_id: str | None
-    """Of its newest attempt; None when that is not known."""
+    """Of its newest attempt; None when unknown."""
     entry: Mapping[str, Any] = field(default_factory=dict)
-    """Of job.json; empty while the point has no folder."""
+    """Its newest entry in job.json; empty while the point has no folder."""
     end: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
-        """Whether its newest attempt wrote its end, after which nothing follows by itself."""
+        """Whether its newest attempt has ended and no restart follows."""
         return bool(self.end) and not goes_on(self.end)
 
 
@@ -62,7 +62,7 @@ class PointStatus:
     index: int
     values: dict[str, Any]
     state: str
-    """As that of a run: `trainkit.observe.status.RunStatus.state`."""
+    """As in `trainkit.observe.status.RunStatus.state`."""
     reason: str | None
     job_id: str | None
     best: dict[str, Any] | None
@@ -94,17 +94,22 @@ class GroupStatus:
 
     @property
     def states(self) -> dict[str, int]:
-        """How many points are in each state, in the order in which that matters."""
+        """How many points are in each state, the most urgent first."""
         counts = Counter(point.state for point in self.points)
         return {state: counts[state] for state in ORDER if counts[state]}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any of its runs may still make progress."""
+        return any(state in ACTIVE_STATES for state in self.states)
 
     @property
     def best(self) -> PointStatus | None:
         """The point with the lowest validation loss, or the lowest loss where none has one."""
         for metric in ("val_loss", "loss"):
-            able = [point for point in self.points if point.best and point.best.get("metric") == metric]
-            if able:
-                return min(able, key=lambda point: float((point.best or {})["value"]))
+            found = [point for point in self.points if point.best and point.best.get("metric") == metric]
+            if found:
+                return min(found, key=lambda point: float((point.best or {})["value"]))
         return None
 
     def to_dict(self, with_points: bool = True) -> dict[str, Any]:
@@ -115,17 +120,17 @@ class GroupStatus:
         return {**own, "num_points": len(self.points), "states": self.states, "best": best, **points}
 
 
-class GroupLook:
+class GroupFiles:
     """The files of a group's points, read once; `status` adds what Slurm knows."""
 
     def __init__(self, group: RunGroup) -> None:
         self.group = group
-        self.looks = _look_at_points(group)
+        self.points = _read_points(group)
 
     @property
     def open_ids(self) -> list[str]:
-        """The jobs that Slurm has to be asked for."""
-        return [look.job_id for look in self.looks if look.job_id is not None and not look.is_over]
+        """The jobs to ask Slurm about."""
+        return [files.job_id for files in self.points if files.job_id is not None and not files.is_over]
 
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
         """The group's status; `jobs` is None when Slurm cannot be asked."""
@@ -139,60 +144,63 @@ class GroupLook:
             num_nodes=plan.get("num_nodes"),
             workers_per_node=plan.get("workers_per_node"),
             age_s=seconds_between(record.get("submitted_at"), now),
-            points=[self._point_status(look, jobs) for look in self.looks],
+            points=[self._point_status(files, jobs) for files in self.points],
         )
 
-    def _point_status(self, look: PointLook, jobs: Mapping[str, JobInfo] | None) -> PointStatus:
-        run = self.group.run(look.point.index)
-        # Read once: of those that run there can be many.
-        events = list(read_jsonl(run.events_file)) if look.entry and not look.is_over else []
-        state, reason = self._state(look, jobs, events)
+    def _point_status(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> PointStatus:
+        run = self.group.run(files.point.index)
+        # Read once: a running point can have many events.
+        events = list(read_jsonl(run.events_file)) if files.entry and not files.is_over else []
+        state, reason = self._state(files, jobs, events)
+        best = files.end.get("best") if files.is_over else None
+        if files.entry and not files.is_over:
+            best = best_result(run, events)
         return PointStatus(
-            index=look.point.index,
-            values=look.point.values,
+            index=files.point.index,
+            values=files.point.values,
             state=state,
             reason=reason,
-            job_id=look.job_id,
-            best=look.end.get("best") if look.is_over else best_result(run, events) if look.entry else None,
+            job_id=files.job_id,
+            best=best,
             run_dir=str(run.path),
         )
 
     def _state(
-        self, look: PointLook, jobs: Mapping[str, JobInfo] | None, events: list[dict[str, Any]]
+        self, files: PointFiles, jobs: Mapping[str, JobInfo] | None, events: list[dict[str, Any]]
     ) -> tuple[str, str | None]:
-        if look.is_over:
-            return str(look.end.get("state") or "unknown"), look.end.get("reason")
-        if look.job_id is None:
-            return "unknown", "whether it was submitted is not known"
-        job = None if jobs is None else jobs.get(look.job_id)
+        if files.is_over:
+            return str(files.end.get("state") or "unknown"), files.end.get("reason")
+        if files.job_id is None:
+            return "unknown", "unknown whether it was submitted"
+        job = None if jobs is None else jobs.get(files.job_id)
         is_known = job is not None and job.state is not JobState.UNKNOWN
         alive = None if jobs is None else is_known and job is not None and not job.is_terminal
-        if not look.entry:
-            # Its task has not come so far as to make its folder.
+        if not files.entry:
+            # Its task has not created the folder yet.
             if alive is False and "cancelled_at" in self.group.record:
                 return "cancelled", "cancelled before it started"
             return attempt_state({"attempt": 1}, {}, alive, job, [], False)
-        has_metrics = self.group.run(look.point.index).metrics_file.exists()
-        return attempt_state(look.entry, look.end, alive, job, events, has_metrics)
+        has_metrics = self.group.run(files.point.index).metrics_file.exists()
+        return attempt_state(files.entry, files.end, alive, job, events, has_metrics)
 
 
-def _look_at_points(group: RunGroup) -> list[PointLook]:
+def _read_points(group: RunGroup) -> list[PointFiles]:
     points = group.points
     names = (path.name for path in group.path.iterdir())
     made = [int(name) for name in names if is_index(name) and int(name) in points]
     shares = [made[first : first + POINTS_A_READER] for first in range(0, len(made), POINTS_A_READER)]
-    looks = {index: PointLook(point, group.task_id(index)) for index, point in points.items()}
+    found = {index: PointFiles(point, group.task_id(index)) for index, point in points.items()}
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        for look in itertools.chain.from_iterable(readers.map(lambda share: _read(group, share), shares)):
-            looks[look.point.index] = look
-    return list(looks.values())
+        for files in itertools.chain.from_iterable(readers.map(lambda share: _read(group, share), shares)):
+            found[files.point.index] = files
+    return list(found.values())
 
 
-def _read(group: RunGroup, indices: Iterable[int]) -> list[PointLook]:
+def _read(group: RunGroup, indices: Iterable[int]) -> list[PointFiles]:
     return list(_read_each(group, indices))
 
 
-def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointLook]:
+def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
     folder = str(group.path)
     for index in indices:
         attempts = _json(f"{folder}/{index}/job.json").get("attempts")
@@ -200,7 +208,7 @@ def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointLook]:
         entry: Mapping[str, Any] = newest if isinstance(newest, dict) else {}
         end = _json(f"{folder}/{index}/attempts/latest/end.json")
         job_id = entry.get("job_id") or group.task_id(index)
-        yield PointLook(group.points[index], None if job_id is None else str(job_id), entry, end)
+        yield PointFiles(group.points[index], None if job_id is None else str(job_id), entry, end)
 
 
 def _json(path: str) -> dict[str, Any]:
@@ -214,7 +222,7 @@ def _json(path: str) -> dict[str, Any]:
 
 
 def most_telling(points: Sequence[PointStatus], count: int) -> list[PointStatus]:
-    """The points that a reader wants to see first: what failed, what runs, then the best results."""
+    """The points to read first: failures, then running ones, then the best results."""
 
     def key(point: PointStatus) -> tuple[int, float, int]:
         value = float(point.best["value"]) if point.best else float("inf")

@@ -1,4 +1,4 @@
-"""What a run is doing: a pure function of its folder, of whether its supervisor is alive, and of the time."""
+"""The status of a run: a pure function of its folder, its liveness, Slurm's answer and the time."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.manifest import published
 from trainkit.observe.follow import last_records
-from trainkit.observe.restarts import Comeback, find_comebacks
+from trainkit.observe.restarts import Restart, find_restarts
+from trainkit.plan.launch import WAITED_FOR
 from trainkit.rundir import RunDir, goes_on, parse_time, read_json, read_jsonl, seconds_between
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
 
 STALE_S = 60.0
-"""No new metrics for this long, and for `STALE_INTERVALS` of their usual distance, is worth a warning."""
+"""Warn when there are no new metrics for this long, and for `STALE_INTERVALS` of their usual interval."""
 STALE_INTERVALS = 10
 RECENT_RECORDS = 200
+ACTIVE_STATES = (*WAITED_FOR, "unknown")
+"""States of a run that may still make progress."""
 CLOCKS_S = 2.0
-"""How far the clocks of a cluster's hosts may be apart."""
+"""How far apart the clocks of a cluster's hosts may be."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run at one moment; None where the value does not exist or cannot be known."""
+    """One run at one moment; None where a value does not exist or is unknown."""
 
     name: str
     run_dir: str
     state: str
     """``pending starting running stopping restarting requeueing finished stopped cancelled failed``;
-    ``died`` when the supervisor is gone without a word; ``unknown`` when this host cannot tell;
+    ``died`` when the supervisor is gone and recorded no end; ``unknown`` when this host cannot tell;
     ``incomplete`` when the run was never started."""
     reason: str | None
     attempt: int | None
@@ -42,6 +45,8 @@ class RunStatus:
     num_nodes: int | None
     workers_per_node: int | None
     device: str | None
+    command: list[str] | None
+    """The COMMAND that is run instead of the built-in trainer."""
     step: int | None
     total_steps: int | None
     loss: float | None
@@ -55,10 +60,15 @@ class RunStatus:
     """Seconds since the newest attempt was submitted."""
     last_event: dict[str, Any] | None
     verdict: dict[str, Any] | None
-    comebacks: list[Comeback]
+    restarts: list[Restart]
     checkpoint: str | None
     """The newest published checkpoint."""
     warnings: list[str]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it may still make progress."""
+        return self.state in ACTIVE_STATES
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,9 +77,9 @@ class RunStatus:
 def read_status(
     run: RunDir, alive: bool | None, now: datetime, slurm_job: JobInfo | None = None
 ) -> RunStatus:
-    """The status of a run; `alive` says whether its newest supervisor is, None when that cannot be known.
+    """The status of a run; `alive` is the liveness of its newest supervisor, None when unknown.
 
-    `slurm_job` is what Slurm knows about a run that is on a cluster.
+    `slurm_job` is what Slurm knows about the job of a run on a cluster.
     """
     job = _json(run.job_file)
     entries = [entry for entry in job.get("attempts") or [] if isinstance(entry, dict)]
@@ -95,8 +105,9 @@ def read_status(
         num_nodes=plan.get("num_nodes"),
         workers_per_node=plan.get("workers_per_node"),
         device=plan.get("device"),
+        command=plan.get("command"),
         step=last.get("step"),
-        total_steps=_total_steps(run, events),
+        total_steps=_total_steps(run, events, plan),
         loss=last.get("loss"),
         val_loss=_val_loss(reversed(events)),
         first_val_loss=_val_loss(all_events),
@@ -105,7 +116,7 @@ def read_status(
         age_s=seconds_between(entry.get("submitted_at"), now),
         last_event=events[-1] if events else None,
         verdict=end.get("verdict"),
-        comebacks=find_comebacks(all_events),
+        restarts=find_restarts(all_events),
         checkpoint=newest_checkpoint(run),
         warnings=_warnings(state, own_metrics, metrics_age_s, entry),
     )
@@ -119,7 +130,7 @@ def attempt_state(
     events: list[dict[str, Any]],
     has_metrics: bool,
 ) -> tuple[str, str | None]:
-    """State and reason of an attempt: of its job.json entry, its end.json and what Slurm knows of its job."""
+    """State and reason of an attempt, from its job.json entry, its end.json and what Slurm says."""
     state = _state(entry.get("attempt"), end, alive, events, has_metrics)
     reason = end.get("reason")
     if slurm_job is not None and (not end or goes_on(end)):
@@ -154,37 +165,35 @@ def _state(
 def _slurm_state(
     state: str, end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, Any]
 ) -> tuple[str, str | None]:
-    """State and reason of an attempt after which the run is to go on, with what Slurm says of its job."""
+    """State and reason of an attempt that has not ended for good, with what Slurm says about its job."""
     reason = end.get("reason")
     if job.state.is_waiting:
         return ("requeueing" if "started_at" in entry else "pending"), job.sentence or None
     if job.is_terminal:
         if job.state is JobState.CANCELLED:
-            return "cancelled", _slurms_words(job)
-        return "died", _slurms_words(job) + _in_vain(end, job, entry)
+            return "cancelled", _slurm_end(job)
+        return "died", _slurm_end(job) + _failed_requeue(end, job, entry)
     if job.state is JobState.UNKNOWN:
         return state, job.sentence or reason
     return state, reason
 
 
-def _in_vain(end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, Any]) -> str:
-    """What to add where Slurm was to start the run again and gave its job up instead."""
+def _failed_requeue(end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, Any]) -> str:
+    """What to add where Slurm was to requeue the job and dropped it instead."""
     if end.get("action") == "requeue":
-        why = str(end.get("reason")).partition(";")[0]
-        return f"; it did not start the run again, as was decided after this: {why}"
+        reason = str(end.get("reason")).partition(";")[0]
+        return f"; Slurm did not restart it after the requeue that followed: {reason}"
     began = parse_time(entry.get("started_at"))
     if began is None or job.start_time is None or job.start_time - began < timedelta(seconds=CLOCKS_S):
         return ""
-    return (
-        "; it put the job back into the queue, as after the loss of a host, and did not start the run again"
-    )
+    return "; Slurm requeued the job, as after a node failure, and did not restart it"
 
 
-def _slurms_words(job: JobInfo) -> str:
+def _slurm_end(job: JobInfo) -> str:
     """What Slurm says about a job that has ended."""
     words = [f"Slurm says {job.slurm_state}"]
     if job.exit_code:
-        meaning = ", which means that it saved" if job.exit_code == EXIT_STOPPED else ""
+        meaning = " (state saved)" if job.exit_code == EXIT_STOPPED else ""
         words.append(f"exit code {job.exit_code}{meaning}")
     if job.reason and job.reason != "NonZeroExitCode":
         words.append(f"the job {reason_sentence(job.reason)}")
@@ -192,15 +201,20 @@ def _slurms_words(job: JobInfo) -> str:
 
 
 def _val_loss(events: Iterable[Mapping[str, Any]]) -> float | None:
-    """The validation loss of the first of these events that tells one."""
+    """The validation loss of the first of these events that has one."""
     return next((event.get("val_loss") for event in events if event.get("event") == "evaluated"), None)
 
 
-def _total_steps(run: RunDir, events: list[dict[str, Any]]) -> int | None:
-    """How many steps the run is going to have; the trainer says so when the config gives only epochs."""
+def _total_steps(run: RunDir, events: list[dict[str, Any]], plan: Mapping[str, Any]) -> int | None:
+    """The number of steps of the whole run: the trainer's own figure, else the config's.
+
+    None for a COMMAND, whose steps the config does not set.
+    """
     for event in reversed(events):
         if isinstance(event.get("total_steps"), int):
             return int(event["total_steps"])
+    if plan.get("command"):
+        return None
     try:
         return read_effective(run.config_file).train.steps
     except (OSError, TrainkitError):
@@ -212,27 +226,27 @@ def _warnings(
 ) -> list[str]:
     warnings = []
     if state == "running" and metrics_age_s is not None:
-        usual_s = _usual_distance_s(own_metrics)
+        usual_s = _usual_interval_s(own_metrics)
         if metrics_age_s > max(STALE_S, STALE_INTERVALS * usual_s):
-            warnings.append(f"stale: no new metrics for {metrics_age_s:.0f} s, usually every {usual_s:.1f} s")
+            warnings.append(f"no new metrics for {metrics_age_s:.0f} s (usually every {usual_s:.1f} s)")
     if state == "unknown":
         where = f"its job is on the cluster {entry['cluster']}" if "cluster" in entry else ""
         where = where or f"it was started on {entry.get('host')}"
-        warnings.append(f"whether it runs cannot be known from here; {where}")
+        warnings.append(f"unknown from here whether it runs: {where}")
     if state == "died":
-        warnings.append("the supervisor is gone without having written how the attempt ended")
+        warnings.append("the supervisor is gone and did not record how the attempt ended")
     return warnings
 
 
-def _usual_distance_s(metrics: list[dict[str, Any]]) -> float:
-    """Median seconds between metrics lines; 0 when there are too few to tell."""
+def _usual_interval_s(metrics: list[dict[str, Any]]) -> float:
+    """Median seconds between metrics lines; 0 with fewer than two."""
     times = [time for time in (parse_time(record.get("time")) for record in metrics) if time is not None]
-    distances = sorted((b - a).total_seconds() for a, b in pairwise(times))
-    return distances[len(distances) // 2] if distances else 0.0
+    intervals = sorted((b - a).total_seconds() for a, b in pairwise(times))
+    return intervals[len(intervals) // 2] if intervals else 0.0
 
 
 def newest_checkpoint(run: RunDir) -> str | None:
-    """The folder of the newest published checkpoint, as far as that shows without reading it."""
+    """The folder of the newest published checkpoint; its files are not read."""
     found = [item for item in published(run.checkpoints_dir) if item.manifest_file.is_file()]
     return str(found[-1].path) if found else None
 

@@ -1,4 +1,4 @@
-"""Events, verdicts and numbers of a run in words for a terminal."""
+"""Events, failures and durations as text for a terminal."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ def event_line(event: Mapping[str, Any]) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def verdict_line(verdict: Mapping[str, Any]) -> str:
-    """The first failure as a sentence: which rank, where, when and why."""
+def failure_line(verdict: Mapping[str, Any]) -> str:
+    """The first failure as a sentence: which rank, host and step, and the cause.
+
+    `verdict` is that of end.json.
+    """
     if verdict.get("type") == "HostLost":
         return f"host {verdict.get('host')} failed first: {verdict.get('message')}"
-    who = "the job" if verdict.get("rank") is None else f"rank {verdict['rank']}"
+    subject = "the job" if verdict.get("rank") is None else f"rank {verdict['rank']}"
     where = f" on {verdict['host']}" if verdict.get("host") else ""
     when = "" if verdict.get("step") is None else f" at step {verdict['step']}"
     kind = verdict.get("type")
-    why = verdict.get("message") if kind == "exit" else f"{kind}: {verdict.get('message')}"
-    return f"{who} failed first{where}{when}: {why}"
+    cause = verdict.get("message") if kind == "exit" else f"{kind}: {verdict.get('message')}"
+    return f"{subject} failed first{where}{when}: {cause}"
 
 
 def duration(seconds: float | None) -> str:
-    """A length of time in at most two units: ``42s``, ``3m10s``, ``5h02m``, ``2d03h``; ``-`` for None."""
+    """A duration in at most two units: ``42s``, ``3m10s``, ``5h02m``, ``2d03h``; ``-`` for None."""
     if seconds is None:
         return "-"
     whole = max(0, int(seconds))

@@ -1,4 +1,4 @@
-"""Watches a run from outside while it goes on: its steps, its attempts, its saves, its end."""
+"""Watches a run from outside: its steps, attempts, saves and end."""
 
 from __future__ import annotations
 
@@ -8,55 +8,59 @@ from collections.abc import Callable
 from typing import Any
 
 from trainkit.control.jobs import life_watch, slurm_job
-from trainkit.drill.curve import points_of
+from trainkit.drill.loss_curve import points_of
 from trainkit.job.record import is_slurm, newest_entry
 from trainkit.manifest import partials, published
 from trainkit.observe.follow import LogTail, is_over
 from trainkit.rundir import RunDir, read_end
 from trainkit.slurm.client import SlurmUnreachable
 
-LOOK_FOR_END_S = 0.25
+CHECK_END_EVERY_S = 0.25
 
 
 class RunWatch:
     """What has been seen of a run so far.
 
-    `poll_s` is how often its files are looked at: the moment to strike lasts no longer than a step.
-    `patience_s` is how long nothing may be heard of it while it is not in the queue.
+    `poll_s` is the polling interval of its files: the moment to interrupt lasts no longer than a step.
+    After `patience_s` without progress, time in the queue aside, the run counts as stuck.
     """
 
     def __init__(
-        self, run: RunDir, poll_s: float, patience_s: float, say: Callable[[str], None] = lambda text: None
+        self,
+        run: RunDir,
+        poll_s: float,
+        patience_s: float,
+        log_line: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.run = run
         self.poll_s = poll_s
         self.patience_s = patience_s
         self.is_stuck = False
-        """Whether nothing was heard of it for so long."""
+        """Whether it made no progress for `patience_s`."""
         self.step = 0
-        """The newest step that was written down."""
+        """The newest recorded step."""
         self.started_s: dict[int, float] = {}
-        """Attempt -> monotonic time at which it was seen to be started."""
+        """Attempt -> monotonic time at which its start was seen."""
         self.first_step_s: dict[int, float] = {}
         """Attempt -> monotonic time at which its first step was seen."""
-        self._say = say
+        self._log_line = log_line
         self._metrics = LogTail(run.metrics_file)
         self._events = LogTail(run.events_file)
         self.expect_life()
 
     def expect_life(self) -> None:
-        """Ask anew whether the run's job is there; call when it was started again."""
-        self._is_alive = life_watch(self.run, self._say)
-        self._asked_s, self._is_over = float("-inf"), False
-        self._heard_s = time.monotonic()
+        """Watch for the liveness of a new job; call after the run was started again."""
+        self._is_alive = life_watch(self.run, self._log_line)
+        self._checked_s, self._is_over = float("-inf"), False
+        self._progress_s = time.monotonic()
 
     @property
     def attempt(self) -> int:
-        """The newest attempt that was started; 0 before the first."""
+        """The newest started attempt; 0 before the first."""
         return max(self.started_s, default=0)
 
     def is_saving(self, step: int) -> bool:
-        """Whether the checkpoint of this step or a later one is being written at this moment."""
+        """Whether the checkpoint of this step or a later one is being written."""
         return any(
             path.name >= self.run.checkpoint_dir(step).name for path in partials(self.run.checkpoints_dir)
         )
@@ -66,54 +70,54 @@ class RunWatch:
         return [checkpoint.step for checkpoint in published(self.run.checkpoints_dir)]
 
     def until(self, reached: Callable[[], bool]) -> bool:
-        """Wait until something is so; False when the run ends without it, or is stuck."""
+        """Wait for a condition; False when the run ends without it or is stuck."""
         while True:
             over = self.over()
-            # Looked at after: what was written before the end is then surely seen.
-            self.look()
+            # Read after the check, so that everything written before the end is seen.
+            self.read()
             if reached():
                 return True
             if over:
                 return False
-            if time.monotonic() - self._heard_s > self.patience_s and not self._is_in_queue():
+            if time.monotonic() - self._progress_s > self.patience_s and not self._is_in_queue():
                 self.is_stuck = True
                 return False
             time.sleep(self.poll_s)
 
-    def look(self) -> None:
-        """Read what is new."""
-        # First the steps: what is there when an attempt starts is not of that attempt.
+    def read(self) -> None:
+        """Read new metrics and events."""
+        # Steps first: those recorded before an attempt starts are not its own.
         for point in points_of(_records(self._metrics)):
-            self._heard_s = time.monotonic()
+            self._progress_s = time.monotonic()
             self.step = point.step
-            # Trainers of others need not say which attempt they are.
+            # Other trainers need not record their attempt.
             attempt = self.attempt if point.attempt is None else point.attempt
             self.first_step_s.setdefault(attempt, time.monotonic())
         for event in _records(self._events):
-            self._heard_s = time.monotonic()
+            self._progress_s = time.monotonic()
             if event.get("event") == "started":
                 self.started_s[int(event["attempt"])] = time.monotonic()
 
     def _is_in_queue(self) -> bool:
-        """Whether the run's job waits, however long; asked only when nothing was heard for long."""
+        """Whether the run's job is pending; asked only after `patience_s` without progress."""
         entry = newest_entry(self.run)
-        self._heard_s = time.monotonic()
+        self._progress_s = time.monotonic()
         try:
             job = slurm_job(entry) if entry is not None and is_slurm(entry) else None
         except SlurmUnreachable as error:
-            self._say(f"whether {self.run.name} is in the queue is not known: {error.message}")
-            return True  # it is asked again after as long a time
+            self._log_line(f"unknown whether {self.run.name} is in the queue: {error.message}")
+            return True  # asked again after `patience_s`
         return job is not None and job.state.is_waiting
 
     def over(self) -> bool:
-        """Whether the run has ended and nothing brings it back."""
-        if time.monotonic() - self._asked_s >= LOOK_FOR_END_S:
-            self._asked_s = time.monotonic()
+        """Whether the run has ended for good."""
+        if time.monotonic() - self._checked_s >= CHECK_END_EVERY_S:
+            self._checked_s = time.monotonic()
             self._is_over = is_over(self.run, self._is_alive())
         return self._is_over
 
     def end(self) -> dict[str, Any]:
-        """How the newest attempt ended; empty where nothing says so."""
+        """end.json of the newest attempt; empty when there is none."""
         numbers = self.run.attempt_numbers()
         return (read_end(self.run.attempt(numbers[-1])) if numbers else None) or {}
 

@@ -1,4 +1,4 @@
-from trainkit.drill.curve import Comparison, Point, compare, points_of, steps_while_saving
+from trainkit.drill.loss_curve import Comparison, Point, compare, points_of, steps_while_saving
 
 REFERENCE = [Point(1, "3.5", 16), Point(2, "3.25", 32), Point(3, "3.125", 48)]
 

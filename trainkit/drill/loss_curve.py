@@ -1,4 +1,4 @@
-"""The curve of a run as its metrics tell it, and what an interruption did to it."""
+"""The loss curve of a run as its metrics record it, and what an interruption did to it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ from trainkit.rundir import RunDir, read_jsonl
 
 @dataclass(frozen=True)
 class Point:
-    """One computed step, as it was written down."""
+    """One computed step, as recorded."""
 
     step: int
     loss: str
-    """As it stands in the file: equal means equal to the last digit."""
+    """The text of the file: equal text means equal to the last bit."""
     samples_seen: int | None = None
     attempt: int | None = None
-    """None where the trainer does not say."""
-
-    @property
-    def value(self) -> tuple[str, int | None]:
-        return self.loss, self.samples_seen
+    """None where the trainer does not record it."""
 
 
 def read_points(run: RunDir) -> list[Point]:
-    """Every step that was computed, in that order; one that was computed twice is there twice."""
+    """Every computed step in the order of computation; a step computed twice appears twice."""
     return points_of(read_jsonl(run.metrics_file))
 
 
@@ -42,35 +38,36 @@ def points_of(records: Iterable[Mapping[str, Any]]) -> list[Point]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A curve beside the one of a run that nobody touched."""
+    """A curve compared with that of the uninterrupted run."""
 
-    again: int
-    """How many steps were computed more than once, counted as often as that."""
+    num_recomputed: int
+    """How many steps were computed more than once, counted with multiplicity."""
     difference: str
-    """The first difference in words; empty when the curves are equal."""
+    """The first difference as text; empty when the curves are equal."""
 
 
 def compare(reference: Sequence[Point], points: Sequence[Point]) -> Comparison:
-    """Hold every computed step, those that were computed again too, against the reference."""
+    """Compare every computed step, recomputed ones included, with the reference."""
     expected = {point.step: point for point in reference}
-    again = len(points) - len({point.step for point in points})
+    num_recomputed = len(points) - len({point.step for point in points})
     for point in points:
         known = expected.get(point.step)
         if known is None:
-            return Comparison(again, f"step {point.step} is not in the uninterrupted run")
+            return Comparison(num_recomputed, f"step {point.step} is not in the uninterrupted run")
         if point.loss != known.loss:
-            return Comparison(again, f"loss {point.loss} at step {point.step} instead of {known.loss}")
+            text = f"loss {point.loss} at step {point.step} instead of {known.loss}"
+            return Comparison(num_recomputed, text)
         if point.samples_seen != known.samples_seen:
-            words = f"{point.samples_seen} samples seen at step {point.step} instead of {known.samples_seen}"
-            return Comparison(again, words)
+            text = f"{point.samples_seen} samples seen at step {point.step} instead of {known.samples_seen}"
+            return Comparison(num_recomputed, text)
     missing = sorted(set(expected) - {point.step for point in points})
-    return Comparison(again, f"step {missing[0]} is missing" if missing else "")
+    return Comparison(num_recomputed, f"step {missing[0]} is missing" if missing else "")
 
 
 def steps_while_saving(points: Sequence[Point], events: Sequence[Mapping[str, Any]]) -> int:
-    """How many steps were computed while a save was being written that an interruption then cut off.
+    """How many steps were computed while a save was written that an interruption then cut off.
 
-    Training goes on while a save is written, so these are lost on top of the interval between two saves.
+    Training continues while a save is written, so these are lost on top of the interval between two saves.
     """
     return sum(
         _steps_while_saving(points, events, event["attempt"] - 1, event["step"])
@@ -82,7 +79,7 @@ def steps_while_saving(points: Sequence[Point], events: Sequence[Mapping[str, An
 def _steps_while_saving(
     points: Sequence[Point], events: Sequence[Mapping[str, Any]], attempt: int, resumed_step: int
 ) -> int:
-    """Those of one attempt, when the next one went on from `resumed_step`."""
+    """Those of one attempt, when the next one resumed from `resumed_step`."""
     done = [point.step for point in points if point.attempt == attempt]
     begun = [
         event["step"]

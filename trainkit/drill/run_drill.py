@@ -1,4 +1,4 @@
-"""A whole drill: the run that nobody touches, then one run for each scenario, one after another."""
+"""A whole drill: the uninterrupted run, then one run a scenario, one after another."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.changes import Change, short_training, with_values
-from trainkit.drill.curve import Point, compare, read_points
 from trainkit.drill.inject import injector_for, kill_job
-from trainkit.drill.run_scenario import Player
-from trainkit.drill.scenarios import Scenario, take_aim, why_not
-from trainkit.drill.verdict import Ended, Result, judge
-from trainkit.drill.watch import RunWatch
+from trainkit.drill.loss_curve import Point, compare, read_points
+from trainkit.drill.result import Result, RunOutcome, evaluate
+from trainkit.drill.run_scenario import ScenarioRunner
+from trainkit.drill.run_watch import RunWatch
+from trainkit.drill.scenarios import Scenario, choose_target, skip_reason
 from trainkit.errors import TrainkitError
 from trainkit.manifest import find_damage, published, remove_all
-from trainkit.observe.text import verdict_line
+from trainkit.observe.text import failure_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, parse_time, read_end, read_jsonl, seconds_between
 from trainkit.submit.create import new_place
@@ -29,7 +29,7 @@ REFERENCE = "uninterrupted"
 
 
 @dataclass
-class Campaign:
+class Drill:
     """A drill of one config in a folder of its own."""
 
     folder: Path
@@ -39,70 +39,73 @@ class Campaign:
     interval: int | None
     """Steps between two saves; None for a COMMAND, which saves when it likes."""
     start: Callable[[Path], RunDir]
-    """Submits the run that is drilled, with this folder."""
-    say: Callable[[str], None]
+    """Submits a run of the drill in this folder."""
+    log_line: Callable[[str], None]
     reference: list[Point] = field(default_factory=list)
     usual_s: float = 0.0
     """How long the uninterrupted run took."""
     running: RunDir | None = None
 
-    def carry_out(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
-        """The results of the scenarios, each as soon as it is known.
+    def run(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
+        """The results of the scenarios, each as soon as it is known; no run outlives this.
 
-        Raises TrainkitError when the run does not even finish when nobody touches it. However this ends, no
-        run of it goes on.
+        Raises TrainkitError when the run does not finish even without interruption.
         """
         try:
             self._run_uninterrupted()
             for scenario in scenarios:
-                reason = why_not(scenario, self.config, self.plan)
-                yield Result(scenario.name, "not here", reason) if reason else self._try(scenario)
+                reason = skip_reason(scenario, self.config, self.plan)
+                yield Result(scenario.name, "skipped", reason) if reason else self._run_scenario(scenario)
         finally:
-            self._end_what_runs()
+            self._kill_running()
 
     def _run_uninterrupted(self) -> None:
         run, watch = self._start(REFERENCE, float("inf"))
         watch.until(lambda: False)
         end = watch.end()
         if end.get("state") != "finished":
-            how = end.get("reason") or "its supervisor died without a word"
-            verdict = f"; {verdict_line(end['verdict'])}" if end.get("verdict") else ""
+            reason = end.get("reason") or "its supervisor died"
+            failure = f"; {failure_line(end['verdict'])}" if end.get("verdict") else ""
             raise TrainkitError(
-                f"the run does not finish even when nobody touches it: {how}{verdict}",
+                f"the uninterrupted run does not finish: {reason}{failure}",
                 hint=f"`trainkit logs {quote(str(run.path))}` shows what it printed",
             )
         if run.attempt_numbers() != [1]:
             first = read_end(run.attempt(1)) or {}
             raise TrainkitError(
-                f"the run that nobody should touch was interrupted: {first.get('reason')}",
-                hint="start the drill again: the others are held against this one",
+                f"the uninterrupted run was interrupted: {first.get('reason')}",
+                hint="start the drill again: the other runs are compared with this one",
             )
         self.running = None
         self.reference = read_points(run)
-        again = compare(self.reference, self.reference).again
-        if again:
-            raise TrainkitError(f"{run.metrics_file} has {again} steps twice in a run that nobody touched")
+        num_recomputed = compare(self.reference, self.reference).num_recomputed
+        if num_recomputed:
+            raise TrainkitError(
+                f"{run.metrics_file} records {num_recomputed} steps twice although the run was not interrupted",
+                hint="let the COMMAND record each step once",
+            )
         self.usual_s = _seconds_of(run, end)
         last = f"{self.reference[-1].step} steps" if self.reference else "no steps in metrics.jsonl"
-        self.say(f"{REFERENCE}: {last}, {self.usual_s:.1f} s")
-        remove_all(run.checkpoints_dir)  # of a large model a drill would leave dozens of them
+        self.log_line(f"{REFERENCE}: {last}, {self.usual_s:.1f} s")
+        remove_all(run.checkpoints_dir)  # dozens of checkpoints of a large model would fill the disk
 
-    def _try(self, scenario: Scenario) -> Result:
-        # Ranks that hang are ended by the run itself, sooner than this.
+    def _run_scenario(self, scenario: Scenario) -> Result:
+        # The run's own hang monitor ends hanging ranks sooner than this.
         patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
         run, watch = self._start(scenario.name, patience_s)
         plan = self.plan
         num_steps = self.reference[-1].step if self.reference else None
-        aim = take_aim(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
-        where = "" if aim.step is None else f", from step {aim.step} on"
-        self.say(f"{scenario.name}: {scenario.does}{where}")
-        player = Player(scenario, aim, run, injector_for(run, plan.backend), watch, self.usual_s)
-        played = player.play()
-        if played.refused:
-            self._end_what_runs()
+        target = choose_target(scenario, self.seed, num_steps, self.interval, plan.world_size, plan.num_nodes)
+        where = "" if target.step is None else f", from step {target.step} on"
+        self.log_line(f"{scenario.name}: {scenario.description}{where}")
+        injector = injector_for(run, plan.backend)
+        record = ScenarioRunner(scenario, target, run, injector, watch, self.usual_s).run()
+        if record.refused:
+            self._kill_running()
         self.running = None
-        result = judge(scenario, played, _ended(run), self.reference, self.interval, self.config.requeue.on)
-        if result.state in ("holds", "not here"):
+        outcome = _outcome(run)
+        result = evaluate(scenario, record, outcome, self.reference, self.interval, self.config.requeue.on)
+        if result.state in ("passed", "skipped"):
             remove_all(run.checkpoints_dir)
         return result
 
@@ -110,18 +113,18 @@ class Campaign:
         with defer_sigint():
             self.running = run = self.start(self.folder / name)
         poll_s = injector_for(run, self.plan.backend).poll_s
-        return run, RunWatch(run, poll_s, patience_s, lambda text: self.say(f"{name}: {text}"))
+        return run, RunWatch(run, poll_s, patience_s, lambda text: self.log_line(f"{name}: {text}"))
 
-    def _end_what_runs(self) -> None:
-        """Kill the run that goes on, after an error or Ctrl-C; what it was for is over."""
+    def _kill_running(self) -> None:
+        """Kill the current run after an error or Ctrl-C: it has no further use."""
         if self.running is None:
             return
         run, self.running = self.running, None
         if kill_job(run):
-            self.say(f"{run.path} is cancelled")
+            self.log_line(f"cancelled {run.path}")
 
 
-def _ended(run: RunDir) -> Ended:
+def _outcome(run: RunDir) -> RunOutcome:
     numbers = run.attempt_numbers()
     damages = [
         f"{checkpoint.path.name}: {damage}"
@@ -129,7 +132,7 @@ def _ended(run: RunDir) -> Ended:
         if (damage := find_damage(checkpoint))
     ]
     end = (read_end(run.attempt(numbers[-1])) if numbers else None) or {}
-    return Ended(end, read_points(run), list(read_jsonl(run.events_file)), damages, str(run.path))
+    return RunOutcome(end, read_points(run), list(read_jsonl(run.events_file)), damages, str(run.path))
 
 
 def _seconds_of(run: RunDir, end: Mapping[str, Any]) -> float:
@@ -150,24 +153,23 @@ def make_folder() -> Path:
 
 
 DEFAULT_STEPS = 30
-FEWEST_STEPS = 12
+MIN_STEPS = 12
 """With fewer there are not two checkpoints before the last third, in which nothing is interrupted."""
-SAVES = 6
-"""How often a drill saves."""
+NUM_SAVES = 6
 ORIGIN = "trainkit drill"
 
 
 def save_interval(num_steps: int) -> int:
     """Steps between two checkpoints of a drill."""
-    return num_steps // SAVES
+    return num_steps // NUM_SAVES
 
 
-def shorten(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedConfig, list[Change]]:
-    """The config of a drill of so many steps: what is trained, with what and on what stays as it is.
+def drill_config(loaded: LoadedConfig, num_steps: int, device: str) -> tuple[LoadedConfig, list[Change]]:
+    """The config for a drill of `num_steps` steps; model, data and parallelism stay the same.
 
-    `device` is what the plan found: ``cpu`` or ``cuda``.
+    `device` is that of the plan: ``cpu`` or ``cuda``.
     """
-    possible = [*_changes(loaded.config, num_steps), *_same_bits(loaded.config, device)]
+    possible = [*_changes(loaded.config, num_steps), *_deterministic(loaded.config, device)]
     changes = [change for change in possible if change.value != change.before]
     return with_values(loaded, {change.key: change.value for change in changes}, ORIGIN), changes
 
@@ -178,18 +180,18 @@ def _changes(config: RunConfig, num_steps: int) -> Iterator[Change]:
     yield Change(
         "checkpoint.every_steps", save_interval(num_steps), checkpoint.every_steps, "a drill is short"
     )
-    yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, "saves come at known steps")
+    yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, "a drill saves at known steps")
 
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-def _same_bits(config: RunConfig, device: str) -> Iterator[Change]:
-    """What two runs on GPUs need to be equal to the last digit."""
+def _deterministic(config: RunConfig, device: str) -> Iterator[Change]:
+    """What makes two runs on GPUs bit-identical."""
     if device == "cpu":
         return
-    why = "only then are two runs on GPUs equal to the last digit"
-    yield Change("train.deterministic", True, config.train.deterministic, why)
+    reason = "makes two runs on GPUs bit-identical"
+    yield Change("train.deterministic", True, config.train.deterministic, reason)
     env = config.launch.env
-    # Unless told, cuBLAS picks each stream's workspace itself; most versions of torch refuse that here.
+    # Without it cuBLAS picks each stream's workspace itself, which most versions of torch refuse here.
     yield Change("launch.env", {CUBLAS_VARIABLE: ":4096:8", **env}, env, "train.deterministic needs it")

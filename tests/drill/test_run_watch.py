@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.runs import make_attempt
-from trainkit.drill import watch as watch_module
-from trainkit.drill.watch import RunWatch
+from trainkit.drill import run_watch
+from trainkit.drill.run_watch import RunWatch
 from trainkit.job.record import add_slurm_entry
 from trainkit.rundir import RunDir
 from trainkit.slurm.client import SlurmUnreachable
@@ -32,10 +32,10 @@ def test_a_run_of_which_slurm_says_nothing_is_waited_for(
         looks.append(None)
         return len(looks) > 3
 
-    monkeypatch.setattr(watch_module, "slurm_job", away)
+    monkeypatch.setattr(run_watch, "slurm_job", away)
     monkeypatch.setattr(RunWatch, "over", over)
-    said: list[str] = []
-    watch = RunWatch(run, poll_s=0.01, patience_s=0.0, say=said.append)
+    lines: list[str] = []
+    watch = RunWatch(run, poll_s=0.01, patience_s=0.0, log_line=lines.append)
     assert not watch.until(lambda: False)
     assert not watch.is_stuck
-    assert said[0] == "whether run is in the queue is not known: Slurm does not answer"
+    assert lines[0] == "unknown whether run is in the queue: Slurm does not answer"

@@ -1,0 +1,182 @@
+"""The result of a scenario: whether the interrupted run did what it should, and the table of a drill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from trainkit.drill.loss_curve import Point, compare, steps_while_saving
+from trainkit.drill.run_scenario import ScenarioRecord
+from trainkit.drill.scenarios import Scenario
+from trainkit.tables import table
+
+State = Literal["passed", "failed", "missed", "skipped"]
+"""`missed`: the run was over before it could be interrupted; `skipped`: it cannot be tried here."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table at the end of a drill."""
+
+    scenario: str
+    state: State
+    message: str = ""
+    """What is wrong or why it was skipped; for one that passed, a remark."""
+    action: str = ""
+    """What was done to the run."""
+    step: int | None = None
+    restart_s: float | None = None
+    restarted_by: str = ""
+    num_recomputed: int | None = None
+    """Steps that were computed again; None where the trainer does not record its steps."""
+    curve: Literal["equal", "differs", "unknown", ""] = ""
+    run_dir: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The result as one line of the drill's log."""
+        if self.state != "passed":
+            return f"{self.state}: {self.message}"
+        restart = (
+            "" if self.restart_s is None else f", resumed after {self.restart_s:.1f} s ({self.restarted_by})"
+        )
+        where = "" if self.step is None else f" at step {self.step}"
+        return f"{self.action}{where}{restart}: passed"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What a run left in its folder."""
+
+    end: Mapping[str, Any]
+    """end.json of its newest attempt; empty when there is none."""
+    points: Sequence[Point]
+    events: Sequence[Mapping[str, Any]]
+    damages: Sequence[str]
+    """What is wrong with its published checkpoints."""
+    run_dir: str
+
+
+def evaluate(
+    scenario: Scenario,
+    record: ScenarioRecord,
+    outcome: RunOutcome,
+    reference: Sequence[Point],
+    interval: int | None,
+    requeue_on: Sequence[str],
+) -> Result:
+    """The result of one interrupted run.
+
+    `reference` is the curve of the uninterrupted run, empty where the trainer writes none; `interval` is the
+    number of steps between two saves, None where unknown; `requeue_on` is the config's `requeue.on`.
+    """
+    comparison, has_curve = compare(reference, outcome.points), bool(reference)
+    result = Result(
+        scenario.name,
+        "passed",
+        _remark(record, has_curve),
+        action=record.action,
+        step=record.step,
+        restart_s=record.restart_s,
+        restarted_by=record.restarted_by,
+        num_recomputed=comparison.num_recomputed if has_curve else None,
+        curve="unknown" if not has_curve else "differs" if comparison.difference else "equal",
+        run_dir=outcome.run_dir,
+    )
+    if record.refused:
+        return replace(result, state="skipped", message=record.refused, curve="", num_recomputed=None)
+    problems = _problems(scenario, record, outcome, requeue_on)
+    if has_curve:
+        problems += [comparison.difference] if comparison.difference else []
+        problems += _too_many_recomputed(scenario, comparison.num_recomputed, outcome, interval)
+    if problems:
+        return replace(result, state="failed", message="; ".join(problems))
+    return replace(result, state="missed", message=record.missed) if record.missed else result
+
+
+def _problems(
+    scenario: Scenario, record: ScenarioRecord, outcome: RunOutcome, requeue_on: Sequence[str]
+) -> list[str]:
+    if record.stuck:
+        return [record.stuck]
+    problems = []
+    if outcome.end.get("state") != "finished":
+        reason = outcome.end.get("reason") or "it recorded no reason"
+        problems.append(f"the run {outcome.end.get('state') or 'died'}: {reason}")
+    should_restart = scenario.cause is None or scenario.cause in requeue_on
+    if record.no_restart and should_restart:
+        problems.append(f"it did not restart by itself: {record.no_restart}")
+    problems += outcome.damages
+    rejected = {event.get("step") for event in outcome.events if event.get("event") == "checkpoint_rejected"}
+    if record.damaged_step is not None and record.damaged_step not in rejected:
+        problems.append(f"the damage to the checkpoint of step {record.damaged_step} was not detected")
+    return problems
+
+
+def _too_many_recomputed(
+    scenario: Scenario, num_recomputed: int, outcome: RunOutcome, interval: int | None
+) -> list[str]:
+    """After a signal no step is recomputed; without one, at most the steps since the last save."""
+    if scenario.graceful:
+        return [f"{num_recomputed} steps were recomputed after a graceful stop"] if num_recomputed else []
+    if interval is None:
+        return []
+    intervals = 2 if scenario.name == "damaged-checkpoint" else 1
+    attempts = {event.get("attempt") for event in outcome.events if event.get("event") == "training"}
+    num_restarts = len(attempts) - 1
+    allowed = num_restarts * intervals * interval + steps_while_saving(outcome.points, outcome.events)
+    return (
+        [f"{num_recomputed} steps were recomputed; the maximum is {allowed}"]
+        if num_recomputed > allowed
+        else []
+    )
+
+
+def _remark(record: ScenarioRecord, has_curve: bool) -> str:
+    """What is worth knowing about a scenario that passed."""
+    if record.no_restart:
+        return f"resumed by the drill: {record.no_restart}"
+    return "" if has_curve else "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
+
+
+HEADING = ["SCENARIO", "ACTION", "AT STEP", "RESUMED AFTER", "RECOMPUTED", "LOSSES", "RESULT"]
+
+
+def result_table(results: Sequence[Result]) -> str:
+    """One line a scenario, skipped ones included, with the messages below."""
+    lines = [table([HEADING, *map(_row, results)])]
+    lines += [f"{result.scenario}: {result.message}" for result in results if result.message]
+    return "\n".join(lines)
+
+
+def _row(result: Result) -> list[str]:
+    restart = "" if result.restart_s is None else f"{result.restart_s:.1f} s"
+    num = result.num_recomputed
+    return [
+        result.scenario,
+        result.action or "-",
+        "-" if result.step is None else str(result.step),
+        f"{restart} ({result.restarted_by})" if restart else "-",
+        "-" if num is None else f"{num} step{'' if num == 1 else 's'}",
+        result.curve or "-",
+        result.state.upper() if result.state in ("failed", "missed") else result.state,
+    ]
+
+
+def summary(results: Sequence[Result]) -> str:
+    """The whole drill in a sentence."""
+    tried = [result for result in results if result.state != "skipped"]
+    passed = [result for result in tried if result.state == "passed"]
+    num_skipped = len(results) - len(tried)
+    text = f"{len(passed)} of {len(tried)} passed"
+    return f"{text}; {num_skipped} skipped" if num_skipped else text
+
+
+def all_passed(results: Sequence[Result]) -> bool:
+    """Whether something was tried and all of it passed."""
+    tried = [result for result in results if result.state != "skipped"]
+    return bool(tried) and all(result.state == "passed" for result in tried)
