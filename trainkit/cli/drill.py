@@ -46,9 +46,7 @@ if TYPE_CHECKING:
     metavar="N",
     help=f"Steps of each run; default: {DEFAULT_STEPS}.",
 )
-@click.option(
-    "--seed", type=int, default=0, metavar="N", help="Seed for when to interrupt and which rank or node."
-)
+@click.option("--seed", type=int, default=0, metavar="N", help="Seed for when and what to interrupt.")
 @click.option(
     "--only",
     type=click.Choice(NAMES),

@@ -81,7 +81,7 @@ class Drill:
         num_recomputed = compare(self.reference, self.reference).num_recomputed
         if num_recomputed:
             raise TrainkitError(
-                f"{run.metrics_file} records {num_recomputed} steps twice although the run was not interrupted",
+                f"{run.metrics_file} records {num_recomputed} steps twice without any interruption",
                 hint="let the COMMAND record each step once",
             )
         self.usual_s = _seconds_of(run, end)

@@ -92,7 +92,7 @@ class ScenarioRunner:
         return watch.until(lambda: time.monotonic() - watch.started_s.get(1, float("inf")) > wait_s)
 
     def _interrupt_and_await(self) -> bool:
-        """Interrupt the run and wait for its restart; False when it was not interrupted or did not restart."""
+        """Interrupt the run and wait for its restart; False when either did not happen."""
         watch, before, began_s = self.watch, self.watch.attempt, time.monotonic()
         self.record.step = watch.step or None
         try:

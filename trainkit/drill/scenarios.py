@@ -46,12 +46,12 @@ SCENARIOS = (
     Scenario(
         "preempt",
         "preempted by another job",
-        never="needs a job that may preempt yours; the run gets the same signals as in `signal` and `requeue`",
+        never="needs a job that may preempt yours; `signal` and `requeue` send the same signals",
     ),
     Scenario(
         "time-limit",
         "time limit reached",
-        never="Slurm's shortest limit, one minute, is longer than a drill; the run gets the signal of `signal`",
+        never="Slurm's shortest limit, one minute, is longer than a drill; `signal` sends the same signal",
     ),
 )
 NAMES = tuple(scenario.name for scenario in SCENARIOS)
