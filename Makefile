@@ -1,63 +1,58 @@
-# Everything is installed into .venv. `PYTHON=python3.12 make …` makes it with another Python.
+# Everything is installed into .venv. Choose another Python with `PYTHON=python3.12 make …`.
 BIN := .venv/bin
-# A group is of tests that share what takes long to make: one process runs them all.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+# Tests in one xdist_group share something slow to make, so one process runs them all.
+PYTEST := $(BIN)/python -m pytest --dist loadgroup --numprocesses
+SLURM := $(BIN)/python -m tools.slurm_cluster
+
+# Container images often set this; every command would then compile all its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint parity bench cluster clean venv venv-test
+.PHONY: help demo test test-all test-fast test-rest lint parity bench cluster clean slurm venv venv-test
 
-define NEXT
-
-What to type next:
-
-  . .venv/bin/activate                     puts `trainkit` on your PATH
-  trainkit status last                     how the run went
-  trainkit logs last                       what it printed
-
-Kill a run and go on from its newest checkpoint, this time on one node:
-
-  trainkit submit configs/quickstart.yaml --nodes 2
-  trainkit logs last -f                    until there is a checkpoint; Ctrl-C leaves it
-  trainkit cancel last --now               kills it without saving
-  trainkit resume last --nodes 1 --follow
-endef
-export NEXT
-
-help: ## List what can be made.
+help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
-demo: venv ## Train a small model as a two-node job on this machine.
-	$(BIN)/trainkit submit configs/quickstart.yaml --nodes 2 --follow
-	$(BIN)/trainkit status last
-	@echo "$$NEXT"
+demo: venv ## Train a small model, kill it, resume it, and compare the losses.
+	@$(BIN)/python -m tools.demo
 
-test: lint ## Everything that has to hold: style, types and all tests, on a real Slurm cluster too when root.
-	$(BIN)/python -m tools.slurm_cluster install
-	$(PYTEST)
+test: venv-test ## Style, types, all unit tests, and one real run of each kind (8 minutes).
+	@$(MAKE) --no-print-directory --jobs 2 lint slurm
+	$(PYTEST) 3 -m "not slow or smoke"
 
-test-fast: venv-test ## The tests that start no training, in less than two minutes.
-	$(PYTEST) -m "not slow"
+test-all: test test-rest ## All tests (20 minutes).
+
+test-fast: venv-test ## Unit tests only (2 minutes).
+	$(PYTEST) 2 -m "not slow"
+
+# Many of these wait for Slurm: three at a time keep two cores busy.
+test-rest: slurm ## The slow tests that `make test` leaves out.
+	$(PYTEST) 3 -m "slow and not smoke"
 
 lint: venv-test ## Style and types.
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
 
-parity: venv-test ## One model on every kind of layout, each held against one process.
+parity: venv-test ## One model on every kind of layout, each compared with a single process.
 	$(BIN)/python -m benchmarks.parity
 
-bench: venv ## What trainkit costs, measured against loops written by hand.
+bench: venv ## Measure trainkit against training loops written by hand.
 	$(BIN)/python benchmarks/training_loop.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 	$(BIN)/python benchmarks/startup.py
 
-cluster: venv ## A shell in a Slurm cluster of four hosts on this machine, gone when you leave it.
-	@$(BIN)/python -m tools.slurm_cluster install
-	@$(BIN)/python -m tools.slurm_cluster shell
+cluster: venv ## Open a shell in a Slurm cluster of four hosts on this machine.
+	@$(SLURM) install
+	@$(SLURM) shell
 
-clean: ## Remove .venv, builds and caches; runs/ stays.
+clean: ## Remove .venv, builds and caches; keep runs/.
 	rm -rf .venv build dist trainkit.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Without root or apt-get this only says why the tests on Slurm will be skipped; with CI=true it fails.
+slurm: venv-test
+	@$(SLURM) install
 
 venv:
 	@.ci/make-venv

@@ -1,4 +1,4 @@
-"""What holds for all tests: whose machine it is, and what is set there, does not matter to them."""
+"""Makes all tests independent of the machine and of the environment they are started in."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ hypothesis.settings.load_profile("any machine")
 pytest_plugins = ["tools.slurm_cluster.plugin"]
 
 FOREIGN = ("TRAINKIT_", "SLURM_", "SBATCH_")
-"""Beginnings of variables that would change what trainkit does."""
-RANK_VARIABLES = (
+"""Prefixes of variables that would change what trainkit does."""
+FOREIGN_NAMES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("NO_COLOR", "FORCE_COLOR"),
+    # With it, every process that a test starts compiles all its modules again.
+    "PYTHONDONTWRITEBYTECODE",
 )
-
 
 HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An empty home for the list of runs and the user's config, and no variables that mean something."""
+def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty home for the run registry and the user's config, and no variables that trainkit reads."""
+    # Under `make test &` a shell without job control has set it to be ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
-            if name.startswith(FOREIGN) or name in RANK_VARIABLES:
+            if name.startswith(FOREIGN) or name in FOREIGN_NAMES:
                 patch.delenv(name)
         patch.setenv("XDG_STATE_HOME", str(home / "state"))
         patch.setenv("XDG_CONFIG_HOME", str(home / "config"))
@@ -39,8 +42,8 @@ def own_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(autouse=True)
-def own_signals() -> Iterator[None]:
-    """What a supervisor that a test calls blocks or ignores, no later test and no child of it inherits."""
+def restored_signals() -> Iterator[None]:
+    """Undo what a supervisor that a test calls has blocked or ignored."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     handlers = {number: signal.getsignal(number) for number in HANDLED}
     yield
@@ -51,3 +54,12 @@ def own_signals() -> Iterator[None]:
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest tests first: a worker that is left with one at the end delays everything."""
+    items.sort(key=_seconds, reverse=True)
+
+
+def _seconds(item: pytest.Item) -> float:
+    return max((mark.kwargs.get("seconds", 0.0) for mark in item.iter_markers("slow")), default=0.0)

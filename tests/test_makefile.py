@@ -98,7 +98,7 @@ def test_interrupted_install_is_not_taken_for_a_finished_one(checkout: Checkout)
     (checkout.folder / ".venv" / "half").touch()
     (checkout.fake / "no-network").unlink()
     done = checkout.make_venv("test")
-    assert done.stdout.startswith(".venv was never finished: making it again\n")
+    assert done.stdout.startswith("the last install of .venv did not finish: creating it again\n")
     assert (done.returncode, checkout.installs()) == (0, [".[test]"])
     assert not (checkout.folder / ".venv" / "half").exists()
     assert checkout.make_venv("test").stdout == ""
@@ -141,8 +141,8 @@ def test_missing_venv_module_is_installed_by_root_only(checkout: Checkout, tmp_p
     done = checkout.make_venv()
     assert (done.returncode, done.stderr) == (
         2,
-        "error: python3 cannot make a virtual environment: its module ensurepip is missing\n\n"
-        "hint: take another Python: PYTHON=/usr/bin/python3 make demo\n",
+        "error: python3 cannot create a virtual environment: its module ensurepip is missing\n\n"
+        "hint: use another Python: PYTHON=/usr/bin/python3 make demo\n",
     )
     script = checkout.folder / ".ci/make-venv"
     script.write_text(script.read_text().replace("^(/usr)?/bin/", f"^{checkout.fake}/"))
@@ -150,8 +150,8 @@ def test_missing_venv_module_is_installed_by_root_only(checkout: Checkout, tmp_p
     done = checkout.make_venv()
     assert (done.returncode, done.stderr) == (
         2,
-        "error: python3 cannot make a virtual environment: python3.11-venv is missing\n\n"
-        "hint: type: sudo sh -c 'apt-get update && apt-get install -y python3.11-venv'\n",
+        "error: python3 cannot create a virtual environment: python3.11-venv is missing\n\n"
+        "hint: run: sudo sh -c 'apt-get update && apt-get install -y python3.11-venv'\n",
     )
     checkout.set(user="0")
     done = checkout.make_venv()
@@ -164,14 +164,14 @@ def test_python_that_is_too_old_or_not_there(checkout: Checkout) -> None:
     done = checkout.make_venv()
     assert (done.returncode, done.stderr) == (
         2,
-        "error: python3 is Python 3.9, and trainkit needs 3.10 or newer\n\n"
-        "hint: name a newer one: PYTHON=/path/to/python3 make demo\n",
+        "error: python3 is Python 3.9, but trainkit requires 3.10 or newer\n\n"
+        "hint: choose a newer one: PYTHON=/path/to/python3 make demo\n",
     )
     done = checkout.make_venv(PYTHON="python9")
     assert (done.returncode, done.stderr) == (
         2,
-        "error: there is no python9\n\n"
-        "hint: install Python 3.10 or newer, or name one: PYTHON=/path/to/python3 make demo\n",
+        "error: python9 was not found\n\n"
+        "hint: install Python 3.10 or newer, or choose one: PYTHON=/path/to/python3 make demo\n",
     )
     assert not (checkout.folder / ".venv").exists()
 
@@ -184,8 +184,8 @@ def test_another_python_than_that_of_the_venv_is_refused(checkout: Checkout) -> 
     done = checkout.make_venv(PYTHON="python3.12")
     assert (done.returncode, done.stderr) == (
         2,
-        "error: you asked for python3.12, and .venv is of Python 3.11\n\n"
-        "hint: `make clean` removes it; then try again\n",
+        "error: PYTHON is python3.12, but .venv was created with Python 3.11\n\n"
+        "hint: remove it with `make clean`, then try again\n",
     )
     assert checkout.make_venv(PYTHON="python3").returncode == 0
 
@@ -196,19 +196,51 @@ def make(*args: str) -> str:
     return done.stdout
 
 
-def test_make_alone_lists_what_can_be_made() -> None:
+def test_make_alone_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make().splitlines()]
-    assert targets == ["help", "demo", "test", "test-fast", "lint", "parity", "bench", "cluster", "clean"]
+    expected = "help demo test test-all test-fast test-rest lint parity bench cluster clean"
+    assert targets == expected.split()
     assert make("help") == make()
 
 
-def test_demo_is_the_quickstart_on_two_nodes() -> None:
+def test_demo_needs_the_package_alone() -> None:
     recipe = make("--dry-run", "demo").splitlines()
-    assert recipe[0] == ".ci/make-venv"
-    assert recipe[1] == ".venv/bin/trainkit submit configs/quickstart.yaml --nodes 2 --follow"
+    assert recipe == [".ci/make-venv", ".venv/bin/python -m tools.demo"]
 
 
-def test_ci_runs_all_tests() -> None:
-    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "make test"
-    tests = ".venv/bin/python -m pytest --numprocesses 2 --dist loadgroup"
-    assert tests in make("--dry-run", "test").splitlines()
+def test_the_parts_of_all_tests_exclude_each_other() -> None:
+    expressions = [chosen(part) for part in ("test", "test-rest")]
+    assert expressions == ["not slow or smoke", "slow and not smoke"]
+    both = [chosen("test-all", index) for index in (0, 1)]
+    assert both == expressions
+    for slow in (True, False):
+        for smoke in (True, False):
+            marks = {"slow": slow, "smoke": smoke}
+            assert [eval(expression, marks) for expression in expressions].count(True) == 1
+
+
+def chosen(target: str, index: int = 0) -> str:
+    """What the pytest of a target, the first or a later one, chooses with `-m`."""
+    lines = [line for line in make("--dry-run", target).splitlines() if " -m pytest " in line]
+    return lines[index].partition('-m "')[2].rstrip('"')
+
+
+def run_ci(folder: Path, *failing: str) -> subprocess.CompletedProcess[str]:
+    """What .ci/run does in a folder in which `make` writes its argument down, and fails for some."""
+    (folder / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", folder / ".ci/run")
+    (folder / "make").write_text(
+        f'#!/bin/sh\necho "=== 7 passed in $1 ==="\ncase "{" ".join(failing)} " in *"$1 "*) exit 2 ;; esac\n'
+    )
+    (folder / "make").chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path}
+    return subprocess.run([folder / ".ci/run"], env=environ, cwd="/", capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("failing", [(), ("test",), ("test-rest",), ("test", "test-rest")])
+def test_ci_runs_both_parts_and_fails_if_one_does(tmp_path: Path, failing: tuple[str, ...]) -> None:
+    done = run_ci(tmp_path, *failing)
+    assert done.stdout == "=== 7 passed in test ===\n=== 7 passed in test-rest ===\n"
+    assert done.stderr == "".join(f"error: `make {part}` failed\n" for part in failing)
+    assert done.returncode == (1 if failing else 0)

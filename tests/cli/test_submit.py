@@ -151,6 +151,7 @@ def test_odd_folder_names_are_only_names(desk):
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_built_in_trainer_in_slices_on_two_nodes(desk):
     argv = [sys.executable, "-m", "trainkit"]
     settings = [

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.parity import Case, curve, run_cases, worst_difference
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 STEPS = 3
 CHAIN: list[tuple[int, dict[str, object]]] = [

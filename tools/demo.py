@@ -1,0 +1,104 @@
+"""`make demo`: train the quickstart, kill a second run of it, resume that, and compare the losses.
+
+Types the commands that a user would type, and shows each one.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TRAINKIT = Path(sys.executable).with_name("trainkit")
+NUM_STEPS = 48
+SAVE_EVERY = 12
+SHORT = (
+    *("--set", f"train.steps={NUM_STEPS}", "--set", "train.log_every=4", "--set", "train.eval_every=null"),
+    *("--set", f"checkpoint.every_steps={SAVE_EVERY}"),
+)
+SUBMIT = ("submit", "configs/quickstart.yaml", "--nodes", "2", *SHORT)
+START_TIMEOUT_S = 300.0
+NEXT = """
+What to try next:
+
+  . .venv/bin/activate                           put `trainkit` on your PATH
+  trainkit status last                           how the run went
+  trainkit logs last                             what it printed
+  trainkit resume last --nodes 1 --set train.steps=72 --follow
+                                                 train on, on one node instead of two
+  trainkit drill quickstart --nodes 2            interrupt it in every way that is possible here
+  trainkit submit quickstart --nodes 2 --dry-run the plan, or on a Slurm cluster the script
+"""
+
+
+def main() -> None:
+    """Show the demo; exits with 1 if the losses differ."""
+    say("Train a small model as a job of two nodes, here two processes on this machine.")
+    whole = submit("--follow")
+
+    say("Start the same training again, and kill it after its first checkpoint.")
+    killed = submit()
+    wait_for_checkpoint(killed)
+    trainkit("cancel", "last", "--now")
+
+    say("Resume it.")
+    trainkit("resume", "last", "--follow")
+
+    expected, resumed = losses(whole), losses(killed)
+    say("The losses of both runs:")
+    print("  step   uninterrupted        killed and resumed")
+    for step, loss in expected.items():
+        print(f"  {step:4}   {loss:<20} {resumed.get(step, 'missing')}")
+    if resumed != expected:
+        sys.exit("error: the losses differ\n\nhint: please report this with both run folders")
+    print("\nThe same, digit for digit: the kill cost time, and nothing else.")
+    print(NEXT)
+
+
+def say(text: str) -> None:
+    """Print a heading."""
+    print(f"\n=== {text}\n", flush=True)
+
+
+def submit(*options: str) -> Path:
+    """Submit the quickstart; returns the folder of the run."""
+    done = trainkit(*SUBMIT, *options)
+    return Path(done.splitlines()[0])
+
+
+def trainkit(*args: str) -> str:
+    """Show a command and run it; returns what it printed. Ends the demo if the command fails."""
+    print(f"$ {shlex.join(['trainkit', *args])}", flush=True)
+    process = subprocess.Popen([TRAINKIT, *args], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines.append(line)
+    if process.wait():
+        sys.exit(process.returncode)
+    return "".join(lines)
+
+
+def wait_for_checkpoint(run: Path) -> None:
+    """Wait until the first checkpoint of a run is written."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not (run / "checkpoints" / f"step-{SAVE_EVERY:08}").exists():
+        if time.monotonic() > deadline_s:
+            sys.exit(
+                f"error: {run} has no checkpoint after {START_TIMEOUT_S:.0f} s\n\nhint: trainkit logs last"
+            )
+        time.sleep(0.05)
+
+
+def losses(run: Path) -> dict[int, str]:
+    """The loss of each logged step, as the newest attempt that computed it has written it."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {record["step"]: json.dumps(record["loss"]) for record in records}
+
+
+if __name__ == "__main__":
+    main()
