@@ -19,7 +19,7 @@ SHORT = (
     *("--set", f"train.steps={NUM_STEPS}", "--set", "train.log_every=4", "--set", "train.eval_every=null"),
     *("--set", f"checkpoint.every_steps={SAVE_EVERY}"),
 )
-SUBMIT = ("submit", "configs/quickstart.yaml", "--nodes", "2", *SHORT)
+SUBMIT = ("submit", "quickstart", "--nodes", "2", *SHORT)
 START_TIMEOUT_S = 300.0
 NEXT = """
 What to try next:
