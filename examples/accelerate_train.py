@@ -1,9 +1,8 @@
-"""A script of Hugging Face accelerate, which `accelerate launch` starts, on one host or many.
+"""A Hugging Face accelerate script, started by `accelerate launch` on one host or many.
 
-    trainkit submit configs/quickstart.yaml --nodes 2 --gpus-per-node 4 --launcher accelerate \\
-        -- examples/accelerate_train.py --steps 200
+    trainkit submit --nodes 2 --gpus-per-node 4 --launcher accelerate -- examples/accelerate_train.py --steps 200
 
-trainkit tells `accelerate launch` hosts, ranks, address and port; no `accelerate config` is needed.
+trainkit passes hosts, ranks, address and port to `accelerate launch`; no `accelerate config` is needed.
 """
 
 import argparse
@@ -24,7 +23,7 @@ def main() -> None:
     accelerator = Accelerator()
     torch.manual_seed(0)
 
-    # Something that can be learned: a linear map with a little noise.
+    # A linear map with a little noise.
     inputs = torch.randn(4096, 16)
     targets = inputs @ torch.randn(16, 1) + 0.01 * torch.randn(4096, 1)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=32, shuffle=True)
@@ -52,5 +51,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # What still holds a gloo process group when Python exits ends it with SIGABRT once in a while.
+    # A gloo process group that is still referenced when Python exits can end it with SIGABRT.
     gc.collect()

@@ -1,9 +1,8 @@
-"""A plain DistributedDataParallel script for torchrun, on one host or many; it knows nothing of trainkit.
+"""A plain DistributedDataParallel script for torchrun, on one host or many, without any trainkit code.
 
-    trainkit submit configs/quickstart.yaml --nodes 2 --gpus-per-node 4 --launcher torchrun \\
-        -- examples/ddp_torchrun.py --steps 200
+    trainkit submit --nodes 2 --gpus-per-node 4 --launcher torchrun -- examples/ddp_torchrun.py --steps 200
 
-`-- python examples/ddp_torchrun.py` without --launcher sets the same variables and needs no torchrun.
+`-- python examples/ddp_torchrun.py` without --launcher sets the same variables without torchrun.
 """
 
 import argparse
@@ -29,7 +28,7 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     torch.manual_seed(0)
 
-    # Something that can be learned: a linear map with a little noise.
+    # A linear map with a little noise.
     inputs = torch.randn(4096, 16)
     targets = inputs @ torch.randn(16, 1) + 0.01 * torch.randn(4096, 1)
     data = TensorDataset(inputs, targets)
@@ -61,5 +60,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # What still holds a gloo process group when Python exits ends it with SIGABRT once in a while.
+    # A gloo process group that is still referenced when Python exits can end it with SIGABRT.
     gc.collect()

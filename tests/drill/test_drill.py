@@ -110,7 +110,7 @@ def test_the_built_in_trainer_survives_all_that_can_be_tried_here(place: Place) 
 
 @pytest.mark.slow
 def test_the_example_of_the_two_lines_survives(place: Place) -> None:
-    example = str(ROOT / "examples" / "comes_back.py")
+    example = str(ROOT / "examples" / "resumable_train.py")
     ways = ("--only", "signal", "--only", "rank")
     done = place.drill(
         "--gpus-per-node", "2", *ways, "--seed", "71", "--", sys.executable, example, "--steps", "1000"

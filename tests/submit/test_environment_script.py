@@ -66,16 +66,16 @@ def test_the_least_that_a_script_does(tmp_path: Path) -> None:
     assert (
         script(tmp_path, slurm_version=(24, 5, 1))
         == f"""\
-umask 077  # what the job writes is its owner's; a line of launch.setup can change that
+umask 077  # only the owner can read what the job writes; a line of launch.setup can change that
 
 trainkit_fail() {{
     printf 'trainkit: %s\\n' "$*" >&2
     [[ $- == *i* ]] || exit 2
 }}
 
-# A script that is submitted by hand from inside a job is a job of its own.
+# A script submitted by hand from inside a job must not inherit the ranks of that job.
 unset {names}
-# sbatch --export leaves this, and srun would hand the ranks nothing of what is set below.
+# sbatch --export sets this, and srun would then pass none of the variables below to the ranks.
 unset SLURM_EXPORT_ENV
 unset SRUN_CPUS_PER_TASK
 """

@@ -1,13 +1,13 @@
-"""A plain training loop that survives what a cluster does to it; it knows nothing of trainkit but two lines:
+"""A plain DDP training loop that resumes after any interruption. It does two things for that:
 
-1. On SIGTERM or SIGUSR2 save, and exit with 75.
-2. When started again, go on from what was saved.
+1. On SIGTERM or SIGUSR2 it saves, and exits with code 75.
+2. When it is started again, it resumes from what it saved.
 
-    trainkit submit configs/quickstart.yaml --nodes 2 -- python examples/comes_back.py --steps 2000
-    trainkit drill configs/quickstart.yaml --nodes 2 -- python examples/comes_back.py --steps 200
+    trainkit submit --nodes 2 -- python examples/resumable_train.py --steps 2000
+    trainkit drill --nodes 2 -- python examples/resumable_train.py --steps 200
 
-What it appends to metrics.jsonl is a third thing, which it need not do: with it `trainkit drill` can compare
-every loss, and `trainkit status` shows how far it is.
+It also appends to metrics.jsonl. That is optional: with it, `trainkit drill` compares every loss and
+`trainkit status` shows progress.
 """
 
 import argparse
@@ -30,13 +30,13 @@ asked_to_stop = False
 
 
 def note_signal(number: int, frame: FrameType | None) -> None:
-    """Nothing but a note: in the middle of a step there is no state that could be saved."""
+    """Set a flag and nothing else: in the middle of a step there is no state to save."""
     global asked_to_stop
     asked_to_stop = True
 
 
 def save(path: Path, state: dict[str, object]) -> None:
-    """Under another name first: a rename is done wholly or not at all, whenever the process is killed."""
+    """Write under another name first: a rename is atomic, whenever the process is killed."""
     part = path.with_suffix(".part")
     torch.save(state, part)
     part.replace(path)
@@ -71,14 +71,14 @@ def main() -> int:
         print(f"from step {first} to {args.steps}", flush=True)
 
     for step in range(first, args.steps + 1):
-        # The data of a step is a function of its number: nothing else has to be saved for it.
+        # The data of a step is a function of its number, so no data position has to be saved.
         x = torch.randn(256, 64, generator=torch.Generator().manual_seed(step * num_ranks + rank))
         loss = nn.functional.mse_loss(model(x.to(device)), (x @ truth).to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-        # The signal may have reached one rank and not yet another: they agree, in a collective of every step.
+        # The signal may not have reached every rank yet: they agree in a collective of every step.
         sums = torch.stack([loss.detach(), torch.tensor(float(asked_to_stop), device=device)])
         dist.all_reduce(sums)
         stops = sums[1].item() > 0 and step < args.steps
@@ -86,7 +86,7 @@ def main() -> int:
             mean = sums[0].item() / num_ranks
             with (run / "metrics.jsonl").open("a") as stream:
                 stream.write(json.dumps({"step": step, "loss": mean}) + "\n")
-            # After the line: a step that is saved but not written down would never be written.
+            # Save after logging: a step that is saved but not logged would never be logged.
             if step % SAVE_EVERY == 0 or stops:
                 state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 save(saved, state)
@@ -103,6 +103,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    # What still holds a gloo process group when Python exits ends it with SIGABRT once in a while.
+    # A gloo process group that is still referenced when Python exits can end it with SIGABRT.
     gc.collect()
     sys.exit(code)
