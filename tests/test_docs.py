@@ -1,49 +1,77 @@
-"""The README's commands, run as they stand, in a folder that has what the README speaks of."""
+"""README and docs: every command in a console block runs, every link, key and quoted message exists.
+
+A block marked ```console is cheap and runs in `make test`. ```console slow starts training and
+```console slurm needs a cluster: these run in `make test-all`. A ```text block is not run.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from tools import reference
 from tools.slurm_cluster.cluster import Cluster
+from trainkit.config import load_config
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
+LINKING = (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md")
+GENERATED = tuple(reference.DOCS / name for name in reference.PAGES)
+FENCE = re.compile(r"^```(.*)\n", re.MULTILINE)
 SHORT = {
     "TRAINKIT_MODEL__PRESET": "nano",
     "TRAINKIT_DATA__SEQ_LEN": "32",
     "TRAINKIT_TRAIN__EVAL_BATCHES": "1",
+    "TRAINKIT_CHECKPOINT__EVERY_STEPS": "20",
     "TRAINKIT_LOGGING__TENSORBOARD": "false",
 }
-"""Laid over the configs by the environment: a training takes seconds, the commands stay as they are."""
+"""Makes training take seconds without a change of the commands."""
 LONGER = {"TRAINKIT_TRAIN__GLOBAL_BATCH_SIZE": "128"}
-"""Longer steps, for a drill: its strike takes its time to arrive."""
+"""Longer steps for a drill, whose interruption takes its time to arrive."""
+INTERACTIVE = ("trainkit shell", "trainkit attach")
 
 
-def blocks(kind: str) -> list[str]:
+def blocks(page: Path, kind: str) -> list[str]:
     """The fenced blocks of one kind; every second fence closes one."""
-    parts = re.split(r"^```(.*)\n", README, flags=re.MULTILINE)
+    parts = FENCE.split(page.read_text(encoding="utf-8"))
     return [text for fence, text in zip(parts[1::4], parts[2::4], strict=True) if fence == kind]
 
 
-def commands(kind: str = "console") -> list[str]:
-    """Every line of a console block that starts trainkit, without its comment."""
-    lines = [line for block in blocks(kind) for line in block.splitlines()]
-    starts = ("$ trainkit", "$ srun")
-    return [line[2:].split("    #")[0].strip() for line in lines if line.startswith(starts)]
+def commands(page: Path, *kinds: str) -> list[str]:
+    """The commands of a page's blocks of these kinds, in the order of the text, without comments."""
+    parts = FENCE.split(page.read_text(encoding="utf-8"))
+    found = [text for fence, text in zip(parts[1::4], parts[2::4], strict=True) if fence in kinds]
+    lines = [line[2:] for text in found for line in text.splitlines() if line.startswith("$ ")]
+    return [re.split(r"\s{2,}#", line)[0].strip() for line in lines]
+
+
+def pages_with(*kinds: str) -> list[str]:
+    return [page.name for page in PAGES if commands(page, *kinds)]
+
+
+def page_named(name: str) -> Path:
+    return next(page for page in PAGES if page.name == name)
 
 
 @pytest.fixture(scope="module")
-def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("readme")
-    shutil.copytree(ROOT / "configs", folder / "configs")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that the docs take for granted: texts, a tokenizer, scripts, and the README's config."""
+    folder = tmp_path_factory.mktemp("files")
     text = "".join(f"line {number} says {number * number}\n" for number in range(4000))
     (folder / "mytext.txt").write_text(text)
     (folder / "corpus").mkdir()
@@ -55,77 +83,218 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [text], trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "</s>"])
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "mine.yaml").write_text(next(block for block in blocks("yaml") if "name: mine" in block))
+    (folder / "train.py").write_text("import os\nprint(os.environ['RANK'])\n")
+    (folder / "mine.yaml").write_text(
+        next(block for block in blocks(README, "yaml") if "name: mine" in block)
+    )
+    quickstart = (ROOT / "configs" / "quickstart.yaml").read_text()
+    wrong = quickstart.replace("global_batch_size: 32", "global_batch_size: 30")
+    assert wrong != quickstart
+    (folder / "wrong.yaml").write_text(wrong)
     return folder
 
 
-@pytest.mark.slow
-def test_every_slurm_command_works(sandbox: Path, cluster: Cluster) -> None:
-    (sandbox / "train.py").write_text("import os\nprint(os.environ['RANK'])\n")
-    found = [command for command in commands("console slurm") if not command.startswith("trainkit shell")]
-    assert len(found) >= 5
-    # The GPUs of the cluster are not real.
-    short = {**SHORT, "TRAINKIT_DEVICE": "cpu", "TRAINKIT_TRAIN__STEPS": "3"}
-    for command in found:
-        done = run(command, sandbox, **{**cluster.environ, **short})
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+@pytest.fixture
+def sandbox(corpus: Path, tmp_path: Path) -> Path:
+    """An empty folder but for the files of `corpus`."""
+    return Path(shutil.copytree(corpus, tmp_path / "project"))
+
+
+def environ_of(folder: Path, **environ: str) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{environ.pop('PATH', os.environ['PATH'])}"
+    home = {f"XDG_{name}_HOME": str(folder / "home" / name) for name in ("STATE", "CACHE", "CONFIG")}
+    return {**os.environ, **home, **environ, "PATH": path}
 
 
 def run(command: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    home = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CACHE_HOME": str(folder / "cache")}
-    return subprocess.run(
-        ["bash", "-c", command],
+    """Type a command; one that follows a log is left with Ctrl-C when there is a checkpoint."""
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {command}" if " | " not in command else command],
         cwd=folder,
-        env={**os.environ, "PATH": path, **home, **environ},
-        capture_output=True,
+        env=environ_of(folder, **environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=1200,
-    )
+    ) as process:
+        if command.endswith(" -f"):
+            name = shlex.split(command)[2]
+            while process.poll() is None and not list((folder / "runs" / name).glob("checkpoints/step-*0")):
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=600)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def run_all(found: list[str], folder: Path, **environ: str) -> None:
+    """Type commands one after the other; each has to succeed."""
+    for command in found:
+        more = LONGER if command.startswith("trainkit drill") else {}
+        for _ in range(3):
+            done = run(command, folder, **environ, **more)
+            if "give it more steps" not in done.stdout:  # a drill whose interruption came too late
+                break
+        expected = (130,) if command.endswith(" -f") else (0,)
+        assert done.returncode in expected, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", pages_with("console"))
+def test_every_cheap_command_works(page: str, sandbox: Path) -> None:
+    run_all(commands(page_named(page), "console"), sandbox)
 
 
 @pytest.mark.slow
-def test_every_command_works_in_the_order_of_the_text(sandbox: Path) -> None:
-    found = commands()
-    assert len(found) >= 10
-    for command in found:
-        for _ in range(3):
-            done = run(command, sandbox, **SHORT, **(LONGER if "drill" in command else {}))
-            if "give it more steps" not in done.stdout:  # it says so where it came too late
-                break
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+@pytest.mark.parametrize("page", pages_with("console slow"))
+def test_every_command_works_in_the_order_of_the_text(page: str, sandbox: Path) -> None:
+    run_all(commands(page_named(page), "console", "console slow"), sandbox, **SHORT)
+    if page == README.name:
+        assert losses(sandbox / "runs" / "killed") == losses(sandbox / "runs" / "quickstart")
+
+
+def losses(run_folder: Path) -> dict[int, object]:
+    """The losses of a run by step; of a step that was computed twice the later one."""
+    records = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
+    found = {record["step"]: record["loss"] for record in records}
+    assert len(found) > 1
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with("console slurm"))
+def test_every_slurm_command_works(page: str, sandbox: Path, cluster: Cluster) -> None:
+    # The GPUs of the cluster are not real.
+    short = {**SHORT, "TRAINKIT_DEVICE": "cpu", "TRAINKIT_TRAIN__STEPS": "3"}
+    found = [line for line in commands(page_named(page), "console slurm") if not line.startswith(INTERACTIVE)]
+    run_all(found, sandbox, **cluster.environ, **short)
 
 
 def test_the_error_that_is_shown_is_the_one_that_comes(sandbox: Path) -> None:
-    shown = next(block for block in blocks("") if block.startswith("error: "))
-    done = run("trainkit check configs/wrong.yaml --nodes 2", _with_wrong_config(sandbox))
+    shown = next(block for block in blocks(README, "") if block.startswith("error: "))
+    done = run("trainkit check wrong.yaml --nodes 2", sandbox)
     assert done.returncode == 2
     assert done.stderr.split() == shown.split()
 
 
 def test_the_plan_that_is_shown_is_the_one_that_comes(sandbox: Path) -> None:
-    [command] = [command for command in commands() if command.startswith("trainkit plan")]
+    page = ROOT / "docs" / "layouts.md"
+    [command] = [line for line in commands(page, "console") if line.startswith("trainkit plan")]
     done = run(f"{command} 2>&1", sandbox)
-    shown = next(block for block in blocks("") if "recommended: " in block)
+    shown = next(block for block in blocks(page, "text") if "recommended: " in block)
     for shortened, line in zip(shown.splitlines(), done.stdout.splitlines(), strict=True):
         start, _, end = shortened.partition("...")
         assert line.startswith(start.rstrip())
         assert line.endswith(end)
 
 
-def _with_wrong_config(folder: Path) -> Path:
-    text = (folder / "configs" / "quickstart.yaml").read_text()
-    (folder / "configs" / "wrong.yaml").write_text(
-        text.replace("global_batch_size: 32", "global_batch_size: 30")
-    )
-    return folder
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 150
 
 
-def test_every_command_of_the_table_exists() -> None:
-    from trainkit.cli.main import COMMANDS
+@pytest.mark.parametrize("name", reference.PAGES)
+def test_generated_pages_are_current(name: str) -> None:
+    current = (reference.DOCS / name).read_text(encoding="utf-8") == reference.PAGES[name]()
+    assert current, f"docs/{name} is out of date; write it anew with: {reference.REGENERATE}"
 
-    table = README[README.index("## Commands") : README.index("## A run is a folder")]
-    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
-    named = {word for row in rows for word in re.findall(r"`(?:trainkit )?([a-z]+)", row)}
-    assert named <= set(COMMANDS)
-    assert set(COMMANDS) - named <= {"check", "schema", "completion"}
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = "".join(FENCE.split(page.read_text(encoding="utf-8"))[::4])
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+def test_the_readme_links_every_page() -> None:
+    linked = set(re.findall(r"\]\(docs/([^)#]+)\)", README.read_text()))
+    assert linked == {page.name for page in PAGES[1:]}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_config_in_yaml_is_valid(page: Path, tmp_path: Path) -> None:
+    for block in blocks(page, "yaml"):
+        (tmp_path / "shown.yaml").write_text(block)
+        load_config(tmp_path / "shown.yaml", layers=False)
+
+
+def config_keys() -> set[str]:
+    return set(re.findall(r"^\| `([\w.]+)`", reference.config_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_config_key_exists(page: Path) -> None:
+    keys = config_keys()
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    files = {"config.yaml", "data.source"}
+    named = set(re.findall(rf"(?<![\w./])((?:{'|'.join(sections)})\.[a-z]\w*)", page.read_text()))
+    unknown = {key for key in named - keys - files if not key.endswith((".json", ".yaml", ".py"))}
+    assert not unknown
+
+
+def test_every_command_and_option_of_the_docs_exists() -> None:
+    known = reference.commands_text()
+    for page in PAGES:
+        text = page.read_text()
+        for name in re.findall(r"`trainkit ([a-z]+)\b", text):
+            assert f"## trainkit {name}\n" in known, (page.name, name)
+        for option in re.findall(r"`(--[a-z][a-z-]+)", text):
+            assert option in known or option in SLURM_OPTIONS, (page.name, option)
+
+
+SLURM_OPTIONS = {
+    "--requeue",
+    "--no-requeue",
+    "--signal",
+    "--open-mode",
+    "--kill-on-bad-exit",
+    "--wait",
+    "--no-kill",
+    "--gres",
+    "--cpus-per-task",
+}
+"""Options of Slurm's own commands that the docs name."""
+
+
+@cache
+def texts_of_the_code() -> tuple[str, ...]:
+    """Every string of the code, with … for what is filled in."""
+    found: list[str] = []
+    for path in (ROOT / "trainkit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Constant, ast.JoinedStr)):
+                found.append("".join(_pieces(node)))
+    return tuple(found)
+
+
+def _pieces(node: ast.expr) -> Iterator[str]:
+    if isinstance(node, ast.JoinedStr):
+        for value in node.values:
+            yield from _pieces(value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    else:
+        yield "…"
+
+
+def is_in_the_code(message: str) -> bool:
+    """Whether some string of the code has the parts of a message between … in this order."""
+    parts = [re.escape(part.strip()) for part in message.split("…") if part.strip()]
+    pattern = re.compile(".*?".join(parts), re.DOTALL)
+    return any(pattern.search(text) for text in texts_of_the_code())
+
+
+def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = [one.strip().strip("`").strip() for one in re.findall(r"^### (`.*`)$", text, re.MULTILINE)]
+    reasons = text[text.index("## When a run does not restart") : text.index("## When a run resumes")]
+    quoted += re.findall(r"^\| `(.*?)` \|", reasons, re.MULTILINE)
+    assert len(quoted) > 30
+    assert [message for message in quoted if not is_in_the_code(message)] == []
