@@ -108,13 +108,13 @@ def test_help_ends_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_slurm_alone_could_tell_is_not_asked_here(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", config, "--wait"]) == 2
-    assert capsys.readouterr().err.startswith("error: --wait asks Slurm, and this run would start here\n")
+    assert main(["check", config, "--estimate"]) == 2
+    assert capsys.readouterr().err.startswith("error: --estimate asks Slurm, but this run would start here\n")
 
 
 def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A profile is enough to see what would be asked of a cluster that this machine does not belong to."""
-    args = ["check", config, "--cluster", "example", "--no-wait", "--set", "device=auto"]
+    args = ["check", config, "--cluster", "example", "--no-estimate", "--set", "device=auto"]
     assert main([*args, "--set", "train.device_batch_size=2", "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert (value["plan"]["device"], value["plan"]["world_size"]) == ("cuda", 16)

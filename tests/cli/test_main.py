@@ -1,3 +1,4 @@
+import importlib
 import json
 import os
 import statistics
@@ -6,12 +7,16 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
+from click.shell_completion import ShellComplete
 
 import trainkit
 from trainkit.cli import main as main_module
-from trainkit.cli.main import COMMANDS, main
+from trainkit.cli.help import Command
+from trainkit.cli.main import COMMANDS, cli, main
 from trainkit.errors import ConfigError, Problem, SlurmError
+from trainkit.rundir import RunDir, write_json
 
 ROOT = Path(trainkit.__file__).parents[1]
 
@@ -61,14 +66,77 @@ def test_every_command_has_help_with_examples(name, capsys):
     ("args", "message", "hint"),
     [
         (["sumbit"], "there is no command 'sumbit'", "did you mean `trainkit submit`?"),
+        (["watch"], "there is no command 'watch'", "`trainkit --help` lists the commands"),
         (["qqq"], "there is no command 'qqq'", "`trainkit --help` lists the commands"),
         (["status", "--jsn"], "there is no option --jsn", "did you mean --json?"),
-        (["logs"], "missing argument 'RUN'", "`trainkit logs --help` shows how it is used"),
+        (["logs"], "missing argument 'RUN'", "see `trainkit logs --help`"),
     ],
 )
 def test_wrong_usage(args, message, hint, capsys):
     assert main(args) == 2
     assert capsys.readouterr().err == f"error: {message}\n\nhint: {hint}\n"
+
+
+def commands():
+    """Every command and command of a group, by what is typed."""
+    for name in COMMANDS:
+        command = importlib.import_module(f"trainkit.cli.{name}").command
+        below = command.commands.items() if isinstance(command, click.Group) else ()
+        yield from [(f"{name} {inner}", found) for inner, found in below] or [(name, command)]
+
+
+@pytest.mark.parametrize(("name", "command"), list(commands()))
+def test_every_option_stands_once_under_a_heading(name, command):
+    assert isinstance(command, Command)
+    context = click.Context(command, info_name=name, **cli.context_settings)
+    shown = command.get_help(context)
+    options = [item for item in command.get_params(context) if isinstance(item, click.Option)]
+    records = [item.get_help_record(context) for item in options if not item.hidden]
+    for name, _ in records:
+        assert sum(line.strip().startswith(name) for line in shown.splitlines()) == 1, name
+    assert "Options:" not in shown
+
+
+def test_exit_codes_are_in_the_help(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {code} " in shown for code in (0, 1, 2, 3, 130))
+
+
+@pytest.fixture
+def complete(tmp_path, monkeypatch):
+    """What is offered for the last word of a command line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def complete(*args):
+        found = ShellComplete(cli, {}, "trainkit", "_TRAINKIT_COMPLETE").get_completions(
+            list(args[:-1]), args[-1]
+        )
+        return [item.value for item in found if item.type == "plain"]
+
+    return complete
+
+
+def test_completion_of_runs(complete, tmp_path):
+    assert complete("logs", "") == []
+    run = RunDir(tmp_path / "runs" / "small-2")
+    run.attempts_dir.mkdir(parents=True)
+    run.config_file.write_text("name: small")
+    entry = {"attempt": 1, "job_id": "4711", "backend": "sbatch"}
+    write_json(run.job_file, {"name": "small", "attempts": [entry]})
+    assert complete("logs", "") == ["last", "small-2", "small", "4711"]
+    assert complete("status", "sm") == ["small-2", "small"]
+    assert complete("submit", "--after", "47") == ["4711"]
+
+
+def test_completion_of_configs_profiles_and_keys(complete, tmp_path):
+    (tmp_path / "mine.yaml").write_text("")
+    assert complete("submit", "m")[0] == "mine.yaml"
+    assert {"quickstart", "mine.yaml"} <= set(complete("check", ""))
+    assert "models/8b" in complete("plan", "models/")
+    assert "smoke" in complete("run", "--profile", "")
+    assert complete("submit", "--set", "train.st") == ["train.steps=", "train.stop_at_step="]
 
 
 def test_error_as_json(capsys):
@@ -95,7 +163,7 @@ def test_exit_codes(error, code, words, monkeypatch, capsys):
 def test_unexpected_error_is_one_line_and_debug_shows_where(monkeypatch, capsys):
     fail_with(monkeypatch, RuntimeError("boom\nsecond line"))
     assert main(["status"]) == 1
-    assert capsys.readouterr().err.startswith("error: RuntimeError: boom\n\nhint: this was not expected")
+    assert capsys.readouterr().err.startswith("error: RuntimeError: boom\n\nhint: an unexpected error")
     with pytest.raises(RuntimeError):
         main(["--debug", "status"])
 

@@ -179,7 +179,7 @@ def test_what_slurm_would_not_take(login: Login) -> None:
     assert done.stderr.startswith("error: Slurm would not take the job: ")
     assert "reservation" in done.stderr
     assert (
-        login.trainkit("check", QUICKSTART, "--set", "resources.reservation=nope", "--no-wait").returncode
+        login.trainkit("check", QUICKSTART, "--set", "resources.reservation=nope", "--no-estimate").returncode
         == 0
     )
 
@@ -199,7 +199,7 @@ def test_slurm_that_is_away(login: Login) -> None:
     assert done.returncode == 0, done.stderr
     assert "cluster: unknown: Slurm did not answer" in done.stdout
     assert "when it would start is not known: Slurm did not answer" in done.stderr
-    for args in (["--wait", "--set", "device=cpu"], []):
+    for args in (["--estimate", "--set", "device=cpu"], []):
         done = login.trainkit("check", QUICKSTART, *args)
         assert done.returncode == 3, done.stdout
     assert done.stderr.startswith(
@@ -279,7 +279,9 @@ def test_without_accounting(cluster_without_accounting: Cluster, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert "accounts: not checked" in done.stderr
     assert (
-        login.trainkit("check", "first-run.yaml", "--account", "any", "--qos", "any", "--no-wait").returncode
+        login.trainkit(
+            "check", "first-run.yaml", "--account", "any", "--qos", "any", "--no-estimate"
+        ).returncode
         == 0
     )
     assert problems(login, "--partition", "hgih")

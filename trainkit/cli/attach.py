@@ -7,11 +7,12 @@ import sys
 
 import click
 
-from trainkit.cli.options import examples, run_argument
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import run_argument
 from trainkit.errors import UsageError
 
 
-@click.command(epilog=examples("trainkit attach last", "trainkit attach last --node 1"))
+@click.command(cls=Command, epilog=examples("trainkit attach last", "trainkit attach last --node 1"))
 @run_argument
 @click.option(
     "--node", type=click.IntRange(min=0), metavar="N", help="This node of the job; default: the first."

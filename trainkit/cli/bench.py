@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from trainkit.bench.summary import COLUMNS
-from trainkit.cli.options import ConfigRequest, config_options_unless, examples, json_option
+from trainkit.cli.help import Group, examples
+from trainkit.cli.options import ConfigRequest, config_options_unless, json_option
 from trainkit.errors import UsageError
 
 STEPS = 30
@@ -17,10 +18,11 @@ WIDTH = 100
 
 
 @click.group(
+    cls=Group,
     epilog=examples(
         "trainkit bench layouts quickstart --gpus-per-node 2 --steps 20",
         "trainkit bench layouts quickstart --gpus-per-node 4 --dry-run",
-    )
+    ),
 )
 def command() -> None:
     """Run a config in many ways for a few steps each, and compare what they cost."""

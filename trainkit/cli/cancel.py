@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.options import examples, json_option, run_argument
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ WAIT_MARGIN_S = 30.0
 
 
 @click.command(
-    epilog=examples("trainkit cancel last", "trainkit cancel last --wait", "trainkit cancel last --now")
+    cls=Command,
+    epilog=examples("trainkit cancel last", "trainkit cancel last --wait", "trainkit cancel last --now"),
 )
 @run_argument
 @click.option("--now", is_flag=True, help="Kill at once, without saving.")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.options import ConfigRequest, config_options, examples, json_option
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import ConfigRequest, config_options, json_option
 from trainkit.errors import EXIT_OK, SlurmError, TrainkitError, UsageError
 
 if TYPE_CHECKING:
@@ -19,22 +20,22 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    cls=Command,
     epilog=examples(
         "trainkit check",
         "trainkit check quickstart --nodes 2 --show-origin",
         "trainkit check quickstart --cluster example",
         "trainkit check quickstart --simulate-world 4 --set parallel.tp=2",
         "trainkit check quickstart --set train.steps=100 --json",
-    )
+    ),
 )
 @config_options
 @click.option("--show-origin", is_flag=True, help="Print every value with where it came from.")
 @click.option(
-    "--wait/--no-wait",
-    "wait",
+    "--estimate/--no-estimate",
+    "estimate",
     default=None,
-    help="Ask Slurm when the job would start in which partition; the default is to ask, and to go on without "
-    "an answer.",
+    help="Require Slurm's estimate of the start time; default: print it if Slurm answers.",
 )
 @click.option(
     "--simulate-world",
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 def command(
     request: ConfigRequest,
     show_origin: bool,
-    wait: bool | None,
+    estimate: bool | None,
     world_size: int | None,
     rank: int | None,
     as_json: bool,
@@ -65,19 +66,19 @@ def command(
 
     if world_size is None and rank is not None:
         raise UsageError("--rank is of a simulated world", hint="--simulate-world N says how many there are")
-    if world_size is not None and (wait is not None or show_origin):
+    if world_size is not None and (estimate is not None or show_origin):
         hint = "a second `trainkit check` without --simulate-world has them"
-        raise UsageError("--simulate-world goes with neither --wait nor --show-origin", hint=hint)
+        raise UsageError("--simulate-world goes with neither --estimate nor --show-origin", hint=hint)
     loaded = request.load()
     if world_size is not None:
         return _simulate(loaded, world_size, rank or 0, as_json)
     target = make_target(loaded)
     plan = plan_for(loaded, target=target)
-    if wait and plan.slurm is None:
-        raise UsageError("--wait asks Slurm, and this run would start here", hint="leave --wait out")
+    if estimate and plan.slurm is None:
+        raise UsageError("--estimate asks Slurm, but this run would start here", hint="leave --estimate out")
     waits = None
-    if plan.slurm is not None and wait is not False and target.cluster is not None:
-        waits = _waits(plan, loaded.config, target.cluster, must=bool(wait))
+    if plan.slurm is not None and estimate is not False and target.cluster is not None:
+        waits = _waits(plan, loaded.config, target.cluster, must=bool(estimate))
     if as_json:
         config = loaded.config.model_dump(mode="json", by_alias=True)
         shown = None if waits is None else [item.to_dict() for item in waits]
@@ -120,7 +121,7 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
 
     try:
         if cluster.trouble:  # it was asked a moment ago, and took its time not to answer
-            raise SlurmError(cluster.trouble, hint="`trainkit check` without --wait does not need it")
+            raise SlurmError(cluster.trouble, hint="`trainkit check` without --estimate does not need it")
         seen = query_cluster(os.environ)
         waits = estimate_waits(plan, config, cluster, seen.partitions, os.environ)
     except TrainkitError as error:

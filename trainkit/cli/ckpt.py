@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.options import examples, json_option, run_argument
+from trainkit.cli.help import Group, examples
+from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -20,11 +21,12 @@ HEADING = ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
 
 
 @click.group(
+    cls=Group,
     epilog=examples(
         "trainkit ckpt ls last",
         "trainkit ckpt verify last",
         "trainkit ckpt prune last --keep-last 1 --dry-run",
-    )
+    ),
 )
 def command() -> None:
     """List, verify and prune the checkpoints of a run."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from trainkit.cli.options import examples, json_option
+from trainkit.cli.help import Group, examples
+from trainkit.cli.options import json_option
 
 _tokenizer_option = click.option(
     "--tokenizer", default="bytes", metavar="bytes|PATH", help="bytes (default), or a tokenizer.json."
@@ -23,10 +24,11 @@ _text_key_option = click.option(
 
 
 @click.group(
+    cls=Group,
     epilog=examples(
         "trainkit data prepare stdlib --out shards",
         "trainkit data validate stdlib",
-    )
+    ),
 )
 def command() -> None:
     """Prepare and validate training data."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trainkit.cli.help import examples
 from trainkit.cli.options import (
     ConfigRequest,
     WithTrailingCommand,
     config_options,
-    examples,
     json_option,
     launcher_option,
     trailing_command,

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from trainkit.cli.options import examples, json_option
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK
 
 
@@ -36,7 +37,9 @@ class Found:
         return {key: getattr(self, key) for key in (*keys, *more)}
 
 
-@click.command(epilog=examples("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json"))
+@click.command(
+    cls=Command, epilog=examples("trainkit env", "srun --ntasks=4 trainkit env", "trainkit env --json")
+)
 @json_option
 def command(as_json: bool) -> int:
     """Print the rank environment that a process started here would train with, or why this is no rank."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.options import examples, json_option
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @click.command(
-    epilog=examples("trainkit init", "trainkit init --cluster big --dir experiments", "trainkit init --json")
+    cls=Command,
+    epilog=examples("trainkit init", "trainkit init --cluster big --dir experiments", "trainkit init --json"),
 )
 @click.option("--cluster", "name", metavar="NAME", help="Name of the profile; default: that of the cluster.")
 @click.option("--dir", "folder", metavar="DIR", default=".", help="Folder of the run config; default: this.")

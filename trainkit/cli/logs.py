@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.options import examples, run_argument
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import run_argument
 from trainkit.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    epilog=examples("trainkit logs last", "trainkit logs last -f", "trainkit logs last --rank 1 --lines 20")
+    cls=Command,
+    epilog=examples("trainkit logs last", "trainkit logs last -f", "trainkit logs last --rank 1 --lines 20"),
 )
 @run_argument
 @click.option("-f", "--follow", "following", is_flag=True, help="Go on, over attempts, until the run ends.")

@@ -1,7 +1,7 @@
-"""The `trainkit` command: finds the command that was typed, runs it, and words whatever goes wrong.
+"""The `trainkit` program: loads and runs one command, and reports its errors.
 
-Nothing but click is imported here, so that ``trainkit --help`` answers at once: a command's module is
-loaded when that command is run, and the help texts of all commands live in the table below.
+Only click is imported here, so that ``trainkit --help`` is fast: a command's module is loaded when the
+command is run, and the help texts of all commands are in the table below.
 """
 
 from __future__ import annotations
@@ -22,33 +22,45 @@ from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, TrainkitErro
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-COMMANDS = {
-    "init": "Look at this cluster; write its profile and a first run config.",
-    "check": "Every problem of a config, at once.",
-    "plan": "The parallel layouts that fit, with memory, and which to choose.",
-    "submit": "Start a run that goes on without this terminal.",
-    "run": "Run right here, in the foreground.",
-    "status": "What runs are doing, or one run in detail.",
-    "logs": "What a run prints.",
-    "stacks": "Where every rank of a running job is in the code.",
-    "cancel": "End a run.",
-    "requeue": "Same job again: save, stop and come back.",
-    "resume": "Go on from the newest good checkpoint.",
-    "drill": "A fire drill: interrupt a short run in every way, and compare its losses.",
-    "bench": "Run a config in many ways for a few steps each, and compare them.",
-    "ckpt": "List, verify and prune checkpoints.",
-    "data": "Prepare and validate training data.",
-    "shell": "An interactive allocation on the cluster, with the environment ready.",
-    "attach": "A shell on a node of a running job.",
-    "env": "The rank environment that a process started here would train with.",
-    "schema": "JSON schema of the config, for editors.",
-    "completion": "Print the completion script of a shell.",
+SECTIONS = {
+    "Start": {
+        "init": "Inspect this cluster; write its profile and a first run config.",
+        "submit": "Start a run that does not need this terminal.",
+        "run": "Run here, in the foreground.",
+        "shell": "Open an interactive allocation with the environment ready.",
+    },
+    "Watch": {
+        "status": "Show what runs are doing, or one run in detail.",
+        "logs": "Print the output of a run.",
+        "stacks": "Print the Python stacks of every rank of a running job.",
+        "attach": "Open a shell on a node of a running job.",
+    },
+    "Steer": {
+        "cancel": "End a run.",
+        "requeue": "Start the same job again; a running one saves first.",
+        "resume": "Resume a run from its newest good checkpoint, on any number of GPUs.",
+    },
+    "Check": {
+        "check": "List every problem of a config at once.",
+        "plan": "List the parallel layouts that fit, with memory and a recommendation.",
+        "drill": "Fire drill: interrupt short runs and compare their losses.",
+        "bench": "Measure a config on many layouts.",
+        "env": "Print the rank environment that a process started here would get.",
+    },
+    "Tools": {
+        "ckpt": "List, verify and prune checkpoints.",
+        "data": "Prepare and validate training data.",
+        "schema": "Print the JSON schema of the config, for editors.",
+        "completion": "Print the completion script of a shell.",
+    },
 }
-"""Every command with its line in ``trainkit --help``; it lives in ``trainkit.cli.<name>:command``."""
+"""Heading -> its commands, each with its line in ``trainkit --help``."""
+COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
+"""Every command; it lives in ``trainkit.cli.<name>:command``."""
 
 
 class ReaderGone(Exception):
-    """Whoever read our output (`| head`) has what it wanted."""
+    """The reader of our output (`| head`) has closed the pipe."""
 
 
 class CommandTable(click.Group):
@@ -79,8 +91,10 @@ class CommandTable(click.Group):
             raise ReaderGone from None  # click would end with 1
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        width = max(map(len, COMMANDS))
+        for heading, commands in SECTIONS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), text) for name, text in commands.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
@@ -91,10 +105,14 @@ class CommandTable(click.Group):
         return found + click.Command.shell_complete(self, ctx, incomplete)
 
 
+SIMILAR = 0.75
+"""`sumbit` is like `submit` (0.83); `watch` is not like `attach` (0.73)."""
+
+
 def _command_hint(name: str) -> str:
     from difflib import get_close_matches
 
-    close = get_close_matches(name, COMMANDS, n=1)
+    close = get_close_matches(name, COMMANDS, n=1, cutoff=SIMILAR)
     return f"did you mean `trainkit {close[0]}`?" if close else "`trainkit --help` lists the commands"
 
 
@@ -105,11 +123,18 @@ def _command_hint(name: str) -> str:
     "  trainkit submit --nodes 2 --follow\n"
     "  trainkit status\n"
     "  trainkit logs last -f\n"
-    "  trainkit resume last",
+    "  trainkit resume last\n"
+    "\n"
+    "\b\nExit codes:\n"
+    "  0    success\n"
+    "  1    the command or the followed run failed\n"
+    "  2    wrong usage, or an invalid config\n"
+    "  3    Slurm cannot be reached; try again\n"
+    "  130  interrupted with Ctrl-C",
 )
 @click.version_option(__version__, prog_name="trainkit", message="%(prog)s %(version)s")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.option("--no-color", is_flag=True, help="No colour, as with NO_COLOR in the environment.")
+@click.option("--debug", is_flag=True, help="Show the traceback of errors.")
+@click.option("--no-color", is_flag=True, help="Disable colour, like NO_COLOR in the environment.")
 @click.pass_context
 def cli(ctx: click.Context, debug: bool, no_color: bool) -> None:
     """Train PyTorch models with one YAML config, from a laptop to a cluster."""
@@ -120,20 +145,20 @@ def cli(ctx: click.Context, debug: bool, no_color: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit code: 0 ok, 1 failed, 2 usage or config, 3 try again, 130 Ctrl-C."""
+    """Run one command and return its exit code, one of those in the help."""
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in itertools.takewhile(lambda arg: arg.startswith("-"), args)
     as_json = "--json" in itertools.takewhile(lambda arg: arg != "--", args)
     try:
         result = cli.main(args=args, prog_name="trainkit", standalone_mode=False)
-        if sys.stdout is not None:  # closed by who started this
+        if sys.stdout is not None:  # None when the parent closed it
             sys.stdout.flush()
         return result if isinstance(result, int) else EXIT_OK
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ReaderGone, BrokenPipeError):
-        # What is still buffered must not fail again at exit.
+        # The buffered rest must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except click.exceptions.NoArgsIsHelpError as error:
@@ -149,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary = str(error).strip().partition("\n")[0]
         unexpected = TrainkitError(
             f"{type(error).__name__}: {summary}" if summary else type(error).__name__,
-            hint="this was not expected: `trainkit --debug …` shows where it happened",
+            hint="an unexpected error: `trainkit --debug …` shows its traceback",
         )
         return _report(unexpected, as_json)
 
@@ -164,12 +189,12 @@ def _report(error: TrainkitError, as_json: bool) -> int:
 
 
 def _from_click(error: click.ClickException) -> TrainkitError:
-    """Click's error in our words; most of them are about how the command was typed and exit with 2."""
+    """A click error as ours; most are usage errors and exit with 2."""
     message = error.format_message().rstrip(".")
     hint = ""
     if isinstance(error, click.NoSuchOption) and error.possibilities:
         message = f"there is no option {error.option_name}"
         hint = f"did you mean {' or '.join(sorted(error.possibilities))}?"
     elif isinstance(error, click.UsageError) and error.ctx is not None:
-        hint = f"`{error.ctx.command_path} --help` shows how it is used"
+        hint = f"see `{error.ctx.command_path} --help`"
     return TrainkitError(message[:1].lower() + message[1:], hint, error.exit_code or EXIT_FAILED)

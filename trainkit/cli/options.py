@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from trainkit.cli.completion import complete_config, complete_profile, complete_run, complete_setting
+from trainkit.cli.help import Command
 from trainkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,12 +21,7 @@ if TYPE_CHECKING:
     from trainkit.submit.sweep import ArraySpec
 
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def examples(*lines: str) -> str:
-    """The epilog of a command's help: examples that run as they are."""
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class ConfigRequest:
     """Dotted key -> (the flag as it was typed, its value)."""
 
     def load(self) -> LoadedConfig:
-        """Read the config with everything that is layered over it; ConfigError lists all problems."""
+        """Load the config with all layers over it; ConfigError lists all problems."""
         from trainkit.cluster.target import cluster_defaults
         from trainkit.config import load_config
 
@@ -53,36 +50,43 @@ class ConfigRequest:
 
 
 def named_folder(text: str) -> Path:
-    """The folder of --run-dir; UsageError when it is empty, as an unset variable of the shell is."""
+    """The folder of --run-dir; UsageError when it is empty, as from an unset shell variable."""
     if not text.strip():
         raise UsageError("--run-dir is empty", hint="name a folder, or leave --run-dir out for runs/NAME")
     return Path(text)
 
 
-def json_option(function: Command) -> Command:
+def json_option(function: Function) -> Function:
     """``--json``, given as `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON value.")(function)
 
 
-def shape_options(function: Command) -> Command:
+def shape_options(function: Function) -> Function:
     """``--nodes`` and ``--gpus-per-node``, given as `nodes` and `gpus_per_node`."""
     function = click.option(
         "--gpus-per-node",
         type=click.IntRange(min=1),
         metavar="N",
-        help="GPUs a node; worker processes a node on a machine without GPUs.",
+        help="GPUs per node; worker processes per node on a machine without GPUs.",
     )(function)
     return click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Number of nodes.")(function)
 
 
-def set_option(function: Command) -> Command:
+def set_option(function: Function) -> Function:
     """``--set KEY=VALUE``, repeatable, given as `overrides`."""
     return click.option(
-        "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set one config value; repeatable."
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        shell_complete=complete_setting,
+        help="Set one config value; repeatable.",
     )(function)
 
 
-config_argument = click.argument("config", type=click.Path(), metavar="[CONFIG]", required=False)
+config_argument = click.argument(
+    "config", type=click.Path(), metavar="[CONFIG]", required=False, shell_complete=complete_config
+)
 """A file, or the name of a shipped config."""
 CONFIG_HELP = (
     "CONFIG is a file or a shipped config such as quickstart or models/8b. Default: ./config.yaml, else the "
@@ -90,18 +94,18 @@ CONFIG_HELP = (
 )
 
 
-def config_options(function: Command) -> Command:
+def config_options(function: Function) -> Function:
     """CONFIG and everything that changes values in it, given together as `request: ConfigRequest`."""
     return _request_options(function, lambda command: shape_options(slurm_options(command)))
 
 
-def config_options_unless(option: str) -> Callable[[Command], Command]:
-    """As `config_options`, for a command that has nothing to do with a config when `option` is given.
+def config_options_unless(option: str) -> Callable[[Function], Function]:
+    """As `config_options`, for a command that needs no config when `option` is given.
 
-    `request` is then the one that was typed, or None where CONFIG was left out.
+    `request` is then None unless CONFIG was typed.
     """
 
-    def decorate(function: Command) -> Command:
+    def decorate(function: Function) -> Function:
         return _request_options(
             function, lambda command: shape_options(slurm_options(command)), unless=option
         )
@@ -109,16 +113,22 @@ def config_options_unless(option: str) -> Callable[[Command], Command]:
     return decorate
 
 
-def one_node_config_options(function: Command) -> Command:
-    """As `config_options`, for a command that runs one node: ``--procs`` takes the place of the shape."""
-    procs = click.option(
-        "--procs",
-        "gpus_per_node",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Worker processes: one a GPU, or CPU workers.",
-    )
-    return _request_options(function, procs, chooses_backend=False)
+def one_node_config_options(function: Function) -> Function:
+    """As `config_options`, for a command that runs on one node."""
+
+    def shape(command: Any) -> Any:
+        # --procs is the former name, kept for scripts.
+        for name, hidden in (("--procs", True), ("--gpus-per-node", False)):
+            command = click.option(
+                name,
+                type=click.IntRange(min=1),
+                metavar="N",
+                hidden=hidden,
+                help="GPUs to use; number of worker processes on a machine without GPUs.",
+            )(command)
+        return command
+
+    return _request_options(function, shape, chooses_backend=False)
 
 
 def _choose_config() -> str:
@@ -132,11 +142,11 @@ def _choose_config() -> str:
 
 
 def _request_options(
-    function: Command,
+    function: Function,
     shape: Callable[[Any], Any],
     chooses_backend: bool = True,
     unless: str | None = None,
-) -> Command:
+) -> Function:
     @functools.wraps(function)
     def wrapper(
         config: str | None,
@@ -146,9 +156,10 @@ def _request_options(
         backend: str | None = None,
         nodes: int | None = None,
         gpus_per_node: int | None = None,
+        procs: int | None = None,
         **others: Any,
     ) -> Any:
-        flags = shape_flags(nodes, gpus_per_node) | slurm_flags(others)
+        flags = shape_flags(nodes, gpus_per_node or procs) | slurm_flags(others)
         if name is not None:
             flags["name"] = (f"--name {name}", name)
         if backend is not None:
@@ -163,14 +174,19 @@ def _request_options(
     backend = click.option(
         "--backend",
         type=click.Choice(["auto", "sbatch", "submitit", "local"]),
-        help="What starts the run; auto is Slurm where there is one, else this machine.",
+        help="Where the run starts; auto: Slurm where there is one, else this machine.",
     )
     for decorate in (
         *([backend] if chooses_backend else []),
         click.option("--name", metavar="NAME", help="Name of the run."),
         shape,
         set_option,
-        click.option("--profile", metavar="NAME", help="Profile laid over the config."),
+        click.option(
+            "--profile",
+            metavar="NAME",
+            shell_complete=complete_profile,
+            help="Profile applied over the config.",
+        ),
         config_argument,
     ):
         decorated = decorate(decorated)
@@ -178,23 +194,23 @@ def _request_options(
 
 
 SLURM_FLAGS = {
-    "time": ("resources.time", "T", "Time limit of the job, as Slurm writes it."),
+    "time": ("resources.time", "T", "Time limit of the job, in Slurm's format."),
     "partition": ("resources.partition", "P", "Slurm partition."),
     "account": ("resources.account", "A", "Slurm account."),
     "qos": ("resources.qos", "Q", "Slurm quality of service."),
-    "constraint": ("resources.constraint", "C", "Node features that Slurm must match."),
-    "cluster": ("launch.cluster", "NAME", "Cluster profile; default: that of the cluster here."),
+    "constraint": ("resources.constraint", "C", "Required node features, in Slurm's syntax."),
+    "cluster": ("launch.cluster", "NAME", "Cluster profile; default: that of this cluster."),
 }
-"""Option -> the config key that it stands for, its metavar and its help."""
+"""Option -> its config key, metavar and help."""
 
 
-def slurm_options(function: Command) -> Command:
-    """What Slurm is asked for; `slurm_flags` takes the values out of the command's arguments."""
+def slurm_options(function: Function) -> Function:
+    """The options of the Slurm job; `slurm_flags` takes their values out of the command's arguments."""
     function = click.option(
-        "--no-snapshot", is_flag=True, help="Train from the files as they are, not from a copy."
+        "--no-snapshot", is_flag=True, help="Run the code in place instead of from a copy."
     )(function)
     function = click.option(
-        "--per", type=click.Choice(["gpu", "node"]), help="A Slurm task for every GPU, or one for a node."
+        "--per", type=click.Choice(["gpu", "node"]), help="One Slurm task per GPU, or one per node."
     )(function)
     for name, (_, metavar, help_text) in reversed(SLURM_FLAGS.items()):
         function = click.option(f"--{name}", metavar=metavar, help=help_text)(function)
@@ -202,7 +218,7 @@ def slurm_options(function: Command) -> Command:
 
 
 def slurm_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
-    """The config values that the options of `slurm_options` stand for, taken out of `arguments`."""
+    """The config values of the options of `slurm_options`, taken out of `arguments`."""
     flags: dict[str, tuple[str, object]] = {}
     for name, (key, _, _) in (*SLURM_FLAGS.items(), ("per", ("launch.per", "", ""))):
         value = arguments.pop(name, None)
@@ -213,23 +229,23 @@ def slurm_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
     return flags
 
 
-def launcher_option(function: Command) -> Command:
+def launcher_option(function: Function) -> Function:
     """``--launcher``, given as `launcher`."""
     return click.option(
         "--launcher",
         type=click.Choice(["python", "torchrun", "accelerate", "deepspeed"]),
         default="python",
-        help="What starts the ranks of COMMAND: itself once a rank, or a launcher once a node.",
+        help="How COMMAND starts: once per rank (python), or through a launcher once per node.",
     )(function)
 
 
-def run_argument(function: Command) -> Command:
+def run_argument(function: Function) -> Function:
     """RUN, given as `run_name`: a job id, a run name, a run folder or `last`."""
-    return click.argument("run_name", metavar="RUN")(function)
+    return click.argument("run_name", metavar="RUN", shell_complete=complete_run)(function)
 
 
 def shape_flags(nodes: int | None, gpus_per_node: int | None) -> dict[str, tuple[str, object]]:
-    """The config values that ``--nodes`` and ``--gpus-per-node`` stand for, with the flag as it was typed."""
+    """The config values of ``--nodes`` and ``--gpus-per-node``, each with the flag as typed."""
     flags: dict[str, tuple[str, object]] = {}
     if nodes is not None:
         flags["resources.nodes"] = (f"--nodes {nodes}", nodes)
@@ -241,8 +257,8 @@ def shape_flags(nodes: int | None, gpus_per_node: int | None) -> dict[str, tuple
 _KEY = "trainkit.trailing_command"
 
 
-class WithTrailingCommand(click.Command):
-    """A command whose arguments end at ``--``; what follows is given by `trailing_command`."""
+class WithTrailingCommand(Command):
+    """A command whose own arguments end at ``--``; `trailing_command` returns what follows."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -260,14 +276,14 @@ class WithTrailingCommand(click.Command):
 
 
 def trailing_command() -> tuple[str, ...] | None:
-    """The argv that was typed after ``--``; None when there was no ``--``."""
+    """The arguments after ``--``; None without ``--``."""
     found: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
     return found
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """Which points were asked for."""
+    """The points of a sweep or array."""
 
     sweeps: tuple[str, ...]
     array: str | None
@@ -278,8 +294,8 @@ class GroupRequest:
     def points(self, seed: int | None) -> tuple[ArraySpec, dict[int, dict[str, Any]]]:
         """The array, and the values of every point by index.
 
-        `seed` is that of the config, which the points of an array without values count on from; None leaves
-        it. Raises UsageError.
+        The points of an array without values get consecutive seeds from `seed` on; None leaves the seed
+        unchanged. Raises UsageError.
         """
         from trainkit.plan.sweep import combinations, parse_axes
         from trainkit.submit.sweep import ArraySpec, parse_array
@@ -289,22 +305,22 @@ class GroupRequest:
             assert spec is not None
             if not spec.indices:
                 raise UsageError(
-                    f"--array {self.array} says how many tasks run at once, but not which there are",
+                    f"--array {self.array} limits how many tasks run at once, but names no tasks",
                     hint="for example --array 0-9%4",
                 )
             values = {index: {} if seed is None else {"seed": seed + index} for index in spec.indices}
             return spec, values
         if spec is not None and spec.indices:
             raise UsageError(
-                f"--array {self.array}: a sweep counts its points itself",
-                hint="with --sweep only a limit is taken, as in --array %4",
+                f"--array {self.array}: --sweep numbers its points itself",
+                hint="with --sweep, --array only sets a limit, as in --array %4",
             )
         found = combinations(parse_axes(self.sweeps))
         limit = None if spec is None else spec.limit
         return ArraySpec(tuple(range(len(found))), limit), dict(enumerate(found))
 
     def loader(self, request: ConfigRequest) -> Callable[[dict[str, Any]], LoadedConfig]:
-        """What gives the config of a point with these values; ConfigError lists its problems."""
+        """A function from the values of a point to its config; ConfigError lists its problems."""
         from trainkit.plan.sweep import shown_value
 
         def swept(values: dict[str, Any]) -> LoadedConfig:
@@ -318,7 +334,7 @@ class GroupRequest:
 
 
 def _with_seed(loaded: LoadedConfig, seed: int | None) -> LoadedConfig:
-    """The config with another seed, which nobody typed: --set seed=… is what it counts on from."""
+    """The config with another seed; its origin is --array."""
     if seed is None:
         return loaded
     from trainkit.config.changes import with_values
@@ -326,7 +342,7 @@ def _with_seed(loaded: LoadedConfig, seed: int | None) -> LoadedConfig:
     return with_values(loaded, {"seed": seed}, "--array")
 
 
-def group_options(function: Command) -> Command:
+def group_options(function: Function) -> Function:
     """``--sweep`` and ``--array``, given together as `group: GroupRequest`."""
 
     @functools.wraps(function)
@@ -338,17 +354,21 @@ def group_options(function: Command) -> Command:
         "sweeps",
         multiple=True,
         metavar="KEY=V,V,…",
-        help="A run for each of these values, and for each combination with other --sweep; one Slurm array.",
+        help="One run per value, and per combination of several --sweep, as one Slurm array.",
     )(wrapper)
     return click.option(  # type: ignore[no-any-return]
         "--array",
         metavar="SPEC",
-        help="A run for each index, as in 0-9 or 1,3,5, with seeds that count on; %4 is the most at once.",
+        help="One run per index, as in 0-9 or 1,3,5, with consecutive seeds; %4 runs at most 4 at once.",
     )(decorated)
 
 
-def after_option(function: Command) -> Command:
+def after_option(function: Function) -> Function:
     """``--after RUN``, repeatable, given as `after`."""
     return click.option(
-        "--after", multiple=True, metavar="RUN", help="Start when RUN has finished well; repeatable."
+        "--after",
+        multiple=True,
+        metavar="RUN",
+        shell_complete=complete_run,
+        help="Start once RUN has finished successfully; repeatable.",
     )(function)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.options import ConfigRequest, config_options, examples, json_option
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import ConfigRequest, config_options, json_option
 from trainkit.errors import EXIT_FAILED, EXIT_OK, ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -19,15 +20,16 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    cls=Command,
     epilog=examples(
         "trainkit plan models/8b --gpus 8 --gpu-type h100",
         "trainkit plan models/70b --nodes 8 --gpus-per-node 8 --gpu-type h100 --limit 3",
         "trainkit plan models/7b --gpus 4 --gpu-type a100-40gb --set data.seq_len=2048 --all",
         "trainkit plan quickstart --gpus 2 --gpu-type rtx4090 --profile balanced --json",
-    )
+    ),
 )
 @config_options
-@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Number of GPUs, in full nodes.")
+@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Total number of GPUs, in full nodes.")
 @click.option("--gpu-type", metavar="TYPE", help="Type of the GPUs; default: that of the run.")
 @click.option("--all", "show_all", is_flag=True, help="List the layouts that do not fit too.")
 @click.option(

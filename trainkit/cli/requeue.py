@@ -7,11 +7,12 @@ import signal
 
 import click
 
-from trainkit.cli.options import examples, json_option, run_argument
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_OK, UsageError
 
 
-@click.command(epilog=examples("trainkit requeue last", "trainkit requeue last --json"))
+@click.command(cls=Command, epilog=examples("trainkit requeue last", "trainkit requeue last --json"))
 @run_argument
 @json_option
 def command(run_name: str, as_json: bool) -> int:

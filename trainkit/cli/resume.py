@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trainkit.cli.help import Command, examples
 from trainkit.cli.options import (
-    examples,
     json_option,
     run_argument,
     set_option,
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    cls=Command,
     epilog=examples(
         "trainkit resume last --follow",
         "trainkit resume last --nodes 1 --gpus-per-node 4",
         "trainkit resume last --set train.steps=400 --as runs/longer",
-    )
+    ),
 )
 @run_argument
 @shape_options

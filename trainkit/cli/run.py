@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.options import ConfigRequest, examples, one_node_config_options
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import ConfigRequest, one_node_config_options
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 
 if TYPE_CHECKING:
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    cls=Command,
     epilog=examples(
         "trainkit run",
-        "trainkit run quickstart --procs 2 --set train.steps=20",
+        "trainkit run quickstart --gpus-per-node 2 --set train.steps=20",
         "srun --nodes=2 --ntasks-per-node=4 trainkit run quickstart",
-    )
+    ),
 )
 @one_node_config_options
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")

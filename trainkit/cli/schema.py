@@ -6,14 +6,15 @@ import json
 
 import click
 
-from trainkit.cli.options import examples
+from trainkit.cli.help import Command, examples
 
 
 @click.command(
+    cls=Command,
     epilog=examples(
         "trainkit schema > trainkit.schema.json",
         "trainkit schema | head -n 20",
-    )
+    ),
 )
 def command() -> None:
     """Print the JSON schema of the config, for editors that complete and check YAML.

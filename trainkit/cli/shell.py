@@ -10,10 +10,10 @@ from pathlib import Path
 
 import click
 
+from trainkit.cli.help import Command, examples
 from trainkit.cli.options import (
     ConfigRequest,
     config_argument,
-    examples,
     set_option,
     shape_flags,
     shape_options,
@@ -24,10 +24,11 @@ from trainkit.errors import UsageError
 
 
 @click.command(
+    cls=Command,
     epilog=examples(
         "trainkit shell --nodes 2 --gpus-per-node 4",
         "trainkit shell quickstart --partition debug --time 00:30:00",
-    )
+    ),
 )
 @config_argument
 @click.option("--profile", metavar="NAME", help="Profile laid over the config.")

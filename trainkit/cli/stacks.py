@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainkit.cli.options import examples, json_option, run_argument
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import json_option, run_argument
 from trainkit.errors import EXIT_OK, TrainkitError, UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ WAIT_S = 20.0
 
 
 @click.command(
-    epilog=examples("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json")
+    cls=Command,
+    epilog=examples("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json"),
 )
 @run_argument
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="All threads of this rank.")

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainkit.cli.options import examples, json_option
+from trainkit.cli.completion import complete_run
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
     from trainkit.rungroup import RunGroup
 
 
-@click.command(epilog=examples("trainkit status", "trainkit status --all", "trainkit status last --json"))
-@click.argument("run_name", metavar="[RUN]", required=False)
+@click.command(
+    cls=Command, epilog=examples("trainkit status", "trainkit status --all", "trainkit status last --json")
+)
+@click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
 @click.option("--all", "show_all", is_flag=True, help="Show every run instead of the newest ones.")
 @json_option
 def command(run_name: str | None, show_all: bool, as_json: bool) -> int:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trainkit.cli.help import examples
 from trainkit.cli.options import (
     ConfigRequest,
     GroupRequest,
     WithTrailingCommand,
     after_option,
     config_options,
-    examples,
     group_options,
     json_option,
     launcher_option,

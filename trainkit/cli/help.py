@@ -1,0 +1,48 @@
+"""The help page of a command: its options under headings, and examples at the end."""
+
+from __future__ import annotations
+
+import click
+
+SECTIONS = {
+    "What": (
+        *("--set", "--profile", "--name", "--sweep", "--array", "--step", "--steps", "--seed", "--only"),
+        *("--layout", "--collect", "--rank", "--node", "--attempt", "--all", "--list", "--keep-last"),
+        *("--tokenizer", "--text-key", "--val-fraction", "--simulate-world"),
+    ),
+    "Where": (
+        *("--nodes", "--gpus-per-node", "--gpus", "--gpu-type", "--backend", "--per", "--cluster"),
+        *("--partition", "--account", "--qos", "--constraint", "--time", "--run-dir", "--dir", "--as"),
+    ),
+    "How": (
+        *("--launcher", "--no-snapshot", "--new-code", "--after", "--workers", "--warmup", "--at-once"),
+        *("--now", "--wait", "--estimate", "--test-only", "--dry-run"),
+    ),
+    "Output": ("--follow", "--lines", "--limit", "--show-origin", "--out", "--json", "--help"),
+}
+"""Heading -> the options below it, in the order in which they are listed."""
+
+
+def examples(*lines: str) -> str:
+    """The epilog of a command's help: examples that run as they are."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+class Command(click.Command):
+    """A command whose help lists options under headings: what, where, how, output."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [item for item in self.get_params(ctx) if isinstance(item, click.Option)]
+        by_name = {name: item for item in options for name in item.opts}
+        for heading, names in SECTIONS.items():
+            records = [by_name[name].get_help_record(ctx) for name in names if name in by_name]
+            shown = [record for record in records if record is not None]
+            if shown:
+                with formatter.section(heading):
+                    formatter.write_dl(shown)
+
+
+class Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
