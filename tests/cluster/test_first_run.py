@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cluster.first_run import first_partition, first_run_text
+from trainkit.cluster.init_files import first_partition, first_run_text
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Target
 from trainkit.config import load_config
@@ -32,20 +32,20 @@ def planned(cluster: Cluster, tmp_path: Path) -> LaunchPlan:
 def test_text() -> None:
     accounts = (Account("physics", is_default=True), Account("chem"))
     assert first_run_text(replace(WEST, accounts=accounts)) == (
-        "# A first run on the cluster west: a small model learns to write Python, without a download.\n"
+        "# A first run on the cluster west: trains a small model on Python code, without downloads.\n"
         "#\n"
         "#   trainkit check first-run.yaml\n"
         "#   trainkit submit first-run.yaml --follow\n"
         "#\n"
         "# `trainkit check … --show-origin` lists every key with its value.\n"
-        "extends: quickstart.yaml        # ships with trainkit; what stands here goes before it\n"
+        "extends: quickstart.yaml        # ships with trainkit; the keys below override it\n"
         "name: first-run\n"
         "\n"
         "resources:\n"
         "  nodes: 1\n"
-        "  gpus_per_node: auto           # all GPUs of a node: 8\n"
+        "  gpus_per_node: auto           # all 8 GPUs of a node\n"
         "  partition: gpu                # also: cpu\n"
-        "  time: '00:30:00'              # at most 1-00:00:00 there\n"
+        "  time: '00:30:00'              # at most 1-00:00:00 in this partition\n"
         "  # account: physics            # the default; also: chem\n"
     )
 

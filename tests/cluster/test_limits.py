@@ -1,12 +1,16 @@
-"""What a job asks for against what a cluster has and allows: every sentence that can come of it."""
+"""Requests checked against a cluster: every message, and that every suggestion is accepted."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from trainkit.cluster.limits import partition_troubles, troubles
+from trainkit.cluster.limits import limit_problems, partition_problems
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.resource_request import ResourceRequest, features_of
 
@@ -30,9 +34,9 @@ ONE = ResourceRequest(nodes=1, workers_per_node=4, gpus_per_node=4, cpus_per_nod
 
 
 def found(
-    cluster: Cluster = WEST, asked: ResourceRequest = ONE, **changes: object
+    cluster: Cluster = WEST, request: ResourceRequest = ONE, **changes: object
 ) -> list[tuple[str, str, str]]:
-    return list(troubles(replace(asked, **changes), cluster))  # type: ignore[arg-type]
+    return list(limit_problems(replace(request, **changes), cluster))  # type: ignore[arg-type]
 
 
 def test_what_fits() -> None:
@@ -43,13 +47,13 @@ def test_what_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "trouble"),
+    ("changes", "problem"),
     [
         (
             {"partition": "gqu"},
             (
-                *("resources.partition", "is gqu, and west has no such partition"),
-                "did you mean gpu? there is gpu, cpu and debug",
+                *("resources.partition", "is gqu, but west has no such partition"),
+                "did you mean gpu? west has gpu, cpu and debug",
             ),
         ),
         (
@@ -62,7 +66,7 @@ def test_what_fits() -> None:
         (
             {"time": "0"},
             (
-                *("resources.time", "asks for no limit, but partition gpu allows at most 2-00:00:00"),
+                *("resources.time", "sets no limit, but partition gpu allows at most 2-00:00:00"),
                 "--time 2-00:00:00 fits",
             ),
         ),
@@ -70,69 +74,78 @@ def test_what_fits() -> None:
             {"partition": "debug"},
             (
                 *("resources.time", "is 01:00:00, but partition debug allows at most 00:30:00"),
-                "--time 00:30:00 fits; partition gpu can take it as it is",
+                "--time 00:30:00 fits; --partition gpu fits without other changes",
             ),
         ),
         (
             {"partition": "debug", "time": "10", "nodes": 3},
             (
-                *("resources.nodes", "is 3, but a job in partition debug has at most 2"),
-                "partition gpu can take it as it is",
+                *("resources.nodes", "is 3, but a job in partition debug can have at most 2 nodes"),
+                "--nodes 2 fits; --partition gpu fits without other changes",
             ),
         ),
         (
-            {"nodes": 5, "gpus_per_node": 8, "cpus_per_node": 64},
-            ("resources.nodes", "is 5, but partition gpu has 4 nodes with 8 GPUs and 64 CPUs", ""),
+            {"nodes": 5, "workers_per_node": 8, "gpus_per_node": 8, "cpus_per_node": 64},
+            (
+                *("resources.nodes", "is 5, but partition gpu has 4 nodes with 8 GPUs and 64 CPUs"),
+                "--nodes 10 --gpus-per-node 4 fits, with the same 40 GPUs",
+            ),
         ),
         (
             {"gpus_per_node": 16, "workers_per_node": 16},
             (
                 *("resources.gpus_per_node", "is 16, but the nodes of partition gpu have at most 8 GPUs"),
-                "--nodes 2 --gpus-per-node 8 has as many",
+                "--nodes 2 --gpus-per-node 8 fits, with the same 16 GPUs",
             ),
         ),
         (
             {"gpus_per_node": 12, "workers_per_node": 12},
-            ("resources.gpus_per_node", "is 12, but the nodes of partition gpu have at most 8 GPUs", ""),
+            (
+                *("resources.gpus_per_node", "is 12, but the nodes of partition gpu have at most 8 GPUs"),
+                "--nodes 3 --gpus-per-node 4 fits, with the same 12 GPUs",
+            ),
         ),
         (
             {"partition": "cpu"},
             (
-                *("resources.gpus_per_node", "is 4, but the nodes of partition cpu have no GPU"),
-                "partition gpu can take it as it is",
+                *("resources.gpus_per_node", "is 4, but the nodes of partition cpu have no GPUs"),
+                "--partition gpu fits without other changes",
             ),
         ),
         (
             {"cpus_per_node": 80},
             (
                 "resources.cpus_per_gpu",
-                "is 20: 4 x 20 = 80 CPUs a node, but the nodes of partition gpu have 64",
-                "",
+                "is 20: 4 x 20 = 80 CPUs per node, but the nodes of partition gpu have 64",
+                "--set resources.cpus_per_gpu=16 fits",
             ),
         ),
         (
             {"gpus_per_node": None, "workers_per_node": 80, "cpus_per_node": 80},
             (
                 "resources.gpus_per_node",
-                "is 80, but the nodes of partition gpu have 64 CPUs, and every process needs one",
-                "partition cpu can take it as it is",
+                "is 80, but the nodes of partition gpu have 64 CPUs and every process needs one",
+                "--gpus-per-node 64 fits; --partition cpu fits without other changes",
             ),
         ),
         (
             {"mem": "501G"},
-            ("resources.mem", "is 501G, but the nodes of partition gpu have 500G", ""),
+            (
+                *("resources.mem", "is 501G, but the nodes of partition gpu have 500G"),
+                "--set resources.mem=500G fits",
+            ),
         ),
         (
             {"gpu_type": "h10"},
             (
-                *("resources.gpu_type", "is h10, and no node of partition gpu has such a GPU"),
+                *("resources.gpu_type", "is h10, but no node of partition gpu has such a GPU"),
                 "did you mean h100? they have h100 and a100",
             ),
         ),
         (
             {"constraint": "ibb"},
             (
-                *("resources.constraint", "names ibb, and no node of partition gpu has that feature"),
+                *("resources.constraint", "names ibb, but no node of partition gpu has that feature"),
                 "did you mean ib? they have ib, h100 and a100",
             ),
         ),
@@ -141,30 +154,30 @@ def test_what_fits() -> None:
             (
                 "resources.nodes",
                 "is 5, but partition gpu has 4 nodes with 4 GPUs of type h100 and 32 CPUs",
-                "",
+                "--nodes 4 fits",
             ),
         ),
         (
             {"constraint": "ib&a100", "nodes": 9},
             (
                 "resources.nodes",
-                "is 9, but partition gpu has 8 nodes with 4 GPUs and 32 CPUs and ib and a100",
-                "",
+                "is 9, but partition gpu has 8 nodes with 4 GPUs, 32 CPUs, feature ib and feature a100",
+                "--nodes 8 fits",
             ),
         ),
         (
             {"account": "phisics"},
             (
-                *("resources.account", "is phisics, and you have no such account on west"),
-                "did you mean physics? you have physics and teaching",
+                *("resources.account", "is phisics, but you have no such account on west"),
+                "did you mean physics? your accounts: physics and teaching",
             ),
         ),
         (
             {"qos": "lang"},
             (
                 "resources.qos",
-                "is lang, and west has no such QOS",
-                "did you mean long? there is normal, long and brief",
+                "is lang, but west has no such QOS",
+                "did you mean long? west has normal, long and brief",
             ),
         ),
         (
@@ -177,12 +190,12 @@ def test_what_fits() -> None:
         ),
     ],
 )
-def test_one_thing_that_is_wrong(changes: dict[str, object], trouble: tuple[str, str, str]) -> None:
+def test_one_problem(changes: dict[str, object], problem: tuple[str, str, str]) -> None:
     cluster = replace(WEST, accounts=None) if changes.get("account") == "other" else WEST
-    assert found(cluster, **changes) == [trouble]
+    assert found(cluster, **changes) == [problem]
 
 
-def test_everything_at_once() -> None:
+def test_all_problems_at_once() -> None:
     keys = [key for key, _, _ in found(nodes=11, time="3-0", gpus_per_node=9, workers_per_node=9, mem="1T")]
     assert keys == ["resources.time", "resources.nodes", "resources.gpus_per_node", "resources.mem"]
 
@@ -190,32 +203,32 @@ def test_everything_at_once() -> None:
 def test_no_default_partition() -> None:
     cluster = replace(WEST, partitions=(replace(GPU, is_default=False), CPU))
     assert found(cluster) == [
-        ("resources.partition", "is not set, and west has no default partition", "there is gpu and cpu")
+        ("resources.partition", "is not set, and west has no default partition", "west has gpu and cpu")
     ]
 
 
-def test_hidden_partitions_can_be_named_and_are_not_told() -> None:
+def test_hidden_partitions_are_not_listed() -> None:
     cluster = replace(WEST, partitions=(GPU, replace(CPU, is_hidden=True)))
     assert found(cluster, partition="cpu", gpus_per_node=None) == []
-    assert found(cluster, partition="other")[0][2] == "there is gpu"
+    assert found(cluster, partition="other")[0][2] == "west has gpu"
 
 
-def test_of_several_partitions_one_has_to_fit() -> None:
+def test_one_of_several_partitions_has_to_fit() -> None:
     assert found(partition="debug,gpu") == []
     assert [key for key, _, _ in found(partition="debug,cpu")] == ["resources.time"]
     assert [message for _, message, _ in found(partition="gpu,nope")] == [
-        "is nope, and west has no such partition"
+        "is nope, but west has no such partition"
     ]
 
 
-def test_a_qos_can_lift_limits_of_the_partition() -> None:
+def test_a_qos_can_override_limits_of_the_partition() -> None:
     assert found(qos="long", time="30-0") == []
     lifted = replace(WEST, qos=(Qos("long", overrides=("nodes",)),))
     assert found(lifted, qos="long", nodes=11) == []
     assert [key for key, _, _ in found(lifted, qos="long", nodes=13)] == ["resources.nodes"]
 
 
-def test_what_a_qos_lifts_is_not_guessed() -> None:
+def test_unknown_overrides_of_a_qos() -> None:
     unknown = replace(WEST, qos=(Qos("brief", 600, overrides=None),), accounts=None)
     assert found(unknown, qos="brief", partition="debug", time="10", nodes=2) == []
     assert found(replace(WEST, qos=None, accounts=None), qos="any", time="30-0") == []
@@ -224,7 +237,7 @@ def test_what_a_qos_lifts_is_not_guessed() -> None:
     ]
 
 
-def test_who_may_use_a_partition() -> None:
+def test_accounts_that_may_use_a_partition() -> None:
     cluster = replace(WEST, partitions=(replace(GPU, allowed_accounts=("chem",)), CPU))
     assert found(cluster) == [
         ("resources.partition", "is gpu, which account physics may not use", "accounts that may: chem")
@@ -258,7 +271,7 @@ def test_which_qos_a_partition_takes() -> None:
         WEST, partitions=(replace(GPU, allowed_qos=("long",)), replace(CPU, denied_qos=("long",)))
     )
     assert found(cluster, qos="normal") == [
-        ("resources.qos", "is normal, which partition gpu does not take", "it takes long")
+        ("resources.qos", "is normal, which partition gpu does not accept", "it accepts long")
     ]
     assert [key for key, _, _ in found(cluster, qos="long", partition="cpu", gpus_per_node=None)] == [
         "resources.qos"
@@ -269,12 +282,12 @@ def test_accounting_knows_no_capitals() -> None:
     assert found(account="Physics", qos="LONG", time="30-0") == []
 
 
-def test_where_it_is_known_from_is_said() -> None:
+def test_the_source_of_a_limit() -> None:
     cluster = replace(WEST, out_of_date_hint="west.yaml says so")
     assert found(cluster, time="3-0")[0][2] == "--time 2-00:00:00 fits; west.yaml says so"
 
 
-def test_nothing_known_nothing_wrong() -> None:
+def test_nothing_is_refused_where_nothing_is_known() -> None:
     assert found(Cluster("unknown"), partition="any", nodes=10**6, time="0", qos="any", account="any") == []
     bare = Cluster("bare", (Partition("gpu", is_default=True),))
     assert found(bare, nodes=10**6, mem="900T", constraint="any", gpu_type="any") == []
@@ -282,7 +295,7 @@ def test_nothing_known_nothing_wrong() -> None:
 
 def test_cpus_that_the_partition_keeps_back() -> None:
     cluster = replace(WEST, partitions=(replace(GPU, max_cpus_per_node=24),))
-    assert found(cluster)[0][1] == "is 8: 4 x 8 = 32 CPUs a node, but the nodes of partition gpu have 24"
+    assert found(cluster)[0][1] == "is 8: 4 x 8 = 32 CPUs per node, but the nodes of partition gpu have 24"
 
 
 @pytest.mark.parametrize(
@@ -305,5 +318,145 @@ def test_with_an_or_any_node_may_do() -> None:
 
 
 def test_the_reason_of_one_partition_for_the_table_of_all() -> None:
-    [(key, message, _)] = partition_troubles(ONE, WEST, CPU)
-    assert (key, message) == ("resources.gpus_per_node", "is 4, but the nodes of partition cpu have no GPU")
+    [(key, message, _)] = partition_problems(ONE, WEST, CPU)
+    assert (key, message) == ("resources.gpus_per_node", "is 4, but the nodes of partition cpu have no GPUs")
+
+
+def test_features_that_no_node_has_together() -> None:
+    assert found(constraint="h100&a100") == [
+        ("resources.constraint", "is h100&a100, but no node of partition gpu has all of these features", "")
+    ]
+    assert found(constraint="h100", gpu_type="a100")[0][1] == (
+        "is h100, but no node of partition gpu with a100 GPUs has all of these features"
+    )
+
+
+def test_a_misspelt_type_does_not_hide_that_there_are_too_few_gpus() -> None:
+    keys = [
+        key for key, _, _ in found(gpu_type="h10", constraint="ibb", gpus_per_node=16, workers_per_node=16)
+    ]
+    assert keys == ["resources.constraint", "resources.gpu_type", "resources.gpus_per_node"]
+
+
+FOUR = Cluster("four", (Partition("low", is_default=True, nodes=(NodeKind(4, 8, 8000, {"h100": 4}),)),))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "hint"),
+    [
+        (1, 8, "--nodes 2 --gpus-per-node 4 fits, with the same 8 GPUs"),
+        (2, 8, "--nodes 4 --gpus-per-node 4 fits, with the same 16 GPUs"),
+        (3, 8, "--nodes 3 --gpus-per-node 4 fits"),  # 6 x 4 are more nodes than there are
+        (6, 8, "--nodes 4 --gpus-per-node 4 fits"),
+        (1, 6, "--nodes 2 --gpus-per-node 3 fits, with the same 6 GPUs"),
+        (1, 7, "--gpus-per-node 4 fits"),
+        (8, 2, "--nodes 4 --gpus-per-node 4 fits, with the same 16 GPUs"),
+        (9, 4, "--nodes 4 fits"),
+    ],
+)
+def test_nodes_and_gpus_are_suggested_together(nodes: int, gpus: int, hint: str) -> None:
+    request = ResourceRequest(nodes, gpus, gpus_per_node=gpus, cpus_per_node=gpus)
+    problems = list(limit_problems(request, FOUR))
+    assert [problem.hint for problem in problems] == [hint]
+
+
+def test_one_suggestion_covers_nodes_gpus_cpus_and_memory() -> None:
+    request = ResourceRequest(3, 8, gpus_per_node=8, cpus_per_node=32, mem="1T", spare_nodes=2)
+    first, *others = limit_problems(request, FOUR)
+    assert first.hint == (
+        "--nodes 3 --gpus-per-node 4 --set resources.spare_nodes=1 --set resources.cpus_per_gpu=2 "
+        "--set resources.mem=8000M fits"
+    )
+    assert [problem.hint for problem in others] == [""]
+
+
+def test_a_partition_that_is_down_is_not_suggested() -> None:
+    cluster = replace(WEST, partitions=(replace(GPU, is_up=False), CPU))
+    assert found(cluster, partition="cpu")[0].hint == ""
+
+
+OPTION = re.compile(r"--(?:set resources\.)?(?P<name>[a-z_-]+)[ =](?P<value>[\w.:-]+)")
+
+
+def typed(request: ResourceRequest, hint: str) -> ResourceRequest:
+    """The request with the options of a hint, those of other partitions excepted."""
+    values: dict[str, Any] = {match["name"]: match["value"] for match in OPTION.finditer(hint)}
+    each = None if request.cpus_per_node is None else request.cpus_per_node // request.workers_per_node
+    workers = int(values.get("gpus-per-node", request.workers_per_node))
+    each = int(values["cpus_per_gpu"]) if "cpus_per_gpu" in values else each
+    return replace(
+        request,
+        nodes=int(values.get("nodes", request.nodes)),
+        spare_nodes=int(values.get("spare_nodes", request.spare_nodes)),
+        workers_per_node=workers,
+        gpus_per_node=workers if request.gpus_per_node else None,
+        cpus_per_node=None if each is None else each * workers,
+        mem=values.get("mem", request.mem),
+        time=values.get("time", request.time),
+    )
+
+
+SIZES = {f"resources.{key}" for key in ("nodes", "spare_nodes", "gpus_per_node", "cpus_per_gpu", "mem")}
+NODES = st.builds(
+    NodeKind,
+    count=st.integers(1, 6),
+    cpus=st.none() | st.integers(1, 16),
+    mem_mib=st.none() | st.integers(1, 8).map(lambda gib: 1024 * gib),
+    gpus=st.dictionaries(st.sampled_from(["", "h100", "a100"]), st.integers(1, 8), max_size=2),
+    features=st.sampled_from([(), ("ib",), ("ib", "new")]),
+)
+SMALL_PARTITIONS = st.builds(
+    Partition,
+    name=st.sampled_from(["one", "two", "three"]),
+    is_up=st.booleans(),
+    max_time_s=st.none() | st.integers(1, 7200),
+    max_nodes=st.none() | st.integers(1, 8),
+    max_cpus_per_node=st.none() | st.integers(1, 12),
+    nodes=st.lists(NODES, max_size=3).map(tuple),
+    allowed_qos=st.none() | st.just(("long",)),
+)
+SMALL_CLUSTERS = st.builds(
+    Cluster,
+    name=st.just("small"),
+    partitions=st.lists(SMALL_PARTITIONS, min_size=1, max_size=3, unique_by=lambda item: item.name).map(
+        lambda items: (replace(items[0], is_default=True), *items[1:])
+    ),
+    qos=st.none() | st.just((Qos("long", 3600, ("time", "nodes")), Qos("brief", 60))),
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> ResourceRequest:
+    workers = draw(st.integers(1, 12))
+    each = draw(st.none() | st.integers(1, 4))
+    return ResourceRequest(
+        nodes=draw(st.integers(1, 12)),
+        workers_per_node=workers,
+        gpus_per_node=draw(st.sampled_from([workers, None])),
+        gpu_type=draw(st.sampled_from([None, "h100", "h10"])),
+        cpus_per_node=None if each is None else each * workers,
+        mem=draw(st.sampled_from([None, "2G", "6G", "100G"])),
+        time=draw(st.sampled_from([None, "0", "30", "2:00:00"])),
+        qos=draw(st.sampled_from([None, "long", "brief"])),
+        constraint=draw(st.sampled_from([None, "ib", "ib&new", "old", "ib|new"])),
+        spare_nodes=draw(st.integers(0, 3)),
+    )
+
+
+@given(cluster=SMALL_CLUSTERS, request_=requests())
+@example(FOUR, ResourceRequest(3, 8, gpus_per_node=8))
+def test_every_suggestion_is_accepted(cluster: Cluster, request_: ResourceRequest) -> None:
+    problems = list(limit_problems(request_, cluster))
+    hints = [problem.hint.partition("--partition ") for problem in problems]
+    for problem, (sizes, _, partitions) in zip(problems, hints, strict=True):
+        names = re.split(", | or ", partitions.removesuffix(" fits without other changes"))
+        for name in filter(None, names):
+            assert list(limit_problems(replace(request_, partition=name), cluster)) == []
+        if OPTION.search(sizes):
+            left = {item.key for item in limit_problems(typed(request_, sizes), cluster)}
+            assert left <= {item.key for item in problems} - {problem.key}
+            assert problem.key == "resources.time" or not left & SIZES
+    everything = typed(request_, " ".join(sizes for sizes, _, _ in hints))
+    unsolved = {item.key for item in limit_problems(everything, cluster)}
+    # What no option of this partition fixes: names that do not exist, and what none of its nodes has.
+    assert unsolved <= {item.key for item, hint in zip(problems, hints, strict=True) if "--" not in hint[0]}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_slurm import FakeSlurm
-from trainkit.cluster.discovery import parse_node_types, parse_partitions
+from trainkit.cluster.discovery import parse_nodes, parse_partitions
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition, Target
 from trainkit.config import load_config
@@ -49,7 +49,7 @@ def waits(fake: FakeSlurm, *overrides: str, cluster: Cluster = WEST, nodes: str 
     )
     plan: LaunchPlan = make_plan(loaded, Machine(2, 0, (), "no GPU"), Target("sbatch", "", cluster))
     listing = "PartitionName=gpu State=UP\nPartitionName=high State=DOWN\n"
-    now = parse_partitions(listing, parse_node_types(nodes))
+    now = parse_partitions(listing, parse_nodes(nodes))
     return estimate_waits(plan, loaded.config, cluster, now, fake.environ)
 
 

@@ -115,24 +115,23 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
     Raises UsageError when Slurm would not take the job.
     """
     from trainkit.cluster.discovery import query_cluster
-    from trainkit.cluster.target import cluster_of
-    from trainkit.cluster.write_profile import differences
+    from trainkit.cluster.init_files import differences
     from trainkit.submit.queue_estimate import estimate_waits
 
     try:
-        if cluster.trouble:  # it was asked a moment ago, and took its time not to answer
-            raise SlurmError(cluster.trouble, hint="`trainkit check` without --estimate does not need it")
-        seen = query_cluster(os.environ)
-        waits = estimate_waits(plan, config, cluster, seen.partitions, os.environ)
+        if cluster.error:  # do not wait for the same timeout again
+            raise SlurmError(cluster.error, hint="`trainkit check` without --estimate does not need it")
+        current = query_cluster(os.environ)
+        waits = estimate_waits(plan, config, cluster, current.partitions, os.environ)
     except TrainkitError as error:
         if must:
             raise
         click.echo(f"when it would start is not known: {error.message.splitlines()[0]}", err=True)
         return None
-    different = differences(cluster, cluster_of(seen)) if cluster.out_of_date_hint else []
+    different = differences(cluster, current) if cluster.out_of_date_hint else []
     if different:
-        words = f"the profile is not what Slurm says now: {', '.join(different)}"
-        click.echo(f"{words}; {cluster.out_of_date_hint}", err=True)
+        message = f"the profile differs from what Slurm reports now: {', '.join(different)}"
+        click.echo(f"{message}; {cluster.out_of_date_hint}", err=True)
     asked = [wait for wait in waits if wait.is_asked]
     if asked and all(wait.refused for wait in asked):
         raise UsageError(f"Slurm would not take the job: {asked[0].remark}")

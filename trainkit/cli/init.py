@@ -35,12 +35,12 @@ def command(name: str | None, folder: str, as_json: bool) -> int:
     The profile goes to the user's config folder, where every command finds it. Prints the files that were
     written. Without Slurm there is a run config only.
     """
-    from trainkit.cluster.first_run import first_run_text
+    from trainkit.cluster.discovery import discover_cluster
+    from trainkit.cluster.init_files import describe_cluster, first_run_text, profile_text, write_new
     from trainkit.cluster.profile import user_folder
-    from trainkit.cluster.write_profile import describe_cluster, profile_text, query_profile, write_new
     from trainkit.resources import FIRST_RUN
 
-    cluster = query_profile()
+    cluster = discover_cluster()
     texts: dict[Path, str] = {}
     if cluster is not None:
         texts[user_folder() / f"{_profile_name(name or cluster.name)}.yaml"] = profile_text(
@@ -87,14 +87,14 @@ def _profile_name(name: str) -> str:
 
 def _difference(path: Path, cluster: Cluster | None) -> str:
     """What a profile that is kept says otherwise."""
+    from trainkit.cluster.init_files import differences
     from trainkit.cluster.profile import read_profile
-    from trainkit.cluster.write_profile import differences
     from trainkit.errors import ConfigError
 
     if cluster is None or path.parent.name != "clusters":
         return ""
     try:
-        known = read_profile(path, str(path))[0].cluster("", "")
+        known = read_profile(path, str(path))[0].to_cluster()
     except ConfigError as error:
         return f", although it cannot be read: {error.message.splitlines()[0]}"
     found = differences(known, cluster)

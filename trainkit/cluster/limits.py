@@ -1,78 +1,139 @@
-"""What a job asks of Slurm, held against what a cluster has and allows. Pure.
+"""Checks what a job requests against what a cluster has and allows. Pure.
 
-Slurm itself refuses little of it when a job is submitted: one that can never start waits for ever.
+sbatch itself refuses few of these requests: it accepts the job, which then stays pending for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
-from trainkit.cluster.resource_request import ResourceRequest, features_of, fitting_nodes
+from trainkit.cluster.resource_request import ResourceRequest, features_of, matching_nodes
 from trainkit.cluster.units import memory_mib, memory_text, time_limit_s, time_text
 from trainkit.config.names import near
 
-Trouble = tuple[str, str, str]
-"""Key of the config, message, hint."""
-SUBACCOUNTS_COUNT_TOO = (23, 2)
-"""From this version on a partition that allows an account allows those below it too, which are not known."""
+SUBACCOUNTS_VERSION = (23, 2)
+"""From this version on, a partition that allows an account also allows its subaccounts, unknown here."""
+_SIZES = tuple(f"resources.{key}" for key in ("nodes", "spare_nodes", "gpus_per_node", "cpus_per_gpu", "mem"))
 
 
-def unknown_partitions(names: list[str] | None, cluster: Cluster) -> Iterator[Trouble]:
-    """The named partitions that do not exist; None stands for the default one."""
-    known = [item.name for item in cluster.partitions]
+class LimitProblem(NamedTuple):
+    """A config key whose value the cluster cannot satisfy."""
+
+    key: str
+    message: str
+    hint: str = ""
+
+
+def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[LimitProblem]:
+    """Everything in a request that this cluster does not have or allow."""
+    if not cluster.partitions:
+        return
+    names = None if request.partition is None else [name.strip() for name in request.partition.split(",")]
+    yield from _unknown_partitions(names, cluster)
+    yield from _account_problems(request, cluster)
+    partitions = cluster.requested_partitions(request.partition)
+    found = [list(partition_problems(request, cluster, item)) for item in partitions]
+    # Of several partitions, one that can start the job is enough.
+    if found and all(found):
+        yield from found[0]
+
+
+def partition_problems(
+    request: ResourceRequest, cluster: Cluster, partition: Partition
+) -> Iterator[LimitProblem]:
+    """Why a job can never start in one partition.
+
+    Every option that a hint suggests passes these checks, together with those of the other hints.
+    """
+    found = list(_violations(request, cluster, partition))
+    sizes = _size_suggestion(request, cluster, partition) if found else ""
+    other = _partition_suggestion(request, cluster, partition) if found else ""
+    for key, message, hint in found:
+        suggestion = sizes if key in _SIZES else ""
+        hint = "; ".join(filter(None, (hint, suggestion, other)))
+        yield LimitProblem(key, message, with_source(hint, cluster))
+        other = ""
+        sizes = "" if suggestion else sizes  # one suggestion covers all sizes
+
+
+def spare_capacity(request: ResourceRequest, cluster: Cluster) -> int | None:
+    """How many of the nodes that a job could run on it can do without; None when that is unknown."""
+    partitions = cluster.requested_partitions(request.partition)
+    if not partitions or not all(partition.nodes for partition in partitions):
+        return None
+    counts = [
+        _num_fitting(request, item, matching_nodes(item, request.constraint, request.needed_gpu_type))
+        for item in partitions
+    ]
+    return max(0, max(counts) - request.all_nodes)
+
+
+def _num_fitting(request: ResourceRequest, partition: Partition, kinds: Iterable[NodeKind]) -> int:
+    return sum(kind.count for kind in kinds if request.fits_node(partition, kind))
+
+
+# Names: partitions, accounts and QOS.
+
+
+def _unknown_partitions(names: list[str] | None, cluster: Cluster) -> Iterator[LimitProblem]:
+    """The requested partitions that do not exist; None stands for the default partition."""
+    listing = f"{cluster.name} has {listed(item.name for item in cluster.partitions if not item.is_hidden)}"
     if names is None and cluster.partition(None) is None:
-        hint = f"there is {listed(item.name for item in cluster.partitions if not item.is_hidden)}"
-        yield "resources.partition", f"is not set, and {cluster.name} has no default partition", hint
+        message = f"is not set, and {cluster.name} has no default partition"
+        yield LimitProblem("resources.partition", message, listing)
     for name in names or []:
         if cluster.partition(name) is None:
-            shown = [item.name for item in cluster.partitions if not item.is_hidden]
-            hint = f"{did_you_mean(name, known)}there is {listed(shown)}"
-            message = f"is {name}, and {cluster.name} has no such partition"
-            yield "resources.partition", message, with_source(hint, cluster)
+            hint = f"{did_you_mean(name, [item.name for item in cluster.partitions])}{listing}"
+            message = f"is {name}, but {cluster.name} has no such partition"
+            yield LimitProblem("resources.partition", message, with_source(hint, cluster))
 
 
-def account_troubles(asked: ResourceRequest, cluster: Cluster) -> Iterator[Trouble]:
-    """An account or QOS that does not exist, or that is not yours."""
-    account = _account_of(asked, cluster)
-    if asked.account is not None and cluster.accounts is not None and account is None:
+def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[LimitProblem]:
+    """An account or QOS that does not exist, or that this user may not use."""
+    account = _account_of(request, cluster)
+    if request.account is not None and cluster.accounts is not None and account is None:
         names = list(dict.fromkeys(item.name for item in cluster.accounts))
-        hint = f"{did_you_mean(asked.account, names)}you have {listed(names) or 'none'}"
-        message = f"is {asked.account}, and you have no such account on {cluster.name}"
-        yield "resources.account", message, with_source(hint, cluster)
-    if asked.qos is None:
+        hint = f"{did_you_mean(request.account, names)}your accounts: {listed(names) or 'none'}"
+        message = f"is {request.account}, but you have no such account on {cluster.name}"
+        yield LimitProblem("resources.account", message, with_source(hint, cluster))
+    if request.qos is None:
         return
     known = None if cluster.qos is None else [item.name for item in cluster.qos]
-    if known is not None and not _is_in(asked.qos, known):
-        hint = f"{did_you_mean(asked.qos, known)}there is {listed(known)}"
-        message = f"is {asked.qos}, and {cluster.name} has no such QOS"
-        yield "resources.qos", message, with_source(hint, cluster)
-    elif account is not None and account.qos is not None and not _is_in(asked.qos, account.qos):
-        message = f"is {asked.qos}, which account {account.name} may not use"
-        yield "resources.qos", message, with_source(f"it may use {listed(account.qos) or 'none'}", cluster)
+    if known is not None and not _is_in(request.qos, known):
+        hint = f"{did_you_mean(request.qos, known)}{cluster.name} has {listed(known)}"
+        message = f"is {request.qos}, but {cluster.name} has no such QOS"
+        yield LimitProblem("resources.qos", message, with_source(hint, cluster))
+    elif account is not None and account.qos is not None and not _is_in(request.qos, account.qos):
+        message = f"is {request.qos}, which account {account.name} may not use"
+        hint = f"it may use {listed(account.qos) or 'none'}"
+        yield LimitProblem("resources.qos", message, with_source(hint, cluster))
 
 
-def permission_troubles(asked: ResourceRequest, cluster: Cluster, partition: Partition) -> Iterator[Trouble]:
-    """What a partition does not let an account or a QOS do, as far as that is known."""
-    account = _account_of(asked, cluster)
-    name = asked.account or (account.name if account is not None else None)
-    names_are_all = () < cluster.slurm_version < SUBACCOUNTS_COUNT_TOO
-    if name is not None and names_are_all and not _allows_account(partition, name):
-        key = "resources.partition" if asked.account is None else "resources.account"
+def _permission_problems(
+    request: ResourceRequest, cluster: Cluster, partition: Partition
+) -> Iterator[LimitProblem]:
+    """A partition that the account or the QOS may not use, as far as that is known."""
+    account = _account_of(request, cluster)
+    name = request.account or (account.name if account is not None else None)
+    names_are_complete = () < cluster.slurm_version < SUBACCOUNTS_VERSION
+    if name is not None and names_are_complete and not _allows_account(partition, name):
+        key = "resources.partition" if request.account is None else "resources.account"
         message = f"is {partition.name}, which account {name} may not use"
-        if asked.account is not None:
+        if request.account is not None:
             message = f"is {name}, which may not use partition {partition.name}"
         allowed = partition.allowed_accounts
-        yield key, message, f"accounts that may: {listed(allowed)}" if allowed else ""
+        yield LimitProblem(key, message, f"accounts that may: {listed(allowed)}" if allowed else "")
     elif account is not None and not _is_in(partition.name, account.partitions):
         message = f"is {partition.name}, which account {account.name} may not use"
-        hint = with_source(f"it may use {listed(account.partitions or ())}", cluster)
-        yield "resources.partition", message, hint
-    if asked.qos is not None and not _allows_qos(partition, asked.qos):
-        hint = f"it takes {listed(partition.allowed_qos)}" if partition.allowed_qos else ""
-        yield "resources.qos", f"is {asked.qos}, which partition {partition.name} does not take", hint
+        hint = f"it may use {listed(account.partitions or ())}"
+        yield LimitProblem("resources.partition", message, hint)
+    if request.qos is not None and not _allows_qos(partition, request.qos):
+        hint = f"it accepts {listed(partition.allowed_qos)}" if partition.allowed_qos else ""
+        message = f"is {request.qos}, which partition {partition.name} does not accept"
+        yield LimitProblem("resources.qos", message, hint)
 
 
 def _allows_account(partition: Partition, name: str) -> bool:
@@ -88,16 +149,16 @@ def _allows_qos(partition: Partition, name: str) -> bool:
 
 
 def _is_in(name: str, names: Iterable[str] | None) -> bool:
-    """Whether names hold a name; None holds all. Slurm's accounting knows no capitals."""
+    """Whether a name is among others, None for all; Slurm's accounting ignores case."""
     return names is None or name.lower() in {item.lower() for item in names}
 
 
-def _account_of(asked: ResourceRequest, cluster: Cluster) -> Account | None:
-    """The account that is charged, with everything that it may use in any partition."""
+def _account_of(request: ResourceRequest, cluster: Cluster) -> Account | None:
+    """The account that is charged, merged over all partitions."""
     found = [
         item
         for item in cluster.accounts or ()
-        if (item.is_default if asked.account is None else _is_in(asked.account, [item.name]))
+        if (item.is_default if request.account is None else _is_in(request.account, [item.name]))
     ]
     if not found:
         return None
@@ -111,202 +172,288 @@ def _union(items: list[tuple[str, ...] | None]) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(name for item in items for name in item or ()))
 
 
-def qos_of(asked: ResourceRequest, cluster: Cluster) -> Qos | None:
-    """The QOS that was asked for; one that is not known may override anything."""
-    if asked.qos is None:
-        return None
-    unknown = Qos(asked.qos, overrides=None)
-    return next((item for item in cluster.qos or () if _is_in(asked.qos, [item.name])), unknown)
-
-
-def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """The beginning of a hint; empty when nothing is like the word."""
-    match = near(word, words)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The beginning of a hint; empty when no name is similar."""
+    match = near(name, names)
     return f"did you mean {match}? " if match else ""
 
 
 def listed(names: Iterable[str], last: str = "and") -> str:
     """``a, b and c``."""
-    words = list(names)
-    return f" {last} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+    items = list(names)
+    return f" {last} ".join(filter(None, (", ".join(items[:-1]), *items[-1:])))
 
 
 def with_source(hint: str, cluster: Cluster) -> str:
-    """A hint, and what to do should the cluster have changed since."""
+    """A hint, and what to do if the description of the cluster is out of date."""
     return "; ".join(filter(None, (hint, cluster.out_of_date_hint)))
 
 
-def troubles(asked: ResourceRequest, cluster: Cluster) -> Iterator[Trouble]:
-    """(key, message, hint) for everything that this cluster does not have or allow."""
-    if not cluster.partitions:
-        return
-    names = None if asked.partition is None else [name.strip() for name in asked.partition.split(",")]
-    yield from unknown_partitions(names, cluster)
-    yield from account_troubles(asked, cluster)
-    found = [list(partition_troubles(asked, cluster, item)) for item in cluster.asked(asked.partition)]
-    # Of several partitions, one that can start the job is enough.
-    if found and all(found):
-        yield from found[0]
+# Amounts: time, nodes, GPUs, CPUs and memory.
 
 
-def partition_troubles(asked: ResourceRequest, cluster: Cluster, partition: Partition) -> Iterator[Trouble]:
-    """What keeps a job from ever starting in one partition."""
-    qos = qos_of(asked, cluster)
-    yield from permission_troubles(asked, cluster, partition)
-    yield from _time_troubles(asked, cluster, partition, qos)
-    most = partition.max_nodes
-    if most is not None and asked.all_nodes > most and _holds("nodes", qos):
-        key, words = _too_many_nodes(asked, most)
-        message = f"{words}, but a job in partition {partition.name} has at most {most}"
-        yield key, message, _fitting_partition(asked, cluster, partition)
-        asked = replace(asked, nodes=1, spare_nodes=0)  # that there are not as many goes without saying
+def _violations(request: ResourceRequest, cluster: Cluster, partition: Partition) -> Iterator[LimitProblem]:
+    """The limits of a partition that a request exceeds, without suggestions of other sizes or partitions."""
+    yield from _permission_problems(request, cluster, partition)
+    yield from _time_problems(request, cluster, partition)
+    max_nodes = _max_nodes(request, cluster, partition)
+    if max_nodes is not None and request.all_nodes > max_nodes:
+        key, shown = _too_many_nodes(request, max_nodes)
+        limit = _count(max_nodes, "node")
+        message = f"{shown}, but a job in partition {partition.name} can have at most {limit}"
+        yield LimitProblem(key, message)
+        request = replace(request, nodes=1, spare_nodes=0)  # report the number of nodes once
     if partition.nodes:
-        yield from _node_troubles(asked, cluster, partition)
+        yield from _node_problems(request, partition)
 
 
-def _too_many_nodes(asked: ResourceRequest, most: int) -> tuple[str, str]:
-    """The key that asks for more nodes than there are, and what it says."""
-    if asked.nodes > most:
-        return "resources.nodes", f"is {asked.nodes}"
-    words = f"is {asked.spare_nodes}: {asked.nodes} + {asked.spare_nodes} = {asked.all_nodes} nodes"
-    return "resources.spare_nodes", words
+def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
+    """The requested QOS; an unknown one may override any limit."""
+    if request.qos is None:
+        return None
+    unknown = Qos(request.qos, overrides=None)
+    return next((item for item in cluster.qos or () if _is_in(request.qos, [item.name])), unknown)
 
 
-def _holds(limit: Literal["time", "nodes"], qos: Qos | None) -> bool:
-    """Whether a limit of the partition is known to hold for the jobs of a QOS."""
+def _applies(limit: Literal["time", "nodes"], qos: Qos | None) -> bool:
+    """Whether a limit of the partition is known to apply to the jobs of a QOS."""
     return qos is None or (qos.overrides is not None and limit not in qos.overrides)
 
 
-def _time_troubles(
-    asked: ResourceRequest, cluster: Cluster, partition: Partition, qos: Qos | None
-) -> Iterator[Trouble]:
-    if asked.time is None:
+def _max_nodes(request: ResourceRequest, cluster: Cluster, partition: Partition) -> int | None:
+    return partition.max_nodes if _applies("nodes", _qos_of(request, cluster)) else None
+
+
+def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
+    """The key that requests more nodes than the limit, and its value."""
+    if request.nodes > limit:
+        return "resources.nodes", f"is {request.nodes}"
+    shown = f"is {request.spare_nodes}: {request.nodes} + {request.spare_nodes} = {request.all_nodes} nodes"
+    return "resources.spare_nodes", shown
+
+
+def _time_problems(
+    request: ResourceRequest, cluster: Cluster, partition: Partition
+) -> Iterator[LimitProblem]:
+    if request.time is None:
         return
-    asked_s = time_limit_s(asked.time)
+    qos, requested_s = _qos_of(request, cluster), time_limit_s(request.time)
     limits = [(qos.max_time_s, f"QOS {qos.name}")] if qos is not None else []
-    if _holds("time", qos):
+    if _applies("time", qos):
         limits.append((partition.max_time_s, f"partition {partition.name}"))
     known = [(limit_s, owner) for limit_s, owner in limits if limit_s is not None]
     limit_s, owner = min(known, default=(None, ""))
-    if limit_s is None or (asked_s is not None and asked_s <= limit_s):
+    if limit_s is None or (requested_s is not None and requested_s <= limit_s):
         return
-    shown = "asks for no limit" if asked_s is None else f"is {asked.time}"
+    shown = "sets no limit" if requested_s is None else f"is {request.time}"
     message = f"{shown}, but {owner} allows at most {time_text(limit_s)}"
-    fitting = _fitting_partition(asked, cluster, partition)
-    hint = "; ".join(filter(None, (f"--time {time_text(limit_s)} fits", fitting)))
-    yield "resources.time", message, with_source(hint, cluster)
+    yield LimitProblem("resources.time", message, f"--time {time_text(limit_s)} fits")
 
 
-def _node_troubles(asked: ResourceRequest, cluster: Cluster, partition: Partition) -> Iterator[Trouble]:
-    features = features_of(asked.constraint)
+def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[LimitProblem]:
+    constraint, gpu_type = request.constraint, request.needed_gpu_type
     known = list(dict.fromkeys(name for kind in partition.nodes for name in kind.features))
-    for name in features:
+    for name in features_of(constraint):
         if name not in known:
-            hint = f"{did_you_mean(name, known)}they have {listed(known) or 'no feature at all'}"
-            message = f"names {name}, and no node of partition {partition.name} has that feature"
-            yield "resources.constraint", message, with_source(hint, cluster)
-    types = list(dict.fromkeys(kind for node in partition.nodes for kind in node.gpus if kind))
-    if asked.gpus_per_node and asked.gpu_type is not None and asked.gpu_type not in types:
-        hint = f"{did_you_mean(asked.gpu_type, types)}they have {listed(types) or 'no type of GPU'}"
-        message = f"is {asked.gpu_type}, and no node of partition {partition.name} has such a GPU"
-        yield "resources.gpu_type", message, with_source(hint, cluster)
-    kinds = fitting_nodes(partition, asked.constraint, asked.gpu_type if asked.gpus_per_node else None)
+            hint = f"{did_you_mean(name, known)}they have {listed(known) or 'no features'}"
+            message = f"names {name}, but no node of partition {partition.name} has that feature"
+            yield LimitProblem("resources.constraint", message, hint)
+            constraint = None  # check the sizes without it
+    types = list(dict.fromkeys(name for kind in partition.nodes for name in kind.gpus if name))
+    if gpu_type is not None and gpu_type not in types:
+        hint = f"{did_you_mean(gpu_type, types)}they have {listed(types) or 'GPUs without a type, or none'}"
+        message = f"is {gpu_type}, but no node of partition {partition.name} has such a GPU"
+        yield LimitProblem("resources.gpu_type", message, hint)
+        gpu_type = None
+    request = replace(request, constraint=constraint, gpu_type=gpu_type)
+    kinds = matching_nodes(partition, constraint, gpu_type)
     if not kinds:
+        gpus = f" with {gpu_type} GPUs" if gpu_type else ""
+        message = (
+            f"is {constraint}, but no node of partition {partition.name}{gpus} has all of these features"
+        )
+        yield LimitProblem("resources.constraint", message)
         return
-    single = list(_single_troubles(asked, partition, kinds))
-    for key, message, hint in single:
-        yield key, message, with_source(hint or _fitting_partition(asked, cluster, partition), cluster)
-    count = sum(kind.count for kind in kinds if _is_enough(asked, partition, kind))
-    if not single and count < asked.all_nodes:
-        what = "1 node" if count == 1 else f"{count} nodes"
-        key, words = _too_many_nodes(asked, count)
-        message = f"{words}, but partition {partition.name} has {what}"
+    too_large = list(_node_size_problems(request, partition, kinds))
+    yield from too_large
+    count = _num_fitting(request, partition, kinds)
+    if not too_large and count < request.all_nodes:
+        key, shown = _too_many_nodes(request, count)
+        message = (
+            f"{shown}, but partition {partition.name} has {'1 node' if count == 1 else f'{count} nodes'}"
+        )
         if count < partition.num_nodes:
-            message += f" with {_needs(asked)}"
-        hint = _fitting_partition(asked, cluster, partition)
-        yield key, message, with_source(hint, cluster)
+            message += f" with {_requirements(request)}"
+        yield LimitProblem(key, message)
 
 
-def spare_capacity(asked: ResourceRequest, cluster: Cluster) -> int | None:
-    """How many nodes a job could do without where it may run; None when that is not known."""
-    partitions = cluster.asked(asked.partition)
-    if not partitions or not all(partition.nodes for partition in partitions):
-        return None
-    gpu_type = asked.gpu_type if asked.gpus_per_node else None
-    counts = []
-    for item in partitions:
-        kinds = fitting_nodes(item, asked.constraint, gpu_type)
-        counts.append(sum(kind.count for kind in kinds if _is_enough(asked, item, kind)))
-    return max(0, max(counts) - asked.all_nodes)
-
-
-def _single_troubles(
-    asked: ResourceRequest, partition: Partition, kinds: tuple[NodeKind, ...]
-) -> Iterator[Trouble]:
-    """What no node has, one thing at a time."""
-    owners = f"the nodes of partition {partition.name} have"
-    gpus = max(kind.num_gpus(asked.gpu_type) for kind in kinds)
-    wanted = asked.gpus_per_node
-    too_many_gpus = wanted is not None and wanted > gpus
-    if wanted is not None and too_many_gpus:
-        what = f"at most {gpus} GPUs" if gpus else "no GPU"
-        hint = ""
-        if gpus and asked.nodes * wanted % gpus == 0:
-            hint = f"--nodes {asked.nodes * wanted // gpus} --gpus-per-node {gpus} has as many"
-        yield "resources.gpus_per_node", f"is {wanted}, but {owners} {what}", hint
-    cpus = [_cpus(partition, kind) for kind in kinds]
-    most = max((number for number in cpus if number is not None), default=None)
-    if not too_many_gpus and asked.cpus_per_node and most is not None and asked.cpus_per_node > most:
-        if asked.cpus_per_node == asked.workers_per_node:
-            message = f"is {asked.workers_per_node}, but {owners} {most} CPUs, and every process needs one"
-            yield "resources.gpus_per_node", message, ""
+def _node_size_problems(
+    request: ResourceRequest, partition: Partition, kinds: Sequence[NodeKind]
+) -> Iterator[LimitProblem]:
+    """The amounts that no node has, each on its own."""
+    nodes_have = f"the nodes of partition {partition.name} have"
+    workers = request.workers_per_node
+    max_gpus = max(kind.num_gpus(request.gpu_type) for kind in kinds)
+    too_many_gpus = (request.gpus_per_node or 0) > max_gpus
+    if too_many_gpus:
+        available = f"at most {_count(max_gpus, 'GPU')}" if max_gpus else "no GPUs"
+        message = f"is {request.gpus_per_node}, but {nodes_have} {available}"
+        yield LimitProblem("resources.gpus_per_node", message)
+    cpus = [partition.usable_cpus(kind) for kind in kinds]
+    max_cpus = None if None in cpus else max(number for number in cpus if number is not None)
+    if not too_many_gpus and max_cpus is not None and (request.cpus_per_node or 0) > max_cpus:
+        if request.cpus_per_node == workers:
+            message = f"is {workers}, but {nodes_have} {max_cpus} CPUs and every process needs one"
+            yield LimitProblem("resources.gpus_per_node", message)
         else:
-            each = asked.cpus_per_node // asked.workers_per_node
-            message = f"is {each}: {asked.workers_per_node} x {each} = {asked.cpus_per_node}"
-            yield "resources.cpus_per_gpu", f"{message} CPUs a node, but {owners} {most}", ""
-    mem = None if asked.mem is None else memory_mib(asked.mem)
-    largest = max((kind.mem_mib for kind in kinds if kind.mem_mib is not None), default=None)
-    if mem is not None and largest is not None and mem > largest:
-        yield "resources.mem", f"is {asked.mem}, but {owners} {memory_text(largest)}", ""
+            each = (request.cpus_per_node or 0) // workers
+            message = f"is {each}: {workers} x {each} = {request.cpus_per_node} CPUs per node"
+            yield LimitProblem("resources.cpus_per_gpu", f"{message}, but {nodes_have} {max_cpus}")
+    mem = None if request.mem is None else memory_mib(request.mem)
+    sizes = [kind.mem_mib for kind in kinds]
+    max_mem = None if None in sizes else max(size for size in sizes if size is not None)
+    if mem is not None and max_mem is not None and mem > max_mem:
+        message = f"is {request.mem}, but {nodes_have} {memory_text(max_mem)}"
+        yield LimitProblem("resources.mem", message)
 
 
-def _is_enough(asked: ResourceRequest, partition: Partition, kind: NodeKind) -> bool:
-    cpus, mem = _cpus(partition, kind), None if asked.mem is None else memory_mib(asked.mem)
-    return (
-        kind.num_gpus(asked.gpu_type) >= (asked.gpus_per_node or 0)
-        and (cpus is None or cpus >= (asked.cpus_per_node or 0))
-        and (kind.mem_mib is None or kind.mem_mib >= (mem or 0))
-    )
+def _count(number: int, noun: str) -> str:
+    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _needs(asked: ResourceRequest) -> str:
-    needs = []
-    if asked.gpus_per_node:
-        kind = f" of type {asked.gpu_type}" if asked.gpu_type else ""
-        needs.append(f"{asked.gpus_per_node} GPUs{kind}")
-    if asked.cpus_per_node:
-        needs.append(f"{asked.cpus_per_node} CPUs")
-    if asked.mem:
-        needs.append(f"{asked.mem} of memory")
-    return " and ".join([*needs, *features_of(asked.constraint)])
+def _requirements(request: ResourceRequest) -> str:
+    parts = []
+    if request.gpus_per_node:
+        of_type = f" of type {request.gpu_type}" if request.gpu_type else ""
+        parts.append(f"{_count(request.gpus_per_node, 'GPU')}{of_type}")
+    if request.cpus_per_node:
+        parts.append(_count(request.cpus_per_node, "CPU"))
+    if request.mem:
+        parts.append(f"{request.mem} of memory")
+    return listed([*parts, *(f"feature {name}" for name in features_of(request.constraint))])
 
 
-def _cpus(partition: Partition, kind: NodeKind) -> int | None:
-    limits = [number for number in (kind.cpus, partition.max_cpus_per_node) if number is not None]
-    return min(limits, default=None)
+# Suggestions, each checked against the whole request.
 
 
-def _fitting_partition(asked: ResourceRequest, cluster: Cluster, refused: Partition) -> str:
-    """A hint at partitions in which the job could start as it is."""
+def _partition_suggestion(request: ResourceRequest, cluster: Cluster, refused: Partition) -> str:
+    """The other partitions that can run the job unchanged."""
     fitting = [
         item.name
         for item in cluster.partitions
-        if item is not refused and not item.is_hidden and _fits(asked, cluster, item)
+        if item is not refused
+        and item.is_up
+        and not item.is_hidden
+        and next(_violations(request, cluster, item), None) is None
     ]
-    return f"partition {listed(fitting, 'or')} can take it as it is" if fitting else ""
+    return f"--partition {listed(fitting, 'or')} fits without other changes" if fitting else ""
 
 
-def _fits(asked: ResourceRequest, cluster: Cluster, partition: Partition) -> bool:
-    """Whether nothing is known that speaks against a partition; hints are not looked for here."""
-    alone = replace(cluster, partitions=(partition,))
-    return next(partition_troubles(asked, alone, partition), None) is None
+def _size_suggestion(request: ResourceRequest, cluster: Cluster, partition: Partition) -> str:
+    """Options that change the sizes of a request as little as possible so that the partition can run it."""
+    nearest = _nearest_sizes(request, partition, _max_nodes(request, cluster, partition))
+    if nearest is None or nearest == request:
+        return ""
+    options = []
+    new_workers = nearest.workers_per_node != request.workers_per_node
+    if nearest.nodes != request.nodes or (new_workers and nearest.nodes > 1):
+        options.append(f"--nodes {nearest.nodes}")
+    if new_workers:
+        options.append(f"--gpus-per-node {nearest.workers_per_node}")
+    for key, new, old in (
+        ("spare_nodes", nearest.spare_nodes, request.spare_nodes),
+        ("cpus_per_gpu", _cpus_per_worker(nearest), _cpus_per_worker(request)),
+        ("mem", nearest.mem, request.mem),
+    ):
+        if new != old:
+            options.append(f"--set resources.{key}={new}")
+    total = request.nodes * request.workers_per_node
+    is_same_total = nearest.nodes * nearest.workers_per_node == total
+    as_many = f", with the same {total} {'GPUs' if request.gpus_per_node else 'processes'}"
+    return f"{' '.join(options)} fits{as_many if is_same_total and nearest.nodes != request.nodes else ''}"
+
+
+def _cpus_per_worker(request: ResourceRequest) -> int | None:
+    return None if request.cpus_per_node is None else request.cpus_per_node // request.workers_per_node
+
+
+def _nearest_sizes(
+    request: ResourceRequest, partition: Partition, max_nodes: int | None
+) -> ResourceRequest | None:
+    """The request with sizes that a partition can satisfy; None when there is no such request.
+
+    Prefers to keep the total number of processes, then to change few values, then to use more processes.
+    """
+    kinds = _by_hardware(matching_nodes(partition, request.constraint, request.needed_gpu_type))
+    total = request.nodes * request.workers_per_node
+    ranked = []
+    for kind in kinds:
+        for per_node in _clipped(request, partition, kind):
+            limit = _num_fitting(per_node, partition, kinds)
+            limit = limit if max_nodes is None else min(limit, max_nodes)
+            workers = per_node.workers_per_node
+            for nodes in {request.nodes, total // workers, limit - request.spare_nodes, limit}:
+                spare = min(request.spare_nodes, limit - nodes)
+                if nodes < 1 or spare < 0 or nodes * workers > total:
+                    continue
+                found = replace(per_node, nodes=nodes, spare_nodes=spare)
+                ranked.append((_distance(request, found, kind), found))
+    return min(ranked, key=lambda item: item[0], default=(None, None))[1]
+
+
+def _by_hardware(kinds: Iterable[NodeKind]) -> list[NodeKind]:
+    """Nodes merged across features, of which a large cluster can have thousands of combinations."""
+    merged: dict[tuple[object, ...], NodeKind] = {}
+    for kind in kinds:
+        key = (kind.cpus, kind.mem_mib, *sorted(kind.gpus.items()))
+        known = merged.get(key)
+        merged[key] = kind if known is None else replace(known, count=known.count + kind.count)
+    return list(merged.values())
+
+
+def _clipped(request: ResourceRequest, partition: Partition, kind: NodeKind) -> Iterator[ResourceRequest]:
+    """The request reduced to one kind of node, and other numbers of GPUs per node that divide the total."""
+    workers, each, mem = request.workers_per_node, _cpus_per_worker(request), request.mem
+    gpus, cpus = kind.num_gpus(request.gpu_type), partition.usable_cpus(kind)
+    if request.gpus_per_node:
+        workers = min(workers, gpus)
+    if kind.mem_mib is not None and mem is not None and (memory_mib(mem) or 0) > kind.mem_mib:
+        mem = memory_text(kind.mem_mib)
+    total = request.nodes * request.workers_per_node
+    choices = (*range(1, workers), gpus) if request.gpus_per_node else ()
+    for count in {workers, *(number for number in choices if number and total % number == 0)} - {0}:
+        share = each
+        if each is not None and cpus is not None:
+            share = min(each, max(1, cpus // count))
+            count = min(count, cpus // share)
+        if count:
+            yield replace(
+                request,
+                workers_per_node=count,
+                gpus_per_node=count if request.gpus_per_node else None,
+                cpus_per_node=None if share is None else share * count,
+                mem=mem,
+            )
+
+
+def _distance(request: ResourceRequest, found: ResourceRequest, kind: NodeKind) -> tuple[float, ...]:
+    """How far a suggestion is from the request; the smallest is the best."""
+    total, workers = found.nodes * found.workers_per_node, found.workers_per_node
+    is_whole_node = workers in (request.workers_per_node, kind.num_gpus(request.gpu_type))
+    changes = (
+        found.nodes != request.nodes,
+        found.spare_nodes != request.spare_nodes,
+        workers != request.workers_per_node,
+        _cpus_per_worker(found) != _cpus_per_worker(request),
+        found.mem != request.mem,
+    )
+    return (
+        total != request.nodes * request.workers_per_node,
+        not is_whole_node,
+        sum(changes),
+        -total,
+        found.nodes,
+        -found.spare_nodes,
+        -(_cpus_per_worker(found) or 0),
+        -(memory_mib(found.mem) or 0) if found.mem else 0,
+    )

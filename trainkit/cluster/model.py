@@ -1,4 +1,7 @@
-"""What is known about a Slurm cluster: what its partitions have and allow, and what you may charge."""
+"""The model of a Slurm cluster: its partitions, nodes, accounts and QOS.
+
+Discovery (from Slurm) and profiles (from a file) both produce it; limits, plans and queue estimates read it.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +11,44 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes of a partition that are alike; None where a value is not known."""
+    """Nodes of a partition with the same hardware and features; None where a value is unknown."""
 
     count: int
     cpus: int | None = None
+    """CPUs that jobs can use, without those that Slurm reserves for itself."""
     mem_mib: int | None = None
+    """Memory that jobs can use."""
     gpus: dict[str, int] = field(default_factory=dict)
     """How many GPUs a node has, by type; the type is empty where the site names none."""
     features: tuple[str, ...] = ()
+    in_service: int | None = field(default=None, compare=False)
+    """How many can run jobs now or soon: neither down nor drained."""
+    hosts: str = field(default="", compare=False)
+    """As a host list."""
 
     def num_gpus(self, gpu_type: str | None = None) -> int:
-        """GPUs a node, of one type or of all."""
+        """GPUs per node, of one type or of all types."""
         return sum(count for kind, count in self.gpus.items() if gpu_type in (None, kind))
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition; None where a value is not known, not limited, or for everybody."""
+    """A partition; None where a value is unknown, unlimited, or open to everyone."""
 
     name: str
     is_default: bool = False
     is_hidden: bool = False
-    """Slurm does not list it unless asked; jobs can name it."""
+    """Slurm lists it only with --all; jobs can name it."""
     is_up: bool = True
     max_time_s: int | None = None
     default_time_s: int | None = None
-    """The time limit of a job that asks for none; None where that is `max_time_s`."""
+    """Time limit of a job that requests none; None where that is `max_time_s`."""
     max_nodes: int | None = None
-    """Most nodes of one job."""
+    """Largest number of nodes of one job."""
     max_cpus_per_node: int | None = None
-    """Most CPUs of a node that its jobs may use, where that is less than a node has."""
+    """How many CPUs of a node its jobs may use, where that is fewer than a node has."""
     nodes: tuple[NodeKind, ...] = ()
-    """Empty when not known."""
+    """Empty when unknown."""
     allowed_accounts: tuple[str, ...] | None = None
     denied_accounts: tuple[str, ...] = ()
     allowed_qos: tuple[str, ...] | None = None
@@ -48,18 +57,23 @@ class Partition:
 
     @property
     def num_nodes(self) -> int:
-        """All nodes, those out of service too."""
+        """All nodes, including those out of service."""
         return sum(kind.count for kind in self.nodes)
 
     @property
     def job_time_s(self) -> int | None:
-        """The time limit of a job that asks for none; None for no limit."""
+        """Time limit of a job that requests none; None for no limit."""
         return self.max_time_s if self.default_time_s is None else self.default_time_s
+
+    def usable_cpus(self, kind: NodeKind) -> int | None:
+        """CPUs of such a node that jobs of this partition may use; None when unknown."""
+        limits = [number for number in (kind.cpus, self.max_cpus_per_node) if number is not None]
+        return min(limits, default=None)
 
 
 @dataclass(frozen=True)
 class Account:
-    """An account that you may charge, and with what; None where anything goes or nothing is known."""
+    """An account that you may charge; None where it is not restricted, or the restriction is unknown."""
 
     name: str
     is_default: bool = False
@@ -69,62 +83,60 @@ class Account:
 
 @dataclass(frozen=True)
 class Qos:
-    """A quality of service."""
+    """A quality of service (QOS)."""
 
     name: str
     max_time_s: int | None = None
     overrides: tuple[Literal["time", "nodes"], ...] | None = ()
-    """Which limits of a partition do not hold for its jobs; None when not known."""
+    """The partition limits that do not apply to its jobs; None when unknown."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a config is held against before it is submitted."""
+    """A cluster, as far as it is known: a config is checked against it before it is submitted."""
 
     name: str
     partitions: tuple[Partition, ...] = ()
-    """Empty when nothing is known about them."""
+    """Empty when unknown."""
     gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
-    """How this cluster wants GPUs to be asked for."""
+    """The sbatch option with which jobs request GPUs."""
     accounts: tuple[Account, ...] | None = None
-    """None when not known, or where any account is taken."""
+    """None when unknown, or where Slurm does not check accounts."""
     qos: tuple[Qos, ...] | None = None
-    """None when not known."""
+    """None when unknown."""
     slurm_version: tuple[int, ...] = ()
     containers: tuple[str, ...] = ()
-    """Which of pyxis, apptainer, singularity and enroot it has."""
+    """Which of pyxis, apptainer, singularity and enroot are installed."""
     has_modules: bool = False
     reason: str = ""
-    """Where all this is known from, in one sentence."""
+    """Where this description comes from, in one sentence."""
     out_of_date_hint: str = ""
-    """What to do should it not be true any more."""
-    trouble: str = ""
-    """Why nothing is known: what Slurm said, or that it did not answer."""
+    """What to do if the description is out of date."""
+    error: str = ""
+    """Why nothing is known: Slurm's error, or that it did not answer."""
     expedited_requeue: bool | None = None
-    """Whether jobs ask for the expedited requeue of Slurm 25.11; None where the site has not enabled it."""
+    """Whether jobs use the expedited requeue of Slurm 25.11; None where the site has not enabled it."""
     bad_nodes: dict[str, str] = field(default_factory=dict)
-    """Hosts that failed here a short while ago, with the reason; the newest first."""
+    """Hosts that failed in the last 24 hours, each with the reason; the newest first."""
     forget_hint: str = ""
-    """What to do to have them used again."""
+    """How to clear that list."""
 
     def partition(self, name: str | None) -> Partition | None:
-        """A partition by its name, None for the default one; None when it is not known."""
+        """A partition by name, or the default one for None; None when there is no such partition."""
         if name is None:
             return next((item for item in self.partitions if item.is_default), None)
         return next((item for item in self.partitions if item.name == name), None)
 
-    def asked(self, names: str | None) -> tuple[Partition, ...]:
-        """The partitions of `resources.partition`, where several stand with commas; those that exist."""
-        words: list[str | None] = [None]
-        if names is not None:
-            words = [name.strip() for name in names.split(",")]
-        found = (self.partition(name) for name in words)
+    def requested_partitions(self, names: str | None) -> tuple[Partition, ...]:
+        """The existing ones among the comma-separated names of `resources.partition`."""
+        requested = [None] if names is None else [name.strip() for name in names.split(",")]
+        found = (self.partition(name) for name in requested)
         return tuple(item for item in found if item is not None)
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a job is going to run."""
+    """Where a job will run."""
 
     backend: Literal["local", "sbatch", "submitit", "srun"]
     reason: str
@@ -132,9 +144,9 @@ class Target:
     cluster: Cluster | None = None
     """None for the local backend."""
     node_sizes: tuple[int, ...] | None = None
-    """Workers of each node of a step that is there already (``srun``)."""
+    """Workers per node of a step that has already started (``srun``)."""
     per: Literal["gpu", "node"] | None = None
-    """What a task of that step stands for."""
+    """What a task of that step is: one GPU or one node."""
 
 
 LOCAL = Target("local", "this machine")

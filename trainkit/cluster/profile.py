@@ -1,6 +1,6 @@
-"""Finds the profile of the cluster that a run goes to.
+"""Cluster profiles: the file format, and which profile a run uses.
 
-Profiles are files `clusters/NAME.yaml`: in the folder that one submits from, and in the user's config folder.
+A profile is a file `clusters/NAME.yaml` in the current folder or in the user's config folder.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ KEY = "launch.cluster"
 
 @dataclass(frozen=True)
 class FoundProfile:
-    """A profile and why it is the one."""
+    """A profile, and why it was chosen."""
 
     path: Path
     shown: str
-    """The file's name as messages show it."""
+    """The file name to show in messages."""
     profile: ClusterProfile
     defaults: Entry | None
-    """What it lays below run configs."""
+    """Its `defaults` section, the lowest layer of every run config."""
     reason: str
 
 
 def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where `trainkit init` writes profiles."""
+    """The folder that `trainkit init` writes profiles to."""
     home = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "trainkit" / FOLDER
 
@@ -54,17 +54,17 @@ def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def find_profile(
     loaded: LoadedConfig, environ: Mapping[str, str] = os.environ, cwd: Path | None = None
 ) -> FoundProfile | None:
-    """The profile that `launch.cluster` names, else the one of the cluster that Slurm's configuration names,
-    else the only one there is where that name is not known. None when there is none.
+    """The profile that `launch.cluster` names, else the one for the ClusterName in slurm.conf, else the only
+    profile where slurm.conf gives no name. None when there is none.
 
-    Raises ConfigError when the named one does not exist, when it cannot be told which one is meant, and with
-    every problem of the file.
+    Raises ConfigError when the named profile does not exist, when two profiles are of the same cluster, and
+    with every problem of the file.
     """
     cwd = Path.cwd() if cwd is None else cwd
     folders = [cwd / FOLDER, user_folder(environ)]
     named = loaded.config.launch.cluster
     if named is not None:
-        return _found(_named(loaded, named, folders), cwd, f"launch.cluster: {named} was asked for")
+        return _found(_named(loaded, named, folders), cwd, f"launch.cluster is {named}")
     files = [sorted(folder.glob("*.yaml")) for folder in folders]
     if not any(files):
         return None
@@ -72,11 +72,11 @@ def find_profile(
     if name is None:
         if len(alone := [path for paths in files for path in paths]) > 1:
             return None
-        return _found(alone[0], cwd, "it is the only profile, and no slurm.conf names the cluster")
+        return _found(alone[0], cwd, "it is the only profile, and slurm.conf gives no ClusterName")
     for paths in files:
         own = _own_profile(loaded, paths, name)
         if own is not None:
-            return _found(own, cwd, f"slurm.conf calls the cluster {name}")
+            return _found(own, cwd, f"ClusterName is {name} in slurm.conf")
     return None
 
 
@@ -88,25 +88,26 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     match = near(name, known)
     hint = f"did you mean {match}? " if match else ""
-    hint += f"there is {', '.join(known)}; `trainkit init` writes one of the cluster that it is typed on"
-    raise ConfigError([loaded.problem(KEY, f"is {name}, and there is no such cluster profile", hint)])
+    hint += f"profiles: {', '.join(known)}; `trainkit init` writes the profile of the cluster it runs on"
+    raise ConfigError([loaded.problem(KEY, f"is {name}, but there is no such cluster profile", hint)])
 
 
 def _own_profile(loaded: LoadedConfig, paths: Sequence[Path], name: str) -> Path | None:
-    """The profile of the cluster of this name."""
+    """The profile whose `name` is the cluster's."""
     own = [path for path in paths if _name_in(path) == name]
     if len(own) > 1:
         same = [path for path in own if path.stem == name]
         if not same:
             names = " and ".join(path.stem for path in own)
             message = f"is not set, and {names} are both profiles of {name}"
-            raise ConfigError([loaded.problem(KEY, message, f"--cluster {own[0].stem} takes the first")])
+            hint = f"choose one, such as --cluster {own[0].stem}"
+            raise ConfigError([loaded.problem(KEY, message, hint)])
         own = same
     return own[0] if own else None
 
 
 def _name_in(path: Path) -> str | None:
-    """The name in a profile; the file's own where it cannot be read, which is told should it be taken."""
+    """The `name` in a profile; the file's own name where it cannot be read, reported once it is used."""
     try:
         found = read_yaml_file(path, str(path)).find(("name",))
     except ConfigError:
@@ -122,8 +123,6 @@ def _found(path: Path, cwd: Path, reason: str) -> FoundProfile:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, shown: str, mtime_ns: int) -> tuple[ClusterProfile, Entry | None]:
-    # Its classes take a while to make, which nobody pays who has no profile.
-
     return read_profile(path, shown)
 
 
@@ -141,44 +140,44 @@ Names = Annotated[tuple[OneLine, ...], Field(strict=False)]
 
 
 class NodesProfile(Section):
-    """Nodes of a partition that are alike."""
+    """Nodes of a partition with the same hardware and features."""
 
-    count: AtLeastOne = Field(default=1, description="How many there are.")
-    cpus: AtLeastOne | None = Field(default=None, description="CPUs of each.")
-    memory: Memory | None = Field(default=None, description="Memory of each that jobs can have.")
+    count: AtLeastOne = Field(default=1, description="Number of nodes.")
+    cpus: AtLeastOne | None = Field(default=None, description="CPUs of a node that jobs can use.")
+    memory: Memory | None = Field(default=None, description="Memory of a node that jobs can use.")
     gpus: dict[str, AtLeastOne] | AtLeastOne = Field(
         default={},
-        description="GPUs of each by type, or their number where the cluster names no types.",
+        description="GPUs of a node by type, or their number where the cluster names no types.",
         json_schema_extra={"allowed": 'a number, or numbers by type such as "{h100: 8}"'},
     )
-    features: tuple[OneLine, ...] = list_field((), "What resources.constraint can name.")
+    features: tuple[OneLine, ...] = list_field((), "Features that resources.constraint can name.")
 
 
 class PartitionProfile(Section):
-    """What a partition has and allows; null where there is no limit."""
+    """A partition; null where there is no limit."""
 
-    default: bool = Field(default=False, description="Whether jobs that name no partition go here.")
-    hidden: bool = Field(default=False, description="Whether Slurm lists it only when it is asked to.")
+    default: bool = Field(default=False, description="Whether jobs without a partition go here.")
+    hidden: bool = Field(default=False, description="Whether Slurm lists it only with --all.")
     max_time: Time | None = Field(default=None, description="Longest time limit of a job.")
-    default_time: Time | None = Field(default=None, description="Time limit of a job that asks for none.")
-    max_nodes: AtLeastOne | None = Field(default=None, description="Most nodes of a job.")
+    default_time: Time | None = Field(default=None, description="Time limit of a job that requests none.")
+    max_nodes: AtLeastOne | None = Field(default=None, description="Maximum number of nodes of a job.")
     max_cpus_per_node: AtLeastOne | None = Field(
-        default=None, description="Most CPUs of a node for its jobs."
+        default=None, description="Maximum number of CPUs of a node that its jobs may use."
     )
     accounts: Names | None = Field(default=None, description="Accounts that may use it; null for all.")
     denied_accounts: tuple[OneLine, ...] = list_field((), "Accounts that may not.")
-    qos: Names | None = Field(default=None, description="QOS that it takes; null for all.")
-    denied_qos: tuple[OneLine, ...] = list_field((), "QOS that it does not take.")
+    qos: Names | None = Field(default=None, description="QOS that it accepts; null for all.")
+    denied_qos: tuple[OneLine, ...] = list_field((), "QOS that it rejects.")
     groups: Names | None = Field(default=None, description="Groups that may use it; null for all.")
-    nodes: tuple[NodesProfile, ...] = list_field((), "Its nodes; leave it out when they are not known.")
+    nodes: tuple[NodesProfile, ...] = list_field((), "Its nodes; leave this out when they are unknown.")
 
 
 class AccountProfile(Section):
     """An account that you may charge."""
 
-    default: bool = Field(default=False, description="Whether it is charged when none is named.")
+    default: bool = Field(default=False, description="Whether it is charged when a job names none.")
     partitions: Names | None = Field(default=None, description="Where it can be used; null for anywhere.")
-    qos: Names | None = Field(default=None, description="QOS that it may use; null when not known.")
+    qos: Names | None = Field(default=None, description="QOS that it may use; null when unknown.")
 
 
 class QosProfile(Section):
@@ -186,51 +185,51 @@ class QosProfile(Section):
 
     max_time: Time | None = Field(default=None, description="Longest time limit of a job.")
     overrides: tuple[Literal["time", "nodes"], ...] = list_field(
-        (), "Limits of a partition that do not hold for its jobs."
+        (), "Partition limits that do not apply to its jobs."
     )
 
 
 class ClusterProfile(Section):
-    """What a config is held against, and what every run on this cluster starts from."""
+    """The cluster that configs are checked against, and the defaults of every run on it."""
 
     model_config = ConfigDict(title="trainkit cluster profile")
 
     profile_version: Literal[1] = Field(default=1, description="Version of the format of this file.")
-    name: OneLine = Field(description="What Slurm calls the cluster: ClusterName of its slurm.conf.")
+    name: OneLine = Field(description="ClusterName in its slurm.conf.")
     slurm_version: str | None = Field(
         default=None,
         pattern=r"^\d+\.\d+(\.\d+)?$",
-        description="Version of its Slurm.",
+        description="Version of Slurm.",
         json_schema_extra={"allowed": 'a version in quotes, such as "24.05.2"'},
     )
     gpu_option: Literal["gpus-per-node", "gres"] = Field(
-        default="gpus-per-node", description="The option of sbatch with which GPUs are asked for."
+        default="gpus-per-node", description="The sbatch option that requests GPUs."
     )
     containers: tuple[Literal["pyxis", "apptainer", "singularity", "enroot"], ...] = list_field(
-        (), "What runs containers there."
+        (), "Container runtimes that are installed."
     )
-    modules: bool = Field(default=False, description="Whether there are environment modules.")
+    modules: bool = Field(default=False, description="Whether environment modules are installed.")
     expedited_requeue: bool | None = Field(
         default=None,
-        description="Whether jobs ask for sbatch --requeue=expedite; Slurm has it from 25.11 on.",
+        description="Whether jobs use sbatch --requeue=expedite (Slurm 25.11 and later).",
     )
     accounts: dict[str, AccountProfile | None] | None = Field(
-        default=None, description="Accounts that you may charge; null where it is not checked."
+        default=None, description="Accounts that you may charge; null to not check accounts."
     )
     qos: dict[str, QosProfile | None] | None = Field(
-        default=None, description="Qualities of service; null where it is not checked."
+        default=None, description="Qualities of service; null to not check them."
     )
     partitions: dict[str, PartitionProfile | None] | None = Field(
-        default=None, description="Its partitions; null asks Slurm each time."
+        default=None, description="Its partitions; null queries Slurm each time."
     )
     defaults: dict[str, JsonValue] | None = Field(
         default=None,
-        description="Keys of a run config that hold for every run here, below your own.",
+        description="Run config keys for every run on this cluster; your own configs override them.",
         json_schema_extra={"allowed": "keys of a run config"},
     )
 
-    def cluster(self, reason: str, out_of_date_hint: str) -> Cluster:
-        """The same as plans need it."""
+    def to_cluster(self, reason: str = "", out_of_date_hint: str = "") -> Cluster:
+        """The profile as the model of the cluster."""
         accounts, qos = self.accounts, self.qos
         return Cluster(
             name=self.name,
@@ -287,7 +286,7 @@ def _qos(name: str, profile: QosProfile | None) -> Qos:
 
 
 def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
-    """A profile, and what it lays below run configs; `shown` is the file's name in messages.
+    """A profile and its `defaults` section; `shown` is the file's name in messages.
 
     Raises ConfigError with every problem.
     """
@@ -308,7 +307,7 @@ def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
         key = ".".join(map(str, path))
         if item["type"] == "missing":
             key = ".".join(map(str, item["loc"]))
-            problem = Problem(key, "is not there", entry.origin, "what Slurm calls the cluster")
+            problem = Problem(key, "is missing", entry.origin, "ClusterName in slurm.conf")
         elif item["type"] == "extra_forbidden":
             match = near(str(path[-1]), _inner(_schema_at(path[:-1])).get("properties", {}))
             hint = f"did you mean {match}?" if match else ""
@@ -321,7 +320,7 @@ def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
 
 
 def _origin(entry: Entry, path: tuple[int | str, ...]) -> str:
-    """Where a path stands, or what it stands in: what is within a list has the list's line."""
+    """File and line of a path, or of what contains it: items of a list have the list's line."""
     for end in range(len(path), 0, -1):
         place = entry.find(tuple(map(str, path[:end])))
         if place is not None:
@@ -330,7 +329,7 @@ def _origin(entry: Entry, path: tuple[int | str, ...]) -> str:
 
 
 def _within(value: Any, location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], Any]:
-    """The part of a location that leads into a value, and what is there; the rest names kinds of a union."""
+    """The part of a location that is a path in a value, and what is there; the rest names union members."""
     path: list[int | str] = []
     for part in location:
         is_key = isinstance(value, dict) and part in value
@@ -348,7 +347,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _schema_at(path: tuple[int | str, ...]) -> dict[str, Any]:
-    """The JSON schema of what stands at a path."""
+    """The JSON schema at a path."""
     schema = _schema()
     for part in path:
         schema = _inner(schema)

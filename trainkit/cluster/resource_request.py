@@ -1,4 +1,4 @@
-"""What a job asks of the nodes that it gets. Pure."""
+"""What a job requests of each node and of Slurm. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from trainkit.cluster.model import NodeKind, Partition
+from trainkit.cluster.units import memory_mib
 from trainkit.config.running import ResourcesConfig
 
 _NO_FEATURE = re.compile(r"[&|,()\[\]]|\*\d+")
@@ -14,7 +15,7 @@ _ANY_OF = re.compile(r"[|,\[(*]")
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What a job asks for; None where it asks for nothing."""
+    """What a job requests; None where it leaves the choice to Slurm."""
 
     nodes: int
     workers_per_node: int
@@ -28,17 +29,32 @@ class ResourceRequest:
     qos: str | None = None
     constraint: str | None = None
     spare_nodes: int = 0
-    """Nodes beyond those that train."""
+    """Nodes in addition to those that train."""
 
     @property
     def all_nodes(self) -> int:
+        """Nodes of the job, spare nodes included."""
         return self.nodes + self.spare_nodes
+
+    @property
+    def needed_gpu_type(self) -> str | None:
+        """The GPU type, for a job that uses GPUs."""
+        return self.gpu_type if self.gpus_per_node else None
+
+    def fits_node(self, partition: Partition, kind: NodeKind) -> bool:
+        """Whether a node of the partition has enough GPUs, CPUs and memory, as far as that is known."""
+        cpus, mem = partition.usable_cpus(kind), None if self.mem is None else memory_mib(self.mem)
+        return (
+            kind.num_gpus(self.gpu_type) >= (self.gpus_per_node or 0)
+            and (cpus is None or cpus >= (self.cpus_per_node or 0))
+            and (kind.mem_mib is None or kind.mem_mib >= (mem or 0))
+        )
 
 
 def resource_request(
     resources: ResourcesConfig, *, workers_per_node: int, device: str, threads: int | None, per: str
 ) -> ResourceRequest:
-    """What a job asks for: its section of the config, and what was derived from it."""
+    """The request of a job, from its section of the config and what was derived from it."""
     cpus = None if threads is None else threads * workers_per_node
     if cpus is None and per == "gpu":
         cpus = workers_per_node  # a task gets at least one
@@ -59,13 +75,17 @@ def resource_request(
 
 
 def features_of(constraint: str | None) -> tuple[str, ...]:
-    """The names of features in a constraint such as ``[rack1*2&rack2]``."""
-    return tuple(word.strip() for word in _NO_FEATURE.split(constraint or "") if word.strip())
+    """The feature names in a constraint such as ``[rack1*2&rack2]``."""
+    return tuple(name.strip() for name in _NO_FEATURE.split(constraint or "") if name.strip())
 
 
-def fitting_nodes(partition: Partition, constraint: str | None, gpu_type: str | None) -> tuple[NodeKind, ...]:
-    """The nodes of a partition that a job may get, as far as its constraint can be told without Slurm."""
-    # With an "or" any node may do; all features together are asked for with "and" only.
+def matching_nodes(
+    partition: Partition, constraint: str | None, gpu_type: str | None
+) -> tuple[NodeKind, ...]:
+    """The nodes of a partition with the features of a constraint and the GPU type.
+
+    Only "and" is evaluated: with any other operator of Slurm every node counts as matching.
+    """
     needed = set() if _ANY_OF.search(constraint or "") else set(features_of(constraint))
     return tuple(
         kind

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import NodeKind, Target
-from trainkit.cluster.resource_request import fitting_nodes
+from trainkit.cluster.resource_request import matching_nodes
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
 from trainkit.plan.gpus import Gpu, find_gpu, known_gpus
@@ -68,11 +68,11 @@ def find_hardware(
 def _nodes(config: RunConfig, target: Target) -> tuple[NodeKind, ...]:
     """The kinds of nodes of a cluster that a job may get."""
     resources = config.resources
-    partitions = () if target.cluster is None else target.cluster.asked(resources.partition)
+    partitions = () if target.cluster is None else target.cluster.requested_partitions(resources.partition)
     return tuple(
         node
         for partition in partitions
-        for node in fitting_nodes(partition, resources.constraint, resources.gpu_type)
+        for node in matching_nodes(partition, resources.constraint, resources.gpu_type)
         if node.num_gpus()
     )
 

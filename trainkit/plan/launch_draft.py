@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from trainkit.cluster.limits import spare_capacity, troubles
+from trainkit.cluster.limits import limit_problems, spare_capacity
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, NodeKind, Partition
-from trainkit.cluster.resource_request import ResourceRequest, fitting_nodes, resource_request
+from trainkit.cluster.resource_request import ResourceRequest, matching_nodes, resource_request
 from trainkit.cluster.units import time_limit_s, time_text
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError, Problem, SlurmError
@@ -144,8 +144,8 @@ class SlurmDraft(LaunchDraft):
     @property
     def partition(self) -> Partition | None:
         """The first of the partitions that were asked for, or the default one where none of them exists."""
-        asked = self.cluster.asked(self.loaded.config.resources.partition)
-        return asked[0] if asked else self.cluster.partition(None)
+        requested = self.cluster.requested_partitions(self.loaded.config.resources.partition)
+        return requested[0] if requested else self.cluster.partition(None)
 
     @property
     def nodes(self) -> tuple[NodeKind, ...]:
@@ -153,7 +153,9 @@ class SlurmDraft(LaunchDraft):
         if self.partition is None:
             return ()
         resources = self.loaded.config.resources
-        return fitting_nodes(self.partition, resources.constraint, resources.gpu_type) or self.partition.nodes
+        return (
+            matching_nodes(self.partition, resources.constraint, resources.gpu_type) or self.partition.nodes
+        )
 
     @property
     def _all_nodes(self) -> int:
@@ -226,13 +228,14 @@ class SlurmDraft(LaunchDraft):
             self.reasons["threads_per_worker"] = f"resources.cpus_per_gpu: {asked} was asked for"
             return asked
         workers = world_size // self.loaded.config.resources.nodes
-        shares = [(kind.cpus or 0) // kind.num_gpus() for kind in self._gpu_nodes(workers)]
-        if self.uses_gpus and shares and min(shares):
-            kind = min(self._gpu_nodes(workers), key=lambda kind: (kind.cpus or 0) // kind.num_gpus())
-            self.reasons["threads_per_worker"] = (
-                f"{min(shares)}: {kind.cpus} CPU cores for {kind.num_gpus()} GPUs in a node"
-            )
-            return min(shares)
+        partition, kinds = self.partition, self._gpu_nodes(workers)
+        if partition is not None and self.uses_gpus and kinds:
+            sizes = [(partition.usable_cpus(kind) or 0, kind.num_gpus()) for kind in kinds]
+            num_cpus, num_gpus = min(sizes, key=lambda size: size[0] // size[1])
+            if threads := num_cpus // num_gpus:
+                reason = f"{threads}: {num_cpus} CPU cores for {num_gpus} GPUs in a node"
+                self.reasons["threads_per_worker"] = reason
+                return threads
         self.reasons["threads_per_worker"] = "what Slurm gives a task; resources.cpus_per_gpu asks for more"
         return None
 
@@ -286,11 +289,11 @@ class SlurmDraft(LaunchDraft):
         for key, message, hint in reserved_options(config):
             self.problem(key, message, hint)
         tasks = 1 if per == "node" else workers_per_node
-        asked = resource_request(
+        resources = resource_request(
             config.resources, workers_per_node=workers_per_node, device=device, threads=threads, per=per
         )
         told = {problem.key for problem in self.problems}
-        for key, message, hint in troubles(asked, self.cluster):
+        for key, message, hint in limit_problems(resources, self.cluster):
             if key not in told:
                 self.problem(key, message, hint)
         cpus = None if threads is None else threads * workers_per_node // tasks
@@ -308,12 +311,12 @@ class SlurmDraft(LaunchDraft):
             self.reasons["spare_nodes"] = (
                 f"{spare}: the job gets {self._all_nodes} nodes, and {config.resources.nodes} of them train"
             )
-        request = with_excluded(request, self._bad_nodes(asked))
+        request = with_excluded(request, self._bad_nodes(resources))
         return replace(request, version=self.cluster.slurm_version)
 
-    def _bad_nodes(self, asked: ResourceRequest) -> list[str]:
+    def _bad_nodes(self, request: ResourceRequest) -> list[str]:
         """The hosts that failed a short while ago, as many of them as the job can do without."""
-        bad, capacity = self.cluster.bad_nodes, spare_capacity(asked, self.cluster)
+        bad, capacity = self.cluster.bad_nodes, spare_capacity(request, self.cluster)
         left_out = list(bad)[:capacity]
         words = [f"{host}: {bad[host]}" for host in left_out]
         words += [
@@ -325,8 +328,8 @@ class SlurmDraft(LaunchDraft):
 
     def _unknown(self, key: str, message: str, hint: str) -> None:
         """A value that only the cluster could tell: what is wrong is Slurm where it did not answer."""
-        if self.cluster.trouble:
-            raise SlurmError(f"{key} {message}: {self.cluster.trouble}", hint=f"try again, or {hint}")
+        if self.cluster.error:
+            raise SlurmError(f"{key} {message}: {self.cluster.error}", hint=f"try again, or {hint}")
         self.problem(key, message, hint)
 
 

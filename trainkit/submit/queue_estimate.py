@@ -12,9 +12,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from trainkit.cluster.discovery import Partition
-from trainkit.cluster.limits import partition_troubles
-from trainkit.cluster.model import Cluster
+from trainkit.cluster.limits import partition_problems
+from trainkit.cluster.model import Cluster, Partition
 from trainkit.cluster.resource_request import ResourceRequest, resource_request
 from trainkit.config import RunConfig
 from trainkit.errors import TrainkitError
@@ -72,19 +71,19 @@ def estimate_waits(
     Raises SlurmUnreachable when it does not answer.
     """
     assert plan.slurm is not None
-    asked = resource_request(
+    request = resource_request(
         config.resources,
         workers_per_node=plan.workers_per_node,
         device=plan.device,
         threads=plan.threads_per_worker,
         per=plan.per,
     )
-    names = [item.name for item in cluster.asked(asked.partition)]
+    names = [item.name for item in cluster.requested_partitions(request.partition)]
     others = [item.name for item in cluster.partitions if not item.is_hidden and item.name not in names]
     waits: list[Wait | None] = []
     questions: dict[int, str] = {}
     for index, name in enumerate([*names, *others]):
-        why_not = None if name in names else _why_not(asked, cluster, name)
+        why_not = None if name in names else _why_not(request, cluster, name)
         waits.append(None if why_not is None else Wait(name, False, None, remark=why_not))
         if why_not is None:
             questions[index] = name
@@ -92,16 +91,16 @@ def estimate_waits(
     answers = _ask(questions, options, environ)
     now = {item.name: item for item in partitions}
     for index, name in questions.items():
-        waits[index] = _wait(name, name in names, answers.get(index), now.get(name), asked)
+        waits[index] = _wait(name, name in names, answers.get(index), now.get(name))
     return [wait for wait in waits if wait is not None]
 
 
-def _why_not(asked: ResourceRequest, cluster: Cluster, name: str) -> str | None:
+def _why_not(request: ResourceRequest, cluster: Cluster, name: str) -> str | None:
     """What keeps the job out of a partition, in one sentence."""
     partition = cluster.partition(name)
     if partition is None:
         return None
-    found = next(partition_troubles(replace(asked, partition=name), cluster, partition), None)
+    found = next(partition_problems(replace(request, partition=name), cluster, partition), None)
     return None if found is None else f"{found[0]}: {found[1]}"
 
 
@@ -150,7 +149,6 @@ def _wait(
     is_asked: bool,
     answer: Wait | SlurmRefused | None,
     now: Partition | None,
-    asked: ResourceRequest,
 ) -> Wait:
     if answer is None:
         return Wait(name, is_asked, None, remark="Slurm was too busy to tell")
@@ -162,8 +160,8 @@ def _wait(
     if now is not None and not now.is_up:
         remark = "the partition is not up now"
     elif now is not None:
-        total = sum(kind.count for kind in now.node_types)
-        in_service = sum(kind.in_service for kind in now.node_types)
+        total = sum(kind.count for kind in now.nodes)
+        in_service = sum(kind.in_service or 0 for kind in now.nodes)
         if in_service < total:
             remark = f"not now: {total - in_service} of its {total} nodes are out of service"
     return Wait(name, is_asked, None, remark=remark)

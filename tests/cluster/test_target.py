@@ -1,4 +1,4 @@
-"""What is known of a cluster without a profile, and when Slurm is asked."""
+"""What is known about the cluster of a run, and when Slurm is queried for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.cluster.bad_nodes import note_failure
+from trainkit.cluster.discovery import discover_cluster, gpu_option
+from trainkit.cluster.init_files import MAX_KINDS, differences, profile_text, write_new
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.profile import user_folder
-from trainkit.cluster.target import gpu_option, known_cluster
-from trainkit.cluster.write_profile import MAX_KINDS, differences, profile_text, query_profile, write_new
+from trainkit.cluster.target import known_cluster
 from trainkit.config import LoadedConfig, load_config
 from trainkit.errors import UsageError
 from trainkit.slurm.client import FIELD, RECORD
@@ -48,7 +49,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake.add("srun", "echo --container-image")
     fake.add(
         "sacctmgr",
-        'case "$*" in *qos*Flags*) echo "long||PartitionTimeLimit";; *) echo "physics|physics||long|";; esac',
+        'case "$*" in *qos*Flags*) echo "long||PartitionTimeLimit";; *) echo "physics|physics||long";; esac',
     )
     (fake.folder / "slurm.conf").write_text("ClusterName=west\n")
     return fake
@@ -73,7 +74,7 @@ def test_from_slurm(slurm: FakeSlurm) -> None:
         (GPU,),
         gpu_option="gres",
         slurm_version=(23, 11, 4),
-        reason="west: there is no profile of it, so Slurm was asked (`trainkit init` writes one)",
+        reason="west: no profile found, so Slurm was queried (`trainkit init` writes a profile)",
     )
     assert sorted(slurm.programs) == ["scontrol", "scontrol", "scontrol", "sinfo"]
 
@@ -85,7 +86,7 @@ def test_accounts_only_where_one_is_named(slurm: FakeSlurm) -> None:
     assert "sacctmgr" not in slurm.programs
 
 
-def test_what_a_qos_lifts_is_asked_only_where_it_decides(slurm: FakeSlurm) -> None:
+def test_what_a_qos_overrides_is_queried_only_where_it_decides(slurm: FakeSlurm) -> None:
     assert known(slurm, "resources.qos=long").qos == (Qos("long", None, None),)
     assert "sacctmgr" not in slurm.programs
     assert known(slurm, "resources.qos=long", "resources.time=2-0").qos == (Qos("long", None, ("time",)),)
@@ -98,10 +99,8 @@ def test_slurm_that_is_away(slurm: FakeSlurm) -> None:
     found = known(slurm)
     words = "sinfo cannot reach Slurm: Unable to contact slurm controller (connect failure)"
     assert found.partitions == ()
-    assert found.trouble == f"Slurm did not answer ({words})"
-    assert found.reason == (
-        f"unknown: Slurm did not answer, so what its nodes have and allow was not looked at ({words})"
-    )
+    assert found.error == f"Slurm did not answer ({words})"
+    assert found.reason == (f"unknown: Slurm did not answer, so no limits were checked ({words})")
 
 
 @pytest.mark.parametrize("with_profile", [True, False])
@@ -121,13 +120,13 @@ def test_hosts_that_failed_here_are_known(
     [(host, reason)] = found.bad_nodes.items()
     assert (host, reason.partition(",")[0]) == ("g1", "lost (small")
     file = tmp_path / "my state/trainkit/bad_nodes/west.json"
-    assert found.forget_hint == f"`rm '{file}'` forgets that"
+    assert found.forget_hint == f"`rm '{file}'` clears the list"
     file.unlink()
     found = known_cluster(load_config(None, environ={}, cwd=slurm.folder), environ, slurm.folder)
     assert (found.bad_nodes, found.forget_hint) == ({}, "")
 
 
-def test_a_profile_saves_the_asking(slurm: FakeSlurm) -> None:
+def test_with_a_profile_slurm_is_not_queried(slurm: FakeSlurm) -> None:
     write_new(
         user_folder(environ_of(slurm)) / "west.yaml", profile_text(Cluster("west", (GPU,)), date(2026, 1, 2))
     )
@@ -143,7 +142,7 @@ def test_a_profile_without_partitions_is_filled_in(slurm: FakeSlurm) -> None:
     assert found.partitions == (GPU,)
     assert found.accounts == (Account("chem"),)
     assert found.qos == (Qos("long", None, None),)
-    assert found.reason.endswith("it has no partitions, so Slurm was asked")
+    assert found.reason.endswith("it lists no partitions, so Slurm was queried")
 
 
 @pytest.mark.parametrize(
@@ -154,9 +153,9 @@ def test_gpu_option(select: str, option: str) -> None:
     assert gpu_option({"SelectType": select}) == option
 
 
-def test_a_long_look(slurm: FakeSlurm) -> None:
+def test_discover_cluster(slurm: FakeSlurm) -> None:
     slurm.add("enroot")
-    found = query_profile(environ_of(slurm))
+    found = discover_cluster(environ_of(slurm))
     assert found == Cluster(
         "west",
         (GPU,),
@@ -172,17 +171,17 @@ def test_a_long_look(slurm: FakeSlurm) -> None:
 def test_without_accounting(slurm: FakeSlurm) -> None:
     text = ANSWERS["config"].replace("slurmdbd", "none")
     (slurm.folder / "config").write_text(text)
-    found = query_profile(environ_of(slurm))
+    found = discover_cluster(environ_of(slurm))
     assert found is not None
     assert (found.accounts, found.qos) == (None, None)
     assert "sacctmgr" not in slurm.programs
 
 
 def test_no_slurm_here(slurm: FakeSlurm) -> None:
-    assert query_profile({"PATH": str(slurm.folder)}) is None
+    assert discover_cluster({"PATH": str(slurm.folder)}) is None
     message = "resolve_ctls_from_dns_srv: DNS SRV lookup failed; Could not establish a configuration source"
     slurm.add("sbatch", f"echo '{message}' >&2; exit 1")
-    assert query_profile(environ_of(slurm)) is None
+    assert discover_cluster(environ_of(slurm)) is None
 
 
 def test_hundreds_of_kinds_of_nodes_are_put_together(slurm: FakeSlurm) -> None:
@@ -191,9 +190,11 @@ def test_hundreds_of_kinds_of_nodes_are_put_together(slurm: FakeSlurm) -> None:
         for number in range(MAX_KINDS + 1)
     ]
     (slurm.folder / "nodes").write_text("".join(f"{line}{RECORD}\n" for line in lines))
-    found = query_profile(environ_of(slurm))
+    found = discover_cluster(environ_of(slurm))
     assert found is not None
-    [kind] = found.partitions[0].nodes
+    text = profile_text(found, date(2026, 1, 2))
+    write_new(user_folder(environ_of(slurm)) / "west.yaml", text)
+    [kind] = known(slurm).partitions[0].nodes
     assert (kind.count, kind.gpus, kind.features[:3]) == (
         MAX_KINDS + 1,
         {"h100": 4},
@@ -202,7 +203,7 @@ def test_hundreds_of_kinds_of_nodes_are_put_together(slurm: FakeSlurm) -> None:
 
 
 def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm) -> None:
-    found = query_profile(environ_of(slurm))
+    found = discover_cluster(environ_of(slurm))
     assert found is not None
     assert found.expedited_requeue is None
     assert "expedited" not in profile_text(found, date(2026, 1, 2))
@@ -210,7 +211,7 @@ def test_the_expedited_requeue_is_offered_where_the_site_has_it(slurm: FakeSlurm
         "ClusterName = west\nSLURM_VERSION = 25.11.1\nMaxArraySize = 1001\nJobRequeue = 1\n"
         "SlurmctldParameters = enable_expedited_requeue\n"
     )
-    found = query_profile(environ_of(slurm))
+    found = discover_cluster(environ_of(slurm))
     assert found is not None
     assert found.expedited_requeue is False
     assert "\nexpedited_requeue: false\n" in profile_text(found, date(2026, 1, 2))

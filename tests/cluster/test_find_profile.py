@@ -79,7 +79,7 @@ def test_the_one_of_the_cluster(place: Place) -> None:
     found = place.find()
     assert found is not None
     assert found.path.stem == "home"
-    assert found.reason == f"WEST: {found.path}, because slurm.conf calls the cluster west"
+    assert found.reason == f"WEST: {found.path}, because ClusterName is west in slurm.conf"
 
 
 def test_no_other_clusters_profile_even_if_it_is_the_only_one(place: Place) -> None:
@@ -108,7 +108,7 @@ def test_two_of_one_cluster(place: Place) -> None:
     place.profile("small", "name: west\n")
     assert place.refused() == (
         "launch.cluster: is not set, and big and small are both profiles of west\n"
-        "  hint: --cluster big takes the first"
+        "  hint: choose one, such as --cluster big"
     )
     assert place.taken("launch.cluster=small") == "small"
     place.profile("west", "name: west\n")
@@ -119,16 +119,16 @@ def test_the_named_one(place: Place) -> None:
     place.profile("east", "name: east\n")
     found = place.find("launch.cluster=east")
     assert found is not None
-    assert found.reason.endswith("east.yaml, because launch.cluster: east was asked for")
+    assert found.reason.endswith("east.yaml, because launch.cluster is east")
     assert place.taken("launch.cluster=example") == "example"
 
 
 def test_a_named_one_that_is_not_there(place: Place) -> None:
     place.profile("east", "name: east\n")
     assert place.refused("launch.cluster=eats") == (
-        "--set launch.cluster=eats: launch.cluster: is eats, and there is no such cluster profile\n"
-        "  hint: did you mean east? there is east, example; "
-        "`trainkit init` writes one of the cluster that it is typed on"
+        "--set launch.cluster=eats: launch.cluster: is eats, but there is no such cluster profile\n"
+        "  hint: did you mean east? profiles: east, example; "
+        "`trainkit init` writes the profile of the cluster it runs on"
     )
     assert "no such cluster profile" in place.refused("launch.cluster=../east")
 
@@ -200,8 +200,10 @@ def test_target(place: Place) -> None:
     assert target.backend == "sbatch"
     assert target.cluster is not None
     assert [item.name for item in target.cluster.partitions] == ["gpu"]
-    assert target.cluster.reason == f"west: {file}, because slurm.conf calls the cluster west"
-    assert target.cluster.out_of_date_hint == f"{file} says so; moved away, `trainkit init` writes it anew"
+    assert target.cluster.reason == f"west: {file}, because ClusterName is west in slurm.conf"
+    assert target.cluster.out_of_date_hint == (
+        f"this is from {file}; if it is out of date, delete it and run `trainkit init`"
+    )
     assert make_target(place.load(), "local", place.environ, place.cwd).cluster is None
     assert (
         make_target(place.load("launch.backend=submitit"), None, place.environ, place.cwd).backend
@@ -214,7 +216,4 @@ def test_a_named_cluster_is_meant_where_there_is_no_slurm_too(place: Place) -> N
     environ = {**place.environ, "PATH": "/nowhere"}
     target = make_target(place.load("launch.cluster=east"), environ=environ, cwd=place.cwd)
     assert (target.backend, target.reason) == ("sbatch", "sbatch: launch.cluster is east")
-    assert (
-        make_target(place.load(), environ=environ, cwd=place.cwd).reason
-        == "local: there is no sbatch on PATH"
-    )
+    assert make_target(place.load(), environ=environ, cwd=place.cwd).reason == "local: sbatch is not on PATH"

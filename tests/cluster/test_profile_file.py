@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainkit.cluster.init_files import profile_text
 from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
 from trainkit.cluster.profile import ClusterProfile, read_profile
-from trainkit.cluster.write_profile import profile_text
 from trainkit.errors import ConfigError
 from trainkit.resources import shipped_configs
 
@@ -30,7 +30,7 @@ def test_every_shipped_profile_is_right() -> None:
     for file in files:
         assert file.read_text().startswith("# ")
         profile, defaults = read_profile(file, file.name)
-        assert profile.cluster("", "").partition(None) is not None
+        assert profile.to_cluster().partition(None) is not None
         assert defaults is not None
 
 
@@ -57,7 +57,7 @@ def test_what_a_profile_means(tmp_path: Path) -> None:
         "defaults: {launch: {network: ib}}\n"
     )
     profile, defaults = read_profile(file, "west.yaml")
-    assert profile.cluster("somebody said so", "look again") == Cluster(
+    assert profile.to_cluster("somebody said so", "look again") == Cluster(
         "west",
         (
             Partition(
@@ -106,7 +106,7 @@ defaults: 3
 profile_version: 2
 """
     assert problems(tmp_path, text) == [
-        "west.yaml:1: name: is not there\n  hint: what Slurm calls the cluster",
+        "west.yaml:1: name: is missing\n  hint: ClusterName in slurm.conf",
         'west.yaml:1: slurm_version: must be a version in quotes, such as "24.05.2" or null, not 22.05',
         "west.yaml:2: gpu_optoin: there is no such key\n  hint: did you mean gpu_option?",
         'west.yaml:3: gpu_option: must be one of gpus-per-node, gres, not "gre"',
@@ -190,12 +190,12 @@ def test_what_is_written_is_read_back(cluster: Cluster, tmp_path_factory: pytest
     file = tmp_path_factory.getbasetemp() / "written.yaml"
     file.write_text(profile_text(cluster, date(2026, 1, 2)), encoding="utf-8")
     profile, _ = read_profile(file, "written.yaml")
-    assert profile.cluster("", "") == cluster
+    assert profile.to_cluster() == cluster
 
 
 def test_an_account_of_several_partitions_is_written_once(tmp_path: Path) -> None:
     accounts = (Account("a", True, ("x",), ("n",)), Account("a", False, ("y",), ("n", "m")))
     file = tmp_path / "west.yaml"
     file.write_text(profile_text(Cluster("west", (Partition("x"),), accounts=accounts), date(2026, 1, 2)))
-    found = read_profile(file, "west.yaml")[0].cluster("", "")
+    found = read_profile(file, "west.yaml")[0].to_cluster()
     assert found.accounts == (Account("a", True, ("x", "y"), ("n", "m")),)

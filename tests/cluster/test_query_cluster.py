@@ -1,0 +1,124 @@
+"""The query before a submission: a handful of commands in parallel."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.support.fake_slurm import FakeSlurm
+from trainkit.cluster.discovery import (
+    parse_assoc_mgr,
+    parse_qos,
+    query_cluster,
+)
+from trainkit.cluster.model import Account, Qos
+from trainkit.slurm.client import FIELD, RECORD, SlurmUnreachable
+
+CONFIG = "ClusterName = west\nSLURM_VERSION = 23.11.4\nAccountingStorageEnforce = {enforce}\n"
+PARTITIONS = (
+    "PartitionName=gpu Default=YES Hidden=NO MaxTime=1-00:00:00 MaxCPUsPerNode=24 TotalNodes=2 State=UP\n"
+    "PartitionName=secret Default=NO Hidden=YES MaxTime=UNLIMITED MaxCPUsPerNode=UNLIMITED State=UP\n"
+)
+NODES = FIELD.join(("gpu", "2", "32", "128000", "idle", "g[1-2]", "gpu:h100:4", "(null)")) + f"{RECORD}\n"
+ASSOCIATIONS = """\
+Current Association Manager state
+Association Records
+ClusterName=west Account=root UserName= Partition= ID=1 Parent= Lft=1 DefAssoc=No GrpJobs=N(0)
+ClusterName=west Account=physics UserName= Partition= ID=3 Parent=root(1) Lft=2 DefAssoc=No
+ClusterName=west Account=physics UserName=me(1000) Partition= ID=5 Parent= Lft=3 DefAssoc=Yes
+ClusterName=west Account=chem UserName=me(1000) Partition=gpu ID=6 Parent= Lft=7 DefAssoc=No
+ClusterName=west Account=chem UserName=meagre(1001) Partition=gpu ID=7 Parent= Lft=7 DefAssoc=Yes
+QOS Records
+QOS=normal(1) UsageRaw=0.000000 GrpJobs=N(0) MaxWallPJ= MaxTRESPJ= Account Limits physics MaxJobsPA=N(0)
+QOS=brief(2) UsageRaw=0.000000 GrpJobs=N(0) MaxWallPJ=10 MaxTRESPJ=
+"""
+
+
+def slurm(
+    fake: FakeSlurm, enforce: str = "associations,limits,qos", accounts: str = ASSOCIATIONS
+) -> FakeSlurm:
+    for name, text in (
+        *(("config", CONFIG.format(enforce=enforce)), ("partition", PARTITIONS)),
+        *(("nodes", NODES), ("assoc_mgr", accounts)),
+    ):
+        (fake.folder / name).write_text(text)
+    # The word that says what is shown stands at another place with an option before it.
+    fake.add("scontrol", '[ "$1" = show ] && what=$2 || what=$3; /bin/cat "$here/$what"')
+    fake.add("sinfo", '/bin/cat "$here/nodes"')
+    return fake
+
+
+def test_without_accounts(fake: FakeSlurm) -> None:
+    cluster = query_cluster(slurm(fake).environ)
+    assert (cluster.name, cluster.slurm_version) == ("west", (23, 11, 4))
+    gpu, secret = cluster.partitions
+    assert (gpu.max_time_s, gpu.max_cpus_per_node, gpu.is_hidden, gpu.nodes[0].num_gpus()) == (
+        86400,
+        24,
+        False,
+        4,
+    )
+    assert (secret.max_cpus_per_node, secret.is_hidden) == (None, True)
+    assert (cluster.accounts, cluster.qos) == (None, None)
+    assert sorted(call[:3] for call in fake.calls) == [
+        ["scontrol", "--oneliner", "show"],
+        ["scontrol", "show", "config"],
+        ["scontrol", "show", "partition"],
+        ["sinfo", "--all", "--noheader"],
+    ]
+
+
+def test_with_accounts(fake: FakeSlurm) -> None:
+    cluster = query_cluster(slurm(fake).environ, with_accounts=True, user="me")
+    assert cluster.accounts == (Account("physics", True), Account("chem", False, ("gpu",)))
+    assert cluster.qos == (Qos("normal", None, None), Qos("brief", 600, None))
+    assert len(fake.calls) == 5
+
+
+def test_accounts_that_are_not_enforced(fake: FakeSlurm) -> None:
+    cluster = query_cluster(slurm(fake, enforce="none").environ, with_accounts=True, user="me")
+    assert cluster.accounts is None
+    assert cluster.qos is not None
+
+
+def test_accounts_without_an_answer(fake: FakeSlurm) -> None:
+    slurm(fake).add("scontrol", '[ "$1" = show ] || exit 1; /bin/cat "$here/$2"')
+    cluster = query_cluster(fake.environ, with_accounts=True, user="me")
+    assert (cluster.name, cluster.accounts, cluster.qos) == ("west", None, None)
+
+
+def test_a_user_without_associations(fake: FakeSlurm) -> None:
+    assert query_cluster(slurm(fake).environ, with_accounts=True, user="you").accounts is None
+
+
+def test_the_commands_run_in_parallel(fake: FakeSlurm) -> None:
+    meet = (
+        'what=$2; : > "$here/began.$$"; tries=0; set -- "$here"/began.*; while [ $# -lt 3 ]; do '
+        'tries=$((tries+1)); [ $tries -lt 600 ] || exit 1; /bin/sleep 0.1; set -- "$here"/began.*; done; '
+    )
+    slurm(fake).add("sinfo", meet + '/bin/cat "$here/nodes"')
+    fake.add("scontrol", '[ "$1" = show ] || exit 1; ' + meet + '/bin/cat "$here/$what"')
+    assert query_cluster(fake.environ, timeout_s=90.0).name == "west"
+
+
+def test_a_command_that_does_not_answer(fake: FakeSlurm) -> None:
+    slurm(fake).add("sinfo", "exec /bin/sleep 30")
+    begin = time.monotonic()
+    with pytest.raises(SlurmUnreachable, match="`sinfo` did not answer within"):
+        query_cluster(fake.environ, timeout_s=2.0)
+    assert time.monotonic() - begin < 7
+
+
+def test_an_empty_answer() -> None:
+    assert parse_assoc_mgr("Current Association Manager state\n", "me") == ((), ())
+
+
+def test_qos() -> None:
+    assert parse_qos(
+        "normal||\nlong|7-00:00:00|DenyOnLimit,PartitionTimeLimit\nwide||PartitionMaxNodes\n"
+    ) == (
+        Qos("normal"),
+        Qos("long", 604800, ("time",)),
+        Qos("wide", None, ("nodes",)),
+    )

@@ -1,0 +1,388 @@
+"""What `trainkit init` writes: the profile of a cluster, and a first run config that fits it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import yaml
+
+from trainkit.cluster.limits import listed, partition_problems
+from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Qos
+from trainkit.cluster.resource_request import ResourceRequest
+from trainkit.cluster.units import memory_text, time_text, version_text
+from trainkit.config.yamlfile import Dumper
+from trainkit.errors import UsageError
+from trainkit.resources import FIRST_RUN
+from trainkit.tables import table
+
+MAX_KINDS = 20
+"""Above this, a profile does not list the nodes of a partition by their features."""
+
+
+def describe_cluster(cluster: Cluster) -> str:
+    """A cluster as a table for people."""
+    return "\n".join(_lines(cluster))
+
+
+def _lines(cluster: Cluster) -> Iterator[str]:
+    yield f"{cluster.name}, Slurm {version_text(cluster.slurm_version)}"
+    rows = [("partition", "nodes", "per node", "time limit")]
+    for partition in cluster.partitions:
+        if not partition.is_hidden:
+            rows += _rows(partition)
+    yield indent(table(rows), "  ")
+    default = {item.name for item in cluster.accounts or () if item.is_default}
+    names = dict.fromkeys(item.name for item in cluster.accounts or ())
+    accounts = [f"{name} (default)" if name in default else name for name in names]
+    yield f"  accounts: {listed(accounts) or 'not checked'}"
+    yield f"  QOS: {listed(item.name for item in cluster.qos or ()) or 'not checked'}"
+    yield f"  containers: {listed(cluster.containers) or 'none found'}"
+    yield f"  modules: {'yes' if cluster.has_modules else 'none found'}"
+
+
+def _rows(partition: Partition) -> Iterator[tuple[str, str, str, str]]:
+    limit = "no limit" if partition.max_time_s is None else time_text(partition.max_time_s)
+    name = partition.name + (" (default)" if partition.is_default else "")
+    name += "" if partition.is_up else " (not up)"
+    counts: dict[str, int] = {}
+    for kind in partition.nodes:
+        hardware = _hardware_text(kind)
+        counts[hardware] = counts.get(hardware, 0) + kind.count
+    for hardware, count in counts.items() or [("unknown", 0)]:
+        yield name, str(count), hardware, limit
+        name = limit = ""
+
+
+def _hardware_text(kind: NodeKind) -> str:
+    parts = [f"{count} {gpu_type or 'GPU'}" for gpu_type, count in kind.gpus.items()]
+    parts += [] if kind.cpus is None else [f"{kind.cpus} CPUs"]
+    parts += [] if kind.mem_mib is None else [memory_text(kind.mem_mib)]
+    return ", ".join(parts)
+
+
+def differences(profile: Cluster, found: Cluster) -> list[str]:
+    """The sections of a profile that are out of date; what either side leaves out is not compared."""
+    is_up = {item.name: item.is_up for item in found.partitions}
+    written = {item.name: replace(item, is_up=is_up.get(item.name, True)) for item in profile.partitions}
+    current = {item.name: _with_merged_features(item) for item in found.partitions}
+    names = {**written, **current} if written and current else {}
+    different = [f"partition {name}" for name in names if written.get(name) != current.get(name)]
+    if None not in (profile.accounts, found.accounts) and _names(profile.accounts) != _names(found.accounts):
+        different.append("accounts")
+    if None not in (profile.qos, found.qos) and _names(profile.qos) != _names(found.qos):
+        different.append("qos")
+    return different
+
+
+def _names(items: Iterable[Account] | Iterable[Qos] | None) -> set[str]:
+    return {item.name for item in items or ()}
+
+
+def _with_merged_features(partition: Partition) -> Partition:
+    """A partition with nodes merged across features where it has more than MAX_KINDS kinds of them."""
+    if len(partition.nodes) <= MAX_KINDS:
+        return partition
+    merged: dict[tuple[object, ...], NodeKind] = {}
+    for kind in partition.nodes:
+        key = (kind.cpus, kind.mem_mib, *kind.gpus.items())
+        known = merged.get(key, replace(kind, count=0, features=()))
+        features = tuple(dict.fromkeys((*known.features, *kind.features)))
+        merged[key] = replace(known, count=known.count + kind.count, features=features)
+    return replace(partition, nodes=tuple(merged.values()))
+
+
+def write_new(path: Path, text: str) -> bool:
+    """Write a new file; False when the path already exists.
+
+    Raises UsageError when it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            try:
+                file.write(text)
+                file.flush()
+            except BaseException:
+                path.unlink()  # a partial file would block the next try
+                raise
+    except FileExistsError:
+        if path.parent.is_dir():
+            return False
+        raise UsageError(f"{path.parent} is a file", hint="choose another folder with --dir") from None
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror or error}",
+            hint="--dir DIR sets the folder of the run config, XDG_CONFIG_HOME that of the profile",
+        ) from error
+    return True
+
+
+COMMENT_COLUMN = 32
+UNBOUNDED = 10**6
+
+
+def profile_text(cluster: Cluster, today: date) -> str:
+    """The profile of a cluster; `trainkit.cluster.profile` reads it back."""
+    return "\n".join(_profile_lines(cluster, today)) + "\n"
+
+
+def _flow(value: Any) -> str:
+    """A value as YAML on one line."""
+    text: str = yaml.dump(
+        [value],
+        Dumper=Dumper,
+        default_flow_style=True,
+        sort_keys=False,
+        allow_unicode=True,
+        width=UNBOUNDED,
+    )
+    return text.strip()[1:-1]
+
+
+def _commented(line: str, comment: str) -> str:
+    """A line with a comment, aligned with those of other lines."""
+    return f"{line:<{COMMENT_COLUMN - 2}}  # {comment}" if comment else line
+
+
+def _profile_lines(cluster: Cluster, today: date) -> Iterator[str]:
+    yield f"# Profile of the cluster {cluster.name}, written by `trainkit init` on {today}."
+    yield "#"
+    yield "# trainkit checks configs against this file instead of querying Slurm. Edit it where it is wrong."
+    yield "# Sections that you remove are not checked; without `partitions` Slurm is queried each time."
+    yield "profile_version: 1"
+    yield _commented(f"name: {_flow(cluster.name)}", "ClusterName in slurm.conf")
+    if cluster.slurm_version:
+        yield f"slurm_version: {_flow(version_text(cluster.slurm_version))}"
+    yield _commented(f"gpu_option: {cluster.gpu_option}", "how sbatch requests GPUs: gpus-per-node or gres")
+    yield _commented(
+        f"containers: {_flow(list(cluster.containers))}",
+        "found here; compute nodes may have others",
+    )
+    yield _commented(f"modules: {_flow(cluster.has_modules)}", "whether the `module` command exists")
+    if cluster.expedited_requeue is not None:
+        yield "# Whether a job restarts ahead of all others when a node fails (sbatch --requeue=expedite)."
+        yield "# A job that fails for another reason then stays in the queue, held, until you cancel it."
+        yield f"expedited_requeue: {_flow(cluster.expedited_requeue)}"
+    yield ""
+    yield from _default_lines(cluster)
+    yield ""
+    yield from _account_lines(cluster)
+    yield ""
+    yield "# Times are in Slurm's format. Identical nodes share an entry; nodes out of service are included."
+    yield "partitions:"
+    for partition in cluster.partitions:
+        yield from _partition_lines(_with_merged_features(partition))
+
+
+def _default_lines(cluster: Cluster) -> Iterator[str]:
+    yield "# Run config keys for every run on this cluster; your own configs and options override them."
+    yield "# `trainkit check CONFIG --show-origin` shows which values come from here."
+    yield "defaults:"
+    yield "  launch:"
+    yield _commented("    network: auto", "ib, socket, debug, or the name of an interface")
+    yield _commented("    env: {}", "for every process, such as {NCCL_SOCKET_IFNAME: ib0}")
+    runtimes = [
+        name
+        for name in ("pyxis", "apptainer")
+        if name in cluster.containers or _is_singularity(name, cluster)
+    ]
+    if len(runtimes) == 1:
+        yield _commented(f"    container_runtime: {runtimes[0]}", "runs launch.container")
+    else:
+        yield _commented("    # container_runtime: pyxis", "or apptainer: runs launch.container")
+    yield _commented("    # modules: [cuda]", "loaded before every run")
+    yield "  # resources:"
+    account = next((item.name for item in cluster.accounts or () if item.is_default), None)
+    yield _commented(f"  #   account: {_flow(account or 'NAME')}", "when a config sets none")
+    default = cluster.partition(None)
+    yield _commented(
+        f"  #   partition: {_flow(default.name if default else 'NAME')}", "when a config sets none"
+    )
+
+
+def _is_singularity(name: str, cluster: Cluster) -> bool:
+    return name == "apptainer" and "singularity" in cluster.containers
+
+
+def _account_lines(cluster: Cluster) -> Iterator[str]:
+    if cluster.accounts is None:
+        yield "# Accounts are not checked: Slurm does not enforce them here, or accounting did not answer."
+        yield "# accounts: {NAME: {default: true}}"
+    else:
+        yield "# The accounts that you may charge (other users may have others), and their QOS."
+        yield "accounts:"
+        for account in _merged(cluster.accounts):
+            yield f"  {_flow(account.name)}: {_flow(_account_value(account))}"
+    if cluster.qos:
+        yield "qos:"
+        for qos in cluster.qos:
+            yield f"  {_flow(qos.name)}: {_flow(_qos_value(qos))}"
+
+
+def _merged(accounts: tuple[Account, ...]) -> list[Account]:
+    """One entry per account: Slurm lists it once for every partition."""
+    merged: dict[str, Account] = {}
+    for account in accounts:
+        known = merged.get(account.name)
+        if known is not None:
+            account = Account(
+                account.name,
+                account.is_default or known.is_default,
+                _union(known.partitions, account.partitions),
+                _union(known.qos, account.qos),
+            )
+        merged[account.name] = account
+    return list(merged.values())
+
+
+def _union(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    return None if one is None or other is None else tuple(dict.fromkeys((*one, *other)))
+
+
+def _account_value(account: Account) -> dict[str, Any]:
+    value: dict[str, Any] = {"default": True} if account.is_default else {}
+    if account.partitions is not None:
+        value["partitions"] = list(account.partitions)
+    return value | ({} if account.qos is None else {"qos": list(account.qos)})
+
+
+def _qos_value(qos: Qos) -> dict[str, Any]:
+    value: dict[str, Any] = {} if qos.max_time_s is None else {"max_time": time_text(qos.max_time_s)}
+    return value | ({"overrides": list(qos.overrides)} if qos.overrides else {})
+
+
+def _partition_lines(partition: Partition) -> Iterator[str]:
+    yield f"  {_flow(partition.name)}:"
+    if partition.is_default:
+        yield "    default: true"
+    if partition.is_hidden:
+        yield _commented("    hidden: true", "Slurm lists it only with --all")
+    if partition.max_time_s is None:
+        yield _commented("    max_time: null", "no limit")
+    else:
+        yield f"    max_time: {_flow(time_text(partition.max_time_s))}"
+    if partition.default_time_s is not None:
+        comment = "of a job with resources.time: null"
+        yield _commented(f"    default_time: {_flow(time_text(partition.default_time_s))}", comment)
+    for key, number, comment in (
+        ("max_nodes", partition.max_nodes, "of one job"),
+        ("max_cpus_per_node", partition.max_cpus_per_node, "that its jobs may use"),
+    ):
+        if number is not None:
+            yield _commented(f"    {key}: {number}", comment)
+    for key, names in (
+        ("accounts", partition.allowed_accounts),
+        ("denied_accounts", partition.denied_accounts or None),
+        ("qos", partition.allowed_qos),
+        ("denied_qos", partition.denied_qos or None),
+        ("groups", partition.allowed_groups),
+    ):
+        if names is not None:
+            yield f"    {key}: {_flow(list(names))}"
+    if partition.nodes:
+        yield "    nodes:"
+        for kind in partition.nodes:
+            yield f"      - {_flow(_kind_value(kind))}"
+
+
+def _kind_value(kind: NodeKind) -> dict[str, Any]:
+    value: dict[str, Any] = {"count": kind.count}
+    if kind.cpus is not None:
+        value["cpus"] = kind.cpus
+    if kind.mem_mib is not None:
+        value["memory"] = memory_text(kind.mem_mib)
+    if kind.gpus:
+        value["gpus"] = kind.gpus[""] if set(kind.gpus) == {""} else kind.gpus
+    return value | ({"features": list(kind.features)} if kind.features else {})
+
+
+FIRST_RUN_TIME_S = 1800
+MIN_FIRST_RUN_TIME_S = 300
+"""Partitions with a shorter limit are not chosen for the first run."""
+QUICKSTART_BATCH, QUICKSTART_DEVICE_BATCH = 32, 4
+
+
+def first_run_text(cluster: Cluster | None) -> str:
+    """A config that runs unchanged; `cluster` is None on a machine without Slurm."""
+    return "\n".join(_first_run_lines(cluster)) + "\n"
+
+
+def _first_run_lines(cluster: Cluster | None) -> Iterator[str]:
+    partition = None if cluster is None else first_partition(cluster)
+    where = "this machine" if cluster is None else f"the cluster {cluster.name}"
+    yield f"# A first run on {where}: trains a small model on Python code, without downloads."
+    yield "#"
+    yield f"#   trainkit check {FIRST_RUN}"
+    yield f"#   trainkit submit {FIRST_RUN} --follow"
+    yield "#"
+    yield "# `trainkit check … --show-origin` lists every key with its value."
+    yield _commented("extends: quickstart.yaml", "ships with trainkit; the keys below override it")
+    yield "name: first-run"
+    yield ""
+    yield "resources:"
+    yield "  nodes: 1"
+    gpus = 0 if partition is None else max((kind.num_gpus() for kind in partition.nodes), default=0)
+    comment = f"all {gpus} GPUs of a node" if gpus else "one process per node without GPUs"
+    yield _commented("  gpus_per_node: auto", comment)
+    if cluster is None or partition is None:
+        return
+    others = [item.name for item in cluster.partitions if not item.is_hidden and item is not partition]
+    yield _commented(f"  partition: {_flow(partition.name)}", f"also: {', '.join(others)}" if others else "")
+    limit_s = partition.max_time_s
+    comment = (
+        "no limit in this partition" if limit_s is None else f"at most {time_text(limit_s)} in this partition"
+    )
+    yield _commented(
+        f"  time: {_flow(time_text(min(FIRST_RUN_TIME_S, limit_s or FIRST_RUN_TIME_S)))}", comment
+    )
+    yield from _first_account_lines(cluster)
+    batch = math.lcm(QUICKSTART_DEVICE_BATCH * gpus or 1, QUICKSTART_BATCH)
+    if gpus and batch != QUICKSTART_BATCH:
+        yield ""
+        yield "train:"
+        yield _commented(
+            f"  global_batch_size: {QUICKSTART_DEVICE_BATCH * gpus}",
+            f"{QUICKSTART_DEVICE_BATCH} for each of {gpus} GPUs",
+        )
+
+
+def _first_account_lines(cluster: Cluster) -> Iterator[str]:
+    names = list(dict.fromkeys(item.name for item in cluster.accounts or ()))
+    default = next((item.name for item in cluster.accounts or () if item.is_default), None)
+    if not names:
+        return
+    others = [name for name in names if name != (default or names[0])]
+    also = f"also: {', '.join(others)}" if others else ""
+    if default is None:
+        yield _commented(f"  account: {_flow(names[0])}", also)
+    else:
+        yield _commented(f"  # account: {_flow(default)}", "; ".join(filter(None, ("the default", also))))
+
+
+def first_partition(cluster: Cluster) -> Partition | None:
+    """The partition for the first run: one with GPUs if there is any, the default partition preferred."""
+    request = ResourceRequest(nodes=1, workers_per_node=1, account=_first_account(cluster))
+    usable = [
+        item
+        for item in sorted(cluster.partitions, key=lambda item: not item.is_default)
+        if item.is_up
+        and not item.is_hidden
+        and not (item.max_time_s is not None and item.max_time_s < MIN_FIRST_RUN_TIME_S)
+        and next(partition_problems(request, cluster, item), None) is None
+    ]
+    with_gpus = [item for item in usable if any(kind.num_gpus() for kind in item.nodes)]
+    return next(iter([*with_gpus, *usable, *cluster.partitions]), None)
+
+
+def _first_account(cluster: Cluster) -> str | None:
+    """The account to charge when there is no default account."""
+    accounts = cluster.accounts or ()
+    if not accounts or any(item.is_default for item in accounts):
+        return None
+    return accounts[0].name
