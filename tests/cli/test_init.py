@@ -23,7 +23,7 @@ def test_a_run_config_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["init"]) == 0
     out, err = capsys.readouterr()
     assert out == "first-run.yaml\n"
-    assert err == "there is no Slurm here\n`trainkit check first-run.yaml` comes next\n"
+    assert err == "no Slurm on this machine\nnext: trainkit check first-run.yaml\n"
     assert sorted(path.name for path in folder.iterdir()) == ["first-run.yaml"]
     assert main(["check", "first-run.yaml"]) == 0
 
@@ -32,24 +32,24 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--dir", "a b", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == {"cluster": None, "written": ["a b/first-run.yaml"], "kept": []}
-    assert "`trainkit check 'a b/first-run.yaml'` comes next" in err
+    assert "next: trainkit check 'a b/first-run.yaml'" in err
 
 
 def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "first-run.yaml").write_text("name: mine\n")
     assert main(["init"]) == 2
     assert capsys.readouterr().err == (
-        "there is no Slurm here\n"
-        "first-run.yaml is there already and stays as it is\n"
-        "error: nothing was written: first-run.yaml exists already\n\n"
-        "hint: move it away, or choose another place: --dir DIR\n"
+        "no Slurm on this machine\n"
+        "kept first-run.yaml, which exists\n"
+        "error: nothing to write: first-run.yaml exists already\n\n"
+        "hint: delete it, or write elsewhere with --dir DIR\n"
     )
     assert (folder / "first-run.yaml").read_text() == "name: mine\n"
 
 
 def test_no_cluster_to_describe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--cluster", "west"]) == 2
-    assert "there is no Slurm here, so there is no cluster to describe as west" in capsys.readouterr().err
+    assert "--cluster west: Slurm is not installed on this machine" in capsys.readouterr().err
     assert list(folder.iterdir()) == []
 
 

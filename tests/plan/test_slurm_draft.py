@@ -115,8 +115,8 @@ def test_no_limit_at_all_needs_no_earlier_notice() -> None:
 
 def test_problems_have_their_origin() -> None:
     assert problems("resources.partition=gqu") == [
-        "--set resources.partition=gqu: resources.partition: is gqu, and west has no such partition\n"
-        "  hint: did you mean gpu? there is gpu and cpu"
+        "--set resources.partition=gqu: resources.partition: is gqu, but west has no such partition\n"
+        "  hint: did you mean gpu? west has gpu and cpu"
     ]
 
 
@@ -157,7 +157,7 @@ def test_a_cluster_of_which_nothing_is_known() -> None:
 
 @pytest.mark.parametrize("overrides", [(), ("device=cuda",)])
 def test_slurm_that_does_not_answer_is_not_the_fault_of_the_config(overrides: tuple[str, ...]) -> None:
-    away = Cluster("unknown", trouble="Slurm did not answer (connect failure)")
+    away = Cluster("unknown", error="Slurm did not answer (connect failure)")
     with pytest.raises(SlurmError, match=r"is auto, .* is not known: Slurm did not answer") as error:
         plan(*overrides, cluster=away)
     assert error.value.exit_code == 3
@@ -202,7 +202,7 @@ def test_the_gpus_of_a_node_are_those_that_the_spare_nodes_have_too() -> None:
         (("resources.nodes=9", "resources.spare_nodes=3"), "resources.nodes: is 9, but partition gpu has 8"),
         (
             ("resources.partition=small", "resources.spare_nodes=2"),
-            "resources.spare_nodes: is 2: 1 + 2 = 3 nodes, but a job in partition small has at most 2",
+            "resources.spare_nodes: is 2: 1 + 2 = 3 nodes, but a job in partition small can have at most 2 nodes",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""``trainkit init``: look at this cluster; write its profile and a first run config."""
+"""``trainkit init``: writes the profile of this cluster and a first run config."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
     cls=Command,
     epilog=examples("trainkit init", "trainkit init --cluster big --dir experiments", "trainkit init --json"),
 )
-@click.option("--cluster", "name", metavar="NAME", help="Name of the profile; default: that of the cluster.")
-@click.option("--dir", "folder", metavar="DIR", default=".", help="Folder of the run config; default: this.")
+@click.option("--cluster", "name", metavar="NAME", help="Name of the profile; default: the cluster's name.")
+@click.option(
+    "--dir", "folder", metavar="DIR", default=".", help="Folder of the run config; default: the current one."
+)
 @json_option
 def command(name: str | None, folder: str, as_json: bool) -> int:
-    """Look at this cluster, and write its profile and a first run config; nothing is overwritten.
+    """Write the profile of this cluster and a first run config; existing files are kept.
 
-    The profile goes to the user's config folder, where every command finds it. Prints the files that were
-    written. Without Slurm there is a run config only.
+    The profile goes to your config folder, where every command finds it. The run config, first-run.yaml, is the
+    default CONFIG of commands in its folder. Prints the files written; without Slurm, only the run config.
     """
     from trainkit.cluster.discovery import discover_cluster
     from trainkit.cluster.init_files import describe_cluster, first_run_text, profile_text, write_new
@@ -48,22 +50,22 @@ def command(name: str | None, folder: str, as_json: bool) -> int:
         )
     elif name is not None:
         raise UsageError(
-            f"there is no Slurm here, so there is no cluster to describe as {name}",
-            hint="type it on a login node of the cluster",
+            f"--cluster {name}: Slurm is not installed on this machine",
+            hint="run `trainkit init` on a login node of the cluster",
         )
     run_config = Path(folder) / FIRST_RUN
     texts[run_config] = first_run_text(cluster)
-    click.echo("there is no Slurm here" if cluster is None else describe_cluster(cluster), err=True)
+    click.echo("no Slurm on this machine" if cluster is None else describe_cluster(cluster), err=True)
     written = [path for path, text in texts.items() if write_new(path, text)]
     kept = [path for path in texts if path not in written]
     for path in kept:
-        click.echo(f"{path} is there already and stays as it is{_difference(path, cluster)}", err=True)
+        click.echo(f"kept {path}, which exists{_difference(path, cluster)}", err=True)
     if not written:
         one = len(kept) == 1
-        places = "--dir DIR" if one else "--cluster NAME and --dir DIR"
+        options = "--dir DIR" if one else "--cluster NAME and --dir DIR"
         raise UsageError(
-            f"nothing was written: {' and '.join(map(str, kept))} {'exists' if one else 'exist'} already",
-            hint=f"move {'it' if one else 'them'} away, or choose another place: {places}",
+            f"nothing to write: {' and '.join(map(str, kept))} {'exists' if one else 'exist'} already",
+            hint=f"delete {'it' if one else 'them'}, or write elsewhere with {options}",
         )
     if as_json:
         value = {
@@ -74,19 +76,19 @@ def command(name: str | None, folder: str, as_json: bool) -> int:
         click.echo(json.dumps(value, ensure_ascii=False))
     else:
         click.echo("\n".join(map(str, written)))
-    click.echo(f"`trainkit check {quote(str(run_config))}` comes next", err=True)
+    click.echo(f"next: trainkit check {quote(str(run_config))}", err=True)
     return EXIT_OK
 
 
 def _profile_name(name: str) -> str:
     if not PROFILE_NAME.fullmatch(name):
         hint = "--cluster NAME: letters, digits, dots, dashes and underscores, at most 100"
-        raise UsageError(f"a profile cannot be called {name!r}", hint=hint)
+        raise UsageError(f"{name!r} is not a valid profile name", hint=hint)
     return name
 
 
 def _difference(path: Path, cluster: Cluster | None) -> str:
-    """What a profile that is kept says otherwise."""
+    """How an existing profile differs from the cluster; the end of a sentence."""
     from trainkit.cluster.init_files import differences
     from trainkit.cluster.profile import read_profile
     from trainkit.errors import ConfigError
@@ -96,6 +98,6 @@ def _difference(path: Path, cluster: Cluster | None) -> str:
     try:
         known = read_profile(path, str(path))[0].to_cluster()
     except ConfigError as error:
-        return f", although it cannot be read: {error.message.splitlines()[0]}"
+        return f" but is not valid: {error.message.splitlines()[0]}"
     found = differences(known, cluster)
-    return f", although it is not what Slurm says now: {', '.join(found)}" if found else ""
+    return f" but differs from what Slurm reports now: {', '.join(found)}" if found else ""
