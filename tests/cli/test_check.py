@@ -131,7 +131,7 @@ def test_problems_with_the_cluster_beside_all_others(config: str, capsys: pytest
     assert main(["check", config, *args[:6], "--set", "data.source=/nowhere"]) == 2
     err = capsys.readouterr().err
     assert err.startswith(
-        "error: 2 problems\n\n--partition debgu: resources.partition: is debgu, and example has no"
+        "error: 2 problems\n\n--partition debgu: resources.partition: is debgu, but example has no"
     )
     assert "did you mean debug? there is gpu, cpu and debug; " in err
     assert "data.source" in err

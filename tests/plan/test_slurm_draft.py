@@ -202,7 +202,7 @@ def test_the_gpus_of_a_node_are_those_that_the_spare_nodes_have_too() -> None:
         (("resources.nodes=9", "resources.spare_nodes=3"), "resources.nodes: is 9, but partition gpu has 8"),
         (
             ("resources.partition=small", "resources.spare_nodes=2"),
-            "resources.spare_nodes: is 2: 1 + 2 = 3 nodes, but a job in partition small can have at most 2 nodes",
+            "resources.spare_nodes: is 2: 1 + 2 = 3 nodes, but a job in partition small can have at most 2",
         ),
     ],
 )

@@ -34,8 +34,8 @@ PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 def command(name: str | None, folder: str, as_json: bool) -> int:
     """Write the profile of this cluster and a first run config; existing files are kept.
 
-    The profile goes to your config folder, where every command finds it. The run config, first-run.yaml, is the
-    default CONFIG of commands in its folder. Prints the files written; without Slurm, only the run config.
+    The profile goes to your config folder, where every command finds it. The run config, first-run.yaml, is
+    the default CONFIG of commands in its folder. Prints the files written; without Slurm, only that one.
     """
     from trainkit.cluster.discovery import discover_cluster
     from trainkit.cluster.init_files import describe_cluster, first_run_text, profile_text, write_new
