@@ -1,4 +1,4 @@
-"""Files that ship with trainkit: configs and templates of scripts. The config that commands take by default."""
+"""Files that ship with trainkit (configs, templates of scripts), and the config that commands use by default."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def default_config(cwd: Path) -> tuple[str, str]:
 
 
 def find_shipped_config(name: str) -> Path | None:
-    """The file of a shipped config by a name: ``quickstart``, ``models/8b.yaml``, ``configs/models/8b.yaml``."""
+    """The file of a shipped config: ``quickstart``, ``models/8b.yaml`` or ``configs/models/8b.yaml``."""
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts or path.suffix not in ("", ".yaml"):
         return None
