@@ -1,4 +1,4 @@
-"""Files that ship with trainkit (configs, templates of scripts), and the config that commands use by default."""
+"""Files that ship with trainkit, configs and templates, and the config that commands use by default."""
 
 from __future__ import annotations
 
