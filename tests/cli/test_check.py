@@ -133,7 +133,7 @@ def test_problems_with_the_cluster_beside_all_others(config: str, capsys: pytest
     assert err.startswith(
         "error: 2 problems\n\n--partition debgu: resources.partition: is debgu, but example has no"
     )
-    assert "did you mean debug? there is gpu, cpu and debug; " in err
+    assert "did you mean debug? example has gpu, cpu and debug; " in err
     assert "data.source" in err
 
 
