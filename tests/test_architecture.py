@@ -35,15 +35,15 @@ ALLOWED = {
     # What reaches a run that is there.
     "control": {
         *("errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
-        *("job.record", "job.array_tasks", "job.processes", "job.signals", "job.interpreter"),
-        *("job.submitit_shell", "job.submission_token"),
+        *("job.record", "job.array_tasks", "job.processes", "job.signals"),
         "data.checks",  # the size of the vocabulary, which a resume compares
     },
     # How it gets there.
     "submit": {
         *("errors", "resources", "rundir", "rungroup", "tables"),
         *("manifest", "config", "cluster", "plan", "slurm", "control"),
-        *("job.record", "job.interpreter", "job.submitit_shell", "job.submission_token"),
+        # submitit pickles what its jobs run, and that is the supervisor.
+        *("job.record", "job.processes", "job.supervisor"),
     },
     "observe": {
         *("errors", "rundir", "rungroup", "manifest", "tables", "config", "plan", "slurm", "job.record"),

@@ -1,34 +1,39 @@
-"""A run is a folder: every path in it and every way to write to it.
+"""A run is a folder: every path in it, and how its files are written, read, locked and waited for.
 
 All writers go through `write_atomic` (whole files) or `append_jsonl` (whole lines), so a reader never
-sees half of anything but a last line cut off by a crash, and `read_jsonl` copes with that one.
+sees a partial file or line, except a last line cut off by a crash, which `read_jsonl` skips.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 
 def utc_now() -> str:
-    """Now, as files hold it."""
+    """The current time in the format of the run's files."""
     return as_utc(datetime.now(timezone.utc))
 
 
 def as_utc(time: datetime, timespec: str = "milliseconds") -> str:
-    """A time that knows its zone, as files hold it."""
+    """An aware time in the format of the run's files: ISO-8601, UTC."""
     return time.astimezone(timezone.utc).isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
 def parse_time(text: object) -> datetime | None:
-    """A time that a file holds; None for what is none."""
+    """The time that a file's text stands for; None if it is not a time."""
     if not isinstance(text, str):
         return None
     try:
@@ -38,19 +43,17 @@ def parse_time(text: object) -> datetime | None:
 
 
 def seconds_between(start: object, end: datetime | None) -> float | None:
-    """Seconds from a time that a file holds until another; None when one of them is not known."""
-    begun = parse_time(start)
-    return None if begun is None or end is None else (end - begun).total_seconds()
+    """Seconds from a time in a file's format until `end`; None when either is unknown."""
+    started = parse_time(start)
+    return None if started is None or end is None else (end - started).total_seconds()
 
 
 RUNS_FOLDER = "runs"
 CHECKPOINT_PREFIX = "step-"
 PARTIAL_SUFFIX = ".partial"
 REJECTED_SUFFIX = ".rejected"
-
-
-COMEBACK_ACTIONS = ("restart", "requeue", "resubmit", "follow_up")
-"""What end.json calls an end after which the run goes on by itself."""
+RESUME_ACTIONS = ("restart", "requeue", "resubmit", "follow_up")
+"""The actions in end.json after which the run resumes without a command."""
 
 
 class RunDir:
@@ -121,12 +124,12 @@ class RunDir:
 
     @property
     def lock_file(self) -> Path:
-        """Held with flock while a command changes what the run will do next."""
+        """Locked while a command changes what the run does next."""
         return self.path / ".lock"
 
     @property
     def supervisor_lock_file(self) -> Path:
-        """Held with flock by the run's supervisor for as long as it lives."""
+        """Locked by the run's supervisor for as long as it lives."""
         return self.path / ".supervisor.lock"
 
     def checkpoint_dir(self, step: int) -> Path:
@@ -142,7 +145,7 @@ class RunDir:
         return sorted(int(p.name) for p in self.attempts_dir.iterdir() if p.name.isdigit())
 
     def exists(self) -> bool:
-        """True when this folder holds a run, not merely when it exists."""
+        """True when this folder is a run, not merely when it exists."""
         return self.config_file.is_file() and self.attempts_dir.is_dir()
 
 
@@ -171,9 +174,9 @@ class AttemptDir:
         return self.logs_dir / "supervisor.log"
 
     @property
-    def guard_log(self) -> Path:
-        """Apart from the supervisor's, in which the end of a task is one of the ranks' step."""
-        return self.logs_dir / "guard.log"
+    def batch_host_log(self) -> Path:
+        """Separate from the supervisor's log, where a task's end belongs to the step of the ranks."""
+        return self.logs_dir / "batch-host.log"
 
     def node_log(self, node_rank: int) -> Path:
         return self.logs_dir / f"node-{node_rank:04d}.log"
@@ -190,7 +193,7 @@ class AttemptDir:
 
     @property
     def hangs_dir(self) -> Path:
-        """Made by the first rank that comes no further."""
+        """Created by the first rank that hangs."""
         return self.path / "hangs"
 
     def rank_hang(self, rank: int) -> Path:
@@ -212,7 +215,7 @@ class AttemptDir:
 
     @property
     def rendezvous_file(self) -> Path:
-        """Where the ranks of a Slurm step meet; written by its first task."""
+        """The address at which the ranks of a Slurm step connect; written by its first task."""
         return self.path / "rendezvous.json"
 
     @property
@@ -222,13 +225,13 @@ class AttemptDir:
 
     @property
     def end_file(self) -> Path:
-        """How the attempt ended; absent while it runs and after a death without a word."""
+        """How the attempt ended; absent while it runs and when its supervisor was killed."""
         return self.path / "end.json"
 
     def create(self) -> None:
-        """Make the folders of a new attempt.
+        """Create the folders of a new attempt.
 
-        Raises FileExistsError when another command was faster.
+        Raises FileExistsError when another command has created it already.
         """
         self.run.attempts_dir.mkdir(mode=0o700, exist_ok=True)
         self.path.mkdir(mode=0o700)
@@ -237,7 +240,7 @@ class AttemptDir:
                 folder.mkdir(mode=0o700)
             self.make_latest()
         except OSError:
-            shutil.rmtree(self.path, ignore_errors=True)  # half of it would be taken for an attempt
+            shutil.rmtree(self.path, ignore_errors=True)  # a partial folder would count as an attempt
             raise
 
     def make_latest(self) -> None:
@@ -249,7 +252,7 @@ class AttemptDir:
 
 
 def read_end(attempt: AttemptDir) -> dict[str, Any] | None:
-    """How an attempt ended; None while that is not written, and after a death without a word."""
+    """How an attempt ended; None while it runs and when its supervisor was killed."""
     try:
         end = read_json(attempt.end_file)
     except (OSError, ValueError):
@@ -258,9 +261,9 @@ def read_end(attempt: AttemptDir) -> dict[str, Any] | None:
 
 
 def copied_file(run: RunDir, name: str) -> Path:
-    """A file of the code that a run was submitted with, named as from the folder it was submitted from.
+    """The snapshot's copy of a file, named relative to the folder the run was submitted from.
 
-    That is the copy; the file itself where there is none of it.
+    The file itself where the run has no copy of it.
     """
     original = Path(name).absolute()
     try:
@@ -273,13 +276,13 @@ def copied_file(run: RunDir, name: str) -> Path:
     return copied if copied.is_relative_to(code["code"]) and copied.is_file() else original
 
 
-def goes_on(end: Mapping[str, Any]) -> bool:
-    """Whether an end.json says that the run goes on by itself."""
-    return end.get("action") in COMEBACK_ACTIONS
+def will_resume(end: Mapping[str, Any]) -> bool:
+    """Whether an end.json says that the run resumes without a command."""
+    return end.get("action") in RESUME_ACTIONS
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a whole file so that a reader sees the old or the new one, never a half."""
+    """Replace a whole file in one step: a reader sees the old or the new content."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
@@ -305,7 +308,7 @@ def read_json(path: Path) -> Any:
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:
     """Append one record as one line in one write.
 
-    A line that a crash cut off before is closed first, so the new record stands on a line of its own.
+    A line that a crash cut off is terminated first, so that the new record has a line of its own.
     """
     line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -322,7 +325,7 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file; lines that a crash cut off are passed over; no file is no records."""
+    """The records of a file; skips lines that a crash cut off; none where there is no file."""
     if not path.is_file():
         return  # a pipe or a device in its place would never end
     try:
@@ -339,13 +342,108 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+NFS_POLL_S = 0.05
+
+
+def wait_for_json(
+    path: Path,
+    timeout_s: float,
+    *,
+    accept: Callable[[Any], bool] = lambda value: True,
+    pause: Callable[[float], object] = time.sleep,
+) -> Any:
+    """The JSON value of a file that another host writes, as soon as this host sees it and `accept` is true.
+
+    An NFS client caches which files a folder has; listing the folders makes it ask the server again.
+    Raises TimeoutError, with the reason, when the file does not appear in time; `pause` may raise to stop.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        for folder in (path.parent.parent, path.parent):
+            with contextlib.suppress(OSError):
+                list(folder.iterdir())
+        try:
+            value = read_json(path)
+            if accept(value):
+                return value
+            reason = "it is from another start"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = str(error)
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(reason)
+        pause(NFS_POLL_S)
+
+
+class LockUnsupported(OSError):
+    """The filesystem has no flock."""
+
+
+def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> int:
+    """Lock a file with flock; its descriptor. The kernel releases the lock when it is closed.
+
+    Waits for another process without limit, or for `timeout_s` and then raises BlockingIOError.
+    Raises LockUnsupported, and OSError when the file cannot be created.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if deadline_s is None else fcntl.LOCK_NB))
+                return descriptor
+            except BlockingIOError:
+                if deadline_s is None or time.monotonic() > deadline_s:
+                    raise
+                time.sleep(NFS_POLL_S)
+            except OSError as error:
+                raise LockUnsupported(error.errno, error.strerror, str(path)) from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+@contextmanager
+def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> Iterator[None]:
+    """Hold the lock of a file; see `acquire_lock`."""
+    descriptor = acquire_lock(path, timeout_s, mode)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """A process as the kernel describes it in ``/proc/PID/stat``."""
+
+    state: str
+    """One letter: ``T`` for stopped, ``Z`` for a zombie."""
+    parent_pid: int
+    start_ticks: int
+    """Start time in clock ticks since boot: with it a pid names one process."""
+
+
+PROC = Path("/proc")
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """The state of a process; None when there is no such process. Raises OSError when it cannot be read."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name stands in brackets and may contain brackets and spaces itself.
+    fields = text.rpartition(")")[2].split()
+    return ProcessStat(fields[0], int(fields[1]), int(fields[19]))
+
+
 def log_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
     """Append one event to the run's `events.jsonl`."""
     append_jsonl(run.events_file, {"time": utc_now(), "attempt": attempt, "event": event, **fields})
 
 
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:
-    """The training curve: one record a step, the newest attempt's where a step was computed twice."""
+    """The training curve: one record per step, the newest attempt's where a step was computed twice."""
     by_step: dict[int, dict[str, Any]] = {}
     for record in read_jsonl(run.metrics_file):
         if isinstance(record.get("step"), int):
@@ -356,7 +454,7 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
 def best_result(run: RunDir, events: Iterable[dict[str, Any]] | None = None) -> dict[str, Any] | None:
     """The lowest validation loss of a run as ``metric, value, step``; without one, its newest loss.
 
-    `events` are all of the run's for who has read them already.
+    `events` are all events of the run, for callers that have read them already.
     """
     evaluated = [
         record

@@ -12,7 +12,7 @@ from tests.support.benches import train_made_up
 from trainkit.bench import campaign
 from trainkit.bench.record import read_bench
 from trainkit.cli.main import main
-from trainkit.job.array_tasks import open_point
+from trainkit.job.array_tasks import create_task_run
 from trainkit.rundir import RunDir, read_json, write_json
 from trainkit.rungroup import RunGroup
 from trainkit.submit import sbatch_backend, sweep
@@ -45,7 +45,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def started(group: RunGroup, index: int) -> RunDir:
     """The run of a point, as its task makes it."""
     run = group.run(index)
-    open_point(run, f"77_{index}")
+    create_task_run(run, f"77_{index}")
     return run
 
 

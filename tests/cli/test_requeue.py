@@ -11,7 +11,7 @@ def test_requeue_of_a_live_run_comes_back_by_itself(desk):
     assert done.returncode == 0
     assert json.loads(done.stdout)["attempt"] == 2
     desk.wait_for_log(run, "attempt 2 rank 0", attempt=2)
-    assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGUSR2; starting again, comeback 1"
+    assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGUSR2; resumes (restart 1)"
     assert desk.status(run)["attempt"] == 2
 
 

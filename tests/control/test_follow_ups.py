@@ -16,8 +16,7 @@ from trainkit.control.follow_ups import cancel_follow_ups, submit_follow_ups, wa
 from trainkit.control.jobs import life_watch, live_entry, looks, slurm_ids
 from trainkit.control.run_registry import find_run, register
 from trainkit.errors import UsageError
-from trainkit.job.record import add_slurm_entry, read_job
-from trainkit.job.submission_token import submission_token
+from trainkit.job.record import add_slurm_entry, read_job, submission_token
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.rundir import RunDir, write_json
 from trainkit.slurm.client import SlurmRefused

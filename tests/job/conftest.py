@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_job import Slurm
 from job_tree import PREAMBLE, Job
+from slurm_job import Slurm
 
 import trainkit
 from tests.support.runs import make_attempt
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.control.local import kill_job, start_attempt
-from trainkit.job import allocation, batch, claim_attempt, requeue
+from trainkit.job import allocation, claim_attempt, supervisor
 from trainkit.job.record import Liveness, liveness, newest_entry, run_lock
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.rundir import RunDir, write_json
@@ -85,14 +85,14 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     slurm = Slurm()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
-    monkeypatch.setattr(batch, "write_to", lambda log: None)
-    monkeypatch.setattr(batch.processes, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(supervisor, "redirect_output", lambda log: None)
+    monkeypatch.setattr(supervisor.processes, "adopt_orphans", lambda: None)
     monkeypatch.setattr(allocation, "expand_hosts", lambda text: [text])
-    monkeypatch.setattr(allocation, "look_at_job", lambda job_id, patience_s: slurm.job)
+    monkeypatch.setattr(allocation, "query_job", lambda job_id, patience_s: slurm.job)
     monkeypatch.setattr(allocation, "lost_hosts", lambda job_id, hosts, is_running: slurm.lost)
     monkeypatch.setattr(
         allocation, "node_states", lambda hosts: {host: "down*" for host in hosts if host in slurm.down}
     )
     monkeypatch.setattr(allocation.shutil, "which", lambda program, **_: program)
-    monkeypatch.setattr(requeue, "requeue", slurm.requeue)
+    monkeypatch.setattr(allocation, "requeue", slurm.requeue)
     return slurm

@@ -11,8 +11,8 @@ import pytest
 from tests.support.groups import SUBMITTED_AT, make_group, planned
 from trainkit.config import read_effective
 from trainkit.errors import UsageError
-from trainkit.job.array_tasks import open_point
-from trainkit.job.batch import claim_attempt
+from trainkit.job.array_tasks import create_task_run
+from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.record import newest_entry, read_job
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, read_json, read_jsonl
@@ -37,7 +37,7 @@ def test_a_point_has_the_config_and_plan_that_were_checked(tmp_path: Path, index
     checked = {point.index: point for point in planned(tmp_path, POINTS)}
     group = make_group(tmp_path, POINTS)
     run = group.run(index)
-    open_point(run)
+    create_task_run(run)
     attempt = run.attempt(1)
     for file in (run.config_file, attempt.config_file):
         assert read_effective(file) == checked[index].config
@@ -51,7 +51,7 @@ def test_a_point_is_a_complete_run(tmp_path: Path) -> None:
     group.code_dir.mkdir()
     (group.code_dir / "train.py").write_text("pass")
     run = group.run(7)
-    open_point(run)
+    create_task_run(run)
     assert run.exists()
     job = read_job(run)
     assert (job["name"], job["backend"], job["cwd"]) == ("small/7", "sbatch", str(Path.cwd()))
@@ -75,7 +75,7 @@ def test_a_point_is_a_complete_run(tmp_path: Path) -> None:
 def test_what_slurm_logs_is_the_log_of_the_supervisor(tmp_path: Path) -> None:
     group = make_group(tmp_path, POINTS)
     group.log_file(1).write_text("module: not found\n")
-    open_point(group.run(1))
+    create_task_run(group.run(1))
     log = group.run(1).attempt(1).supervisor_log
     with log.open("a") as stream:
         stream.write("and more\n")
@@ -87,10 +87,10 @@ def test_what_slurm_logs_is_the_log_of_the_supervisor(tmp_path: Path) -> None:
 def test_the_task_names_its_own_job(tmp_path: Path) -> None:
     # It can start before the command that submitted it has written the id down, or has learned it at all.
     group = make_group(tmp_path, POINTS, job_id=None)
-    with pytest.raises(UsageError, match=r"whether .* was submitted is not known"):
-        open_point(group.run(0))
+    with pytest.raises(UsageError, match=r"cannot tell whether .* was submitted"):
+        create_task_run(group.run(0))
     assert not group.run(0).path.exists()
-    open_point(group.run(0), "34_0")
+    create_task_run(group.run(0), "34_0")
     entry = newest_entry(group.run(0))
     assert entry is not None
     assert entry["job_id"] == "34_0"
@@ -101,7 +101,7 @@ def test_the_task_names_its_own_job(tmp_path: Path) -> None:
 
 def test_a_task_of_a_cancelled_group_does_not_begin(tmp_path: Path) -> None:
     group = make_group(tmp_path, POINTS, cancelled_at=SUBMITTED_AT)
-    open_point(group.run(0), "12_0")
+    create_task_run(group.run(0), "12_0")
     assert claim_attempt(group.run(0), "12_0") is None
 
 
@@ -111,7 +111,7 @@ def test_a_point_is_made_once_whoever_comes(tmp_path: Path) -> None:
 
     def come() -> None:
         try:
-            open_point(group.run(0))
+            create_task_run(group.run(0))
         except BaseException as error:
             errors.append(error)
 
@@ -128,10 +128,10 @@ def test_a_point_is_made_once_whoever_comes(tmp_path: Path) -> None:
 def test_runs_that_are_no_points_are_left_alone(tmp_path: Path) -> None:
     group = make_group(tmp_path, POINTS)
     for path in (tmp_path / "other", tmp_path / "5", group.path / "logs", group.path / "07"):
-        open_point(RunDir(path))
+        create_task_run(RunDir(path))
         assert not (path / "attempts").exists()
     with pytest.raises(UsageError, match="has no point 3") as caught:
-        open_point(group.run(3))
+        create_task_run(group.run(3))
     assert caught.value.hint == "its points are 0 to 7"
 
 
@@ -142,8 +142,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr("trainkit.job.array_tasks.add_slurm_entry", full)
-    with pytest.raises(UsageError, match="cannot be made: No space left on device"):
-        open_point(group.run(0))
+    with pytest.raises(UsageError, match=r"cannot create the run folder .*: No space left on device"):
+        create_task_run(group.run(0))
     assert sorted(path.name for path in group.path.iterdir()) == [
         *("logs", "provenance.json", "submit.sbatch", "sweep.json")
     ]

@@ -10,17 +10,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from batch_job import Slurm, reasons
+from slurm_job import Slurm, reasons
 
 from trainkit.control.follow_ups import cancel_follow_ups
-from trainkit.job import guard
-from trainkit.job.batch import supervise
+from trainkit.job.attempt_end import progress_of, write_end
 from trainkit.job.claim_attempt import claim_attempt
-from trainkit.job.decision import Decision
-from trainkit.job.ending import write_end
-from trainkit.job.history import mark_of
-from trainkit.job.outcome import Outcome
-from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, open_attempt, read_job
+from trainkit.job.decision import Decision, Outcome
+from trainkit.job.record import AUTO_RESTART, add_slurm_entry, mark_cancelled, open_attempt, read_job
+from trainkit.job.supervisor import supervise_job
+from trainkit.job.watch import batch_host
 from trainkit.rundir import AttemptDir, RunDir, read_json, write_json
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
@@ -50,7 +48,7 @@ def test_a_host_that_died_has_its_end_written(
     dead.rank_log(0).write_text("the last that was heard\n")
     os.utime(dead.rank_log(0), (1.8e9, 1.8e9))
     slurm.down = ("node9",)
-    assert supervise(run, PASS) == 0
+    assert supervise_job(run, PASS) == 0
     first, second = (read_json(run.attempt(number).end_file) for number in (1, 2))
     assert (first["state"], first["action"], first["cause"]) == ("failed", "requeue", "node_fail")
     assert second["state"] == "finished"
@@ -62,8 +60,8 @@ def test_a_host_that_died_has_its_end_written(
 @pytest.mark.parametrize(
     ("is_down", "num_starts", "brake"),
     [
-        (True, 2, "requeue.max_crashes is 1, and nothing new was saved in 2 attempts"),
-        (False, 4, "requeue.max is 3 and it came back 3 times"),
+        (True, 2, "requeue.max_crashes is 1, and 2 attempts saved nothing new"),
+        (False, 4, "requeue.max is 3, and the run has restarted 3 times"),
     ],
 )
 def test_a_run_that_takes_its_hosts_down_stops(
@@ -81,7 +79,7 @@ def test_a_run_that_takes_its_hosts_down_stops(
         slurm.down = tuple(f"node{number}" for number in range(10)) if is_down else ()
         if dead_starts < num_starts:
             close_as_the_next_start_does(run, slurm)
-    assert supervise(run, [sys.executable, "-c", "raise SystemExit(3)"]) not in (0, 75)
+    assert supervise_job(run, [sys.executable, "-c", "raise SystemExit(3)"]) not in (0, 75)
     last, dead = (read_json(run.attempt(number).end_file) for number in (num_starts + 1, num_starts))
     for end in (last, dead):
         assert (end["state"], end["action"], end["cause"]) == ("failed", "failed", "node_fail")
@@ -92,13 +90,13 @@ def test_a_run_that_takes_its_hosts_down_stops(
 
 def close_as_the_next_start_does(run: RunDir, slurm: Slurm) -> None:
     """The next start goes on, and dies itself: it only leaves the end of the one before."""
-    from trainkit.job.allocation import Allocation
-    from trainkit.job.ending import close_dead_attempts
+    from trainkit.job.allocation import SlurmAllocation
+    from trainkit.job.attempt_end import close_dead_attempts
     from trainkit.plan.launch import LaunchPlan
 
     newest = run.attempt(run.attempt_numbers()[-1])
     policy = LaunchPlan.from_dict(read_json(newest.plan_file)).requeue
-    assert close_dead_attempts(newest, policy, Allocation("7").is_out) is None
+    assert close_dead_attempts(newest, policy, SlurmAllocation(run, "7", []).is_down) is None
 
 
 def test_the_queue_is_no_progress(run: RunDir) -> None:
@@ -108,14 +106,14 @@ def test_the_queue_is_no_progress(run: RunDir) -> None:
     job = read_job(run)
     job["attempts"][0]["started_at"] = as_utc(datetime.fromtimestamp(time.time() - 7200, timezone.utc))
     write_json(run.job_file, job)
-    assert mark_of(run.attempt(1)) == 1  # it still runs
+    assert progress_of(run.attempt(1)) == 1  # it still runs
     for log in (run.attempt(1).rank_log(0), run.attempt(1).supervisor_log):
         log.write_text("a line\n")
         os.utime(log, (time.time() - 7000, time.time() - 7000))
     claim_attempt(run, "7")
-    assert mark_of(run.attempt(1)) == 0
+    assert progress_of(run.attempt(1)) == 0
     os.utime(run.attempt(1).rank_log(0), (time.time() - 3600, time.time() - 3600))
-    assert mark_of(run.attempt(1)) == 1
+    assert progress_of(run.attempt(1)) == 1
 
 
 def test_a_follow_up_that_had_no_attempt_yet_when_the_run_was_cancelled(run: RunDir, slurm: Slurm) -> None:
@@ -124,7 +122,7 @@ def test_a_follow_up_that_had_no_attempt_yet_when_the_run_was_cancelled(run: Run
     write_json(run.job_file, {**read_job(run), "follow_ups": ["7"]})
     write_end(run.attempt(1), Outcome(), Decision("follow_up", "saved after SIGUSR2", 75, "timeout"))
     mark_cancelled(run)
-    assert supervise(run, PASS) == 0
+    assert supervise_job(run, PASS) == 0
     assert run.attempt_numbers() == [1]
     assert read_json(run.attempt(1).end_file)["state"] == "cancelled"
 
@@ -159,7 +157,7 @@ def test_an_attempt_that_could_not_be_made_leaves_nothing(
     assert run.attempt_numbers() == [1]
     attempt = claim_attempt(run, "7")
     assert attempt is not None
-    assert reasons(run) == [(1, "7", "submit"), (2, "7", COMEBACK)]
+    assert reasons(run) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
 
 
 def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +194,8 @@ def test_the_guard_waits_until_slurm_has_given_the_host_up(
         batch_host="node1",
     )
     requeued: list[str] = []
-    monkeypatch.setattr(guard, "ask_job", lambda job_id: job)
-    monkeypatch.setattr(guard, "node_states", lambda hosts: dict.fromkeys(hosts, state))
-    monkeypatch.setattr(guard, "requeue", requeued.append)
-    assert guard._is_done("7") is is_done
+    monkeypatch.setattr(batch_host, "ask_job", lambda job_id: job)
+    monkeypatch.setattr(batch_host, "node_states", lambda hosts: dict.fromkeys(hosts, state))
+    monkeypatch.setattr(batch_host, "requeue", requeued.append)
+    assert batch_host.requeue_if_down("7") is is_done
     assert requeued == (["7"] if is_done else [])

@@ -1,7 +1,7 @@
 import pytest
 
 from trainkit.job.decision import AttemptResult, Failure, PreviousAttempt, RestartOptions, decide
-from trainkit.job.exit_codes import combine, describe_exit
+from trainkit.job.signals import combine_exit_codes, describe_exit
 from trainkit.plan.launch import RequeuePolicy
 
 POLICY = RequeuePolicy()
@@ -9,8 +9,8 @@ HERE = RestartOptions(restart=True, requeue=True)
 NAN = Failure("ValueError: bad", 37)
 
 
-def after(end, *past, policy=POLICY, means=HERE):
-    return decide(end, past, policy, means)
+def after(end, *past, policy=POLICY, options=HERE):
+    return decide(end, past, policy, options)
 
 
 @pytest.mark.parametrize(
@@ -44,28 +44,28 @@ def test_what_follows(codes, request_name, cause, action, exit_code):
 @pytest.mark.parametrize(
     ("end", "cause", "words"),
     [
-        (AttemptResult([137]), "crash", "a worker ended with SIGKILL; starting again, comeback 1"),
-        (AttemptResult([143], hung=True), "hang", "no progress; starting again, comeback 1"),
+        (AttemptResult([137]), "crash", "a worker ended with SIGKILL; resumes (restart 1)"),
+        (AttemptResult([143], hung=True), "hang", "no progress; resumes (restart 1)"),
         (
             AttemptResult([143], hung=True, lost_nodes=("n2",)),
             "node_fail",
-            "lost n2; starting again, comeback 1",
+            "lost n2; resumes (restart 1)",
         ),
         (
             AttemptResult([75], "SIGTERM", "preempted"),
             "preempted",
-            "saved after SIGTERM at a preemption; starting again, comeback 1",
+            "saved after SIGTERM at a preemption; resumes (restart 1)",
         ),
         (
             AttemptResult([75], "SIGUSR2", "timeout"),
             "timeout",
-            "saved after SIGUSR2 before the time limit; starting again, comeback 1",
+            "saved after SIGUSR2 before the time limit; resumes (restart 1)",
         ),
         (
             AttemptResult([137], "SIGTERM", "preempted", out_of_time=True),
             "preempted",
             "killed: not all workers ended within the grace time after SIGTERM at a preemption;"
-            " starting again, comeback 1",
+            " resumes (restart 1)",
         ),
     ],
 )
@@ -75,32 +75,33 @@ def test_each_cause_has_its_words(end, cause, words):
 
 
 @pytest.mark.parametrize(
-    ("means", "action"),
+    ("options", "action"),
     [
         (RestartOptions(restart=True, requeue=True, resubmit=True, follow_up=True), "restart"),
         (RestartOptions(requeue=True, resubmit=True, follow_up=True), "requeue"),
         (RestartOptions(resubmit=True, follow_up=True), "follow_up"),
         (RestartOptions(resubmit=True), "resubmit"),
-        (RestartOptions(why_not="nobody"), "failed"),
+        (RestartOptions(unavailable_reason="nobody"), "failed"),
     ],
 )
-def test_the_nearest_way_back_from_a_crash(means, action):
-    assert after(AttemptResult([1]), means=means).action == action
+def test_the_nearest_way_back_from_a_crash(options, action):
+    assert after(AttemptResult([1]), options=options).action == action
 
 
 def test_what_is_taken_away_is_no_place_to_start_again():
     assert (
-        after(AttemptResult([75], "SIGTERM", "preempted"), means=RestartOptions(restart=True)).action
+        after(AttemptResult([75], "SIGTERM", "preempted"), options=RestartOptions(restart=True)).action
         == "stopped"
     )
-    assert after(AttemptResult([1], "SIGTERM", "preempted"), means=HERE).action == "requeue"
+    assert after(AttemptResult([1], "SIGTERM", "preempted"), options=HERE).action == "requeue"
     assert (
-        after(AttemptResult([75], "SIGUSR2", "asked"), means=RestartOptions(restart=True)).action == "restart"
+        after(AttemptResult([75], "SIGUSR2", "asked"), options=RestartOptions(restart=True)).action
+        == "restart"
     )
 
 
 def test_without_a_way_back_the_failure_stands():
-    decision = after(AttemptResult([9]), means=RestartOptions(why_not="there is no scontrol"))
+    decision = after(AttemptResult([9]), options=RestartOptions(unavailable_reason="there is no scontrol"))
     assert (decision.action, decision.exit_code) == ("failed", 9)
     assert decision.reason == "a worker ended with exit code 9; not started again: there is no scontrol"
 
@@ -118,9 +119,9 @@ def test_without_a_way_back_the_failure_stands():
 def test_requeue_on_says_what_starts_again(end, cause):
     others = RequeuePolicy(on=tuple(word for word in POLICY.on if word != cause))
     decision = after(end, policy=others)
-    assert not decision.comes_back
-    assert decision.reason.endswith(f"not started again: requeue.on leaves {cause} out")
-    assert after(end, policy=RequeuePolicy(on=(cause,))).comes_back
+    assert not decision.resumes
+    assert decision.reason.endswith(f"not started again: requeue.on does not include {cause}")
+    assert after(end, policy=RequeuePolicy(on=(cause,))).resumes
 
 
 def test_who_asks_gets_it_whatever_the_config_says():
@@ -128,59 +129,59 @@ def test_who_asks_gets_it_whatever_the_config_says():
 
 
 def test_the_same_failure_at_the_same_step_is_no_accident():
-    decision = after(AttemptResult([1], failure=NAN, mark=30), PreviousAttempt("crash", 20, 37, NAN))
+    decision = after(AttemptResult([1], failure=NAN, progress=30), PreviousAttempt("crash", 20, 37, NAN))
     assert decision.action == "failed"
-    assert decision.reason.endswith("the same failure at step 37 as in the attempt before")
+    assert decision.reason.endswith("the same failure at step 37 as in the previous attempt")
     assert after(
         AttemptResult([1], failure=NAN), PreviousAttempt("crash", 0, 36, Failure(NAN.what, 36))
-    ).comes_back
+    ).resumes
     assert after(
         AttemptResult([1], failure=NAN), PreviousAttempt("crash", 0, 37, Failure("other", 37))
-    ).comes_back
+    ).resumes
     # Another end between them shows that it is an accident.
     assert after(
         AttemptResult([1], failure=NAN),
         PreviousAttempt("crash", 0, 37, NAN),
         PreviousAttempt("preempted", 30),
-    ).comes_back
+    ).resumes
 
 
 def test_a_failure_at_an_unknown_step_is_the_same_when_nothing_was_saved_between():
     unknown = Failure("exit: ended with exit code 1", None)
     assert not after(
-        AttemptResult([1], failure=unknown, mark=5), PreviousAttempt("crash", 5, None, unknown)
-    ).comes_back
+        AttemptResult([1], failure=unknown, progress=5), PreviousAttempt("crash", 5, None, unknown)
+    ).resumes
     assert after(
-        AttemptResult([1], failure=unknown, mark=6), PreviousAttempt("crash", 5, None, unknown)
-    ).comes_back
+        AttemptResult([1], failure=unknown, progress=6), PreviousAttempt("crash", 5, None, unknown)
+    ).resumes
 
 
 def test_what_cannot_get_better_is_not_tried():
     decision = after(AttemptResult([1], failure=Failure("ImportError: no x", None, final=True)))
     assert (decision.action, decision.exit_code) == ("failed", 1)
-    assert decision.reason.endswith("it would fail in the same way again")
+    assert decision.reason.endswith("it would fail again in the same way")
 
 
 def test_crashes_without_progress_are_counted():
     crashes = [PreviousAttempt("crash", 10, step) for step in (11, 12, 13)]
-    assert after(AttemptResult([1], mark=10, step=14), *crashes[:2]).comes_back
-    decision = after(AttemptResult([1], mark=10, step=14), *crashes)
+    assert after(AttemptResult([1], progress=10, step=14), *crashes[:2]).resumes
+    decision = after(AttemptResult([1], progress=10, step=14), *crashes)
     assert decision.action == "failed"
-    assert decision.reason.endswith("requeue.max_crashes is 3, and nothing new was saved in 4 attempts")
-    assert after(AttemptResult([1], mark=20, step=24), *crashes).comes_back
+    assert decision.reason.endswith("requeue.max_crashes is 3, and 4 attempts saved nothing new")
+    assert after(AttemptResult([1], progress=20, step=24), *crashes).resumes
 
 
 def test_three_ends_at_one_step_are_enough():
     policy = RequeuePolicy(max_crashes=10)
     two = [PreviousAttempt("hang", 10, 15), PreviousAttempt("crash", 10, 15)]
-    decision = after(AttemptResult([1], mark=10, step=15), *two, policy=policy)
+    decision = after(AttemptResult([1], progress=10, step=15), *two, policy=policy)
     assert (decision.action, "3 attempts in a row ended at step 15" in decision.reason) == ("failed", True)
-    assert after(AttemptResult([1], mark=10, step=16), *two, policy=policy).comes_back
+    assert after(AttemptResult([1], progress=10, step=16), *two, policy=policy).resumes
     timeouts = [PreviousAttempt("timeout", 10, 10)] * 2
-    decision = after(AttemptResult([75], "SIGUSR2", "timeout", mark=10, step=10), *timeouts)
+    decision = after(AttemptResult([75], "SIGUSR2", "timeout", progress=10, step=10), *timeouts)
     assert (decision.action, decision.exit_code) == ("stopped", 75)
     preempted = [PreviousAttempt("preempted", 10, 10)] * 9
-    assert after(AttemptResult([75], "SIGTERM", "preempted", mark=10, step=10), *preempted).comes_back
+    assert after(AttemptResult([75], "SIGTERM", "preempted", progress=10, step=10), *preempted).resumes
 
 
 def test_a_start_that_slurm_could_not_make_is_no_failure():
@@ -201,8 +202,8 @@ def test_a_start_that_slurm_could_not_make_is_no_failure():
     # Nor does it hide failures before and after it.
     crashes = [PreviousAttempt("crash", 10, step) for step in (11, 12, 13)]
     assert not after(
-        AttemptResult([1], mark=10, step=14), *crashes[:2], PreviousAttempt("not_started", 10), crashes[2]
-    ).comes_back
+        AttemptResult([1], progress=10, step=14), *crashes[:2], PreviousAttempt("not_started", 10), crashes[2]
+    ).resumes
 
 
 def test_waits_grow_while_nothing_new_is_saved():
@@ -210,11 +211,11 @@ def test_waits_grow_while_nothing_new_is_saved():
     delays = []
     for count in range(9):
         past = [PreviousAttempt("crash", 10, 11 + number) for number in range(count)]
-        delays.append(after(AttemptResult([1], mark=10, step=90), *past, policy=policy).delay_s)
+        delays.append(after(AttemptResult([1], progress=10, step=90), *past, policy=policy).delay_s)
     assert delays == [0, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
-def test_cap_on_comebacks():
+def test_cap_on_restarts():
     decision = after(
         AttemptResult([75], "SIGUSR2", "asked"),
         *[PreviousAttempt("preempted", 1)] * 3,
@@ -222,7 +223,8 @@ def test_cap_on_comebacks():
     )
     assert decision.action == "stopped"
     assert (
-        decision.reason == "saved after SIGUSR2; not started again: requeue.max is 3 and it came back 3 times"
+        decision.reason
+        == "saved after SIGUSR2; not started again: requeue.max is 3, and the run has restarted 3 times"
     )
 
 
@@ -231,7 +233,7 @@ def test_cap_on_comebacks():
     [([0], 0), ([0, 75], 75), ([75, 3, 1], 3), ([1, 78], 78), ([0, 137], 137), ([], 0)],
 )
 def test_combine(codes, expected):
-    assert combine(codes) == expected
+    assert combine_exit_codes(codes) == expected
 
 
 def test_describe_exit():

@@ -101,7 +101,7 @@ def test_second_ctrl_c_reaches_the_workers_too(start_job):
     os.kill(job.entry["pid"], signal.SIGINT)
     wait_for(lambda: all((job.run.path / f"asked.{rank}").exists() for rank in range(2)))
     os.kill(job.entry["pid"], signal.SIGINT)
-    assert job.end()["reason"] == "ended by SIGINT, and no worker said that it saved"
+    assert job.end()["reason"] == "ended by SIGINT, and no worker reported a save"
 
 
 def test_comeback_and_its_cap(start_job):
@@ -252,7 +252,7 @@ def test_lost_job_file_does_not_let_a_second_supervisor_in(start_job):
         )
     wait_for(lambda: liveness(entry) is Liveness.GONE)
     end = read_json(job.run.attempt(2).end_file)
-    assert end["reason"] == "another supervisor carries this run, although job.json does not say so"
+    assert end["reason"].startswith("the run has another supervisor, although job.json does not say so: ")
     assert all(map(is_running, pids))
     os.kill(job.entry["pid"], signal.SIGTERM)
     wait_for(lambda: not any(map(is_running, [job.entry["pid"], *pids])))

@@ -6,7 +6,6 @@ import errno
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ import pytest
 from tests.support.runs import make_attempt
 from trainkit.errors import TrainkitError
 from trainkit.job import requeue as resubmit_module
+from trainkit.job.allocation import SlurmAllocation
 from trainkit.job.decision import Decision
-from trainkit.job.failure import exclude_nodes
-from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, read_job
-from trainkit.job.requeue import release_allocation, resubmit
-from trainkit.job.submission_token import submission_token
+from trainkit.job.record import AUTO_RESTART, add_slurm_entry, mark_cancelled, read_job, submission_token
+from trainkit.job.requeue import excludable, resubmit
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
@@ -77,7 +75,7 @@ def test_the_next_attempt_is_a_job_that_waits_for_this_one(run: RunDir, sbatch: 
         "--exclude=h9,h1",
     ]
     entries = [(entry["attempt"], entry["job_id"], entry["reason"]) for entry in read_job(run)["attempts"]]
-    assert entries == [(1, "7", "submit"), (2, "8", COMEBACK)]
+    assert entries == [(1, "7", "submit"), (2, "8", AUTO_RESTART)]
     assert "pid" not in read_job(run)["attempts"][-1]  # its start takes it for its own
     assert sbatch.script == run.attempt(2).script_file
     assert run.attempt(2).plan_file.read_text() == run.attempt(1).plan_file.read_text()
@@ -87,7 +85,7 @@ def test_the_next_attempt_is_a_job_that_waits_for_this_one(run: RunDir, sbatch: 
         "submitted",
         2,
         "8",
-        COMEBACK,
+        AUTO_RESTART,
     )
 
 
@@ -151,7 +149,7 @@ def test_a_run_that_a_person_has_cancelled_stays_ended(run: RunDir, sbatch: Sbat
 
 def test_a_script_that_is_gone(run: RunDir, sbatch: Sbatch) -> None:
     run.script_file.unlink()
-    with pytest.raises(TrainkitError, match=r"submit.sbatch, the script of job 7, is not there"):
+    with pytest.raises(TrainkitError, match=r"submit.sbatch, the script of job 7, is missing"):
         resubmit(run, "7")
     assert run.attempt_numbers() == [1]
 
@@ -164,11 +162,11 @@ def test_hosts_that_slurm_cannot_be_asked_about_do_not_keep_the_run_from_going_o
     def full(options: Sequence[str]) -> str | None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(exclude_nodes, "_ask", full)
-    monkeypatch.setattr(resubmit_module, "excludable", exclude_nodes.excludable)
+    monkeypatch.setattr(resubmit_module, "_test_submission", full)
+    monkeypatch.setattr(resubmit_module, "excludable", excludable)
     assert resubmit(run, "7", ["h1"]) == "8"
     assert not any(option.startswith("--exclude") for option in sbatch.argv)
-    assert "h1 cannot be left out: Slurm cannot be asked on this host" in capfd.readouterr().out
+    assert "cannot exclude h1: cannot run sbatch --test-only on this host" in capfd.readouterr().out
 
 
 def test_a_full_disk_at_the_end_of_a_job(
@@ -179,11 +177,13 @@ def test_a_full_disk_at_the_end_of_a_job(
     def full(*args: object) -> AttemptDir:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("trainkit.job.disk_errors.PATIENCE_S", 0.0)
-    monkeypatch.setattr(resubmit_module, "open_attempt", full)
+    monkeypatch.setattr("trainkit.job.node.preflight.DISK_PATIENCE_S", 0.0)
+    monkeypatch.setattr(resubmit_module, "reopen_attempt", full)
     decision = Decision("resubmit", "saved", 75, "timeout")
-    allocation = SimpleNamespace(job_id="7", hosts_to_avoid=lambda: [])
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "h1")
+    monkeypatch.setattr("trainkit.job.allocation.expand_hosts", lambda text: [text])
+    monkeypatch.setattr("trainkit.job.allocation.excluded", lambda cluster: {})
     plan = LaunchPlan.from_dict(read_json(run.plan_file))
-    trouble = release_allocation(run, plan, decision, allocation)  # type: ignore[arg-type]
-    assert trouble is not None
-    assert trouble.startswith(f"{run.path} cannot be written")
+    problem = SlurmAllocation(run, "7", []).release(plan, decision)
+    assert problem is not None
+    assert problem.startswith(f"{run.path} cannot be written")

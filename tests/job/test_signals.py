@@ -62,7 +62,7 @@ def test_a_notice_that_has_come_already_is_obeyed_without_a_delay_too(received, 
     processes.block_signals()
     for number in received:
         signal.raise_signal(number)
-    assert processes.wait_unless_told(0.0) == expected
+    assert processes.wait_for_notice(0.0) == expected
 
 
 def test_second_ctrl_c_ends_at_once():

@@ -11,41 +11,41 @@ import pytest
 from trainkit.errors import TrainkitError
 from trainkit.job import step_run
 from trainkit.job.failure.records import record_silent_death
-from trainkit.job.node.slurm_step import SlurmPlace
+from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.step_run import (
-    Announced,
+    Announcement,
     announce,
     announcement_file,
     await_announcement,
-    carry_first,
+    run_first_task,
     withdraw,
 )
 from trainkit.job.watch.hangs import HangRecord
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.rundir import RunDir, read_json, write_json
 
-PLACE = SlurmPlace("7", "0", 0, 1, 0, 1, (2,), ("host0",), "4000")
+TASK = SlurmTask("7", "0", 0, 1, 0, 1, (2,), ("host0",), "4000")
 
 
 def test_the_others_wait_for_what_the_first_announces(tmp_path: Path) -> None:
     value = {"run_dir": str(tmp_path / "mine"), "attempt": 3}
-    threading.Timer(0.2, announce, (tmp_path / "runs", PLACE, value)).start()
-    found = await_announcement(tmp_path / "runs", PLACE, timeout_s=10.0)
-    assert isinstance(found, Announced)
+    threading.Timer(0.2, announce, (tmp_path / "runs", TASK, value)).start()
+    found = await_announcement(tmp_path / "runs", TASK, timeout_s=10.0)
+    assert isinstance(found, Announcement)
     assert (found.run.path, found.attempt) == (tmp_path / "mine", 3)
-    withdraw(tmp_path / "runs", PLACE)
-    assert not announcement_file(tmp_path / "runs", PLACE).exists()
+    withdraw(tmp_path / "runs", TASK)
+    assert not announcement_file(tmp_path / "runs", TASK).exists()
 
 
 def test_all_end_with_the_code_of_a_start_that_failed(tmp_path: Path) -> None:
-    announce(tmp_path, PLACE, {"exit_code": 2})
-    assert await_announcement(tmp_path, PLACE) == 2
+    announce(tmp_path, TASK, {"exit_code": 2})
+    assert await_announcement(tmp_path, TASK) == 2
 
 
 def test_what_another_step_announced_does_not_count(tmp_path: Path) -> None:
-    announce(tmp_path, replace(PLACE, launcher_port="4001"), {"exit_code": 0})
-    with pytest.raises(TrainkitError, match=r"task 0 of step 7\.0 has not said in 0\.2 s what to run"):
-        await_announcement(tmp_path, PLACE, timeout_s=0.2)
+    announce(tmp_path, replace(TASK, launcher_port="4001"), {"exit_code": 0})
+    with pytest.raises(TrainkitError, match=r"task 0 of step 7\.0 has not announced its run in 0\.2 s"):
+        await_announcement(tmp_path, TASK, timeout_s=0.2)
 
 
 def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
@@ -68,16 +68,16 @@ def test_the_end_of_a_hang_is_blamed_on_who_held_the_others_up(
     )
     write_json(attempt.plan_file, plan.to_dict())
 
-    def carry(found: Announced) -> int:
+    def run_task(found: Announcement) -> int:
         attempt.hangs_dir.mkdir()
         hang = HangRecord(0, 0, "host1", 41, "backward", 2, 312.0, 300.0, 0.8, "2026-01-01T00:00:00.000Z", ())
         write_json(attempt.rank_hang(0), asdict(hang))
         record_silent_death(attempt, 0, 0, 1)
         return 1
 
-    monkeypatch.setattr(step_run, "carry", carry)
+    monkeypatch.setattr(step_run, "run_task", run_task)
     monkeypatch.setattr(step_run.processes, "block_signals", lambda: None)
-    decision = carry_first(Announced(attempt.run, 1), lambda attempt, ended: None)
+    decision = run_first_task(Announcement(attempt.run, 1), lambda attempt, ended: None)
     assert (decision.action, decision.cause) == ("failed", "hang")
     verdict = read_json(attempt.end_file)["verdict"]
     assert (verdict["type"], verdict["rank"], verdict["step"]) == ("Hang", 1, 41)

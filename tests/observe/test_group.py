@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.groups import SUBMITTED_AT, make_group
-from trainkit.job.array_tasks import open_point
+from trainkit.job.array_tasks import create_task_run
 from trainkit.job.record import add_slurm_entry, claim_entry, run_lock
 from trainkit.observe.group import GroupFiles, GroupStatus, most_telling
 from trainkit.rundir import RunDir, append_jsonl, log_event, write_json
@@ -42,7 +42,7 @@ def states(group: RunGroup, known: dict[str, JobInfo] | None) -> list[str]:
 def started(group: RunGroup, index: int) -> RunDir:
     """A point whose task has started."""
     run = group.run(index)
-    open_point(run)
+    create_task_run(run)
     claim_entry(run, 1, 1)
     return run
 

@@ -57,7 +57,7 @@ def test_between_two_attempts(run, alive, state):
 
 
 def test_a_job_that_slurm_was_to_start_again_and_did_not(run):
-    end = {"state": "failed", "action": "requeue", "reason": "lost node2; starting again, comeback 2"}
+    end = {"state": "failed", "action": "requeue", "reason": "lost node2; resumes (restart 2)"}
     write_json(run.attempt(1).end_file, end)
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=1)
     status = read_status(run, False, NOW, job)

@@ -14,7 +14,7 @@ from typing import Any
 from tests.on_slurm.login import Login, agents_of, wait_for
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.manifest import find_damage, published
-from trainkit.rundir import RunDir, goes_on, parse_time, read_json, read_jsonl, read_metrics
+from trainkit.rundir import RunDir, parse_time, read_json, read_jsonl, read_metrics, will_resume
 
 CONFIG = """\
 name: survivor
@@ -97,7 +97,7 @@ def last_end(run: RunDir) -> dict[str, Any] | None:
     """How the newest attempt ended, unless the run goes on by itself."""
     file = run.attempt(newest_attempt(run)).end_file
     end: dict[str, Any] | None = read_json(file) if file.exists() else None
-    return None if end is None or goes_on(end) else end
+    return None if end is None or will_resume(end) else end
 
 
 def wait_until_over(login: Login, run: RunDir, timeout_s: float) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login: Login, backend: str
     login.run([*preempting, "--wrap=sleep 1"], check=True)
     end = login.wait_for_end(run)
     assert (end["state"], end["action"], end["exit_code"]) == ("stopped", "requeue", 75)
-    assert end["reason"] == "saved after SIGTERM at a preemption; starting again, comeback 1"
+    assert end["reason"] == "saved after SIGTERM at a preemption; resumes (restart 1)"
     assert saved_step(run) == steps_of(run)[-1][1]
     assert login.status(run)["state"] == "requeueing"
 

@@ -139,7 +139,7 @@ def test_the_controller_is_restarted_while_jobs_save_to_come_back(login: Login) 
         assert login.trainkit("requeue", str(run.path)).returncode == 0
     login.cluster.restart_slurmctld()
     for run in runs:
-        assert login.wait_for_end(run)["reason"] == "saved after SIGUSR2; starting again, comeback 1"
+        assert login.wait_for_end(run)["reason"] == "saved after SIGUSR2; resumes (restart 1)"
         for rank in range(2):
             login.wait_for_log(run, "attempt 2", rank, attempt=2)
     assert [login.job_id(run) for run in runs] == job_ids

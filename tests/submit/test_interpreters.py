@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.running import LaunchConfig
-from trainkit.job.interpreter import PYTHON_OPTIONS
+from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.submit.interpreters import Interpreter, find_interpreter
 
 SUBMITTING = sys.executable

@@ -12,7 +12,7 @@ import pytest
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, Target
 from trainkit.config import load_config
-from trainkit.job.submission_token import submission_token
+from trainkit.job.record import submission_token
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.rundir import RunDir

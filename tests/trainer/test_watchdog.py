@@ -17,7 +17,7 @@ import pytest
 from tests.support.runs import free_port, log_text, losses, make_attempt, site, start_workers
 from trainkit.job.failure.stacks import gather
 from trainkit.job.processes import state
-from trainkit.job.watch.hangs import hang_verdict, read_hangs
+from trainkit.job.watch.hangs import hang_failure, read_hangs
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_json, write_json
 
@@ -88,7 +88,7 @@ def test_a_rank_that_waits_for_its_data_is_behind_those_that_wait_for_it(tmp_pat
     assert all(record.waited_s >= 1.0 and record.limit_s >= 2.0 for record in records)
     assert min(record.waited_s for record in records) < 5.0  # one may have stood still itself
     assert all(0.0 < record.usual_s < 2.0 for record in records)
-    verdict = hang_verdict(attempt, plan_of(attempt), records)
+    verdict = hang_failure(attempt, plan_of(attempt), records)
     assert (verdict["rank"], verdict["step"]) == (1, 8)
     assert "in data" in verdict["message"]
     assert "give_or_sleep" in attempt.rank_stacks(1).read_text()
@@ -139,11 +139,11 @@ def test_a_rank_that_cannot_say_anything_is_made_to_write_its_stacks(tmp_path: P
         wait_until(lambda: len(read_hangs(attempt)) == 2)
         wait_until(lambda: "in give_or_hold" in attempt.rank_stacks(1).read_text())
         # Before they are ended: a rank that loses its peer takes back what it wrote.
-        verdict = hang_verdict(attempt, plan_of(attempt), read_hangs(attempt))
+        verdict = hang_failure(attempt, plan_of(attempt), read_hangs(attempt))
     assert (verdict["rank"], verdict["step"], verdict["host"]) == (1, 8, socket.gethostname())
-    assert verdict["message"].startswith("does not answer")
+    assert verdict["message"].startswith("does not respond")
     assert "in give_or_hold" in attempt.rank_stacks(1).read_text()
-    assert "rank 1 does not answer" in attempt.node_log(0).read_text()
+    assert "rank 1 does not respond" in attempt.node_log(0).read_text()
 
 
 def test_ranks_say_where_they_are_and_train_on_until_the_run_goes_on_elsewhere(tmp_path: Path) -> None:

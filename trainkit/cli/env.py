@@ -65,7 +65,7 @@ def look() -> Found:
     Raises UsageError when variables contradict each other.
     """
     from trainkit.job.node.rendezvous import LOCAL_ADDR
-    from trainkit.job.node.slurm_step import find_slurm_place, why_no_task
+    from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task
     from trainkit.job.rank_env import find_rank_env
 
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
@@ -83,20 +83,20 @@ def look() -> Found:
             master_addr=env.master_addr,
             master_port=env.master_port,
         )
-    place = find_slurm_place()
-    if place is None:
-        return Found(is_rank=False, reason=str(why_no_task()))
+    task = find_slurm_task()
+    if task is None:
+        return Found(is_rank=False, reason=str(reason_not_a_task()))
     return Found(
         is_rank=True,
-        reason=f"task {place.task} of Slurm step {place.job_id}.{place.step_id}",
+        reason=f"task {task.task} of Slurm step {task.job_id}.{task.step_id}",
         source="slurm",
         # Counted node by node, as training does, whatever order srun gave its tasks.
-        rank=sum(place.tasks[: place.node_rank]) + place.local_task,
-        local_rank=place.local_task,
-        world_size=place.num_tasks,
-        local_world_size=place.tasks[place.node_rank],
-        node_rank=place.node_rank,
-        num_nodes=place.num_nodes,
-        hosts=place.hosts,
-        master_addr=LOCAL_ADDR if place.num_nodes == 1 else place.hosts[0],
+        rank=sum(task.tasks[: task.node_rank]) + task.local_task,
+        local_rank=task.local_task,
+        world_size=task.num_tasks,
+        local_world_size=task.tasks[task.node_rank],
+        node_rank=task.node_rank,
+        num_nodes=task.num_nodes,
+        hosts=task.hosts,
+        master_addr=LOCAL_ADDR if task.num_nodes == 1 else task.hosts[0],
     )

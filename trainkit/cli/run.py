@@ -21,8 +21,8 @@ from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitErr
 
 if TYPE_CHECKING:
     from trainkit.cluster.model import Target
-    from trainkit.job.node.slurm_step import SlurmPlace
-    from trainkit.job.step_run import Announced
+    from trainkit.job.node.slurm_step import SlurmTask
+    from trainkit.job.step_run import Announcement
     from trainkit.rundir import AttemptDir, RunDir
 
 
@@ -48,11 +48,11 @@ def command(request: ConfigRequest, run_dir: str | None) -> int:
     from trainkit.plan.launch import describe_plan
 
     if "SLURM_STEP_ID" in os.environ:
-        from trainkit.job.node.slurm_step import find_slurm_place
+        from trainkit.job.node.slurm_step import find_slurm_task
 
-        place = find_slurm_place()
-        if place is not None and place.num_tasks > 1:
-            return run_in_step(request, run_dir, place)
+        task = find_slurm_task()
+        if task is not None and task.num_tasks > 1:
+            return run_in_step(request, run_dir, task)
     loaded = request.load()
     if loaded.config.resources.nodes != 1:
         raise UsageError(
@@ -107,47 +107,54 @@ POLL_S = 0.1
 SRUN_READS_S = 1.0
 
 
-def run_in_step(request: ConfigRequest, run_dir: str | None, place: SlurmPlace) -> int:
+def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) -> int:
     """Run CONFIG as this task of the step; the exit code of this task."""
     from trainkit.cli.following import tell_end
-    from trainkit.job.step_run import announce, await_announcement, carry, carry_first, exit_code_of, withdraw
+    from trainkit.job.step_run import (
+        announce,
+        await_announcement,
+        exit_code_of,
+        run_first_task,
+        run_task,
+        withdraw,
+    )
     from trainkit.rundir import RUNS_FOLDER
 
     folder = Path(RUNS_FOLDER).absolute()
-    if place.task != 0:
-        found = await_announcement(folder, place)
-        return found if isinstance(found, int) else _quietly(carry(found))
+    if task.task != 0:
+        found = await_announcement(folder, task)
+        return found if isinstance(found, int) else _quietly(run_task(found))
     try:
-        announced = _make_run(request, run_dir, place)
+        announced = _make_run(request, run_dir, task)
     except TrainkitError as error:
-        if _tell_the_others(folder, place, error):
+        if _tell_the_others(folder, task, error):
             raise
-        return _end_the_step(place, error)
-    announce(folder, place, {"run_dir": str(announced.run.path), "attempt": announced.attempt})
+        return _end_the_step(task, error)
+    announce(folder, task, {"run_dir": str(announced.run.path), "attempt": announced.attempt})
     sys.stdout.flush()
     terminal = [os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
     # From here on the agent's own words go to its log; rank 0's are shown.
-    decision = carry_first(announced, lambda attempt, ended: _show(attempt, ended, terminal[0]))
+    decision = run_first_task(announced, lambda attempt, ended: _show(attempt, ended, terminal[0]))
     for kept, stream in zip(terminal, (sys.stdout, sys.stderr), strict=True):
         stream.flush()
         os.dup2(kept, stream.fileno())
-    withdraw(folder, place)
+    withdraw(folder, task)
     tell_end(announced.run)
     return _quietly(exit_code_of(decision, announced.run.attempt(announced.attempt)))
 
 
-def _tell_the_others(folder: Path, place: SlurmPlace, error: TrainkitError) -> bool:
+def _tell_the_others(folder: Path, task: SlurmTask, error: TrainkitError) -> bool:
     """Tell the other tasks that there is nothing to run; whether they could be told."""
     from trainkit.job.step_run import announce
 
     try:
-        announce(folder, place, {"exit_code": error.exit_code})
+        announce(folder, task, {"exit_code": error.exit_code})
     except OSError:
         return False
     return True
 
 
-def _end_the_step(place: SlurmPlace, error: TrainkitError) -> int:
+def _end_the_step(task: SlurmTask, error: TrainkitError) -> int:
     """Say what is wrong, and then end all tasks of the step: nothing else reaches the others."""
     from trainkit.slurm.control import kill_step
 
@@ -156,7 +163,7 @@ def _end_the_step(place: SlurmPlace, error: TrainkitError) -> int:
     time.sleep(SRUN_READS_S)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(TrainkitError):
-        kill_step(place.job_id, place.step_id, "TERM")
+        kill_step(task.job_id, task.step_id, "TERM")
     return error.exit_code
 
 
@@ -165,20 +172,20 @@ def _quietly(code: int) -> int:
     return EXIT_OK if code == EXIT_STOPPED else code
 
 
-def _make_run(request: ConfigRequest, run_dir: str | None, place: SlurmPlace) -> Announced:
+def _make_run(request: ConfigRequest, run_dir: str | None, task: SlurmTask) -> Announcement:
     from trainkit.cli import launch
     from trainkit.config import dump_effective
     from trainkit.control.run_registry import register
     from trainkit.job.record import add_slurm_entry, claim_entry, open_attempt, run_lock
-    from trainkit.job.step_run import Announced
+    from trainkit.job.step_run import Announcement
     from trainkit.plan.launch import describe_plan
     from trainkit.rundir import log_event
     from trainkit.submit.create import create_run, plan_text
 
-    target = _target(request, place)
+    target = _target(request, task)
     assert target.node_sizes is not None
     shape = {
-        "resources.nodes": (f"srun, {place.num_nodes} nodes", place.num_nodes),
+        "resources.nodes": (f"srun, {task.num_nodes} nodes", task.num_nodes),
         "resources.gpus_per_node": (f"srun, {max(target.node_sizes)} a node", max(target.node_sizes)),
     }
     loaded = replace(request, flags={**request.flags, **shape}).load()
@@ -189,32 +196,32 @@ def _make_run(request: ConfigRequest, run_dir: str | None, place: SlurmPlace) ->
     )
     with run_lock(run):
         attempt = open_attempt(run, dump_effective(loaded.config), plan_text(plan))
-        add_slurm_entry(run, attempt.number, place.job_id, "run", "srun", step_id=place.step_id)
+        add_slurm_entry(run, attempt.number, task.job_id, "run", "srun", step_id=task.step_id)
         claim_entry(run, attempt.number, os.getpid())
-    log_event(run, attempt.number, "submitted", job_id=place.job_id, reason="run")
+    log_event(run, attempt.number, "submitted", job_id=task.job_id, reason="run")
     log_event(run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes)
     register(run, name)
     click.echo(str(run.path))
-    return Announced(run, attempt.number)
+    return Announcement(run, attempt.number)
 
 
-def _target(request: ConfigRequest, place: SlurmPlace) -> Target:
+def _target(request: ConfigRequest, task: SlurmTask) -> Target:
     """A task is a rank, unless each node has one task and more was asked of it: then it is a node's agent."""
     from trainkit.cluster.model import Target
 
     procs = request.flags.get("resources.gpus_per_node")
     if procs is None:
-        reason = f"srun: {place.num_tasks} tasks in step {place.job_id}.{place.step_id}, each one rank"
-        return Target("srun", reason, node_sizes=place.tasks, per="gpu")
+        reason = f"srun: {task.num_tasks} tasks in step {task.job_id}.{task.step_id}, each one rank"
+        return Target("srun", reason, node_sizes=task.tasks, per="gpu")
     count = int(str(procs[1]))
-    if set(place.tasks) != {1}:
+    if set(task.tasks) != {1}:
         raise UsageError(
-            f"--procs {count} starts {count} ranks in every task, and this step has {place.num_tasks} tasks "
-            f"on {place.num_nodes} nodes",
+            f"--procs {count} starts {count} ranks in every task, and this step has {task.num_tasks} tasks "
+            f"on {task.num_nodes} nodes",
             hint="srun --ntasks-per-node=1 … --procs N, or one task a rank without --procs",
         )
-    reason = f"srun: one task a node in step {place.job_id}.{place.step_id}, each with {count} ranks"
-    return Target("srun", reason, node_sizes=(count,) * place.num_nodes, per="node")
+    reason = f"srun: one task a node in step {task.job_id}.{task.step_id}, each with {count} ranks"
+    return Target("srun", reason, node_sizes=(count,) * task.num_nodes, per="node")
 
 
 def _show(attempt: AttemptDir, ended: threading.Event, terminal: int) -> None:

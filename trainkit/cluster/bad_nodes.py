@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.rundir import read_json, state_folder, write_json
+from trainkit.rundir import file_lock, read_json, state_folder, write_json
 
 KEEP = timedelta(hours=24)
 FAILURES_OF_A_CULPRIT = 2
@@ -46,7 +44,8 @@ def note_failure(
     now = now or datetime.now(timezone.utc)
     file = memory_file(cluster, environ)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _lock(file):
+    # Locked, so that two jobs do not overwrite each other's notes.
+    with file_lock(file.with_suffix(".lock")):
         notes = _notes(file, now)
         notes.append(
             {
@@ -110,14 +109,3 @@ def _is_note(value: object) -> bool:
         return datetime.fromisoformat(value["time"]).tzinfo is not None
     except ValueError:
         return False
-
-
-@contextmanager
-def _lock(file: Path) -> Iterator[None]:
-    """Hold the lock of a memory, so that two jobs do not each forget what the other one notes."""
-    descriptor = os.open(file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -10,11 +10,15 @@ import os
 from collections.abc import Callable
 
 from trainkit.errors import TrainkitError
-from trainkit.job.record import read_job, read_job_to_change
-from trainkit.job.submission_token import submission_token
-from trainkit.job.submitit_shell import give_submitit_files, submitit_file
+from trainkit.job.record import (
+    copy_submitit_files,
+    set_follow_ups,
+    submission_token,
+    submitit_file,
+    waiting_follow_ups,
+)
 from trainkit.plan.slurm_request import SlurmRequest
-from trainkit.rundir import AttemptDir, RunDir, write_json
+from trainkit.rundir import AttemptDir, RunDir
 from trainkit.slurm.control import cancel_waiting
 from trainkit.slurm.submit import submit_script
 
@@ -49,19 +53,12 @@ def submit_follow_ups(
         except TrainkitError as error:
             say(f"only {len(ids)} of {count} follow-up jobs are in the queue: {error.message}")
             break
-        give_submitit_files(run, job_id, new_id)
+        copy_submitit_files(run, job_id, new_id)
         ids.append(new_id)
-        _write(run, ids)
+        set_follow_ups(run, ids)
     if ids:
         say(f"{', '.join(ids)} {'waits' if len(ids) == 1 else 'wait'} in the queue to go on after {job_id}")
     return ids
-
-
-def waiting_follow_ups(run: RunDir) -> list[str]:
-    """The follow-up jobs that have not carried the run yet, in order; some may be gone from the queue."""
-    job = read_job(run)
-    begun = {entry["job_id"] for entry in job["attempts"]}
-    return [str(job_id) for job_id in job.get("follow_ups") or [] if job_id not in begun]
 
 
 def cancel_follow_ups(run: RunDir, but: str = "") -> None:
@@ -72,8 +69,4 @@ def cancel_follow_ups(run: RunDir, but: str = "") -> None:
     waiting = [job_id for job_id in waiting_follow_ups(run) if job_id != but]
     if waiting:
         cancel_waiting(waiting)
-        _write(run, [])
-
-
-def _write(run: RunDir, ids: list[str]) -> None:
-    write_json(run.job_file, {**read_job_to_change(run), "follow_ups": ids})
+        set_follow_ups(run, [])

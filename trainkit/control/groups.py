@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from trainkit.control.jobs import step_of, write_cancelled
 from trainkit.errors import UsageError
-from trainkit.job.record import KILLED, mark_cancelled, newest_entry, run_lock
-from trainkit.job.submission_token import submission_token
+from trainkit.job.record import KILLED, mark_cancelled, newest_entry, run_lock, submission_token
 from trainkit.rundir import RunDir, utc_now
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_steps, send_signal

@@ -11,16 +11,17 @@ from shlex import quote
 from typing import Any
 
 from trainkit.control import local
-from trainkit.control.follow_ups import waiting_follow_ups
 from trainkit.errors import SlurmError, TrainkitError, UsageError
 from trainkit.job.record import (
     KILLED,
     Liveness,
     add_slurm_entry,
     find_entry,
-    is_leaving,
+    is_exiting,
     is_slurm,
     newest_entry,
+    submission_token,
+    waiting_follow_ups,
 )
 from trainkit.job.record import liveness as local_liveness
 from trainkit.rundir import RunDir, log_event, read_json, utc_now, write_json
@@ -93,7 +94,7 @@ def slurm_ids(runs: Iterable[RunDir]) -> list[str]:
     return [
         job_id
         for run, entry in pairs
-        if entry is not None and is_slurm(entry) and not is_leaving(run, entry) and not other_cluster(entry)
+        if entry is not None and is_slurm(entry) and not is_exiting(run, entry) and not other_cluster(entry)
         for job_id in (str(entry["job_id"]), *waiting_follow_ups(run))
     ]
 
@@ -139,14 +140,14 @@ def live_entry(run: RunDir, what: str) -> dict[str, Any] | None:
     try:
         return entry if liveness(entry) is Liveness.ALIVE else _following(run, entry)
     except SlurmError:
-        if is_leaving(run, entry):
+        if is_exiting(run, entry):
             return None
         raise
 
 
 def _following(run: RunDir, entry: dict[str, Any]) -> dict[str, Any] | None:
     """The entry of an attempt whose job is gone, with the job that waits to go on in its place."""
-    waiting = [] if is_leaving(run, entry) else waiting_follow_ups(run)
+    waiting = [] if is_exiting(run, entry) else waiting_follow_ups(run)
     jobs = query_jobs(waiting)
     return next(({**entry, "job_id": job_id} for job_id in waiting if is_there(jobs.get(job_id))), None)
 
@@ -159,8 +160,6 @@ def recall(run: RunDir) -> None:
     attempt = run.attempt(max(run.attempt_numbers(), default=0))
     if not attempt.script_file.exists() or attempt.end_file.exists() or find_entry(run, attempt.number):
         return
-    from trainkit.job.submission_token import submission_token
-
     written = attempt.script_file.stat().st_mtime
     job_id = find_marked(submission_token(run, attempt.number), since=written)
     if job_id is not None:
@@ -243,7 +242,7 @@ def wait_until_gone(run: RunDir, entry: Mapping[str, Any], timeout_s: float) -> 
     if not is_slurm(entry):
         return local.wait_until_gone(dict(entry), timeout_s)
     deadline_s = time.monotonic() + timeout_s
-    while not is_leaving(run, entry) and liveness(entry) is Liveness.ALIVE:
+    while not is_exiting(run, entry) and liveness(entry) is Liveness.ALIVE:
         if time.monotonic() > deadline_s:
             return False
         time.sleep(ASK_SOON_S)
@@ -273,7 +272,7 @@ def life_watch(run: RunDir, say: Callable[[str], None] = lambda text: None) -> C
         try:
             job = slurm_job(entry)
             alive = is_there(job)
-            if not alive and not is_leaving(run, entry):
+            if not alive and not is_exiting(run, entry):
                 following = filter(is_there, query_jobs(waiting_follow_ups(run)).values())
                 job = next(following, job)
                 alive = is_there(job)

@@ -12,13 +12,12 @@ from typing import Any
 
 from trainkit.control.run_registry import register
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.job.interpreter import module_argv
-from trainkit.job.processes import descendants, dies_with
+from trainkit.job.processes import descendants, dies_with, module_argv
 from trainkit.job.record import (
     KILLED,
     Liveness,
     add_entry,
-    is_leaving,
+    is_exiting,
     liveness,
     newest_entry,
     open_attempt,
@@ -77,7 +76,7 @@ def live_entry(run: RunDir, what: str) -> dict[str, Any] | None:
     entry = newest_entry(run)
     if entry is None:
         return None
-    if is_leaving(run, entry):
+    if is_exiting(run, entry):
         wait_until_gone(entry, LEAVING_S)  # all that is left to it is to exit; a signal would be lost
     state = liveness(entry)
     if state is Liveness.UNKNOWN:

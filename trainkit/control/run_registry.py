@@ -167,9 +167,9 @@ def _point(group: RunGroup, index: int) -> RunDir:
 def _opened(run: RunDir) -> RunDir:
     """The run, whose folder is made if it is a point that has not started."""
     if not run.exists():
-        from trainkit.job.array_tasks import open_point  # which knows configs, and takes time to load
+        from trainkit.job.array_tasks import create_task_run  # which knows configs, and takes time to load
 
-        open_point(run)
+        create_task_run(run)
     return run
 
 

@@ -16,7 +16,7 @@ from trainkit.control.follow_ups import cancel_follow_ups
 from trainkit.control.jobs import ASK_SOON_S, kill, live_entry, liveness, recall, slurm_job, step_of, tell
 from trainkit.errors import UsageError
 from trainkit.job.node.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from trainkit.job.processes import descendants
+from trainkit.job.processes import descendants, parent_pid
 from trainkit.job.record import Liveness, mark_cancelled, newest_entry, run_lock
 from trainkit.manifest import Checkpoint, published
 from trainkit.rundir import RunDir
@@ -56,7 +56,7 @@ def find_processes(run: RunDir) -> RunProcesses:
             if environ.get(RUN_DIR_VARIABLE) == str(run.path) and environ.get("RANK", "").isdigit():
                 with_rank[pid] = int(environ["RANK"])
     # Children of a rank, such as data loaders, have its environment too.
-    ranks = {rank: pid for pid, rank in with_rank.items() if _parent(pid) not in with_rank}
+    ranks = {rank: pid for pid, rank in with_rank.items() if parent_pid(pid) not in with_rank}
     return RunProcesses(tuple(supervisors), agents, ranks)
 
 
@@ -66,13 +66,6 @@ def _words(pid: int, file: str) -> list[str]:
         return (PROC / str(pid) / file).read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return []
-
-
-def _parent(pid: int) -> int | None:
-    try:
-        return int((PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
 
 
 def kill_all(pids: Iterable[int]) -> int:

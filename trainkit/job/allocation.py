@@ -1,222 +1,468 @@
-"""The hosts and the time that Slurm has given to this start of a job, and what can be done with them."""
+"""Where a run's attempts execute: this machine, or the hosts and the time that Slurm gave to a job.
+
+An allocation claims attempts, starts their processes, knows how the run can start again, and is released when
+it continues elsewhere. The supervisor runs the same steps on either kind.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from trainkit.cluster.bad_nodes import excluded, note_failure
-from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.decision import COMEBACK_SIGNAL, RestartOptions
-from trainkit.job.failure.termination_cause import EARLY_S, is_ending, look_at_job, termination_cause
-from trainkit.job.failure.verdict import blamed_host
-from trainkit.job.history import past_verdicts, reached_its_stop
-from trainkit.job.interpreter import module_argv
-from trainkit.job.nodes import (
-    choose_hosts,
-    hosts_that_could_not_start,
-    lost_hosts,
-    step_argv,
-    why_not_started,
+from trainkit.job.attempt_end import (
+    close_dead_attempts,
+    judge,
+    previous_failures,
+    reached_its_stop,
+    write_end,
 )
-from trainkit.job.outcome import Outcome
-from trainkit.job.record import read_job
+from trainkit.job.claim_attempt import cancelled_attempt, claim_attempt, register_start
+from trainkit.job.decision import RESTART_SIGNAL, Decision, Outcome, RestartOptions
+from trainkit.job.failure.first_failure import suspect_host
+from trainkit.job.failure.srun_errors import hosts_without_launch, launch_error
+from trainkit.job.failure.termination_cause import EARLY_S, is_ending, query_job, termination_cause
+from trainkit.job.node.preflight import retry_on_disk_error, supervisor_view
+from trainkit.job.node.rendezvous import choose_port
+from trainkit.job.processes import log_line, module_argv
+from trainkit.job.record import (
+    AUTO_RESTART,
+    add_entry,
+    find_entry,
+    is_cancelled,
+    newest_entry,
+    reopen_attempt,
+    run_lock,
+    waiting_follow_ups,
+)
+from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
+from trainkit.job.watch.attempt import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
 from trainkit.job.watch.hangs import silent_hosts
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir
+from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 from trainkit.slurm.client import QUERY_PATIENCE_S
-from trainkit.slurm.hosts import expand_hosts, is_out, node_states
+from trainkit.slurm.control import requeue
+from trainkit.slurm.hosts import expand_hosts, hosts_of_job, is_out, node_states
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 
-PATIENCE_S = 300.0
-"""How long Slurm's controller may be away when a step is to be started again."""
+CANCELLED = "cancelled before the ranks started"
+QUERY_PATIENCE_RESTART_S = 300.0
+"""How long Slurm's controller may be unavailable when a step is to be started again."""
+REQUEUE_PATIENCE_S = 600.0
+"""How long the controller may be unavailable for a requeue; what was saved is worth the wait."""
 START_S = 30.0
-"""An allocation with less time than this before it may be told to save is no place to start again in."""
+"""A step is not started with less time than this before the job may receive its early notice."""
 
 
 class Allocation:
-    """What one start of a job has."""
+    """What a supervisor does differently on this machine and in a Slurm job."""
 
-    def __init__(self, job_id: str) -> None:
+    lock_timeout_s = 10.0
+    """How long to wait for the previous supervisor of the run to exit."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+
+    def claim(self) -> AttemptDir | int:
+        """The first attempt to run, else the exit code of a supervisor that has nothing to do."""
+        raise NotImplementedError
+
+    def claim_next(self, attempt: AttemptDir) -> AttemptDir | None:
+        """The attempt in which the run restarts in this allocation; None when it was cancelled."""
+        with run_lock(self.run):
+            if is_cancelled(attempt):
+                return None
+            following = reopen_attempt(attempt)
+            job_id = self.register(following)
+        log_event(self.run, following.number, "submitted", job_id=job_id, reason=AUTO_RESTART)
+        log_event(self.run, following.number, "restart")
+        return following
+
+    def register(self, attempt: AttemptDir) -> str:
+        """Record a restarted attempt in job.json; its job id. Called with the run's lock held."""
+        raise NotImplementedError
+
+    def close_dead_attempts(self, attempt: AttemptDir) -> tuple[Outcome, Decision] | None:
+        """Write the end of earlier attempts whose host died; the end of `attempt` if these forbid a start."""
+        return None
+
+    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
+        """The processes of an attempt, ready to run."""
+        raise NotImplementedError
+
+    def inspect(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
+        """Complete the outcome of an attempt with what is known of the job and its hosts."""
+
+    def record_suspect(self, attempt: AttemptDir, failure: dict[str, Any] | None) -> None:
+        """Remember the host that a failure speaks against."""
+
+    def restart_options(self, plan: LaunchPlan) -> RestartOptions:
+        """The ways in which the run can start again now."""
+        raise NotImplementedError
+
+    def has_time(self, plan: LaunchPlan) -> bool:
+        """Whether there is time for another attempt."""
+        return True
+
+    def after_notice(
+        self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
+    ) -> Decision:
+        """What follows a stop signal that came while the run waited to restart."""
+        raise NotImplementedError
+
+    def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
+        """Leave the allocation as decided; why the run does not resume, None when it does."""
+        return None
+
+    def cancel_pending(self) -> None:
+        """Cancel the jobs that would continue a run that has ended."""
+
+
+class LocalAllocation(Allocation):
+    """This machine: all nodes of the plan run here, and a restart is always possible."""
+
+    def __init__(self, run: RunDir, number: int) -> None:
+        super().__init__(run)
+        self.number = number
+
+    def claim(self) -> AttemptDir | int:
+        # The command that started this process holds the lock until it has recorded the attempt.
+        with run_lock(self.run):
+            entry = find_entry(self.run, self.number)
+        if entry is None or (entry["pid"], entry["host"]) != (os.getpid(), os.uname().nodename):
+            log_line(
+                f"attempt {self.number} is not in {self.run.job_file}: the command that started it was"
+                " interrupted"
+            )
+            return EXIT_FAILED
+        return self.run.attempt(self.number)
+
+    def register(self, attempt: AttemptDir) -> str:
+        return str(add_entry(self.run, attempt.number, os.getpid(), AUTO_RESTART)["job_id"])
+
+    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
+        entry = newest_entry(self.run)
+        port = choose_port(str(entry and entry["job_id"]), attempt.number)
+        return LocalAttemptWatch(attempt, plan, port)
+
+    def restart_options(self, plan: LaunchPlan) -> RestartOptions:
+        return RestartOptions(restart=True)
+
+    def after_notice(
+        self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
+    ) -> Decision:
+        return Decision("stopped", "cancelled before the restart", EXIT_STOPPED)
+
+
+class SlurmAllocation(Allocation):
+    """What Slurm has given to one start of a job."""
+
+    lock_timeout_s = 600.0
+    """A dead node holds its locks on a network filesystem for about 90 s, on some for much longer."""
+
+    def __init__(self, run: RunDir, job_id: str, step: Sequence[str]) -> None:
+        super().__init__(run)
         self.job_id = job_id
+        self.step = step
+        """The argv of the step, as it is in the script."""
         self.hosts = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
         self.bad: dict[str, str] = {}
-        """Hosts that no step is started on any more, with the reason."""
+        """Hosts on which no further step is started, with the reason."""
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        """How often Slurm had started the job again when this start of it began."""
-        self._guard: subprocess.Popen[bytes] | None = None
-        self.has_remains = False
-        """Whether Slurm takes a step for running that could not be ended on all hosts."""
+        """The job's restart count when this start of it began."""
+        self.step_may_still_run = False
+        """Whether Slurm counts a step as running that could not be ended on all hosts."""
         self.job: JobDetails | None = None
-        """What Slurm said last; None when it did not answer."""
+        """Slurm's newest answer; None when it did not respond."""
+        self._host_watch: subprocess.Popen[bytes] | None = None
 
-    def step_argv(self, step: Sequence[str], plan: LaunchPlan) -> list[str]:
-        """The argv of the step on hosts that are good; as it stands in the script where all are needed."""
-        return step_argv(
-            step, plan, choose_hosts(self.hosts, self.bad, plan.num_nodes), beside=self.has_remains
+    def claim(self) -> AttemptDir | int:
+        if not self.run.exists():
+            # Only the run of an array task can be missing; creating it loads the config, which is slow.
+            from trainkit.job.array_tasks import create_task_run
+
+            create_task_run(self.run, self.job_id)
+        attempt = retry_on_disk_error(lambda: claim_attempt(self.run, self.job_id))
+        if attempt is not None:
+            return attempt
+        log_line(f"nothing to do for {self.job_id}: it was cancelled before it started, or the run has ended")
+        if (cancelled := cancelled_attempt(self.run, self.job_id)) is not None:
+            with contextlib.suppress(OSError):
+                write_end(cancelled, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
+        return EXIT_OK
+
+    def register(self, attempt: AttemptDir) -> str:
+        register_start(attempt, self.job_id, AUTO_RESTART)
+        return self.job_id
+
+    def close_dead_attempts(self, attempt: AttemptDir) -> tuple[Outcome, Decision] | None:
+        with contextlib.suppress(OSError):
+            policy = LaunchPlan.from_dict(read_json(attempt.plan_file)).requeue
+            return close_dead_attempts(attempt, policy, self.is_down)
+        return None
+
+    def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
+        view = retry_on_disk_error(lambda: supervisor_view(attempt))
+        self._watch_batch_host(plan, attempt.batch_host_log)
+        argv = step_argv(
+            self.step,
+            plan,
+            choose_hosts(self.hosts, self.bad, plan.num_nodes),
+            overlap=self.step_may_still_run,
         )
+        return SlurmAttemptWatch(attempt, plan, argv, view)
 
     @property
     def good_hosts(self) -> list[str]:
         return [host for host in self.hosts if host not in self.bad]
 
-    def keep_guard(self, plan: LaunchPlan, log: Path) -> None:
-        """Have another host watch over this one, where Slurm would not bring the job back without it."""
+    def _watch_batch_host(self, plan: LaunchPlan, log: Path) -> None:
+        """Have another host watch this one, where Slurm would not requeue the job after its loss."""
         others = self.good_hosts[1:] if self.good_hosts[:1] == self.hosts[:1] else self.good_hosts
-        is_there = self._guard is not None and not processes.ended(self._guard)
-        if not plan.spare_nodes or not others or is_there:
+        is_running = self._host_watch is not None and not processes.ended(self._host_watch)
+        if not plan.spare_nodes or not others or is_running:
             return
         step = ["srun", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1", f"--nodelist={others[-1]}"]
-        argv = [*step, "--input=none", *module_argv("trainkit.job.guard")]
+        argv = [*step, "--input=none", *module_argv("trainkit.job.watch.batch_host")]
         with log.open("ab") as output:
-            self._guard = processes.start_child(argv, environ=os.environ, output=output, keeps_mask=False)
+            self._host_watch = processes.start_child(
+                argv, environ=os.environ, output=output, keeps_mask=False
+            )
 
-    def look(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
-        """Ask Slurm about the job and its hosts after a step that did not just finish."""
+    def inspect(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
         if all(code == EXIT_OK for code in outcome.exit_codes):
             return
-        self.has_remains |= outcome.has_remains
+        self.step_may_still_run |= outcome.step_may_still_run
         saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in outcome.exit_codes)
-        # Without the controller no step can be started: a failure waits for it, a notice has no time to.
-        self.job = look_at_job(
-            self.job_id, QUERY_PATIENCE_S if saved or outcome.request is not None else PATIENCE_S
-        )
-        if saved and outcome.request is None:
+        # A restart needs the controller, so a failure waits for it; a notice leaves no time for that.
+        is_urgent = saved or outcome.stop_signal is not None
+        self.job = query_job(self.job_id, QUERY_PATIENCE_S if is_urgent else QUERY_PATIENCE_RESTART_S)
+        is_running = self.job is not None and self.job.state is JobState.RUNNING
+        if saved and outcome.stop_signal is None:
             ends = self.job is not None and is_ending(self.job, self.restarts, plan.grace_s)
             if not ends or reached_its_stop(attempt):
                 return
-            # They did not do so by themselves: who was told could not write it down, as on a full disk.
-            is_running = self.job is not None and self.job.state is JobState.RUNNING
-            outcome.request = COMEBACK_SIGNAL if is_running else signal.SIGTERM.name
-        # What Slurm does not say is no reason to give a host up: the next start will show.
-        is_running = self.job is not None and self.job.state is JobState.RUNNING
+            # They received a signal that could not be recorded, as on a full disk.
+            outcome.stop_signal = RESTART_SIGNAL if is_running else signal.SIGTERM.name
+        # Without an answer from Slurm no host is given up: the next start will show.
         lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
-        if outcome.request is None and not any(attempt.errors_dir.glob("rank-*.json")):
-            said = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
-            outcome.not_started = why_not_started(said)
-            lost = lost or self._spared(hosts_that_could_not_start(said), plan)
+        if outcome.stop_signal is None and not any(attempt.errors_dir.glob("rank-*.json")):
+            output = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
+            outcome.launch_error = launch_error(output)
+            lost = lost or self._replaceable(hosts_without_launch(output), plan)
         if outcome.hung and not lost:
             # Slurm may take minutes to notice that a host is cut off.
-            lost = self._spared(silent_hosts(attempt, plan, outcome.hangs), plan)
+            lost = self._replaceable(silent_hosts(attempt, plan, outcome.hangs), plan)
         self.bad |= dict.fromkeys(lost, "lost")
         outcome.lost_nodes = lost
-        if outcome.request is not None:
+        if outcome.stop_signal is not None:
             outcome.cause = termination_cause(
-                outcome.request,
+                outcome.stop_signal,
                 self.job,
                 plan.grace_s,
-                shell_was_told=outcome.shell_was_told,
+                supervisor_was_signalled=outcome.supervisor_was_signalled,
                 restarts=self.restarts,
                 lost=bool(lost),
-                notice=_notice(plan),
+                notice=_notice_signal(plan),
             )
 
-    def _spared(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
-        """Hosts that do not answer, where there are others to take their place."""
+    def _replaceable(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
+        """Unresponsive hosts, if the allocation has others to take their place."""
         return tuple(hosts) if len(self.good_hosts) - len(hosts) >= plan.num_nodes else ()
 
-    def is_out(self, host: str) -> bool:
-        """Whether Slurm says that a host, of whatever start, is down; no when it does not answer."""
+    def is_down(self, host: str) -> bool:
+        """Whether Slurm says that a host is down; False when Slurm does not respond."""
         try:
             return is_out(node_states([host]).get(host, ""))
         except TrainkitError as error:
-            print(f"Slurm does not say how {host} is: {error.message}", flush=True)
+            log_line(f"cannot query the state of {host}: {error.message}")
             return False
 
-    def blame(self, attempt: AttemptDir, verdict: dict[str, Any] | None) -> None:
+    def record_suspect(self, attempt: AttemptDir, failure: dict[str, Any] | None) -> None:
         """Give up the host that a failure speaks against, and remember it for later jobs.
 
-        One at which the ranks only died, or hung, is given up when that happens in a run for the second time.
+        A host on which ranks only died or hung is given up when that happens twice in a run.
         """
-        blamed = None if verdict is None else blamed_host(verdict)
-        if verdict is None or blamed is None:
+        suspect = None if failure is None else suspect_host(failure)
+        if failure is None or suspect is None:
             return
-        host, kind = blamed
+        host, kind = suspect
         if host not in self.hosts:
-            return  # a name that Slurm does not know: no step or job can be kept from it
-        before = [blamed_host(earlier) for earlier in past_verdicts(attempt)]
-        if kind != "culprit" or blamed in before:
+            return  # not a name of Slurm's: no step or job can exclude it
+        previous = [suspect_host(earlier) for earlier in previous_failures(attempt)]
+        if kind != "culprit" or suspect in previous:
             self.bad[host] = "lost" if kind == "died" else "failed"
         try:
-            cluster, words = os.environ.get("SLURM_CLUSTER_NAME", ""), str(verdict["message"])
-            note_failure(cluster, host, kind, words, run=str(attempt.run.path), attempt=attempt.number)
+            cluster, reason = os.environ.get("SLURM_CLUSTER_NAME", ""), str(failure["message"])
+            note_failure(cluster, host, kind, reason, run=str(attempt.run.path), attempt=attempt.number)
         except OSError as error:
-            print(f"that {host} failed could not be written down: {error}", flush=True)
+            log_line(f"cannot remember that {host} failed: {error}")
 
-    def hosts_to_avoid(self) -> list[str]:
-        """What the next start of the run should do without: given up here, or remembered from before."""
+    def hosts_to_exclude(self) -> list[str]:
+        """The hosts that the next start of the run should not use: given up here or remembered."""
         return sorted({*self.bad, *excluded(os.environ.get("SLURM_CLUSTER_NAME", ""))})
 
-    def means(self, plan: LaunchPlan, run: RunDir) -> RestartOptions:
-        """The ways in which the run can start again at this moment."""
+    def restart_options(self, plan: LaunchPlan) -> RestartOptions:
         job = self.job
-        num_good = len(self.good_hosts)
         may_requeue = job is None or job.may_requeue
         is_ours = job is not None and job.state is JobState.RUNNING and not self.is_being_requeued
         return RestartOptions(
-            restart=is_ours and num_good >= plan.num_nodes and self.has_time(plan),
+            restart=is_ours and len(self.good_hosts) >= plan.num_nodes and self.has_time(plan),
             requeue=may_requeue and shutil.which("scontrol") is not None,
             resubmit=not may_requeue and shutil.which("sbatch") is not None,
-            follow_up=bool(follow_ups_of(run, self.job_id)),
-            why_not="this host has neither scontrol nor sbatch, and requeue.follow_ups is 0",
+            follow_up=bool(waiting_follow_ups(self.run)),
+            unavailable_reason="this host has neither scontrol nor sbatch, and requeue.follow_ups is 0",
         )
 
-    @property
-    def is_being_requeued(self) -> bool:
-        """Whether Slurm starts the job again without being asked to."""
-        return self.is_queued_again or (self.job is not None and self.job.restarts > self.restarts)
-
-    def was_cancelled_meanwhile(self) -> bool:
-        """Whether a person has ended the job since it was looked at: to requeue it would undo that."""
-        if self.job is None or self.job.state is not JobState.RUNNING:
-            return False
-        now = look_at_job(self.job_id, QUERY_PATIENCE_S)
-        if now is None:
-            return False
-        comes_back = now.is_preempted or now.restarts > self.restarts or now.reason == "TimeLimit"
-        return now.state in (JobState.CANCELLED, JobState.COMPLETING) and not comes_back
-
-    @property
-    def is_queued_again(self) -> bool:
-        """Whether the job waits in the queue to be started again."""
-        return self.job is not None and self.job.state.is_waiting
-
-    @property
-    def is_being_taken(self) -> bool:
-        """Whether Slurm ends the job already, and waits only for this shell."""
-        return self.job is not None and self.job.state is JobState.COMPLETING
-
     def has_time(self, plan: LaunchPlan) -> bool:
-        """Whether a step that is started now has some time before it can be told that its time is over.
+        """Whether a step that starts now runs for some time before the early notice may come.
 
-        Slurm tells that once: what is started later would not hear it.
+        Slurm sends the notice once: a step that starts later would not receive it.
         """
         left_s = self.time_left_s()
         return left_s is None or left_s > plan.grace_s + EARLY_S + START_S
 
     def time_left_s(self) -> float | None:
-        """Seconds until Slurm ends the job; None when that is not known."""
+        """Seconds until Slurm ends the job; None when unknown."""
         if self.job is None or self.job.end_time is None:
             return None
         return (self.job.end_time - datetime.now(timezone.utc)).total_seconds()
 
+    def after_notice(
+        self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
+    ) -> Decision:
+        # Either the allocation is being taken away or a person wants the job to end: Slurm knows which.
+        outcome.stop_signal, outcome.supervisor_was_signalled = received.name, True
+        self.inspect(attempt, plan, outcome)
+        return judge(attempt, outcome, self.restart_options(plan))
 
-def _notice(plan: LaunchPlan) -> str:
-    """The signal by which Slurm announces the end of the job's time."""
-    word = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
-    return f"SIG{word.partition('@')[0]}"
+    def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
+        try:
+            if decision.action == "resubmit":
+                resubmit(self.run, self.job_id, self.hosts_to_exclude())
+            elif decision.action == "requeue":
+                self._requeue(plan)
+        except TrainkitError as error:
+            # An administrator forbids it, or the controller was unavailable for minutes.
+            return error.message
+        except OSError as error:
+            return f"{self.run.path} cannot be written ({error})"
+        return None
+
+    def _requeue(self, plan: LaunchPlan) -> None:
+        """Have Slurm requeue the job, unless it already does so by itself."""
+        if not self.is_being_requeued:
+            if self.was_cancelled_meanwhile():
+                raise TrainkitError("it was cancelled meanwhile")
+            requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)
+        if self.bad and plan.slurm is not None:
+            exclude_from(self.job_id, self.hosts_to_exclude(), plan.slurm)
+        if not (self.is_completing or self.is_being_requeued):
+            await_eviction()
+
+    @property
+    def is_being_requeued(self) -> bool:
+        """Whether Slurm starts the job again without a request."""
+        return self.is_queued or (self.job is not None and self.job.restarts > self.restarts)
+
+    def was_cancelled_meanwhile(self) -> bool:
+        """Whether a person has ended the job since it was inspected: a requeue would undo that."""
+        if self.job is None or self.job.state is not JobState.RUNNING:
+            return False
+        now = query_job(self.job_id, QUERY_PATIENCE_S)
+        if now is None:
+            return False
+        by_slurm = now.is_preempted or now.restarts > self.restarts or now.reason == "TimeLimit"
+        return now.state in (JobState.CANCELLED, JobState.COMPLETING) and not by_slurm
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the job is in the queue again."""
+        return self.job is not None and self.job.state.is_waiting
+
+    @property
+    def is_completing(self) -> bool:
+        """Whether Slurm is ending the job, and waits only for this shell."""
+        return self.job is not None and self.job.state is JobState.COMPLETING
+
+    def cancel_pending(self) -> None:
+        """Cancel the jobs that wait to continue the run, and this one if Slurm requeues it.
+
+        Slurm requeues a job by itself after losing a host. A start of the job that already runs elsewhere is
+        left alone.
+        """
+        waiting, completing = waiting_follow_ups(self.run), []
+        if self.is_queued:
+            waiting.append(self.job_id)
+        elif self.is_completing and self.is_being_requeued:
+            # It enters the queue only after this shell has ended.
+            completing.append(self.job_id)
+        cancel_jobs(waiting, completing)
 
 
-def follow_ups_of(run: RunDir, job_id: str) -> list[str]:
-    """The jobs that wait to carry the run on after this one."""
-    job = read_job(run)
-    begun = {entry["job_id"] for entry in job["attempts"]}
-    return [other for other in job.get("follow_ups", []) if other not in begun and other != job_id]
+def _notice_signal(plan: LaunchPlan) -> str:
+    """The signal by which Slurm announces the time limit."""
+    option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
+    return f"SIG{option.partition('@')[0]}"
+
+
+def choose_hosts(hosts: Sequence[str], bad: Container[str], num: int) -> list[str]:
+    """The first `num` hosts that are not bad, in the job's order; fewer when there are not enough."""
+    return [host for host in hosts if host not in bad][:num]
+
+
+def step_argv(
+    step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str], overlap: bool = False
+) -> list[str]:
+    """The argv that starts the ranks on these hosts, made from the step of the script.
+
+    Without spare nodes the step uses all hosts of the job, and its argv is unchanged. `overlap` is for a job
+    in which Slurm counts an earlier step as running, with the job's memory: on a host that is cut off a step
+    cannot be ended.
+    Raises TrainkitError when there are fewer hosts than the plan has nodes.
+    """
+    if len(hosts) < plan.num_nodes:
+        raise TrainkitError(
+            f"the step needs {plan.num_nodes} nodes, but only {len(hosts)} of the job's are good"
+            + (f": {','.join(hosts)}" if hosts else "")
+        )
+    options = ["--overlap", "--mem=0"] if overlap else []
+    if plan.spare_nodes:
+        options.append(f"--nodelist={','.join(hosts[: plan.num_nodes])}")
+    if not options:
+        return list(step)
+    srun = next((index for index, word in enumerate(step) if PurePath(word).name == "srun"), None)
+    if srun is None:
+        raise TrainkitError(
+            f"the step of the script has no srun: {' '.join(step)}",
+            hint="a step can only be restarted, or moved to other hosts, when srun starts it",
+        )
+    return [*step[: srun + 1], *options, *step[srun + 1 :]]
+
+
+def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[str, ...] | None:
+    """The hosts of a job on which nothing can be started any more; None when Slurm does not respond.
+
+    Slurm reports them as down, failed or not responding, or has removed them from the job while it
+    `is_running`: from a job that ends, it removes hosts one by one as they are done.
+    """
+    if not hosts:
+        return ()
+    try:
+        remaining, states = (hosts_of_job(job_id) if is_running else hosts), node_states(hosts)
+    except TrainkitError as error:
+        log_line(f"cannot query the hosts of {job_id}: {error.message}")
+        return None
+    if is_running and not remaining:
+        return None  # it ended between the two queries: that does not mean that all hosts were lost
+    return tuple(host for host in hosts if host not in remaining or is_out(states.get(host, "")))

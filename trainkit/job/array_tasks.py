@@ -1,4 +1,4 @@
-"""Makes the run folder of a point of a group: when its task starts, or when a command needs it before."""
+"""Creates the run folder of an array task: when the task starts, or when a command needs it earlier."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 from trainkit.config import RunConfig, dump_effective
 from trainkit.errors import UsageError
-from trainkit.job.record import add_slurm_entry, open_attempt
+from trainkit.job.record import add_slurm_entry, create_job, open_attempt
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.sweep import changed
-from trainkit.rundir import RunDir, log_event, write_json
+from trainkit.rundir import RunDir, log_event
 from trainkit.rungroup import Point, RunGroup, group_of
 
 
-def open_point(run: RunDir, job_id: str | None = None) -> None:
-    """Make sure that the folder of a run is there if it is a point of a group; any other run is left alone.
+def create_task_run(run: RunDir, job_id: str | None = None) -> None:
+    """Create the folder of a run that is an array task and does not exist yet; does nothing for other runs.
 
-    `job_id` is that of its task; without it, that which the group's sweep.json tells. Raises UsageError when
-    the group has no such point, was not submitted, or cannot be written.
+    `job_id` is that of the task; by default it follows from the group's sweep.json.
+    Raises UsageError when the group has no such task, was not submitted, or cannot be written.
     """
     found = group_of(run)
     if found is None or run.exists():
@@ -30,15 +30,15 @@ def open_point(run: RunDir, job_id: str | None = None) -> None:
     job_id = job_id or group.task_id(index)
     if job_id is None:
         raise UsageError(
-            f"whether {group.path} was submitted is not known: its sweep.json has no job id",
+            f"cannot tell whether {group.path} was submitted: its sweep.json has no job id",
             hint="`squeue --me` lists your jobs",
         )
     try:
-        _make(group, point, job_id)
+        _create(group, point, job_id)
     except OSError as error:
         raise UsageError(
-            f"the run folder {run.path} cannot be made: {error.strerror or error}",
-            hint="check that you may write there, and that the disk is not full",
+            f"cannot create the run folder {run.path}: {error.strerror or error}",
+            hint="check the permissions of its parent folder and the free space of the disk",
         ) from error
 
 
@@ -52,8 +52,8 @@ def point_plan(group: RunGroup, point: Point) -> LaunchPlan:
     return LaunchPlan.from_dict(changed(group.record["plan"], point.plan))
 
 
-def _make(group: RunGroup, point: Point, job_id: str) -> None:
-    """Make the folder beside its place and move it there whole, so that nobody sees half of it."""
+def _create(group: RunGroup, point: Point, job_id: str) -> None:
+    """Create the folder under a temporary name and rename it, so that no reader sees a partial run."""
     run = group.run(point.index)
     stage = RunDir(tempfile.mkdtemp(prefix=f".{point.index}.", dir=group.path))
     try:
@@ -61,7 +61,7 @@ def _make(group: RunGroup, point: Point, job_id: str) -> None:
         stage.path.rename(run.path)
     except BaseException as error:
         shutil.rmtree(stage.path, ignore_errors=True)
-        # Another command, or the task itself, was faster.
+        # Another command, or the task itself, may have created it meanwhile.
         if not (isinstance(error, OSError) and run.exists()):
             raise
 
@@ -69,14 +69,13 @@ def _make(group: RunGroup, point: Point, job_id: str) -> None:
 def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str) -> None:
     record = group.record
     stage.checkpoints_dir.mkdir(mode=0o700)
-    job = {
-        "backend": record["backend"],
-        "name": f"{group.name}/{point.index}",
-        "cwd": record["cwd"],
-        "code": record.get("code"),
-        "attempts": [],
-    }
-    write_json(stage.job_file, job)
+    create_job(
+        stage,
+        backend=record["backend"],
+        name=f"{group.name}/{point.index}",
+        cwd=record["cwd"],
+        code=record.get("code"),
+    )
     attempt = open_attempt(
         stage, dump_effective(point_config(group, point)), point_plan(group, point).to_text()
     )
@@ -85,9 +84,9 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str) -> None:
         shutil.copyfile(group.script_file, copy)
     if group.code_dir.is_dir():
         stage.code_dir.symlink_to(Path(os.pardir, group.code_dir.name))
-    # What Slurm's task has printed before its supervisor began stands there too: one log for both.
-    place = Path(*[os.pardir] * 4, group.logs_dir.name, group.log_file(point.index).name)
-    attempt.supervisor_log.symlink_to(place)
+    # Slurm writes the output of the task there from its first line on.
+    log = Path(*[os.pardir] * 4, group.logs_dir.name, group.log_file(point.index).name)
+    attempt.supervisor_log.symlink_to(log)
     times = {key: record[key] for key in ("submitted_at", "cancelled_at") if key in record}
     add_slurm_entry(stage, attempt.number, job_id, "submit", str(record["backend"]), **times)
     log_event(stage, attempt.number, "submitted", job_id=job_id, reason="submit")

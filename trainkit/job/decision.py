@@ -1,45 +1,90 @@
-"""What happens after the workers have ended: a pure function of how, what was before and what is possible."""
+"""What happens after an attempt has ended: a pure function of how it ended, what came before and the options.
+
+`Outcome` is what the supervisor observed, `AttemptResult` what the decision depends on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal
+from typing import Any, Literal
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, EXIT_STUCK
-from trainkit.job.exit_codes import describe_exit, is_death_by_notice
+from trainkit.job.signals import describe_exit, is_death_by_notice
+from trainkit.job.watch.hangs import HangRecord
 from trainkit.plan.launch import RequeuePolicy
-from trainkit.rundir import COMEBACK_ACTIONS
+from trainkit.rundir import RESUME_ACTIONS
 
-COMEBACK_SIGNAL = "SIGUSR2"
+RESTART_SIGNAL = "SIGUSR2"
 """Sent to a supervisor it means: save, stop, and start again."""
 
 Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmit", "follow_up"]
-"""`restart` starts the step again inside the allocation, `requeue` the same job, `resubmit` a new job; for
-`follow_up` one waits in the queue already."""
+"""`restart` starts the step again inside the allocation, `requeue` the same job, `resubmit` a new job;
+`follow_up` leaves it to a job that waits in the queue already."""
 
 Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "not_started"]
-"""Why a run starts again: the words of `requeue.on`, `asked` when a person wants it, and `not_started` when
+"""Why a run starts again: the words of `requeue.on`; `asked` when a person requested it; `not_started` when
 Slurm could not start the step, which is no failure of the run."""
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
-SAME_STEP_ENDS = 3
-"""So many ends in a row at the same checkpoint are no bad luck."""
+MAX_ENDS_AT_STEP = 3
+"""Consecutive ends at the same checkpoint after which the run is not started again."""
 MAX_DELAY_S = 60.0
 MAX_STARTS = 10
-"""So many starts in a row that Slurm could not make are enough; their waits come to four minutes."""
+"""Consecutive starts that Slurm could not make before the run fails; their delays add up to four minutes."""
+
+
+@dataclass
+class Outcome:
+    """How an attempt ended, as its supervisor observed it."""
+
+    stop_signal: str | None = None
+    """The signal that asked the job to stop, if one did."""
+    supervisor_was_signalled: bool = False
+    """The supervisor received that signal too; at a preemption Slurm signals only the steps."""
+    cause: Cause | None = None
+    """The reason for the signal; None when a person wants the job to end."""
+    launch_error: str | None = None
+    """srun's message when Slurm could not start the step."""
+    hangs: list[HangRecord] = field(default_factory=list)
+    """The reports of hanging ranks, read before the ranks were killed: losing a peer unblocks them."""
+    lost_nodes: tuple[str, ...] = ()
+    """Hosts that no longer respond."""
+    killed_node: int | None = None
+    """Node rank of the agent that was killed before anything else ended."""
+    step_may_still_run: bool = False
+    """srun had to be killed, so Slurm may still count the step as running."""
+    out_of_time: bool = False
+    """Some processes still ran when the grace time was over."""
+    failure: dict[str, Any] | None = None
+    """The first failure; None until it is determined, and when there is none."""
+    exits: list[tuple[int, int]] = field(default_factory=list)
+    """(node rank, exit code) in the order in which the agents ended."""
+
+    @property
+    def hung(self) -> bool:
+        return bool(self.hangs)
+
+    @property
+    def exit_codes(self) -> list[int]:
+        return [code for _, code in self.exits]
+
+    @property
+    def first_failed_node(self) -> int | None:
+        """Node rank of the agent that failed first."""
+        return next((rank for rank, code in self.exits if code not in (EXIT_OK, EXIT_STOPPED)), None)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong first, as far as it takes to see that it happened before."""
+    """The first failure of an attempt, reduced to what identifies it when it happens again."""
 
     what: str
     """Type and message."""
     step: int | None
     final: bool = False
-    """Starting again cannot help: a module that is missing, a syntax error."""
+    """Starting again cannot help: a missing module, a syntax error."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +92,20 @@ class AttemptResult:
     """How the workers of one attempt ended."""
 
     exit_codes: Sequence[int]
-    """One a node or task."""
-    request: str | None = None
+    """One per node or task."""
+    stop_signal: str | None = None
     """The signal that asked them to stop."""
     cause: Cause | None = None
-    """What stood behind the request; None when a person wants the job to end."""
+    """The reason for the signal; None when a person wants the job to end."""
     out_of_time: bool = False
     """Some did not end within the grace time."""
     not_started: bool = False
     """Slurm could not start the step."""
     hung: bool = False
     lost_nodes: tuple[str, ...] = ()
-    """Hosts that do not answer any more."""
-    mark: int = 0
-    """How far the run has come: grows with what was saved."""
+    """Hosts that no longer respond."""
+    progress: int = 0
+    """How far the run has come: grows with every save."""
     step: int | None = None
     """The step at which it ended."""
     failure: Failure | None = None
@@ -68,102 +113,111 @@ class AttemptResult:
 
 @dataclass(frozen=True)
 class PreviousAttempt:
-    """An earlier attempt, since a person last started the run; its fields are those of `End`."""
+    """An earlier attempt since a person last started the run, with the fields of `AttemptResult`."""
 
     cause: Cause | None
-    mark: int = 0
+    progress: int = 0
     step: int | None = None
     failure: Failure | None = None
 
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """The ways in which the run can start again at this moment."""
+    """The ways in which the run can start again now."""
 
     restart: bool = False
     requeue: bool = False
     resubmit: bool = False
     follow_up: bool = False
-    why_not: str = ""
+    unavailable_reason: str = ""
     """Why there is none, for a person."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the supervisor does next, and why in one sentence."""
+    """What the supervisor does next, with the reason in one sentence."""
 
     action: Action
     reason: str
     exit_code: int
     cause: Cause | None = None
-    """Why it starts again, or what it failed of."""
+    """Why the run starts again, or the cause of its failure."""
     delay_s: float = 0.0
     """How long to wait before that."""
 
     @property
-    def comes_back(self) -> bool:
-        return self.action in COMEBACK_ACTIONS
+    def resumes(self) -> bool:
+        """Whether another attempt follows without a command."""
+        return self.action in RESUME_ACTIONS
 
 
 def decide(
-    end: AttemptResult, past: Sequence[PreviousAttempt], policy: RequeuePolicy, means: RestartOptions
+    result: AttemptResult, previous: Sequence[PreviousAttempt], policy: RequeuePolicy, options: RestartOptions
 ) -> Decision:
-    """Judge one attempt; `past` holds those before it, oldest first."""
-    codes, tries = end.exit_codes, past
-    past = [one for one in past if one.cause != "not_started"]
+    """Judge one attempt; `previous` are the attempts before it, oldest first."""
+    codes, starts = result.exit_codes, previous
+    previous = [attempt for attempt in previous if attempt.cause != "not_started"]
     if all(code == EXIT_OK for code in codes):
         return Decision("finished", "all workers finished", EXIT_OK)
     if EXIT_NO_RESTART in codes:
-        return Decision("failed", "a worker says that starting again cannot help", EXIT_NO_RESTART)
+        return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
     saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
-    if end.request is not None and (saved or end.out_of_time or _ended_as_asked(codes)):
-        return _after_request(end, saved, past, policy, means)
+    if result.stop_signal is not None and (saved or result.out_of_time or _ended_on_signal(codes)):
+        return _after_request(result, saved, previous, policy, options)
     if saved:
-        return Decision("stopped", "the workers saved and ended by themselves", EXIT_STOPPED)
-    if end.not_started and not end.lost_nodes and end.request is None:
-        return _after_no_start(end, tries, means)
-    return _after_failure(end, past, policy, means)
+        return Decision("stopped", "the workers saved and exited by themselves", EXIT_STOPPED)
+    if result.not_started and not result.lost_nodes and result.stop_signal is None:
+        return _after_no_start(result, starts, options)
+    return _after_failure(result, previous, policy, options)
 
 
-def _after_no_start(end: AttemptResult, tries: Sequence[PreviousAttempt], means: RestartOptions) -> Decision:
-    """Try again, more and more patiently; in `tries` are also the starts before that failed."""
-    count = len(list(takewhile(lambda one: one.cause == "not_started", reversed(tries))))
-    how = "Slurm could not start the step"
+def _after_no_start(
+    result: AttemptResult, starts: Sequence[PreviousAttempt], options: RestartOptions
+) -> Decision:
+    """Try again with growing delays; `starts` includes the attempts that Slurm could not start."""
+    count = len(list(takewhile(lambda attempt: attempt.cause == "not_started", reversed(starts))))
+    summary = "Slurm could not start the step"
     if count + 1 >= MAX_STARTS:
-        reason = f"{how} {count + 1} times in a row"
-        return Decision("failed", reason, _failure_code(end), "not_started")
+        reason = f"{summary} {count + 1} times in a row"
+        return Decision("failed", reason, _failure_code(result), "not_started")
     delay_s = min(MAX_DELAY_S, 2.0**count)
-    return _come_back(how, "not_started", _failure_code(end), tries, means, stays=True, delay_s=delay_s)
+    return _resume(
+        summary, "not_started", _failure_code(result), starts, options, in_place=True, delay_s=delay_s
+    )
 
 
 def _after_request(
-    end: AttemptResult,
+    result: AttemptResult,
     saved: bool,
-    past: Sequence[PreviousAttempt],
+    previous: Sequence[PreviousAttempt],
     policy: RequeuePolicy,
-    means: RestartOptions,
+    options: RestartOptions,
 ) -> Decision:
     if saved:
-        how = f"saved after {end.request}"
-    elif end.out_of_time:
-        how = f"killed: not all workers ended within the grace time after {end.request}"
-    elif EXIT_STUCK in end.exit_codes:
-        how = f"stuck: the workers left shortly before the grace time after {end.request} was over"
+        summary = f"saved after {result.stop_signal}"
+    elif result.out_of_time:
+        summary = f"killed: not all workers ended within the grace time after {result.stop_signal}"
+    elif EXIT_STUCK in result.exit_codes:
+        summary = (
+            f"stuck: the workers exited shortly before the grace time after {result.stop_signal} was over"
+        )
     else:
-        how = f"ended by {end.request}, and no worker said that it saved"
-    cause = end.cause
+        summary = f"ended by {result.stop_signal}, and no worker reported a save"
+    cause = result.cause
     if cause is None:
-        return Decision("stopped", how, EXIT_STOPPED)
-    how += _BECAUSE[cause]
-    brake = _too_often(past, policy)
+        return Decision("stopped", summary, EXIT_STOPPED)
+    summary += _BECAUSE[cause]
+    limit = _restarts_limit(previous, policy)
     if cause != "asked" and cause not in policy.on:
-        brake = f"requeue.on leaves {cause} out"
-    elif brake is None and cause == "timeout" and _stands_still(end, past):
-        brake = f"{SAME_STEP_ENDS} times in a row the time was over at step {end.step}"
-    if brake is not None:
-        return Decision("stopped", f"{how}; not started again: {brake}", EXIT_STOPPED, cause)
-    # What was asked to stop leaves the allocation, but for a person, who wants it to go on here and now.
-    return _come_back(how, cause, EXIT_STOPPED, past, means, stays=cause == "asked" and not means.requeue)
+        limit = f"requeue.on does not include {cause}"
+    elif limit is None and cause == "timeout" and _makes_no_progress(result, previous):
+        limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {result.step}"
+    if limit is not None:
+        return Decision("stopped", f"{summary}; not started again: {limit}", EXIT_STOPPED, cause)
+    # A job that was asked to stop leaves its allocation, unless a person asked for a restart here.
+    return _resume(
+        summary, cause, EXIT_STOPPED, previous, options, in_place=cause == "asked" and not options.requeue
+    )
 
 
 _BECAUSE: dict[Cause, str] = {
@@ -178,113 +232,126 @@ _BECAUSE: dict[Cause, str] = {
 
 
 def _after_failure(
-    end: AttemptResult, past: Sequence[PreviousAttempt], policy: RequeuePolicy, means: RestartOptions
+    result: AttemptResult, previous: Sequence[PreviousAttempt], policy: RequeuePolicy, options: RestartOptions
 ) -> Decision:
-    cause: Cause = "node_fail" if end.lost_nodes else "hang" if end.hung else "crash"
-    code = _failure_code(end)
-    how = {
-        "node_fail": f"lost {', '.join(end.lost_nodes)}",
+    cause: Cause = "node_fail" if result.lost_nodes else "hang" if result.hung else "crash"
+    code = _failure_code(result)
+    summary = {
+        "node_fail": f"lost {', '.join(result.lost_nodes)}",
         "hang": "no progress",
         "crash": f"a worker ended with {describe_exit(code)}",
     }[cause]
-    brake = _brake(end, cause, past, policy)
-    if brake is not None:
-        return Decision("failed", f"{how}{brake and '; not started again: '}{brake}", code, cause)
-    # An allocation that is being taken away is no place to start again in.
-    stays = end.request is None
-    return _come_back(how, cause, code, past, means, stays=stays, delay_s=_delay_s(end, past))
-
-
-def _failure_code(end: AttemptResult) -> int:
-    return next((code for code in end.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_STUCK)
-
-
-def _brake(
-    end: AttemptResult, cause: Cause, past: Sequence[PreviousAttempt], policy: RequeuePolicy
-) -> str | None:
-    """Why a failure is the end; empty when that needs no words, None when it is not."""
-    failure = end.failure
-    if end.request is not None and end.cause is None:
-        return ""  # a person wanted it to end
-    if cause not in policy.on:
-        return f"requeue.on leaves {cause} out" if policy.on else ""
-    if failure is not None and failure.final:
-        return "it would fail in the same way again"
-    if failure is not None and past and _is_same(failure, end.mark, past[-1]):
-        where = "" if failure.step is None else f" at step {failure.step}"
-        return f"the same failure{where} as in the attempt before"
-    crashes = len(_failures_without_progress(end, past))
-    if crashes >= policy.max_crashes:
-        return (
-            f"requeue.max_crashes is {policy.max_crashes}, and nothing new was saved in"
-            f" {crashes + 1} attempts"
-        )
-    if _stands_still(end, past):
-        return f"{SAME_STEP_ENDS} attempts in a row ended at step {end.step}"
-    return _too_often(past, policy)
-
-
-def _is_same(failure: Failure, mark: int, before: PreviousAttempt) -> bool:
-    """Whether an attempt failed as the one before; where the step is not known, with nothing new saved."""
-    last = before.failure
-    if last is None or (failure.what, failure.step) != (last.what, last.step):
-        return False
-    return failure.step is not None or mark == before.mark
-
-
-def _too_often(past: Sequence[PreviousAttempt], policy: RequeuePolicy) -> str | None:
-    if len(past) >= policy.max:
-        return f"requeue.max is {policy.max} and it came back {len(past)} times"
-    return None
-
-
-def _failures_without_progress(end: AttemptResult, past: Sequence[PreviousAttempt]) -> list[PreviousAttempt]:
-    """The failures before this one, as long as nothing new was saved."""
-    return list(takewhile(lambda one: one.cause in FAILURES and one.mark == end.mark, reversed(past)))
-
-
-def _stands_still(end: AttemptResult, past: Sequence[PreviousAttempt]) -> bool:
-    """Whether it ended at one step again and again; a preemption is nobody's fault and does not count."""
-    counted = [one for one in past if one.cause not in ("preempted", "asked")][1 - SAME_STEP_ENDS :]
-    return (
-        end.step is not None
-        and len(counted) == SAME_STEP_ENDS - 1
-        and all((one.mark, one.step) == (end.mark, end.step) for one in counted)
+    limit = _restart_limit(result, cause, previous, policy)
+    if limit is not None:
+        return Decision("failed", f"{summary}{limit and '; not started again: '}{limit}", code, cause)
+    # An allocation that is being taken away cannot take another attempt.
+    in_place = result.stop_signal is None
+    return _resume(
+        summary, cause, code, previous, options, in_place=in_place, delay_s=_delay_s(result, previous)
     )
 
 
-def _delay_s(end: AttemptResult, past: Sequence[PreviousAttempt]) -> float:
-    """How long to wait before the step is started again: longer from failure to failure."""
-    failures = len(_failures_without_progress(end, past))
+def _failure_code(result: AttemptResult) -> int:
+    return next((code for code in result.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_STUCK)
+
+
+def _restart_limit(
+    result: AttemptResult, cause: Cause, previous: Sequence[PreviousAttempt], policy: RequeuePolicy
+) -> str | None:
+    """Why a failure ends the run; empty when that needs no explanation, None when the run may restart."""
+    failure = result.failure
+    if result.stop_signal is not None and result.cause is None:
+        return ""  # a person wanted it to end
+    if cause not in policy.on:
+        return f"requeue.on does not include {cause}" if policy.on else ""
+    if failure is not None and failure.final:
+        return "it would fail again in the same way"
+    if failure is not None and previous and _is_same(failure, result.progress, previous[-1]):
+        where = "" if failure.step is None else f" at step {failure.step}"
+        return f"the same failure{where} as in the previous attempt"
+    crashes = len(_failures_without_progress(result, previous))
+    if crashes >= policy.max_crashes:
+        return f"requeue.max_crashes is {policy.max_crashes}, and {crashes + 1} attempts saved nothing new"
+    if _makes_no_progress(result, previous):
+        return f"{MAX_ENDS_AT_STEP} attempts in a row ended at step {result.step}"
+    return _restarts_limit(previous, policy)
+
+
+def _is_same(failure: Failure, progress: int, before: PreviousAttempt) -> bool:
+    """Whether an attempt failed as the previous one; if the step is unknown, with nothing new saved."""
+    last = before.failure
+    if last is None or (failure.what, failure.step) != (last.what, last.step):
+        return False
+    return failure.step is not None or progress == before.progress
+
+
+def _restarts_limit(previous: Sequence[PreviousAttempt], policy: RequeuePolicy) -> str | None:
+    return max_restarts_reached(policy, len(previous)) if len(previous) >= policy.max else None
+
+
+def max_restarts_reached(policy: RequeuePolicy, num_restarts: int) -> str:
+    """Why a run with this many restarts is not started again."""
+    return f"requeue.max is {policy.max}, and the run has restarted {num_restarts} times"
+
+
+def _failures_without_progress(
+    result: AttemptResult, previous: Sequence[PreviousAttempt]
+) -> list[PreviousAttempt]:
+    """The failures before this one that saved nothing new."""
+    return list(
+        takewhile(
+            lambda attempt: attempt.cause in FAILURES and attempt.progress == result.progress,
+            reversed(previous),
+        )
+    )
+
+
+def _makes_no_progress(result: AttemptResult, previous: Sequence[PreviousAttempt]) -> bool:
+    """Whether consecutive attempts ended at one step; preemptions and requests do not count."""
+    counted = [attempt for attempt in previous if attempt.cause not in ("preempted", "asked")][
+        1 - MAX_ENDS_AT_STEP :
+    ]
+    return (
+        result.step is not None
+        and len(counted) == MAX_ENDS_AT_STEP - 1
+        and all((attempt.progress, attempt.step) == (result.progress, result.step) for attempt in counted)
+    )
+
+
+def _delay_s(result: AttemptResult, previous: Sequence[PreviousAttempt]) -> float:
+    """How long to wait before the step is started again: doubles with every failure."""
+    failures = len(_failures_without_progress(result, previous))
     return 0.0 if failures == 0 else min(MAX_DELAY_S, 2.0 ** (failures - 1))
 
 
-def _come_back(
-    how: str,
+def _resume(
+    summary: str,
     cause: Cause,
     exit_code: int,
-    past: Sequence[PreviousAttempt],
-    means: RestartOptions,
+    previous: Sequence[PreviousAttempt],
+    options: RestartOptions,
     *,
-    stays: bool,
+    in_place: bool,
     delay_s: float = 0.0,
 ) -> Decision:
-    """The nearest way back that there is; `stays` prefers the allocation that the run has."""
-    ways: list[tuple[Action, bool]] = [
-        ("requeue", means.requeue),
-        ("follow_up", means.follow_up),
-        ("resubmit", means.resubmit),
+    """The nearest way to start again; `in_place` prefers the current allocation."""
+    candidates: list[tuple[Action, bool]] = [
+        ("requeue", options.requeue),
+        ("follow_up", options.follow_up),
+        ("resubmit", options.resubmit),
     ]
-    if stays:
-        ways.insert(0, ("restart", means.restart))
-    action = next((action for action, possible in ways if possible), None)
+    if in_place:
+        candidates.insert(0, ("restart", options.restart))
+    action = next((action for action, possible in candidates if possible), None)
     if action is None:
-        words: Action = "stopped" if exit_code == EXIT_STOPPED else "failed"
-        return Decision(words, f"{how}; not started again: {means.why_not}", exit_code, cause)
-    reason = f"{how}; starting again, comeback {len(past) + 1}"
+        final: Action = "stopped" if exit_code == EXIT_STOPPED else "failed"
+        return Decision(
+            final, f"{summary}; not started again: {options.unavailable_reason}", exit_code, cause
+        )
+    reason = f"{summary}; resumes (restart {len(previous) + 1})"
     return Decision(action, reason, EXIT_STOPPED, cause, delay_s if action == "restart" else 0.0)
 
 
-def _ended_as_asked(exit_codes: Sequence[int]) -> bool:
+def _ended_on_signal(exit_codes: Sequence[int]) -> bool:
     """True when every worker that did not save died of the signal, or left because it was stuck."""
     return all(code in (EXIT_OK, EXIT_STOPPED, EXIT_STUCK) or is_death_by_notice(code) for code in exit_codes)

@@ -1,8 +1,8 @@
-"""Child processes that never outlive their parent, and the wait for what happens next.
+"""Child processes that never outlive their parent, and the signals that their parent waits for.
 
-The notice signals and SIGCHLD are blocked in supervisor and agents and taken from the kernel one at a time
-with `wait_for_signal`. So nothing runs inside a signal handler, and because children inherit the blocked
-mask, a stop signal that arrives while a child's interpreter is still starting waits instead of killing it.
+Supervisor and agents block the notice signals and SIGCHLD and receive them one at a time with
+`wait_for_signal`. So nothing runs inside a signal handler, and because children inherit the blocked mask, a
+stop signal that arrives while a child's interpreter starts stays pending instead of killing it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from trainkit.job.exit_codes import signal_exit_code
-from trainkit.job.signals import NOTICE_SIGNALS
+from trainkit.job.signals import NOTICE_SIGNALS, signal_exit_code
+from trainkit.rundir import PROC, process_stat
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -27,26 +28,35 @@ WATCHED = {signal.SIGCHLD, *NOTICE_SIGNALS}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
+# Without -P (Python 3.11) the folder that a job was submitted from comes first on the module path, and a
+# user's `queue.py` there would replace the standard library's.
+PYTHON_OPTIONS = ("-u", "-P") if sys.version_info >= (3, 11) else ("-u",)
+
+
+def module_argv(module: str, *arguments: str) -> tuple[str, ...]:
+    """The argv that runs one of trainkit's modules with this interpreter."""
+    return (sys.executable, *PYTHON_OPTIONS, "-m", module, *arguments)
+
 
 def block_signals() -> None:
-    """From now on notice signals and SIGCHLD are only seen by `wait_for_signal`."""
+    """Block the notice signals and SIGCHLD: only `wait_for_signal` receives them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
 
 def wait_for_signal(timeout_s: float) -> signal.Signals | None:
-    """The next notice signal or SIGCHLD; None when the time is over."""
-    taken = signal.sigtimedwait(WATCHED, max(0.0, timeout_s))
-    return None if taken is None else signal.Signals(taken.si_signo)
+    """The next notice signal or SIGCHLD; None after the timeout."""
+    received = signal.sigtimedwait(WATCHED, max(0.0, timeout_s))
+    return None if received is None else signal.Signals(received.si_signo)
 
 
-def wait_unless_told(delay_s: float) -> signal.Signals | None:
-    """Wait before the run starts again; the notice that came meanwhile and that is to be obeyed.
+def wait_for_notice(delay_s: float) -> signal.Signals | None:
+    """Wait before a restart; the stop signal that came meanwhile, None without one.
 
-    The one that asks for a new start is only a reason not to wait any longer.
+    SIGUSR2, which asks for a restart, ends the wait early.
     """
     deadline_s = time.monotonic() + delay_s
     while True:
-        # What has come already is seen without any delay too.
+        # A pending signal is received even without a delay.
         received = wait_for_signal(deadline_s - time.monotonic())
         if received in (None, signal.SIGUSR2):
             return None
@@ -55,15 +65,22 @@ def wait_unless_told(delay_s: float) -> signal.Signals | None:
 
 
 def log_line(text: str) -> None:
-    """Print a line; a disk that is full must not change what becomes of the job."""
+    """Print a line; a full disk must not change what the job does."""
     with contextlib.suppress(OSError):
         os.write(1, f"{text}\n".encode(errors="replace"))
+
+
+def redirect_output(log: Path) -> None:
+    """Append everything that this process prints to a file."""
+    with log.open("ab") as stream:
+        os.dup2(stream.fileno(), sys.stdout.fileno())
+        os.dup2(stream.fileno(), sys.stderr.fileno())
 
 
 def dies_with(
     parent_pid: int, number: signal.Signals, before_exec: Callable[[], None] | None = None
 ) -> Callable[[], None]:
-    """What a child does between fork and exec so that it gets a signal when its parent dies."""
+    """A preexec function that has the kernel signal the child when its parent dies."""
 
     def prepare() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
@@ -76,7 +93,7 @@ def dies_with(
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, so that they can be found and ended."""
+    """Become the parent of orphaned descendants, so that they can be found and ended."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -88,10 +105,10 @@ def start_child(
     keeps_mask: bool,
     ignored: Collection[signal.Signals] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a group of its own that is killed when this one dies.
+    """Start a process in its own process group; the kernel kills it when this one dies.
 
-    `keeps_mask` starts it with the notice signals blocked; it must unblock or await them itself. Those that
-    are `ignored` do nothing to it, or to what it starts, unless that installs a handler.
+    `keeps_mask` starts it with the notice signals blocked; it must unblock or await them itself. It and its
+    children ignore the `ignored` signals unless they install a handler.
     """
 
     def before_exec() -> None:
@@ -111,7 +128,7 @@ def start_child(
 
 
 def ended(child: subprocess.Popen[bytes]) -> bool:
-    """Whether a child has ended; it is not reaped yet, so its pid and process group are still its own."""
+    """Whether a child has ended, without reaping it: its pid and process group are not reused yet."""
     if child.returncode is not None:
         return True
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -124,7 +141,7 @@ def exit_code(child: subprocess.Popen[bytes]) -> int:
 
 
 def kill_group(child: subprocess.Popen[bytes]) -> None:
-    """SIGKILL for a child that is not reaped yet and everything in its process group."""
+    """Send SIGKILL to a child that is not reaped yet and to its process group."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -132,9 +149,9 @@ def kill_group(child: subprocess.Popen[bytes]) -> None:
 
 
 def end_descendants() -> None:
-    """Kill and reap everything below this process, except what the kernel does not let go of."""
-    give_up_s = time.monotonic() + GIVE_UP_S
-    while (found := descendants(os.getpid())) and time.monotonic() < give_up_s:
+    """Kill and reap all descendants of this process, except those stuck in the kernel."""
+    deadline_s = time.monotonic() + GIVE_UP_S
+    while (found := descendants(os.getpid())) and time.monotonic() < deadline_s:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -145,45 +162,34 @@ def end_descendants() -> None:
 
 
 def ranks_below(pid: int) -> list[int]:
-    """What a launcher has made ranks of: processes below it that have RANK, and whose parents have not."""
+    """The ranks that a launcher has started: descendants with RANK whose parents do not have it."""
     ranks = {child for child in descendants(pid) if rank_of(child) is not None}
-    return sorted(child for child in ranks if _parent(child) not in ranks)
+    return sorted(child for child in ranks if parent_pid(child) not in ranks)
 
 
 def rank_of(pid: int) -> int | None:
-    """The rank that a process was started as; None when it is none, or has ended."""
+    """The rank that a process was started as; None when it is no rank or has ended."""
     try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
         return next((int(line[5:]) for line in variables if line.startswith(b"RANK=")), None)
     except (OSError, ValueError):
         return None
 
 
-def state(pid: int) -> str | None:
-    """The kernel's letter for the state of a process, ``T`` for stopped; None when it has ended."""
-    fields = _stat(pid)
-    return fields[0] if fields else None
-
-
-def _parent(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else None
-
-
-def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process, from its state on; empty when it has ended."""
+def parent_pid(pid: int) -> int | None:
+    """The parent of a process; None when the process has ended."""
     try:
-        # The command name stands in brackets and may hold brackets and spaces itself.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = process_stat(pid)
     except OSError:
-        return []
+        return None  # another user's, where /proc is mounted with hidepid
+    return None if stat is None else stat.parent_pid
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below one, nearest first, as they are at this moment."""
+    """All current descendants of a process, nearest first."""
     children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (parent := _parent(int(folder.name))) is not None:
+    for folder in PROC.iterdir():
+        if folder.name.isdigit() and (parent := parent_pid(int(folder.name))) is not None:
             children.setdefault(parent, []).append(int(folder.name))
     found = list(children.get(pid, []))
     for child in found:

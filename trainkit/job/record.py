@@ -1,18 +1,17 @@
-"""job.json: which process carries each attempt of a run, and whether that process is still there.
+"""job.json: the attempts of a run with the job and process of each, and whether that process is alive.
 
-A process is named by host, boot, pid and start time together. A pid alone can belong to somebody else
-by the time it is looked at, and what another host is doing cannot be seen from here.
+A process is identified by host, boot, pid and start time together: a pid alone may have been reused, and the
+processes of another host cannot be seen from here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import fcntl
+import hashlib
 import itertools
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,27 +20,31 @@ from typing import Any
 from trainkit.errors import UsageError
 from trainkit.job.rank_env import own_host
 from trainkit.rundir import (
+    PROC,
     AttemptDir,
+    LockUnsupported,
     RunDir,
-    goes_on,
+    acquire_lock,
+    file_lock,
+    process_stat,
     read_end,
     read_json,
     utc_now,
+    will_resume,
     write_atomic,
     write_json,
 )
 from trainkit.slurm.conf_file import cluster_name
 
-PROC = Path("/proc")
-COMEBACK = "comeback"
-"""The reason of an attempt that the supervisor starts itself."""
+AUTO_RESTART = "comeback"
+"""The reason, in job.json, of an attempt that the supervisor starts without a command."""
 
 KILLED = "killed by cancel --now"
-"""The reason of an end that was not to wait for anything to be saved."""
+"""The reason, in end.json, of an end without a save."""
 
 
 class Liveness(str, enum.Enum):
-    """Whether a process is there, as far as this host can know."""
+    """Whether a process is alive, as far as this host can tell."""
 
     ALIVE = "alive"
     GONE = "gone"
@@ -49,18 +52,18 @@ class Liveness(str, enum.Enum):
 
 
 def process_identity(pid: int) -> dict[str, Any]:
-    """What names a process of this host for good: ``host, boot_id, pid, start_ticks``.
+    """What identifies a process of this host: ``host, boot_id, pid, start_ticks``.
 
     Raises ProcessLookupError when there is no such process.
     """
-    state_and_start = _stat(pid)
-    if state_and_start is None:
+    stat = process_stat(pid)
+    if stat is None:
         raise ProcessLookupError(pid)
     return {
         "host": os.uname().nodename,
         "boot_id": _boot_id(),
         "pid": pid,
-        "start_ticks": state_and_start[1],
+        "start_ticks": stat.start_ticks,
     }
 
 
@@ -74,10 +77,10 @@ def liveness(entry: Mapping[str, Any]) -> Liveness:
     if entry.get("boot_id") != boot_id:
         return Liveness.GONE
     try:
-        found = _stat(entry["pid"])
+        stat = process_stat(entry["pid"])
     except OSError:
         return Liveness.UNKNOWN
-    alive = found is not None and found[0] not in "ZX" and found[1] == entry.get("start_ticks")
+    alive = stat is not None and stat.state not in "ZX" and stat.start_ticks == entry.get("start_ticks")
     return Liveness.ALIVE if alive else Liveness.GONE
 
 
@@ -88,64 +91,70 @@ def _boot_id() -> str:
         return ""
 
 
-def _stat(pid: int) -> tuple[str, int] | None:
-    """State letter and start time in clock ticks since boot; None when there is no such process."""
-    try:
-        text = (PROC / str(pid) / "stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The command name stands in brackets and may hold brackets and spaces itself.
-    fields = text.rpartition(")")[2].split()
-    return fields[0], int(fields[19])
-
-
 @contextmanager
 def run_lock(run: RunDir) -> Iterator[None]:
     """Hold the run's lock, so that two commands cannot both decide what it does next.
 
-    Raises UsageError when the folder cannot be written.
+    Raises UsageError when the folder cannot be written or locked.
     """
-    try:
-        descriptor = os.open(run.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise UsageError(
-            f"{run.path} cannot be changed: {error.strerror}",
-            hint="a run can be steered by who may write to its folder",
-        ) from error
-    try:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
+            stack.enter_context(file_lock(run.lock_file))
+        except LockUnsupported as error:
             raise UsageError(
                 f"{run.lock_file} cannot be locked: {error.strerror}",
-                hint="the run folder has to be on a filesystem with flock, as Lustre is with `-o flock`",
+                hint="the run folder must be on a filesystem with flock; Lustre needs the mount option flock",
+            ) from error
+        except OSError as error:
+            raise UsageError(
+                f"{run.path} cannot be changed: {error.strerror}",
+                hint="only users with write access to its folder can control a run",
             ) from error
         yield
-    finally:
-        os.close(descriptor)
 
 
-def become_sole_supervisor(run: RunDir, timeout_s: float = 10.0) -> bool:
-    """Whether this process is now the run's only supervisor, and stays it until it ends.
+def become_sole_supervisor(run: RunDir, timeout_s: float) -> bool:
+    """Whether this process is now the run's only supervisor, until it exits.
 
-    job.json can be lost or edited; this cannot, and two trainings in one folder would spoil both. One that is
-    on its way out is waited for.
+    job.json can be lost or edited; this lock cannot, and two trainings in one folder would damage both. Waits
+    for a supervisor that is exiting.
     """
-    descriptor = os.open(run.supervisor_lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                os.close(descriptor)
-                return False
-            time.sleep(0.05)
+    try:
+        acquire_lock(run.supervisor_lock_file, timeout_s)  # held until this process exits
+    except BlockingIOError:
+        return False
+    return True
+
+
+def submission_token(run: RunDir, attempt: int, follow_up: int = 0) -> str:
+    """The unique word in the comment of an attempt's job, which finds the job when sbatch's answer was lost.
+
+    Follow-up jobs have one each, counted from 1.
+    """
+    key = f"{run.path}/{attempt}" + (f"+{follow_up}" if follow_up else "")
+    return f"trainkit:{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:16]}"
+
+
+def submitit_file(run: RunDir, job_id: str, name: str) -> Path:
+    """A file of submitit for a job; only jobs that it submitted have it."""
+    return run.path / "submitit" / f"{job_id}_{name}"
+
+
+def copy_submitit_files(run: RunDir, job_id: str, new_id: str) -> None:
+    """Give a job the submitit files of the previous one: its script looks for a pickle by its own id."""
+    for name in ("submitted.pkl", "submission.sh"):
+        file = submitit_file(run, job_id, name)
+        if file.exists():
+            shutil.copyfile(file, submitit_file(run, new_id, name))
+
+
+def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: Mapping[str, Any] | None) -> None:
+    """Write the job.json of a new run, without attempts."""
+    write_json(run.job_file, {"backend": backend, "name": name, "cwd": cwd, "code": code, "attempts": []})
 
 
 def read_job(run: RunDir) -> dict[str, Any]:
-    """The job record; one without attempts where there is none or it cannot be read."""
+    """The content of job.json; without attempts where the file is missing or unreadable."""
     try:
         return read_job_to_change(run)
     except OSError:
@@ -153,10 +162,7 @@ def read_job(run: RunDir) -> dict[str, Any]:
 
 
 def read_job_to_change(run: RunDir) -> dict[str, Any]:
-    """The job record for who changes it: one that is there and cannot be read now must not be replaced.
-
-    Raises OSError.
-    """
+    """The content of job.json, to be written back: raises OSError rather than lose an unreadable one."""
     try:
         job = read_json(run.job_file)
     except (FileNotFoundError, ValueError):
@@ -168,7 +174,7 @@ def read_job_to_change(run: RunDir) -> dict[str, Any]:
 
 
 def _is_entry(value: object) -> bool:
-    """Whether this is an attempt as `add_entry` writes it; by hand or by a bad disk it can be anything."""
+    """Whether this is an attempt as `add_entry` writes it: a file edited by hand may contain anything."""
     return isinstance(value, dict) and isinstance(value.get("attempt"), int) and "job_id" in value
 
 
@@ -184,9 +190,9 @@ def find_entry(run: RunDir, attempt: int) -> dict[str, Any] | None:
 
 
 def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any]:
-    """Write down that the supervisor `pid` of this host carries an attempt; call with the lock held.
+    """Record that the supervisor `pid` of this host runs an attempt; call with the lock held.
 
-    `reason` is the command that a person typed, ``submit run requeue resume``, or `COMEBACK`.
+    `reason` is the command that started it, ``submit run requeue resume``, or `AUTO_RESTART`.
     """
     entry = {
         "attempt": attempt,
@@ -195,17 +201,15 @@ def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any
         **process_identity(pid),
         "reason": reason,
     }
-    job = read_job_to_change(run)
-    job["attempts"].append(entry)
-    write_json(run.job_file, job)
+    _append_entry(run, entry)
     return entry
 
 
 def add_slurm_entry(
     run: RunDir, attempt: int, job_id: str, reason: str, backend: str, **more: Any
 ) -> dict[str, Any]:
-    """Write down that a Slurm job is to carry an attempt; call with the lock held."""
-    # Of several Slurm chooses one, and only the answer of sbatch would tell which.
+    """Record that a Slurm job is to run an attempt; call with the lock held."""
+    # With several clusters Slurm chooses one, and only the answer of sbatch would name it.
     cluster = None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name()
     entry = {
         "attempt": attempt,
@@ -216,14 +220,18 @@ def add_slurm_entry(
         "reason": reason,
         **more,
     }
-    job = read_job_to_change(run)
-    job["attempts"].append(entry)
-    write_json(run.job_file, job)
+    _append_entry(run, entry)
     return entry
 
 
+def _append_entry(run: RunDir, entry: dict[str, Any]) -> None:
+    job = read_job_to_change(run)
+    job["attempts"].append(entry)
+    write_json(run.job_file, job)
+
+
 def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
-    """Write down which process of the Slurm job has taken an attempt; call with the lock held."""
+    """Record which process of the Slurm job runs an attempt; call with the lock held."""
     job = read_job_to_change(run)
     for entry in job["attempts"]:
         if entry["attempt"] == attempt:
@@ -231,27 +239,39 @@ def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
     write_json(run.job_file, job)
 
 
+def waiting_follow_ups(run: RunDir) -> list[str]:
+    """The follow-up jobs that have not started an attempt, in order; some may be gone from the queue."""
+    job = read_job(run)
+    started = {entry["job_id"] for entry in job["attempts"]}
+    return [str(job_id) for job_id in job.get("follow_ups") or [] if job_id not in started]
+
+
+def set_follow_ups(run: RunDir, job_ids: list[str]) -> None:
+    """Record the jobs that wait to continue the run; call with the lock held."""
+    write_json(run.job_file, {**read_job_to_change(run), "follow_ups": job_ids})
+
+
 def is_slurm(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry is of a Slurm job, whose life only Slurm knows."""
+    """Whether an entry is that of a Slurm job, whose state only Slurm knows."""
     return entry.get("backend") in ("sbatch", "submitit", "srun")
 
 
-def num_comebacks(run: RunDir) -> int:
-    """How often the job has come back by itself since a person started it."""
+def num_auto_restarts(run: RunDir) -> int:
+    """How often the run has restarted without a command since a person last started it."""
     reasons = [entry.get("reason") for entry in read_job(run)["attempts"]]
-    return len(list(itertools.takewhile(lambda reason: reason == COMEBACK, reversed(reasons))))
+    return len(list(itertools.takewhile(lambda reason: reason == AUTO_RESTART, reversed(reasons))))
 
 
-def is_leaving(run: RunDir, entry: Mapping[str, Any]) -> bool:
-    """Whether a supervisor has written how its job ended, so that all it still does is exit."""
+def is_exiting(run: RunDir, entry: Mapping[str, Any]) -> bool:
+    """Whether a supervisor has written how its job ended, so that it only has to exit."""
     end = read_end(run.attempt(entry["attempt"]))
-    return end is not None and not goes_on(end)
+    return end is not None and not will_resume(end)
 
 
 def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
-    """Write down that the user wants the newest attempt to end for good; call with the lock held.
+    """Record that the user cancelled the newest attempt; call with the lock held.
 
-    `now` is the wish that nothing be saved first.
+    `now` means without a save.
     """
     job = read_job_to_change(run)
     job["attempts"][-1]["cancelled_at"] = utc_now()
@@ -261,24 +281,24 @@ def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
 
 
 def is_cancelled(attempt: AttemptDir) -> bool:
-    """Whether the user wants an attempt to end for good."""
+    """Whether the user cancelled an attempt."""
     return "cancelled_at" in (find_entry(attempt.run, attempt.number) or {})
 
 
 def is_cancelled_now(attempt: AttemptDir) -> bool:
-    """Whether the user wants an attempt to end at once, whatever is lost."""
+    """Whether the user cancelled an attempt without a save."""
     return bool((find_entry(attempt.run, attempt.number) or {}).get("cancelled_now"))
 
 
 def next_attempt_number(run: RunDir) -> int:
-    """The number of the attempt that `open_attempt` would make."""
+    """The number of the attempt that `open_attempt` would create."""
     return max(run.attempt_numbers(), default=0) + 1
 
 
 def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
-    """Make the run's next attempt, whose config and plan also become the run's newest ones.
+    """Create the run's next attempt; its config and plan also become the run's newest ones.
 
-    Raises FileExistsError when another command was faster.
+    Raises FileExistsError when another command has created it already.
     """
     attempt = run.attempt(next_attempt_number(run))
     attempt.create()
@@ -295,8 +315,14 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
     return attempt
 
 
+def reopen_attempt(attempt: AttemptDir) -> AttemptDir:
+    """Create the next attempt with the config and plan of this one."""
+    texts = [file.read_text(encoding="utf-8") for file in (attempt.config_file, attempt.plan_file)]
+    return open_attempt(attempt.run, *texts)
+
+
 def discard_attempt(attempt: AttemptDir) -> None:
-    """Remove the newest attempt, which was never started: the one before it is the run's newest again."""
+    """Remove the newest attempt, which never started: the one before it becomes the run's newest again."""
     run = attempt.run
     shutil.rmtree(attempt.path, ignore_errors=True)
     earlier = run.attempt_numbers()

@@ -1,126 +1,82 @@
-"""Leaving an allocation so that the run goes on in another one."""
+"""What it takes to continue a run in another allocation: a new job, without hosts that failed."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.errors import TrainkitError
 from trainkit.job import processes
-from trainkit.job.allocation import Allocation, follow_ups_of
-from trainkit.job.decision import Decision
-from trainkit.job.disk_errors import retry_on_disk_error
-from trainkit.job.failure.exclude_nodes import excludable
+from trainkit.job.node.preflight import retry_on_disk_error
 from trainkit.job.processes import log_line
 from trainkit.job.record import (
-    COMEBACK,
+    AUTO_RESTART,
     add_slurm_entry,
+    copy_submitit_files,
     discard_attempt,
     is_cancelled,
-    open_attempt,
+    reopen_attempt,
     run_lock,
+    submission_token,
+    submitit_file,
 )
-from trainkit.job.submission_token import submission_token
-from trainkit.job.submitit_shell import give_submitit_files, submitit_file
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.slurm_request import with_excluded
+from trainkit.plan.slurm_request import SlurmRequest, option_argv, with_excluded
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json, write_atomic
 from trainkit.rungroup import group_of
-from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.control import cancel, cancel_waiting, requeue
-from trainkit.slurm.submit import submit_script
+from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
+from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts
+from trainkit.slurm.submit import submit_script, would_start
 
-REQUEUE_PATIENCE_S = 600.0
-"""A controller may be away for minutes; what was saved is worth the wait."""
-EVICTED_S = 120.0
-"""How long Slurm may take to end the shell of a job that it has put back into the queue."""
-
-
-def release_allocation(
-    run: RunDir, plan: LaunchPlan, decision: Decision, allocation: Allocation
-) -> str | None:
-    """Give the nodes back in the way that was decided; why the run does not come back, None when it does."""
-    try:
-        if decision.action == "resubmit":
-            resubmit(run, allocation.job_id, allocation.hosts_to_avoid())
-        elif decision.action == "requeue":
-            _requeue(allocation, plan)
-    except TrainkitError as error:
-        # Forbidden by an administrator, or no controller for minutes: it has saved, and ends here.
-        return error.message
-    except OSError as error:
-        return f"{run.path} cannot be written ({error})"
-    return None
+EVICTION_S = 120.0
+"""How long Slurm may take to end the shell of a job that it has requeued."""
+TEST_TIMEOUT_S = 20.0
 
 
-def cancel_pending(run: RunDir, allocation: Allocation) -> None:
-    """Cancel what would carry on a run that has ended: jobs that wait to, and this one, if Slurm requeues it.
+def await_eviction() -> None:
+    """Return when Slurm ends this shell of a requeued job.
 
-    Slurm does that by itself when a host was lost, whatever then became of the run on it. A start of the job
-    that runs elsewhere by now is left alone: it knows better.
+    Returns at once then: the next start of the job waits for the lock that this process holds.
     """
-    waiting, leaving = follow_ups_of(run, allocation.job_id), []
-    if allocation.is_queued_again:
-        waiting.append(allocation.job_id)
-    elif allocation.is_being_taken and allocation.is_being_requeued:
-        # It waits for this shell to end, and is not in the queue until then.
-        leaving.append(allocation.job_id)
+    deadline_s = time.monotonic() + EVICTION_S
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        if processes.wait_for_signal(left_s) == signal.SIGTERM:
+            return
+
+
+def cancel_jobs(waiting: Sequence[str], completing: Sequence[str]) -> None:
+    """Cancel jobs that are in the queue, and jobs that enter it again once they have ended."""
     if shutil.which("scancel") is None:
         return
     try:
         if waiting:
             cancel_waiting(waiting)
-        if leaving:
-            cancel(leaving)
+        if completing:
+            cancel(completing)
     except TrainkitError as error:
-        print(f"{', '.join([*waiting, *leaving])} could not be cancelled: {error.message}", flush=True)
-
-
-def _requeue(allocation: Allocation, plan: LaunchPlan) -> None:
-    """Have Slurm put the job back into the queue, where it does not do so by itself already."""
-    if not allocation.is_being_requeued:
-        if allocation.was_cancelled_meanwhile():
-            raise TrainkitError("it was cancelled meanwhile")
-        requeue(allocation.job_id, patience_s=REQUEUE_PATIENCE_S)
-    if allocation.bad and plan.slurm is not None:
-        from trainkit.job.failure.exclude_nodes import exclude_from
-
-        exclude_from(allocation.job_id, allocation.hosts_to_avoid(), plan.slurm)
-    if not (allocation.is_being_taken or allocation.is_being_requeued):
-        _await_eviction()
-
-
-def _await_eviction() -> None:
-    """Return when Slurm ends this shell to put the job back into the queue.
-
-    At once then: the next start of the job waits for the lock that this process holds.
-    """
-    give_up_s = time.monotonic() + EVICTED_S
-    while (left_s := give_up_s - time.monotonic()) > 0:
-        if processes.wait_for_signal(left_s) == signal.SIGTERM:
-            return
+        log_line(f"cannot cancel {', '.join([*waiting, *completing])}: {error.message}")
 
 
 def resubmit(run: RunDir, job_id: str, exclude: Sequence[str] = ()) -> str:
-    """Submit the run's next attempt, with the bytes of its own script; the id of the new job.
+    """Submit the run's next attempt with the bytes of its own script; the id of the new job.
 
-    Called in the batch shell of the job that ends, which the new one waits for. Of an array only this task
-    starts again. Hosts in `exclude` are left out where Slurm could start the job without them.
-    Raises TrainkitError when the run was cancelled or Slurm does not take the job, OSError when the run
-    folder cannot be written.
+    Called in the batch shell of the job that ends; the new job depends on it. Of an array only this task is
+    resubmitted. Hosts in `exclude` are excluded where Slurm could start the job without them.
+    Raises TrainkitError when the run was cancelled or Slurm refuses the job, OSError when the run folder
+    cannot be written.
     """
     with run_lock(run):
         newest = run.attempt(run.attempt_numbers()[-1])
         if is_cancelled(newest):
             raise TrainkitError("it was cancelled meanwhile")
         script = script_of_job(run, job_id).read_text(encoding="utf-8")
-        texts = [file.read_text(encoding="utf-8") for file in (newest.config_file, newest.plan_file)]
         plan = LaunchPlan.from_dict(read_json(newest.plan_file))
-        following = retry_on_disk_error(lambda: open_attempt(run, *texts), log_line)
+        following = retry_on_disk_error(lambda: reopen_attempt(newest))
         try:
             write_atomic(following.script_file, script)
             new_id = _submit(following, job_id, plan, exclude)
@@ -129,48 +85,109 @@ def resubmit(run: RunDir, job_id: str, exclude: Sequence[str] = ()) -> str:
                 discard_attempt(following)
             raise
         retry_on_disk_error(
-            lambda: add_slurm_entry(run, following.number, new_id, COMEBACK, plan.backend), log_line
+            lambda: add_slurm_entry(run, following.number, new_id, AUTO_RESTART, plan.backend)
         )
-    log_event(run, following.number, "submitted", job_id=new_id, reason=COMEBACK)
+    log_event(run, following.number, "submitted", job_id=new_id, reason=AUTO_RESTART)
     return new_id
 
 
 def script_of_job(run: RunDir, job_id: str) -> Path:
     """The batch script of a job of the run.
 
-    Raises TrainkitError when it is not there.
+    Raises TrainkitError when it is missing.
     """
-    point = group_of(run) if "_" in job_id else None
-    own = submitit_file(run, job_id, "submission.sh")
-    script = point[0].script_file if point is not None else own if own.exists() else run.script_file
+    task = group_of(run) if "_" in job_id else None
+    by_submitit = submitit_file(run, job_id, "submission.sh")
+    script = task[0].script_file if task else by_submitit if by_submitit.exists() else run.script_file
     if not script.is_file():
-        raise TrainkitError(f"{script}, the script of job {job_id}, is not there")
+        raise TrainkitError(f"{script}, the script of job {job_id}, is missing")
     return script
 
 
 def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Sequence[str]) -> str:
     assert plan.slurm is not None
     run, request = following.run, plan.slurm
-    mark = submission_token(run, following.number)
-    comment = " ".join(filter(None, (mark, str(request.sbatch.get("comment") or ""))))
+    token = submission_token(run, following.number)
+    comment = " ".join(filter(None, (token, str(request.sbatch.get("comment") or ""))))
     options = [f"--comment={comment}", f"--dependency=afterany:{job_id}"]
     try:
-        bad = excludable(exclude, request)
+        excluded = excludable(exclude, request)
     except TrainkitError as error:
-        print(f"{', '.join(exclude)} cannot be left out: {error.message}", flush=True)
-        bad = []
-    if bad:
-        options.append(f"--exclude={with_excluded(request, bad).sbatch['exclude']}")
+        log_line(f"cannot exclude {', '.join(exclude)}: {error.message}")
+        excluded = []
+    if excluded:
+        options.append(f"--exclude={with_excluded(request, excluded).sbatch['exclude']}")
     task = job_id.partition("_")[2]
     if task:
         options.append(f"--array={task}")
     new_id = submit_script(
         following.script_file,
-        mark=mark,
+        mark=token,
         environ=os.environ,
         cwd=run.path,
         extra_argv=options,
-        notify=lambda text: print(text, flush=True),
+        notify=log_line,
     )
-    give_submitit_files(run, job_id, new_id)
+    copy_submitit_files(run, job_id, new_id)
     return f"{new_id}_{task}" if task else new_id
+
+
+def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> list[str]:
+    """Have Slurm exclude hosts when it starts a requeued job; those that it will exclude.
+
+    `request` is what the job asked for. A failure is logged and does not prevent the requeue.
+    """
+    try:
+        excluded = excludable(hosts, request)
+        if excluded:
+            exclude_hosts(job_id, str(with_excluded(request, excluded).sbatch["exclude"]))
+    except TrainkitError as error:
+        log_line(f"cannot exclude {', '.join(hosts)}: {error.message}")
+        return []
+    return excluded
+
+
+def excludable(hosts: Sequence[str], request: SlurmRequest) -> list[str]:
+    """As many of these hosts as Slurm could start the job without: with too few hosts it would wait forever.
+
+    Raises as `_refusal`.
+    """
+    if not hosts or _refusal(hosts, request) is None:
+        return list(hosts)
+    found: list[str] = []
+    for host in hosts:
+        refusal = _refusal([*found, host], request)
+        if refusal is None:
+            found.append(host)
+        else:
+            log_line(f"cannot exclude {host}: {refusal}")
+    return found
+
+
+def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
+    """Why Slurm would not take the job without these hosts; None when it would.
+
+    Raises SlurmUnreachable, and TrainkitError when this host cannot run the test.
+    """
+    options = {**with_excluded(request, hosts).sbatch, "comment": False, "dependency": False}
+    try:
+        return _test_submission(option_argv(options))
+    except OSError as error:
+        raise TrainkitError(f"cannot run sbatch --test-only on this host: {error}") from error
+
+
+def _test_submission(options: Sequence[str]) -> str | None:
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        script = Path(folder) / "nothing.sh"
+        script.write_text("#!/bin/sh\n", encoding="utf-8")
+        try:
+            would_start(
+                script,
+                environ=os.environ,
+                cwd=script.parent,
+                timeout_s=TEST_TIMEOUT_S,
+                extra_argv=options,
+            )
+        except SlurmRefused as error:
+            return error.message
+    return None

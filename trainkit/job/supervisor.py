@@ -1,141 +1,211 @@
-"""The supervisor of a job: one agent a node, and what happens after they have ended.
+"""The supervisor of a run: claims an attempt, runs it, judges its end, then restarts, requeues or ends.
 
-``python -m trainkit.job.supervisor RUN_DIR --attempt N``
+``python -m trainkit.job.supervisor RUN_DIR --attempt N`` on one machine, and in the batch shell of a Slurm
+job ``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m trainkit.job.node.agent RUN_DIR``
 
-SIGTERM and SIGINT mean save and end, SIGUSR2 means save and come back as the next attempt. Whatever
-happens to the run folder or the disk, the agents are ended and the exit code says so.
+SIGTERM and SIGINT mean save and end, SIGUSR2 means save and start again. Whatever happens to the run folder
+or the disk, the exit code tells how the run ended: 0 finished, 75 saved and resumable, else failed.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from trainkit.errors import EXIT_FAILED, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, TrainkitError
 from trainkit.job import processes
-from trainkit.job.decision import Decision, RestartOptions
-from trainkit.job.ending import judge, write_end
-from trainkit.job.node.rendezvous import choose_port
-from trainkit.job.outcome import Outcome
-from trainkit.job.record import (
-    COMEBACK,
-    add_entry,
-    become_sole_supervisor,
-    find_entry,
-    newest_entry,
-    open_attempt,
-    run_lock,
-)
-from trainkit.job.watch.local_attempt import AttemptWatch
+from trainkit.job.allocation import CANCELLED, Allocation, LocalAllocation, SlurmAllocation
+from trainkit.job.attempt_end import judge, write_end
+from trainkit.job.decision import FAILURES, Decision, Outcome
+from trainkit.job.failure.first_failure import find_first_failure
+from trainkit.job.node.preflight import retry_on_disk_error
+from trainkit.job.node.slurm_step import slurm_job_id
+from trainkit.job.processes import log_line, redirect_output
+from trainkit.job.record import become_sole_supervisor, is_cancelled
+from trainkit.job.watch.attempt import AttemptWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
-HERE = RestartOptions(restart=True)
-"""Nodes that are this machine need not be asked for again."""
+
+def supervise_job(run: RunDir, step: Sequence[str]) -> int:
+    """Supervise this start of a Slurm job, whose ranks `step` starts; the exit code of the job."""
+    _prepare_process()
+    job_id = slurm_job_id()
+    if job_id is None:
+        log_line("error: this is not a Slurm job\n\nhint: `trainkit submit` starts one")
+        return EXIT_FAILED
+    return supervise(SlurmAllocation(run, job_id, step))
 
 
-def supervise(run: RunDir, number: int) -> int:
-    """Carry a run from one attempt to the next until it ends; its exit code."""
+def supervise_local(run: RunDir, number: int) -> int:
+    """Supervise a run on this machine, from the attempt that was registered for it; the exit code."""
+    _prepare_process()
+    return supervise(LocalAllocation(run, number))
+
+
+def _prepare_process() -> None:
     processes.block_signals()
     processes.adopt_orphans()
     # The terminal that submitted the run may close; workers inherit this.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if not _is_registered(run, number):
-        print(
-            f"attempt {number} is not in {run.job_file}: the command that started it was interrupted",
-            flush=True,
+
+
+def supervise(allocation: Allocation) -> int:
+    """Run the attempts of one start of a run, from its first attempt to its end; the exit code."""
+    run = allocation.run
+    try:
+        attempt = allocation.claim()
+    except TrainkitError as error:
+        log_line(error.render())
+        return error.exit_code
+    except OSError as error:
+        log_line(
+            f"error: {run.path}: {error}\n\nhint: nothing is lost: `trainkit resume` starts the run again"
         )
         return EXIT_FAILED
-    if not become_sole_supervisor(run):
-        reason = "another supervisor carries this run, although job.json does not say so"
-        write_end(run.attempt(number), Outcome(), Decision("failed", reason, EXIT_FAILED))
-        return EXIT_FAILED
-    while True:
-        attempt = run.attempt(number)
+    if isinstance(attempt, int):
+        return attempt
+    redirect_output(attempt.supervisor_log)
+    if not become_sole_supervisor(run, allocation.lock_timeout_s):
+        reason = (
+            "the run has another supervisor, although job.json does not say so: "
+            f"{run.supervisor_lock_file} is locked, perhaps by a host that was lost"
+        )
+        return _conclude(attempt, Outcome(), Decision("failed", reason, EXIT_FAILED))
+    return Supervisor(allocation).run(attempt)
+
+
+class Supervisor:
+    """The state machine: run an attempt, judge it, conclude it, then restart, leave or end."""
+
+    def __init__(self, allocation: Allocation) -> None:
+        self.allocation = allocation
+
+    def run(self, attempt: AttemptDir) -> int:
+        """Run attempts until the run ends or continues elsewhere; the exit code of this start."""
+        refusal = self.allocation.close_dead_attempts(attempt)
+        if refusal is not None:
+            return self._end(attempt, *refusal)
+        while True:
+            outcome, decision = self._run_attempt(attempt)
+            if decision.action == "restart":
+                _conclude(attempt, outcome, decision)
+                following = self._restart(attempt, outcome, decision)
+                if isinstance(following, AttemptDir):
+                    attempt = following
+                    redirect_output(attempt.supervisor_log)
+                    continue
+                decision = following
+            if decision.resumes:
+                return self._leave(attempt, outcome, decision)
+            return self._end(attempt, outcome, decision)
+
+    def _run_attempt(self, attempt: AttemptDir) -> tuple[Outcome, Decision]:
+        """One attempt, from the start of its processes to the decision what follows."""
+        if is_cancelled(attempt):
+            return Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED)
+        outcome = Outcome()
         try:
-            outcome = _run_attempt(attempt)
-            decision = judge(attempt, outcome, HERE)
+            plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+            watch = self.allocation.watch(attempt, plan)
+            outcome = watch.outcome
+            log_event(
+                attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
+            )
+            watch.run()
+            return outcome, retry_on_disk_error(lambda: self._judge(attempt, plan, watch))
         except (OSError, ValueError, TrainkitError) as error:
-            # No folder, no disk, no port: nothing of the job is left running, and that much is said.
-            outcome = Outcome()
-            decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
+            return outcome, Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
+
+    def _judge(self, attempt: AttemptDir, plan: LaunchPlan, watch: AttemptWatch) -> Decision:
+        """What follows from how an attempt ended; can be called again after a disk error."""
+        watch.collect_outcome()
+        outcome = watch.outcome
+        self.allocation.inspect(attempt, plan, outcome)
+        outcome.failure = find_first_failure(attempt, plan, outcome)
+        self.allocation.record_suspect(attempt, outcome.failure)
+        return judge(attempt, outcome, self.allocation.restart_options(plan))
+
+    def _restart(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> AttemptDir | Decision:
+        """The next attempt in this allocation, or what else follows from a notice during the delay."""
+        received = processes.wait_for_notice(decision.delay_s)
         try:
-            following = _conclude(attempt, outcome, decision)
+            plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+            if received is not None:
+                return self.allocation.after_notice(attempt, plan, outcome, received)
+            if not self.allocation.has_time(plan):
+                return judge(attempt, outcome, self.allocation.restart_options(plan))
+            following = retry_on_disk_error(lambda: self.allocation.claim_next(attempt))
+        except (OSError, ValueError, TrainkitError) as error:
+            return Decision("failed", f"could not be restarted: {error}", EXIT_FAILED, decision.cause)
+        return following or Decision("stopped", "cancelled before the restart", EXIT_STOPPED)
+
+    def _leave(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
+        """Leave the allocation so that the run continues in another; the exit code of this start."""
+        _conclude(attempt, outcome, decision)
+        try:
+            plan = retry_on_disk_error(lambda: LaunchPlan.from_dict(read_json(attempt.plan_file)))
+            problem = self.allocation.release(plan, decision)
         except OSError as error:
-            # Nothing can be written: the exit code is all that is left to tell with.
-            with contextlib.suppress(OSError):
-                print(f"attempt {number}: its end could not be written ({error})", flush=True)
-            return decision.exit_code or EXIT_FAILED
-        if following is None:
+            problem = str(error)
+        if problem is None:
             return decision.exit_code
-        number = following
+        reason = f"{decision.reason.partition(';')[0]}; not started again: {problem}"
+        if decision.cause not in FAILURES:
+            stopped = Decision("stopped", reason, decision.exit_code, decision.cause)
+            return _conclude(attempt, outcome, stopped)
+        # 75 would say that the state was saved.
+        code = next((code for code in outcome.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_FAILED)
+        return _conclude(attempt, outcome, Decision("failed", reason, code, decision.cause))
+
+    def _end(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
+        """End the run; the exit code of this start."""
+        code = _conclude(attempt, outcome, decision)
+        self.allocation.cancel_pending()
+        return code
 
 
-def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int | None:
-    """Write down how an attempt ended; the number of the next one when the job comes back."""
-    print(f"attempt {attempt.number}: {decision.action}: {decision.reason}", flush=True)
-    write_end(attempt, outcome, decision)
-    if not decision.comes_back:
-        return None
-    following = _next_attempt(attempt) if processes.wait_unless_told(decision.delay_s) is None else None
-    if following is None:
-        cancelled = Decision("stopped", "cancelled before it came back", decision.exit_code)
-        write_end(attempt, outcome, cancelled)
-    return following
+def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
+    """Log and record how an attempt ended; its exit code."""
+    log_line(f"attempt {attempt.number}: {decision.action}: {decision.reason}")
+    try:
+        write_end(attempt, outcome, decision)
+    except OSError as error:
+        log_line(f"attempt {attempt.number}: its end could not be written ({error})")
+    return decision.exit_code
 
 
-def _is_registered(run: RunDir, number: int) -> bool:
-    """Whether job.json says that this process carries the attempt.
+@dataclass(frozen=True)
+class SubmititJob:
+    """The callable that submitit pickles and runs in the batch shell of its jobs.
 
-    Who started us holds the lock until that is written.
+    submitit's own requeue never starts: the supervisor handles the signals, and asks Slurm to requeue the job
+    when the ranks have saved.
     """
-    with run_lock(run):
-        entry = find_entry(run, number)
-    return entry is not None and entry["pid"] == os.getpid() and entry["host"] == os.uname().nodename
 
+    run_dir: str
 
-def _run_attempt(attempt: AttemptDir) -> Outcome:
-    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    entry = newest_entry(attempt.run)
-    port = choose_port(str(entry and entry["job_id"]), attempt.number)
-    log_event(attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes)
-    watch = AttemptWatch(attempt, plan, port)
-    watch.work()
-    return watch.outcome
-
-
-def _next_attempt(attempt: AttemptDir) -> int | None:
-    """Make the attempt in which the job comes back, with the same config and plan; None when cancelled."""
-    run = attempt.run
-    with run_lock(run):
-        entry = find_entry(run, attempt.number)
-        if entry is not None and "cancelled_at" in entry:
-            return None
-        following = open_attempt(
-            run,
-            attempt.config_file.read_text(encoding="utf-8"),
-            attempt.plan_file.read_text(encoding="utf-8"),
-        )
-        entry = add_entry(run, following.number, os.getpid(), COMEBACK)
-    log_event(run, following.number, "submitted", job_id=entry["job_id"], reason=COMEBACK)
-    log_event(run, following.number, "restart")
-    with following.supervisor_log.open("ab") as log:
-        os.dup2(log.fileno(), sys.stdout.fileno())
-        os.dup2(log.fileno(), sys.stderr.fileno())
-    return following.number
+    def __call__(self) -> None:
+        run = RunDir(Path(self.run_dir))
+        code = supervise_job(run, read_json(run.step_file))
+        if code:
+            # Slurm would count the job as completed if this raised an exception: submitit pickles those.
+            raise SystemExit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the command line and run a job's supervisor; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainkit.job.supervisor")
-    parser.add_argument("run_dir")
-    parser.add_argument("--attempt", type=int, required=True)
-    args = parser.parse_args(argv)
-    return supervise(RunDir(args.run_dir), args.attempt)
+    """Read the command line and run the supervisor; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Everything after --step belongs to the step, options included.
+    if len(arguments) > 2 and arguments[1] == "--step":
+        return supervise_job(RunDir(arguments[0]), arguments[2:])
+    if len(arguments) == 3 and arguments[1] == "--attempt" and arguments[2].isdigit():
+        return supervise_local(RunDir(arguments[0]), int(arguments[2]))
+    print("usage: python -m trainkit.job.supervisor RUN_DIR (--attempt N | --step ARGV…)", file=sys.stderr)
+    return EXIT_USAGE
 
 
 if __name__ == "__main__":

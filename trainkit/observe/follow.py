@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.rundir import AttemptDir, RunDir, goes_on, read_end
+from trainkit.rundir import AttemptDir, RunDir, read_end, will_resume
 
 BLOCK_BYTES = 65_536
 
@@ -101,7 +101,7 @@ def is_over(run: RunDir, alive: bool | None) -> bool:
     if not numbers or alive is False:
         return True
     end = read_end(run.attempt(numbers[-1]))
-    return end is not None and not goes_on(end)
+    return end is not None and not will_resume(end)
 
 
 def follow(

@@ -13,7 +13,7 @@ from typing import Any
 
 from trainkit.observe.status import ACTIVE_STATES, attempt_state
 from trainkit.plan.sweep import shown
-from trainkit.rundir import best_result, goes_on, read_jsonl, seconds_between
+from trainkit.rundir import best_result, read_jsonl, seconds_between, will_resume
 from trainkit.rungroup import Point, RunGroup, is_index
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -52,7 +52,7 @@ class PointFiles:
     @property
     def is_over(self) -> bool:
         """Whether its newest attempt has ended and no restart follows."""
-        return bool(self.end) and not goes_on(self.end)
+        return bool(self.end) and not will_resume(self.end)
 
 
 @dataclass(frozen=True)

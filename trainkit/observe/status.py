@@ -14,7 +14,7 @@ from trainkit.manifest import published
 from trainkit.observe.follow import last_records
 from trainkit.observe.restarts import Restart, find_restarts
 from trainkit.plan.launch import WAITED_FOR
-from trainkit.rundir import RunDir, goes_on, parse_time, read_json, read_jsonl, seconds_between
+from trainkit.rundir import RunDir, parse_time, read_json, read_jsonl, seconds_between, will_resume
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
 
@@ -133,7 +133,7 @@ def attempt_state(
     """State and reason of an attempt, from its job.json entry, its end.json and what Slurm says."""
     state = _state(entry.get("attempt"), end, alive, events, has_metrics)
     reason = end.get("reason")
-    if slurm_job is not None and (not end or goes_on(end)):
+    if slurm_job is not None and (not end or will_resume(end)):
         return _slurm_state(state, end, slurm_job, entry)
     return state, reason
 
@@ -148,7 +148,7 @@ def _state(
     if not isinstance(attempt, int):
         return "incomplete"
     if end:
-        if goes_on(end):
+        if will_resume(end):
             waits = "restarting" if end["action"] == "restart" else "requeueing"
             return {True: waits, False: "died", None: "unknown"}[alive]
         return str(end.get("state") or "unknown")

@@ -24,6 +24,7 @@ from trainkit import __version__
 from trainkit.config import LoadedConfig, RunConfig, dump_effective
 from trainkit.config.validation import LOOKS_SECRET
 from trainkit.errors import UsageError
+from trainkit.job.record import create_job
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RUNS_FOLDER, RunDir, utc_now, write_json
 from trainkit.rungroup import RunGroup
@@ -165,14 +166,7 @@ def create_run(
         run = RunDir(folder)
         run.checkpoints_dir.mkdir(mode=0o700)
         code = write_origin(run, argv, loaded.config.launch.secrets, backend, copier, collect)
-        job: dict[str, Any] = {
-            "backend": backend,
-            "name": name,
-            "cwd": str(Path.cwd()),
-            "code": code,
-            "attempts": [],
-        }
-        write_json(run.job_file, job)
+        create_job(run, backend=backend, name=name, cwd=str(Path.cwd()), code=code)
     return run, name
 
 

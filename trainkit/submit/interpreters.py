@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.config.running import LaunchConfig
-from trainkit.job.interpreter import PYTHON_OPTIONS
+from trainkit.job.processes import PYTHON_OPTIONS
 
 Trouble = tuple[str, str, str]
 """What is wrong before anything is submitted: key, message, hint."""

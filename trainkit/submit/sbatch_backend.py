@@ -15,8 +15,14 @@ from typing import Any
 from trainkit.control.follow_ups import cancel_follow_ups, submit_follow_ups
 from trainkit.control.run_registry import register
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.job.record import add_slurm_entry, discard_attempt, next_attempt_number, open_attempt, read_job
-from trainkit.job.submission_token import submission_token
+from trainkit.job.record import (
+    add_slurm_entry,
+    discard_attempt,
+    next_attempt_number,
+    open_attempt,
+    read_job,
+    submission_token,
+)
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, write_atomic
 from trainkit.slurm.client import SlurmUnreachable

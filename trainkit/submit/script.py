@@ -12,8 +12,8 @@ from typing import Any
 from trainkit import __version__
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
-from trainkit.job.interpreter import PYTHON_OPTIONS
-from trainkit.job.submission_token import submission_token
+from trainkit.job.processes import PYTHON_OPTIONS
+from trainkit.job.record import submission_token
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import Options, SlurmRequest, option_argv
 from trainkit.rundir import RunDir
@@ -78,7 +78,7 @@ def script_for(
         "is_array": array is not None,
         "per": plan.per,
         "step": step[:-1],
-        "supervisor": (*around.host_python, "-m", "trainkit.job.batch"),
+        "supervisor": (*around.host_python, "-m", "trainkit.job.supervisor"),
         **around.context,
     }
     by_submitit = plan.backend == "submitit"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import ConfigError, Problem, TrainkitError, UsageError
-from trainkit.job.interpreter import module_argv
+from trainkit.job.processes import module_argv
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig, RunConfig

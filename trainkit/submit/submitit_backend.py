@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.job.submitit_shell import BatchShell
 from trainkit.rundir import RunDir, write_json
 from trainkit.slurm.client import SlurmUnreachable, scrubbed
 from trainkit.slurm.submit import submit_once
@@ -80,6 +79,8 @@ def submit_with_submitit(
     """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+    from trainkit.job.supervisor import SubmititJob
+
     write_json(run.step_file, list(script.step))
     executor = make_executor(run, script)
     clean = scrubbed(os.environ)
@@ -87,7 +88,7 @@ def submit_with_submitit(
     def submit() -> str:
         try:
             with _environment(clean):
-                return str(executor.submit(BatchShell(str(run.path))).job_id)
+                return str(executor.submit(SubmititJob(str(run.path))).job_id)
         except FailedJobError as error:
             raise _failure(error) from None
         except FailedSubmissionError as error:  # sbatch printed no job id

@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.control.run_registry import register
 from trainkit.errors import ConfigError, Problem, UsageError
-from trainkit.job.submission_token import submission_token
+from trainkit.job.record import submission_token
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.plan.sweep import MAX_POINTS, difference, shown, shown_value

@@ -86,8 +86,8 @@ class RankStacks:
 
     def _answer(self, stop: StopRequest) -> None:
         while True:
-            stop.asked_where.wait()
-            stop.asked_where.clear()
+            stop.stacks_requested.wait()
+            stop.stacks_requested.clear()
             try:
                 self._reply()
             except (OSError, ValueError) as error:

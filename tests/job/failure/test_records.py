@@ -2,7 +2,7 @@ from dataclasses import asdict
 
 import pytest
 
-from trainkit.job.failure.records import agent_verdict, find_verdict, log_tail, record_silent_death
+from trainkit.job.failure.records import agent_failure, first_rank_failure, log_tail, record_silent_death
 from trainkit.job.watch.hangs import HangRecord
 from trainkit.rundir import RunDir, read_json, write_json
 
@@ -22,7 +22,7 @@ def record(attempt, rank, time, **fields):
 def test_first_in_time(attempt):
     record(attempt, 0, "2026-01-01T00:00:02.000Z")
     record(attempt, 1, "2026-01-01T00:00:01.000Z")
-    assert find_verdict(attempt) == {
+    assert first_rank_failure(attempt) == {
         "rank": 1,
         "node_rank": 0,
         "host": "h",
@@ -40,23 +40,23 @@ def test_first_in_time(attempt):
 def test_killed_rank_comes_before_those_that_noticed(attempt, code, first):
     record(attempt, 0, "2026-01-01T00:00:01.000Z")
     record(attempt, 1, "2026-01-01T00:00:02.000Z", type="exit", exit_code=code)
-    assert find_verdict(attempt)["rank"] == first
+    assert first_rank_failure(attempt)["rank"] == first
 
 
 def test_a_rank_that_went_down_with_the_step_did_not_begin_it(attempt):
     """Slurm may kill a worker a moment before its agent, which then writes that down."""
     record(attempt, 3, "2026-01-01T00:00:01.000Z", type="exit", exit_code=9)
     record(attempt, 1, "2026-01-01T00:00:06.900Z", type="exit", exit_code=137)
-    assert (find_verdict(attempt)["rank"], find_verdict(attempt)["exit_code"]) == (3, 9)
+    assert (first_rank_failure(attempt)["rank"], first_rank_failure(attempt)["exit_code"]) == (3, 9)
     record(attempt, 0, "2026-01-01T00:00:01.100Z", type="exit", exit_code=137)
-    assert find_verdict(attempt)["rank"] == 0
+    assert first_rank_failure(attempt)["rank"] == 0
 
 
 def test_damaged_record_is_passed_over(attempt):
     attempt.rank_error(0).write_text("{")
-    assert find_verdict(attempt) is None
+    assert first_rank_failure(attempt) is None
     record(attempt, 1, "2026-01-01T00:00:01.000Z")
-    assert find_verdict(attempt)["rank"] == 1
+    assert first_rank_failure(attempt)["rank"] == 1
 
 
 def test_silent_death_keeps_the_last_lines_and_never_replaces_a_record(attempt):
@@ -124,7 +124,7 @@ def test_the_traceback_of_a_program_is_its_failure(attempt, log, kind, message, 
     record_silent_death(attempt, 0, 0, 1)
     value = read_json(attempt.rank_error(0))
     assert (value["type"], value["message"], value.get("final")) == (kind, message, final)
-    assert find_verdict(attempt)["final"] is bool(final)
+    assert first_rank_failure(attempt)["final"] is bool(final)
 
 
 def test_an_exit_code_of_its_own_says_more_than_a_traceback(attempt):
@@ -137,7 +137,7 @@ def test_out_of_memory(attempt):
     attempt.rank_log(0).write_text(TRACEBACK)
     record_silent_death(attempt, 0, 0, 137, out_of_memory=True)
     value = read_json(attempt.rank_error(0))
-    assert (value["type"], value["message"]) == ("OutOfMemory", "killed by SIGKILL: no memory was left")
+    assert (value["type"], value["message"]) == ("OutOfMemory", "killed by SIGKILL: out of memory")
     assert "resources.mem" in value["hint"]
 
 
@@ -149,7 +149,7 @@ def test_a_rank_that_left_because_it_hung(attempt):
     write_json(attempt.rank_hang(1), asdict(hang))
     record_silent_death(attempt, 1, 0, 70)
     value = read_json(attempt.rank_error(1))
-    assert (value["type"], value["step"], value["message"]) == ("Hang", 41, hang.words)
+    assert (value["type"], value["step"], value["message"]) == ("Hang", 41, hang.summary)
 
 
 def test_no_log(attempt):
@@ -157,5 +157,5 @@ def test_no_log(attempt):
 
 
 def test_job_that_failed_outside_its_workers():
-    assert agent_verdict(2, "killed")["message"] == "killed (agent of node 2)"
-    assert agent_verdict(None, "no port")["message"] == "no port"
+    assert agent_failure(2, "killed")["message"] == "killed (agent of node 2)"
+    assert agent_failure(None, "no port")["message"] == "no port"

@@ -10,10 +10,16 @@ import time
 
 import pytest
 
-from trainkit.job import processes
 from trainkit.job.failure import stacks
-from trainkit.job.failure.stacks import Reply, StackCollector, ask, find_requests, group_replies, look_at
-from trainkit.rundir import RunDir
+from trainkit.job.failure.stacks import (
+    Reply,
+    StackCollector,
+    find_requests,
+    group_replies,
+    request_stacks,
+    spy_on,
+)
+from trainkit.rundir import RunDir, process_stat
 
 PYTHON = sys.executable
 WAITS = ["all_gather (dist.py:9)", "train (loop.py:1)"]
@@ -72,16 +78,16 @@ def wait_for_replies(request, count, timeout_s=20.0):
 
 def test_question_and_answers(attempt):
     assert find_requests(attempt) == []
-    request = ask(attempt, 3)
+    request = request_stacks(attempt, 3)
     assert find_requests(attempt) == [request]
     assert request.rank() == 3
     assert request.replies() == []
     said = reply(3, READS, step=41, phase="data", since_s=2.5)
-    request.answer(said)
+    request.reply(said)
     request.reply_file(4).write_text("{}")
     request.reply_file(5).write_text("{")
     assert request.replies() == [said]
-    other = ask(attempt, None)
+    other = request_stacks(attempt, None)
     assert other.rank() is None
     request.withdraw()
     assert find_requests(attempt) == [other]
@@ -120,23 +126,23 @@ class TestFromOutside:
             "threads[1]['os_thread_id'] = int(sys.argv[4])\nprint(json.dumps(threads))"
         )
         pid = start(LISTENS)
-        seen = look_at(2, pid)
+        seen = spy_on(2, pid)
         assert (seen.rank, seen.pid, seen.how, seen.problem) == (2, pid, "py-spy", "")
         assert seen.threads == {"MainThread 0xb": ["f (a.py:3)"], "data 0xa": []}
         assert seen.main_stack == ("f (a.py:3)",)
 
     def test_py_spy_that_may_not_look(self, start, spy):
         spy("import sys\nsys.exit('Error: Permission Denied: try again as root\\n\\nStack backtrace:')")
-        seen = look_at(2, start(LISTENS))
+        seen = spy_on(2, start(LISTENS))
         assert (seen.how, seen.problem) == ("", "py-spy: Error: Permission Denied: try again as root")
 
     def test_without_py_spy(self, start, spy):
         spy(None)
         pid = start(LISTENS)
-        assert "py-spy, which could look at it, is not installed" in look_at(2, pid).problem
+        assert "py-spy, which can read its stacks, is not installed" in spy_on(2, pid).problem
         os.kill(pid, signal.SIGSTOP)
         deadline_s = time.monotonic() + 10
-        while "stopped (SIGSTOP" not in look_at(2, pid).problem:
+        while "stopped (SIGSTOP" not in spy_on(2, pid).problem:
             assert time.monotonic() < deadline_s
 
 
@@ -145,13 +151,13 @@ class TestCollector:
         self, attempt, start, spy, monkeypatch
     ):
         spy(None)
-        monkeypatch.setattr(stacks, "ANSWER_S", 0.2)
+        monkeypatch.setattr(stacks, "REPLY_S", 0.2)
         pids = {0: start(LISTENS), 1: start(LISTENS)}
-        collector = StackCollector(attempt, answers_itself=True)
-        collector.look(lambda: pids)
-        one, all_ranks = ask(attempt, 1), ask(attempt, None)
-        collector.look(lambda: pids)
-        collector.look(lambda: pytest.fail("there is nothing new"))
+        collector = StackCollector(attempt, replies_itself=True)
+        collector.poll(lambda: pids)
+        one, all_ranks = request_stacks(attempt, 1), request_stacks(attempt, None)
+        collector.poll(lambda: pids)
+        collector.poll(lambda: pytest.fail("there is nothing new"))
         assert [found.rank for found in wait_for_replies(all_ranks, 2)] == [0, 1]
         (found,) = wait_for_replies(one, 1)
         assert (found.rank, found.pid, found.how) == (1, pids[1], "")
@@ -159,16 +165,16 @@ class TestCollector:
     def test_a_program_that_knows_nothing_of_it_gets_no_signal(self, attempt, start, spy):
         spy(None)
         pid = start(LISTENS.replace("lambda *_: None", "lambda *_: sys.exit(3)"))
-        collector = StackCollector(attempt, answers_itself=False)
-        request = ask(attempt, None)
-        collector.look(lambda: {0: pid})
+        collector = StackCollector(attempt, replies_itself=False)
+        request = request_stacks(attempt, None)
+        collector.poll(lambda: {0: pid})
         (found,) = wait_for_replies(request, 1)
         assert "is not installed" in found.problem
-        assert processes.state(pid) in ("S", "R")
+        assert process_stat(pid).state in ("S", "R")
 
     def test_a_question_that_was_withdrawn_harms_nobody(self, attempt):
-        collector = StackCollector(attempt, answers_itself=False)
-        request = ask(attempt, None)
+        collector = StackCollector(attempt, replies_itself=False)
+        request = request_stacks(attempt, None)
         request.withdraw()
         collector._answer(request, {0: os.getpid()})
         assert not attempt.stacks_dir.exists() or list(attempt.stacks_dir.iterdir()) == []

@@ -40,21 +40,28 @@ COMPLETING = JobState.COMPLETING
     ],
 )
 def test_what_stood_behind_a_notice(request_name, found, shell, cause):
-    assert termination_cause(request_name, found, 30.0, shell_was_told=shell, restarts=0, lost=False) == cause
+    assert (
+        termination_cause(request_name, found, 30.0, supervisor_was_signalled=shell, restarts=0, lost=False)
+        == cause
+    )
 
 
 def test_a_job_that_slurm_starts_again_for_a_lost_host():
     found = job(COMPLETING, restarts=3)
     assert (
-        termination_cause("SIGTERM", found, 30.0, shell_was_told=True, restarts=2, lost=True) == "node_fail"
+        termination_cause("SIGTERM", found, 30.0, supervisor_was_signalled=True, restarts=2, lost=True)
+        == "node_fail"
     )
-    assert termination_cause("SIGTERM", found, 30.0, shell_was_told=True, restarts=3, lost=False) is None
+    assert (
+        termination_cause("SIGTERM", found, 30.0, supervisor_was_signalled=True, restarts=3, lost=False)
+        is None
+    )
 
 
 def test_an_early_notice_of_another_name():
     def cause(left_s, shell):
         found = job(left_s=left_s)
-        told = {"shell_was_told": shell, "restarts": 0, "lost": False, "notice": "SIGTERM"}
+        told = {"supervisor_was_signalled": shell, "restarts": 0, "lost": False, "notice": "SIGTERM"}
         return termination_cause("SIGTERM", found, 30.0, **told)
 
     assert (cause(100, False), cause(300_000, False), cause(100, True)) == ("timeout", None, None)

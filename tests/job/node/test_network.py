@@ -23,7 +23,7 @@ def test_ranks_on_one_host_talk_over_lo() -> None:
 def test_presets() -> None:
     auto, said = network_environ("auto", "127.0.0.1")
     assert auto == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    assert said == "interface lo: it leads to 127.0.0.1"
+    assert said == "interface lo: the route to 127.0.0.1"
     assert network_environ("socket", "127.0.0.1")[0] == {**auto, "NCCL_IB_DISABLE": "1"}
     assert network_environ("debug", "127.0.0.1")[0]["NCCL_DEBUG"] == "INFO"
 
@@ -32,7 +32,7 @@ def test_a_named_interface_must_exist() -> None:
     assert network_environ("lo", "anything")[0]["NCCL_SOCKET_IFNAME"] == "lo"
     with pytest.raises(UsageError, match="has no such interface") as caught:
         network_environ("ib7", "anything")
-    assert "it has" in caught.value.hint
+    assert "its interfaces are" in caught.value.hint
 
 
 def test_no_way_is_said() -> None:

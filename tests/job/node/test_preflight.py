@@ -17,14 +17,14 @@ import pytest
 
 from tests.support.disks import fill, small_disk
 from tests.support.runs import make_attempt
-from trainkit.job.failure.records import find_verdict, record_refusal
+from trainkit.job.failure.records import first_rank_failure, record_refusal
 from trainkit.job.node import preflight
 from trainkit.job.node.preflight import (
-    SEEN_VARIABLE,
+    SUPERVISOR_VIEW_VARIABLE,
     PreflightFailed,
     check_node,
     clock_offset_s,
-    seen_by_supervisor,
+    supervisor_view,
 )
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, read_json
@@ -53,11 +53,11 @@ def failing(match: str, is_node: bool = True) -> Iterator[None]:
 
 def test_a_good_node_is_passed_at_once_and_left_as_it_was(attempt: AttemptDir) -> None:
     before = sorted(attempt.path.rglob("*"))
-    seen = seen_by_supervisor(attempt)
+    seen = supervisor_view(attempt)
     rounds = []
     for _ in range(5):
         begin = time.process_time()
-        check(attempt, **{SEEN_VARIABLE: seen})
+        check(attempt, **{SUPERVISOR_VIEW_VARIABLE: seen})
         rounds.append(time.process_time() - begin)
     assert min(rounds) < 0.02
     check(attempt)  # a step that nobody supervises
@@ -65,10 +65,10 @@ def test_a_good_node_is_passed_at_once_and_left_as_it_was(attempt: AttemptDir) -
 
 
 def test_the_plan_has_to_be_the_one_that_the_supervisor_sees(attempt: AttemptDir) -> None:
-    seen = seen_by_supervisor(attempt)
+    seen = supervisor_view(attempt)
     attempt.plan_file.write_text(attempt.plan_file.read_text() + "\n")
-    with failing("is not the file that the first node"):
-        check(attempt, **{SEEN_VARIABLE: seen})
+    with failing("differs from the file that the first node"):
+        check(attempt, **{SUPERVISOR_VIEW_VARIABLE: seen})
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,10 @@ def test_a_clock_is_wrong_where_the_supervisors_is_right(
     monkeypatch.setattr(time, "time", lambda: real() + own_s)
     assert clock_offset_s(attempt) == pytest.approx(own_s, abs=1)
     if not fails:
-        check(attempt, **{SEEN_VARIABLE: seen})
+        check(attempt, **{SUPERVISOR_VIEW_VARIABLE: seen})
         return
-    with failing(f"is 6 s {'ahead of' if own_s > 0 else 'behind'} that of"):
-        check(attempt, **{SEEN_VARIABLE: seen})
+    with failing(f"is 6 s {'ahead of' if own_s > 0 else 'behind'} the clock of"):
+        check(attempt, **{SUPERVISOR_VIEW_VARIABLE: seen})
 
 
 def test_a_server_that_takes_its_time_is_not_a_wrong_clock(
@@ -105,7 +105,7 @@ def test_a_full_run_folder_is_not_the_fault_of_the_node(tmp_path: Path) -> None:
         with failing("cannot be written on .*: No space left", is_node=False):
             check(attempt)
         with failing("No space left", is_node=False):
-            seen_by_supervisor(attempt)
+            supervisor_view(attempt)
         assert list(attempt.path.glob(".probe*")) == []
 
 
@@ -121,7 +121,7 @@ def test_a_run_folder_that_only_this_node_cannot_write(
 
 
 def test_no_space_for_what_the_ranks_put_on_the_node(attempt: AttemptDir, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "tmp", "8m") as disk, failing(rf"^{disk} on .* has \d\.\d MiB left$"):
+    with small_disk(tmp_path / "tmp", "8m") as disk, failing(rf"^{disk} on .* has only \d\.\d MiB free$"):
         check(attempt, TMPDIR=str(disk))
     check(attempt, TMPDIR=str(tmp_path / "made-on-another-node"))
 
@@ -130,7 +130,7 @@ def test_the_record_says_that_the_node_is_to_blame(attempt: AttemptDir) -> None:
     record_refusal(attempt, 1, 0, PreflightFailed("GPU 3 is gone"))
     record = read_json(attempt.rank_error(1))
     assert (record["type"], record["node"], record["exit_code"]) == ("PreflightFailed", True, 1)
-    verdict = find_verdict(attempt)
+    verdict = first_rank_failure(attempt)
     assert verdict is not None
     assert verdict["message"] == "GPU 3 is gone"
     record_refusal(attempt, 1, 0, PreflightFailed("no space", is_node=False))
@@ -201,11 +201,11 @@ WELL: dict[str, Any] = {"action": 0, "rows": (2, 1, 0, 0), "pages": 0, "errors":
     ("gpu", "message"),
     [
         ({**WELL, "action": 1}, "needs a reset or a reboot .recovery action 1"),
-        ({**WELL, "rows": (0, 1, 1, 0)}, "a reset would replace"),
-        ({**WELL, "rows": (0, 9, 0, 1)}, "could not replace a broken row"),
+        ({**WELL, "rows": (0, 1, 1, 0)}, "a reset would remap"),
+        ({**WELL, "rows": (0, 9, 0, 1)}, "failed to remap a broken row"),
         ({"pages": 1}, "a reset would retire"),
-        ({"errors": 3}, "has had 3 memory errors"),
-        ({"lost": True}, "does not answer: GPU is lost"),
+        ({"errors": 3}, "has had 3 uncorrectable memory errors"),
+        ({"lost": True}, "does not respond: GPU is lost"),
     ],
 )
 def test_gpus_that_are_not_well(gpu: dict[str, Any], message: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainkit.errors import UsageError
-from trainkit.job.node.slurm_step import find_slurm_place, slurm_job_id, why_no_task
+from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task, slurm_job_id
 
 BATCH_SHELL = {
     "SLURM_JOB_ID": "12",
@@ -41,7 +41,7 @@ def step(**changes: Any) -> dict[str, str]:
 
 
 def test_a_task_of_a_step() -> None:
-    place = find_slurm_place(STEP)
+    place = find_slurm_task(STEP)
     assert place is not None
     assert (place.job_id, place.step_id, place.task, place.node_rank, place.local_task) == (
         "12",
@@ -55,30 +55,30 @@ def test_a_task_of_a_step() -> None:
 
 
 def test_uneven_nodes() -> None:
-    place = find_slurm_place(step(SLURM_STEP_NUM_TASKS="3", SLURM_STEP_TASKS_PER_NODE="2,1"))
+    place = find_slurm_task(step(SLURM_STEP_NUM_TASKS="3", SLURM_STEP_TASKS_PER_NODE="2,1"))
     assert place is not None
     assert place.tasks == (2, 1)
 
 
 def test_the_batch_shell_is_no_task_although_it_has_a_procid() -> None:
-    assert find_slurm_place(BATCH_SHELL) is None
-    assert "shell of a Slurm job" in str(why_no_task(BATCH_SHELL))
+    assert find_slurm_task(BATCH_SHELL) is None
+    assert "shell of a Slurm job" in str(reason_not_a_task(BATCH_SHELL))
 
 
 @pytest.mark.parametrize("number", ["4294967290", "4294967291", "4294967292"])
 def test_interactive_batch_and_extern_steps_are_no_tasks(number: str) -> None:
-    assert find_slurm_place(step(SLURM_STEP_ID=number)) is None
+    assert find_slurm_task(step(SLURM_STEP_ID=number)) is None
 
 
 def test_no_job_at_all() -> None:
-    assert find_slurm_place({}) is None
-    assert "not in a Slurm job" in str(why_no_task({}))
+    assert find_slurm_task({}) is None
+    assert "not in a Slurm job" in str(reason_not_a_task({}))
 
 
 def test_a_task_of_an_array_has_an_id_of_its_own() -> None:
     array = step(SLURM_ARRAY_JOB_ID="40", SLURM_ARRAY_TASK_ID="3")
     assert slurm_job_id(array) == "40_3"
-    assert find_slurm_place(array).job_id == "40_3"  # type: ignore[union-attr]
+    assert find_slurm_task(array).job_id == "40_3"  # type: ignore[union-attr]
 
 
 def test_each_start_of_a_step_has_a_key_of_its_own() -> None:
@@ -89,7 +89,7 @@ def test_each_start_of_a_step_has_a_key_of_its_own() -> None:
         {"SLURM_JOB_ID": "13"},
         {"SLURM_STEP_LAUNCHER_PORT": "40124"},
     ]
-    keys = {find_slurm_place(step(**changes)).key for changes in variants}  # type: ignore[union-attr]
+    keys = {find_slurm_task(step(**changes)).key for changes in variants}  # type: ignore[union-attr]
     assert len(keys) == len(variants)
 
 
@@ -107,4 +107,4 @@ def test_each_start_of_a_step_has_a_key_of_its_own() -> None:
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(UsageError, match=word):
-        find_slurm_place(step(**changes))
+        find_slurm_task(step(**changes))

@@ -1,4 +1,4 @@
-"""Failures of ranks: the record of a worker that died without a word, and the verdict on an attempt."""
+"""Failure records of ranks: writes those of workers that could not, and finds the first of an attempt."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_STUCK, TrainkitError
-from trainkit.job.exit_codes import describe_exit, signal_exit_code
 from trainkit.job.node.preflight import PreflightFailed
-from trainkit.job.node.process_group import PEER_S
+from trainkit.job.node.process_group import PEER_EXIT_S
 from trainkit.job.rank_env import own_host
+from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.job.watch.hangs import read_hangs
 from trainkit.rundir import AttemptDir, as_utc, parse_time, read_json, seconds_between, utc_now, write_json
 
@@ -23,27 +23,27 @@ _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
 """What torch writes before the lines of a traceback where there are several ranks."""
 LAUNCHER_ERROR = "ChildFailedError"
-"""What torchrun raises when a rank failed; it says nothing about why."""
-LAST_WORDS = 20
-"""So many lines before its end, an exception is what ended the program and not one that it got over."""
+"""What torchrun raises when a rank failed; it does not tell the cause."""
+MAX_LINES_AFTER = 20
+"""An exception further from the end of the output is one that the program handled."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
 
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that nobody caught."""
+    """An uncaught exception."""
 
     type: str
     message: str
 
     @property
     def is_final(self) -> bool:
-        """Whether it would be raised again if the program was started again."""
+        """Whether a restart would raise it again."""
         return self.type in FINAL
 
 
 def last_exception(lines: Sequence[str]) -> Raised | None:
-    """The exception whose traceback ends what a program printed; None when it ended without one."""
+    """The exception whose traceback ends a program's output; None when it ended without one."""
     plain = [_RANK_PREFIX.sub("", line, count=1) for line in lines]
     launched = False
     for index in range(len(plain) - 1, 0, -1):
@@ -52,7 +52,7 @@ def last_exception(lines: Sequence[str]) -> Raised | None:
             continue
         if found[1].endswith(LAUNCHER_ERROR):
             launched = True
-        elif launched or index >= len(plain) - LAST_WORDS:
+        elif launched or index >= len(plain) - MAX_LINES_AFTER:
             return Raised(found[1], found[2] or "")
         else:
             return None
@@ -60,7 +60,7 @@ def last_exception(lines: Sequence[str]) -> Raised | None:
 
 
 def _follows_a_traceback(lines: Sequence[str], index: int) -> bool:
-    """Whether the lines above are indented, and one of them names a place in a file."""
+    """Whether the lines above are indented, and one of them names a file and line."""
     for line in reversed(lines[:index]):
         if not line.startswith(" "):
             return False
@@ -91,7 +91,7 @@ def _last_lines(path: Path) -> list[str]:
 def record_silent_death(
     attempt: AttemptDir, rank: int, node_rank: int, exit_code: int, out_of_memory: bool = False
 ) -> None:
-    """Write the failure of a worker that left none itself (killed, out of memory, any other program)."""
+    """Write the failure of a worker that wrote none itself (killed, out of memory, any other program)."""
     path = attempt.rank_error(rank)
     if path.exists():
         return
@@ -103,7 +103,7 @@ def record_silent_death(
             "host": own_host(),
             "time": utc_now(),
             "step": None,
-            **_cause_of_death(attempt, rank, exit_code, out_of_memory),
+            **_death_fields(attempt, rank, exit_code, out_of_memory),
             "traceback": None,
             "exit_code": exit_code,
             "log_tail": log_tail(attempt.rank_log(rank)),
@@ -111,24 +111,25 @@ def record_silent_death(
     )
 
 
-def _cause_of_death(attempt: AttemptDir, rank: int, exit_code: int, out_of_memory: bool) -> dict[str, Any]:
-    """What the end of a silent worker says beside its exit code: ``type message`` and what else is known."""
-    how = describe_exit(exit_code)
+def _death_fields(attempt: AttemptDir, rank: int, exit_code: int, out_of_memory: bool) -> dict[str, Any]:
+    """The ``type`` and ``message`` of a worker that wrote no record, with what else is known."""
+    description = describe_exit(exit_code)
     if out_of_memory:
-        hint = "resources.mem asks for more, data.num_workers and train.device_batch_size need less"
-        return {"type": "OutOfMemory", "message": f"killed by {how}: no memory was left", "hint": hint}
+        hint = "raise resources.mem, or lower data.num_workers or train.device_batch_size"
+        return {"type": "OutOfMemory", "message": f"killed by {description}: out of memory", "hint": hint}
     if exit_code == EXIT_STUCK:
         hang = next((hang for hang in read_hangs(attempt) if hang.rank == rank), None)
         if hang is not None:
-            return {"type": "Hang", "message": hang.words, "step": hang.step}
+            return {"type": "Hang", "message": hang.summary, "step": hang.step}
     raised = last_exception(_last_lines(attempt.rank_log(rank))) if exit_code == EXIT_FAILED else None
     if raised is not None:
         return {"type": raised.type, "message": raised.message, "final": raised.is_final}
-    return {"type": "exit", "message": f"killed by {how}" if how.startswith("SIG") else f"ended with {how}"}
+    verb = "killed by" if description.startswith("SIG") else "ended with"
+    return {"type": "exit", "message": f"{verb} {description}"}
 
 
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:
-    """Write why a rank was not started."""
+    """Write why a rank could not start."""
     write_json(
         attempt.rank_error(rank),
         {
@@ -148,15 +149,11 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
     )
 
 
-def find_verdict(attempt: AttemptDir) -> dict[str, Any] | None:
-    """The failure that came first, without its traceback.
+def first_rank_failure(attempt: AttemptDir) -> dict[str, Any] | None:
+    """The first failure that a rank's record tells of, without its traceback; None without records.
 
-    Its keys: ``rank node_rank host time step type message exit_code final node``; `final` says that starting
-    again cannot help, `node` that another node may do better.
-
-    A rank that was killed comes before any exception: its peers may notice its closed connections
-    before its agent can write the record. Those that were killed later went down with the step.
-    None when no rank left a record.
+    A killed rank takes precedence over exceptions: its peers may notice its closed connections before its
+    agent can write the record. Ranks that were killed later ended with the step.
     """
     first = _first_record(attempt)
     if first is None:
@@ -169,7 +166,7 @@ def find_verdict(attempt: AttemptDir) -> dict[str, Any] | None:
 
 
 def first_exit_code(attempt: AttemptDir) -> int | None:
-    """The exit code of the failure that came first; None when no rank left a record."""
+    """The exit code of the first failing rank; None when no rank left a record."""
     first = _first_record(attempt)
     if first is None:
         return None
@@ -183,32 +180,32 @@ def _first_record(attempt: AttemptDir) -> dict[str, Any] | None:
         try:
             record = read_json(path)
         except (OSError, ValueError):
-            continue  # cut off by a crash; the others still tell
+            continue  # cut off by a crash
         if isinstance(record, dict):
             records.append(record)
     records.sort(key=lambda record: str(record.get("time") or "~"))
-    killed = (one for one in records if _was_killed(one) and _later_s(records[0], one) < PEER_S / 2)
+    killed = (item for item in records if _was_killed(item) and _later_s(records[0], item) < PEER_EXIT_S / 2)
     return next(killed, records[0] if records else None)
 
 
 def _later_s(first: dict[str, Any], second: dict[str, Any]) -> float:
-    """How much later the second record was written; 0 when one of them does not know when."""
+    """How much later the second record was written; 0 when a time is unknown."""
     return seconds_between(first.get("time"), parse_time(second.get("time"))) or 0.0
 
 
 def _was_killed(record: dict[str, Any]) -> bool:
-    """Whether a rank died of a signal that came from outside; abort is one that a rank sends itself."""
+    """Whether a rank died of an external signal; SIGABRT is one that a rank sends itself."""
     code = record.get("exit_code")
     return isinstance(code, int) and code > 128 and code != signal_exit_code(signal.SIGABRT)
 
 
-def host_verdict(attempt: AttemptDir, lost: Sequence[str]) -> dict[str, Any]:
-    """The verdict when hosts were lost: what the ranks on the others saw follows from that."""
+def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> dict[str, Any]:
+    """The failure when hosts were lost: the errors of ranks on other hosts follow from that."""
     try:
         hosts = list(read_json(attempt.rendezvous_file)["hosts"])
     except (OSError, ValueError, KeyError):
         hosts = []
-    more = f", and {', '.join(lost[1:])} neither" if len(lost) > 1 else ""
+    more = f"; nor {'do' if len(lost) > 2 else 'does'} {', '.join(lost[1:])}" if len(lost) > 1 else ""
     return {
         "rank": None,
         "node_rank": hosts.index(lost[0]) if lost[0] in hosts else None,
@@ -216,21 +213,21 @@ def host_verdict(attempt: AttemptDir, lost: Sequence[str]) -> dict[str, Any]:
         "time": utc_now(),
         "step": None,
         "type": "HostLost",
-        "message": f"it does not answer any more{more}",
+        "message": f"it no longer responds{more}",
         "exit_code": None,
         "final": False,
     }
 
 
-def dead_host_verdict(host: str, died_at: datetime | None) -> dict[str, Any]:
-    """The verdict on an attempt of which nobody is left to tell, not even on its first host."""
+def dead_host_failure(host: str, died_at: datetime | None) -> dict[str, Any]:
+    """The failure of an attempt whose first host died, with its supervisor."""
     reason = "its host died, or its supervisor was killed"
     time = {} if died_at is None else {"time": as_utc(died_at)}
-    return {**agent_verdict(None, reason), "host": host or None, "type": "HostLost", **time}
+    return {**agent_failure(None, reason), "host": host or None, "type": "HostLost", **time}
 
 
-def agent_verdict(node_rank: int | None, reason: str, exit_code: int | None = None) -> dict[str, Any]:
-    """The verdict when no rank left a record: the job failed outside its workers."""
+def agent_failure(node_rank: int | None, reason: str, exit_code: int | None = None) -> dict[str, Any]:
+    """The failure when no rank left a record: the job failed outside its workers."""
     return {
         "rank": None,
         "node_rank": node_rank,

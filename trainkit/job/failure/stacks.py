@@ -1,7 +1,7 @@
-"""Where the ranks of a running attempt are, on demand: asked for by a file, answered by files.
+"""Stacks of the ranks of a running attempt on demand: requests and replies are files.
 
-``attempts/NNN/stacks/requests/ID.json`` asks, ``…/requests/ID/rank-NNNN.json`` answers. The agent of a rank
-sees the request and signals its ranks, which answer themselves; for those that cannot, the agent answers.
+``attempts/NNN/stacks/requests/ID.json`` is a request, ``…/requests/ID/rank-NNNN.json`` a reply. The agent of
+a rank reads the request and signals its ranks, which reply themselves; the agent replies for the others.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.job import processes
-from trainkit.job.signals import WHERE_SIGNAL
-from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
+from trainkit.job.signals import STACKS_SIGNAL
+from trainkit.rundir import AttemptDir, process_stat, read_json, utc_now, write_json
 
 POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Where one rank is."""
+    """The stacks of one rank."""
 
     rank: int
     host: str
     pid: int
     how: str
-    """``asked`` when the rank said it itself, ``py-spy``, or empty when nobody could say."""
+    """``asked`` when the rank replied itself, ``py-spy``, or empty without stacks."""
     threads: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The frames of each thread, the innermost first; the thread that trains comes first."""
+    """The frames of each thread, innermost first; the training thread comes first."""
     step: int | None = None
     phase: str | None = None
     since_s: float | None = None
-    """How long it has been in that phase."""
+    """Seconds that it has been in that phase."""
     problem: str = ""
     """Why there are no stacks."""
 
@@ -56,7 +56,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Request:
-    """One question for stacks."""
+    """One request for stacks."""
 
     file: Path
 
@@ -65,47 +65,47 @@ class Request:
         return self.file.with_suffix("")
 
     def rank(self) -> int | None:
-        """The one rank that is asked; None for all."""
+        """The rank whose stacks are requested; None for all."""
         rank = read_json(self.file)["rank"]
         return rank if isinstance(rank, int) else None
 
     def reply_file(self, rank: int) -> Path:
         return self.replies_dir / f"rank-{rank:04d}.json"
 
-    def answer(self, reply: Reply) -> None:
-        """Write a reply, for a rank that could not."""
+    def reply(self, reply: Reply) -> None:
+        """Write the reply of a rank."""
         write_json(self.reply_file(reply.rank), reply.to_dict())
 
     def replies(self) -> list[Reply]:
-        """What has been answered so far, by rank."""
+        """The replies so far, by rank."""
         found = []
         for path in sorted(self.replies_dir.glob("rank-*.json")):
             try:
                 found.append(Reply(**read_json(path)))
             except (OSError, ValueError, TypeError):
-                continue  # not from us; that rank counts as one that did not answer
+                continue  # damaged: that rank counts as one without a reply
         return found
 
     def withdraw(self) -> None:
-        """Remove the question and what was answered."""
+        """Remove the request and its replies."""
         self.file.unlink(missing_ok=True)
         shutil.rmtree(self.replies_dir, ignore_errors=True)
-        with contextlib.suppress(OSError):  # somebody else asks
+        with contextlib.suppress(OSError):  # there are other requests
             self.file.parent.rmdir()
 
 
 def requests_dir(attempt: AttemptDir) -> Path:
-    """Where questions are put; it is there only while there are some."""
+    """The folder of the requests; it exists only while there are some."""
     return attempt.stacks_dir / "requests"
 
 
 def find_requests(attempt: AttemptDir) -> list[Request]:
-    """The questions that stand open."""
+    """The open requests."""
     return [Request(path) for path in sorted(requests_dir(attempt).glob("*.json"))]
 
 
-def ask(attempt: AttemptDir, rank: int | None) -> Request:
-    """Ask one rank, or all, where they are; OSError when nothing can be written there."""
+def request_stacks(attempt: AttemptDir, rank: int | None) -> Request:
+    """Request the stacks of one rank or all; OSError when the run folder cannot be written."""
     request = Request(requests_dir(attempt) / f"{uuid.uuid4().hex[:12]}.json")
     request.replies_dir.mkdir(parents=True)
     write_json(request.file, {"rank": rank, "time": utc_now()})
@@ -113,8 +113,8 @@ def ask(attempt: AttemptDir, rank: int | None) -> Request:
 
 
 def gather(attempt: AttemptDir, ranks: Collection[int], rank: int | None, timeout_s: float) -> list[Reply]:
-    """Ask `rank`, or all of `ranks`, and wait until each has answered or the time is over."""
-    request = ask(attempt, rank)
+    """Request the stacks of `rank`, or all of `ranks`, and wait for every reply or the timeout."""
+    request = request_stacks(attempt, rank)
     deadline_s = time.monotonic() + timeout_s
     wanted = len(ranks) if rank is None else 1
     try:
@@ -126,7 +126,7 @@ def gather(attempt: AttemptDir, ranks: Collection[int], rank: int | None, timeou
 
 
 def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
-    """Ranks that are at the same place in the code, together; the smallest group, the odd one, first."""
+    """Groups of ranks with the same main stack, the smallest group first."""
     groups: dict[tuple[str, ...], list[Reply]] = {}
     for reply in replies:
         if reply.threads:
@@ -134,50 +134,60 @@ def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
     return sorted(groups.values(), key=lambda group: (len(group), group[0].rank))
 
 
-ANSWER_S = 3.0
-"""How long a rank may take to answer by itself."""
+REPLY_S = 3.0
+"""How long a rank may take to reply by itself."""
 REQUEST_POLL_S = 0.05
 SPY_TIMEOUT_S = 20.0
 
-STATES = {
+STATE_PROBLEMS = {
     "T": "its process is stopped (SIGSTOP, or Slurm suspended it)",
     "t": "its process is stopped by a debugger",
-    "D": "its process waits in the kernel for a disk, a network filesystem or a device",
+    "D": "its process is blocked in the kernel on a disk, a network filesystem or a device",
 }
 
 
+def describe_state(pid: int) -> str:
+    """Why a process cannot run Python code, from its kernel state; empty when it can or has ended."""
+    try:
+        stat = process_stat(pid)
+    except OSError:
+        return ""
+    return "" if stat is None else STATE_PROBLEMS.get(stat.state, "")
+
+
 class StackCollector:
-    """Answers requests for the ranks of one agent."""
+    """Replies to requests for the ranks of one agent."""
 
-    def __init__(self, attempt: AttemptDir, answers_itself: bool) -> None:
+    def __init__(self, attempt: AttemptDir, replies_itself: bool) -> None:
         self._attempt = attempt
-        self._answers_itself = answers_itself
-        """Whether the ranks are the built-in trainer, which can be asked."""
-        self._seen: set[Path] = set()
+        self._replies_itself = replies_itself
+        """Whether the ranks are the built-in trainer, which replies itself."""
+        self._handled: set[Path] = set()
 
-    def look(self, ranks: Callable[[], Mapping[int, int]]) -> None:
-        """Answer new requests, in threads of their own; `ranks` gives the running ones with their pids."""
+    def poll(self, ranks: Callable[[], Mapping[int, int]]) -> None:
+        """Reply to new requests, each in its own thread; `ranks` returns the running ranks and their pids."""
         for request in find_requests(self._attempt):
-            if request.file not in self._seen:
-                self._seen.add(request.file)
-                what = (request, ranks())
-                threading.Thread(target=self._answer, args=what, name="stacks", daemon=True).start()
+            if request.file not in self._handled:
+                self._handled.add(request.file)
+                arguments = (request, ranks())
+                threading.Thread(target=self._reply, args=arguments, name="stacks", daemon=True).start()
 
-    def _answer(self, request: Request, ranks: Mapping[int, int]) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # withdrawn, or not a request
+    def _reply(self, request: Request, ranks: Mapping[int, int]) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # withdrawn or damaged
             wanted = request.rank()
             silent = {rank: pid for rank, pid in ranks.items() if wanted in (None, rank)}
-            if self._answers_itself:
-                silent = _without_those_that_answer(request, silent)
+            if self._replies_itself:
+                silent = _await_replies(request, silent)
             for rank, pid in silent.items():
-                request.answer(look_at(rank, pid))
+                request.reply(spy_on(rank, pid))
 
 
-def _without_those_that_answer(request: Request, ranks: Mapping[int, int]) -> dict[int, int]:
+def _await_replies(request: Request, ranks: Mapping[int, int]) -> dict[int, int]:
+    """Have ranks reply by themselves; those that did not."""
     for pid in ranks.values():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, WHERE_SIGNAL)
-    deadline_s = time.monotonic() + ANSWER_S
+            os.kill(pid, STACKS_SIGNAL)
+    deadline_s = time.monotonic() + REPLY_S
     silent = dict(ranks)
     while silent and time.monotonic() < deadline_s:
         time.sleep(REQUEST_POLL_S)
@@ -185,16 +195,16 @@ def _without_those_that_answer(request: Request, ranks: Mapping[int, int]) -> di
     return silent
 
 
-def look_at(rank: int, pid: int) -> Reply:
-    """Where a process is, as py-spy sees it from outside, or why that cannot be seen."""
+def spy_on(rank: int, pid: int) -> Reply:
+    """The stacks of a process as py-spy reads them, or why it cannot."""
     host = socket.gethostname()
-    # Beside our interpreter, too: its folder need not be on PATH.
+    # Also in our interpreter's folder, which need not be on PATH.
     spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
-    problem = STATES.get(processes.state(pid) or "", "")
+    problem = describe_state(pid)
     if spy is None:
-        problem = problem or "it does not answer, and py-spy, which could look at it, is not installed"
+        problem = problem or "it does not respond, and py-spy, which can read its stacks, is not installed"
         return Reply(rank, host, pid, "", problem=problem)
-    for candidate in (pid, *processes.descendants(pid)):  # a shell may stand before it
+    for candidate in (pid, *processes.descendants(pid)):  # the rank may run below a shell
         try:
             threads = _spy(spy, candidate)
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:

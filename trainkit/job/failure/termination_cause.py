@@ -1,4 +1,4 @@
-"""Why a job was told to stop: what Slurm says, and where it says nothing, who was told."""
+"""Why a job received a stop signal: from its state in Slurm, else from which processes received it."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ import signal
 from datetime import datetime, timedelta, timezone
 
 from trainkit.errors import TrainkitError
-from trainkit.job.decision import COMEBACK_SIGNAL, Cause
+from trainkit.job.decision import RESTART_SIGNAL, Cause
 from trainkit.slurm.client import QUERY_PATIENCE_S
 from trainkit.slurm.jobs import JobDetails, ask_job
 from trainkit.slurm.states import JobState
 
 EARLY_S = 60.0
-"""Slurm sends the signal that announces the end up to so much early."""
+"""Slurm may send the signal before the time limit this much early."""
 SLACK_S = 30.0
-"""What may pass between a signal and the question to Slurm."""
+"""The time that may pass between a signal and the query."""
 
 
-def look_at_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
-    """What Slurm says about the job now; None where it cannot be asked or has forgotten it."""
+def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
+    """The job's state in Slurm now; None when Slurm does not respond or has forgotten the job."""
     try:
         return ask_job(job_id, patience_s=patience_s)
     except TrainkitError as error:
-        print(f"Slurm does not say what it does with {job_id}: {error.message}", flush=True)
+        print(f"cannot query job {job_id}: {error.message}", flush=True)
         return None
 
 
 def termination_cause(
-    request: str,
+    stop_signal: str,
     job: JobDetails | None,
     grace_s: float,
     *,
-    shell_was_told: bool,
+    supervisor_was_signalled: bool,
     restarts: int,
     lost: bool,
-    notice: str = COMEBACK_SIGNAL,
+    notice: str = RESTART_SIGNAL,
 ) -> Cause | None:
-    """What stood behind a notice; None when a person wants the job to end.
+    """The cause of a stop signal; None when a person wants the job to end.
 
-    `shell_was_told` says that the batch shell got it too: while the grace time of a preemption lasts, Slurm
-    tells only the steps. `restarts` is how often the job had been started again when this start began, and
-    `lost` says that a host of it does not answer. `notice` is the signal that announces the end of its time.
+    `supervisor_was_signalled` says that the batch shell received it too: during the grace time of a
+    preemption Slurm signals only the steps. `restarts` is the job's restart count when this start began,
+    `lost` whether one of its hosts does not respond, and `notice` the signal before the time limit.
     """
     if job is None:
-        if request == COMEBACK_SIGNAL:
+        if stop_signal == RESTART_SIGNAL:
             return "timeout"
-        return None if shell_was_told or request == signal.SIGINT.name else "preempted"
+        return None if supervisor_was_signalled or stop_signal == signal.SIGINT.name else "preempted"
     if job.restarts > restarts or job.state.is_waiting:
-        # Slurm starts it again by itself: preempted without grace, or a host was lost.
+        # Slurm restarts the job by itself: preempted without grace time, or a host was lost.
         return "node_fail" if lost else "preempted"
     if job.is_preempted:
         return "preempted"
@@ -57,13 +57,17 @@ def termination_cause(
         return "node_fail"
     if job.state is JobState.TIMEOUT or job.reason == "TimeLimit":
         return "timeout"
-    if request == COMEBACK_SIGNAL:
+    if stop_signal == RESTART_SIGNAL:
         return "timeout" if _is_nearly_over(job, grace_s) else "asked"
-    return "timeout" if request == notice and not shell_was_told and _is_nearly_over(job, grace_s) else None
+    return (
+        "timeout"
+        if stop_signal == notice and not supervisor_was_signalled and _is_nearly_over(job, grace_s)
+        else None
+    )
 
 
 def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
-    """Whether Slurm ends this start of a job, or is about to; `restarts` as for `termination_cause`."""
+    """Whether Slurm is ending this start of a job, or will soon; `restarts` as for `termination_cause`."""
     return (
         job.state is not JobState.RUNNING
         or job.restarts > restarts

@@ -1,4 +1,4 @@
-"""The network interface between nodes: which one leads to the others, and what NCCL and gloo are told."""
+"""The network interface between nodes: which one reaches the others, and the variables for NCCL and gloo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 
 def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]:
-    """Variables for a preset or a named interface, and one sentence about them.
+    """Variables for a preset or a named interface, and one sentence that explains them.
 
     `peer` is another host of the job; None when all ranks are on this one.
     Raises UsageError when a named interface does not exist on this host.
@@ -26,30 +26,28 @@ def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]
         names = [name for _, name in socket.if_nameindex()]
         if preset not in names:
             raise UsageError(
-                f"launch.network is {preset}, and {socket.gethostname()} has no such interface",
-                hint=f"it has {', '.join(names)}; presets are {', '.join(PRESETS)}",
+                f"launch.network is {preset}, but {socket.gethostname()} has no such interface",
+                hint=f"its interfaces are {', '.join(names)}; presets are {', '.join(PRESETS)}",
             )
-        return _interface(preset), f"interface {preset}: launch.network names it"
+        return _interface(preset), f"interface {preset}: set by launch.network"
     if peer is None:
         return {"GLOO_SOCKET_IFNAME": "lo"}, "interface lo: all ranks are on this host"
     name = interface_to(peer)
     environ = {} if name is None else _interface(name)
-    said = (
-        f"interface {name}: it leads to {peer}" if name else f"no interface chosen: none is known to {peer}"
-    )
+    reason = f"interface {name}: the route to {peer}" if name else f"no interface chosen: no route to {peer}"
     if preset == "ib":
         if not INFINIBAND.is_dir() or not any(INFINIBAND.iterdir()):
             raise UsageError(
-                f"launch.network is ib, and {socket.gethostname()} has no InfiniBand device",
-                hint="launch.network: socket uses the ordinary network",
+                f"launch.network is ib, but {socket.gethostname()} has no InfiniBand device",
+                hint="`launch.network: socket` uses TCP",
             )
-        return {**environ, "NCCL_IB_DISABLE": "0"}, f"{said}; InfiniBand for NCCL"
+        return {**environ, "NCCL_IB_DISABLE": "0"}, f"{reason}; InfiniBand for NCCL"
     if preset == "socket":
-        return {**environ, "NCCL_IB_DISABLE": "1"}, f"{said}; NCCL uses sockets only"
+        return {**environ, "NCCL_IB_DISABLE": "1"}, f"{reason}; NCCL uses sockets only"
     if preset == "debug":
         debug = {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"}
-        return {**environ, **debug}, f"{said}; NCCL and torch.distributed tell what they do"
-    return environ, said
+        return {**environ, **debug}, f"{reason}; debug logs of NCCL and torch.distributed"
+    return environ, reason
 
 
 def _interface(name: str) -> dict[str, str]:
@@ -57,11 +55,11 @@ def _interface(name: str) -> dict[str, str]:
 
 
 def interface_to(host: str) -> str | None:
-    """The interface over which packets to a host leave; None when it cannot be told."""
+    """The interface on the route to a host; None when unknown."""
     try:
         found = socket.getaddrinfo(host, DISCARD_PORT, socket.AF_INET, socket.SOCK_DGRAM)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # chooses a route; nothing is sent
+            probe.connect(found[0][4])  # selects a route; sends nothing
             address = probe.getsockname()[0]
     except OSError:
         return None

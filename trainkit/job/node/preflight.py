@@ -1,7 +1,7 @@
-"""What is looked at on a node before ranks start on it: cheap, and only what would otherwise fail later.
+"""Checks on a node before ranks start: cheap, and only for what would otherwise fail later.
 
-The supervisor looks at the run folder before the step starts, every agent at its own node. A node that fails
-is not used again.
+The supervisor checks the run folder before the step starts, every agent its own node. A node that fails is
+not used again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from trainkit.errors import EXIT_FAILED, TrainkitError
+from trainkit.errors import EXIT_FAILED, TrainkitError, UsageError
+from trainkit.job import processes
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir
 
@@ -28,16 +29,16 @@ class PreflightFailed(TrainkitError):
     def __init__(self, message: str, hint: str = "", *, is_node: bool = True) -> None:
         super().__init__(message, hint, EXIT_FAILED)
         self.is_node = is_node
-        """Whether another node may do better."""
+        """Whether another node could pass."""
 
 
-HINT = "`nvidia-smi -q -d ECC,ROW_REMAPPER` there shows more; the administrators can reset or replace it"
+GPU_HINT = "run `nvidia-smi -q -d ECC,ROW_REMAPPER` there; administrators can reset or replace the GPU"
 
 
 def check_gpus(local_ranks: Sequence[int], environ: Mapping[str, str]) -> None:
     """Raise PreflightFailed when a GPU of these ranks is missing, lost or needs a reset.
 
-    Where NVML cannot be asked, nothing is known, and the ranks find out.
+    Passes where NVML is not available: a broken GPU then fails in the ranks.
     """
     try:
         import pynvml
@@ -62,48 +63,48 @@ def _check(nvml: Any, local_ranks: Sequence[int], visible: str | None) -> None:
             chosen = "" if visible is None else f" and CUDA_VISIBLE_DEVICES={visible}"
             raise PreflightFailed(
                 f"local rank {rank} has no GPU: {socket.gethostname()} shows {count}{chosen}",
-                hint="a GPU may have fallen off the bus: `nvidia-smi` and the kernel's log there tell",
+                hint="a GPU may have fallen off the bus: check `nvidia-smi` and the kernel log there",
             )
         if not name.isdigit():
-            continue  # a UUID may be cut short, and a part of a GPU has no health of its own
-        trouble = _trouble(nvml, int(name))
-        if trouble:
-            raise PreflightFailed(f"GPU {name} of {socket.gethostname()} {trouble}", hint=HINT)
+            continue  # a UUID may be abbreviated, and a MIG slice has no health of its own
+        problem = _gpu_problem(nvml, int(name))
+        if problem:
+            raise PreflightFailed(f"GPU {name} of {socket.gethostname()} {problem}", hint=GPU_HINT)
 
 
-def _trouble(nvml: Any, index: int) -> str | None:
+def _gpu_problem(nvml: Any, index: int) -> str | None:
     try:
-        return next(_troubles(nvml, nvml.nvmlDeviceGetHandleByIndex(index)), None)
+        return next(_gpu_problems(nvml, nvml.nvmlDeviceGetHandleByIndex(index)), None)
     except nvml.NVMLError as error:
-        return f"does not answer: {error}"
+        return f"does not respond: {error}"
 
 
-def _troubles(nvml: Any, handle: Any) -> Iterator[str]:
-    """What is wrong with a GPU; what its kind does not count is passed over."""
+def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
+    """The problems of a GPU; skips counters that its model does not have."""
     unknown = (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission)
     with contextlib.suppress(*unknown):
         action = _recovery_action(nvml, handle)
         if action:
-            yield f"says that it needs a reset or a reboot (recovery action {action})"
+            yield f"needs a reset or a reboot (recovery action {action})"
     with contextlib.suppress(*unknown):
         _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
         if has_failed:
-            yield "could not replace a broken row of its memory"
+            yield "failed to remap a broken row of its memory"
         if is_pending:
-            yield "has broken rows in its memory that a reset would replace"
+            yield "has broken memory rows that a reset would remap"
     with contextlib.suppress(*unknown):
         if nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle):
-            yield "has broken pages in its memory that a reset would retire"
+            yield "has broken memory pages that a reset would retire"
     with contextlib.suppress(*unknown):
         errors = nvml.nvmlDeviceGetTotalEccErrors(
             handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         )
         if errors:
-            yield f"has had {errors} memory errors that could not be corrected since its last reset"
+            yield f"has had {errors} uncorrectable memory errors since its last reset"
 
 
 def _recovery_action(nvml: Any, handle: Any) -> int:
-    """What the driver wants done before the GPU is used again, after an Xid for example; 0 for nothing."""
+    """The recovery action that the driver requires, after an Xid for example; 0 for none."""
     field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is None:
         return 0
@@ -111,17 +112,17 @@ def _recovery_action(nvml: Any, handle: Any) -> int:
     return int(value.value.uiVal) if value.nvmlReturn == nvml.NVML_SUCCESS else 0
 
 
-SEEN_VARIABLE = "TRAINKIT_JOB_SEEN"
-"""What the supervisor saw of the run folder, for the agents to compare."""
+SUPERVISOR_VIEW_VARIABLE = "TRAINKIT_JOB_SUPERVISOR_VIEW"
+"""The run folder as the supervisor sees it, for the agents to compare."""
 PROBE_BYTES = 65_536
-"""Where a quota is used up, only writing shows it."""
+"""An exhausted quota shows only when writing."""
 MIN_FREE_MIB = 16
 MAX_CLOCK_OFFSET_S = 5.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
-def seen_by_supervisor(attempt: AttemptDir) -> str:
-    """What the supervisor sees of the run folder: the value of `SEEN_VARIABLE`.
+def supervisor_view(attempt: AttemptDir) -> str:
+    """The run folder as the supervisor sees it: the value of `SUPERVISOR_VIEW_VARIABLE`.
 
     Raises PreflightFailed when the folder cannot be written.
     """
@@ -133,8 +134,8 @@ def check_node(
 ) -> None:
     """Raise PreflightFailed when these ranks cannot run on this node."""
     offset_s = clock_offset_s(attempt)
-    if SEEN_VARIABLE in environ:
-        _compare(attempt, offset_s, environ[SEEN_VARIABLE])
+    if SUPERVISOR_VIEW_VARIABLE in environ:
+        _compare_views(attempt, offset_s, environ[SUPERVISOR_VIEW_VARIABLE])
     _check_space(Path(environ.get("TMPDIR") or "/tmp"))
     _check_space(Path("/dev/shm"))
     if plan.device == "cuda":
@@ -142,17 +143,17 @@ def check_node(
 
 
 def plan_digest(attempt: AttemptDir) -> str:
-    """Tells whether two hosts see the same plan.json."""
+    """A digest by which two hosts compare their plan.json."""
     return hashlib.sha256(attempt.plan_file.read_bytes()).hexdigest()[:16]
 
 
 def clock_offset_s(attempt: AttemptDir) -> float:
-    """How many seconds the clock here is ahead of that of the run folder's filesystem.
+    """Seconds that the clock of this host is ahead of the run folder's file server.
 
     Raises PreflightFailed when the folder cannot be written.
     """
     try:
-        began_s = time.time()
+        started_s = time.time()
         handle, name = tempfile.mkstemp(prefix=".probe.", dir=attempt.path)
         try:
             with os.fdopen(handle, "wb") as stream:
@@ -160,30 +161,30 @@ def clock_offset_s(attempt: AttemptDir) -> float:
             written_s, ended_s = Path(name).stat().st_mtime, time.time()
         finally:
             os.unlink(name)
-        # A busy server may take its time, and stamps the file somewhere in it.
-        return min(0.0, ended_s - written_s) + max(0.0, began_s - written_s)
+        # A busy server may be slow, and sets the file's time at some moment in between.
+        return min(0.0, ended_s - written_s) + max(0.0, started_s - written_s)
     except OSError as error:
         raise PreflightFailed(
             f"{attempt.path} cannot be written on {socket.gethostname()}: {error.strerror or error}",
-            hint="`df -h` and `quota` tell; the run folder must be writable on every node",
+            hint="check `df -h` and `quota`; the run folder must be writable on every node",
             is_node=error.errno not in _NO_SPACE,
         ) from None
 
 
-def _compare(attempt: AttemptDir, offset_s: float, seen: str) -> None:
-    digest, _, supervisors_s = seen.partition(" ")
+def _compare_views(attempt: AttemptDir, offset_s: float, view: str) -> None:
+    digest, _, supervisor_offset_s = view.partition(" ")
     host = socket.gethostname()
     if plan_digest(attempt) != digest:
         raise PreflightFailed(
-            f"{attempt.plan_file} on {host} is not the file that the first node of the job sees",
+            f"{attempt.plan_file} on {host} differs from the file that the first node of the job sees",
             hint="all nodes must share the filesystem of the run folder",
         )
-    # Where the supervisor's clock is as far off, it is the file server's that is wrong.
-    if abs(offset_s) > MAX_CLOCK_OFFSET_S >= abs(float(supervisors_s)):
+    # If the supervisor's clock is off as well, the file server's is wrong.
+    if abs(offset_s) > MAX_CLOCK_OFFSET_S >= abs(float(supervisor_offset_s)):
         ahead = "ahead of" if offset_s > 0 else "behind"
         raise PreflightFailed(
-            f"the clock of {host} is {abs(offset_s):.0f} s {ahead} that of the run folder's filesystem",
-            hint="the administrators can set it (chronyc tracking shows more)",
+            f"the clock of {host} is {abs(offset_s):.0f} s {ahead} the clock of the run folder's file server",
+            hint="ask the administrators to synchronize it; `chronyc tracking` there shows the offset",
         )
 
 
@@ -195,6 +196,39 @@ def _check_space(folder: Path) -> None:
     free_mib = found.f_bavail * found.f_frsize / 2**20
     if found.f_blocks and free_mib < MIN_FREE_MIB:
         raise PreflightFailed(
-            f"{folder} on {socket.gethostname()} has {free_mib:.1f} MiB left",
-            hint="what other jobs have left there has to be removed; TMPDIR can name another folder",
+            f"{folder} on {socket.gethostname()} has only {free_mib:.1f} MiB free",
+            hint="remove the files that other jobs left there, or set TMPDIR to another folder",
         )
+
+
+DISK_PATIENCE_S = 300.0
+DISK_RETRY_S = 5.0
+_UNAVAILABLE = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT)
+"""The errors of a network filesystem while its server restarts or it is remounted."""
+T = TypeVar("T")
+
+
+def retry_on_disk_error(action: Callable[[], T]) -> T:
+    """The action's result, retried for five minutes while the disk or quota is full or the disk unavailable.
+
+    Raises other errors of the action at once, and a disk error when a stop signal arrives.
+    """
+    deadline_s, logged = time.monotonic() + DISK_PATIENCE_S, False
+    while True:
+        try:
+            return action()
+        except (OSError, PreflightFailed, UsageError) as error:
+            if not _is_transient(error) or time.monotonic() > deadline_s:
+                raise
+            if not logged:
+                logged = True
+                processes.log_line(f"{error}; retrying for {DISK_PATIENCE_S:g} s")
+            if processes.wait_for_notice(DISK_RETRY_S) is not None:
+                raise
+
+
+def _is_transient(error: Exception) -> bool:
+    if isinstance(error, PreflightFailed):
+        return not error.is_node
+    cause = error.__cause__ if isinstance(error, UsageError) else error
+    return isinstance(cause, OSError) and cause.errno in (*_NO_SPACE, *_UNAVAILABLE)

@@ -1,4 +1,4 @@
-"""Several child processes as one: started together, told together, and none is left at the end."""
+"""Child processes that start, receive signals and end together."""
 
 from __future__ import annotations
 
@@ -10,104 +10,105 @@ import time
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job import processes
 
-PEER_S = 5.0
-"""How long the others may take to report by themselves after one member failed."""
-IDLE_S = 5.0
-"""How often to look around when nothing happens."""
+PEER_EXIT_S = 5.0
+"""How long the other members may take to exit and report by themselves after one has failed."""
+KILL_MARGIN_S = 5.0
+"""How long after the grace time an agent kills what is left; workers watch the grace time themselves."""
 
 
 class ProcessGroup:
-    """The members by rank, from their start to the exit code of the last one.
+    """The members by rank, from their start to the exit of the last one.
 
-    A supervisor's crew are its agents, an agent's crew its workers.
+    A supervisor's members are its agents or srun, an agent's members its workers.
     """
+
+    poll_interval_s = 5.0
+    """How often `poll` is called when nothing happens."""
 
     def __init__(self) -> None:
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         """The members that have not ended."""
         self.deadline_s: float | None = None
-        """Monotonic time at which those that are left are killed."""
-        self._trouble = ""
-
-    look_every_s = IDLE_S
+        """Monotonic time at which the running members are killed."""
+        self._poll_error = ""
 
     def start(self) -> None:
         """Start every member and put it into `running`."""
         raise NotImplementedError
 
-    def tell(self, received: signal.Signals) -> None:
+    def forward_signal(self, received: signal.Signals) -> None:
         """Pass a notice signal on to every member."""
         for member in self.running.values():
             os.kill(member.pid, received)  # Popen.send_signal would reap one that has just ended
 
-    def told(self, received: signal.Signals) -> None:
-        """Something to do when a notice signal has been passed on."""
+    def on_signal(self, received: signal.Signals) -> None:
+        """Called after a notice signal has been forwarded."""
         raise NotImplementedError
 
-    def lost(self, rank: int, code: int, killed: bool) -> None:
-        """Something to do when a member has ended; `killed` when it was killed from here."""
+    def on_exit(self, rank: int, code: int, killed: bool) -> None:
+        """Called when a member has ended; `killed` says that this group killed it."""
         raise NotImplementedError
 
-    def died_as_asked(self, code: int) -> bool:
-        """Whether a member that ended with this code only died of a notice: the others have their time."""
+    def died_of_notice(self, code: int) -> bool:
+        """Whether this exit code is a death by a forwarded notice: the others keep their grace time."""
         return False
 
-    def look_around(self) -> None:
-        """Something to do every few seconds, and whenever something has happened."""
+    def poll(self) -> None:
+        """Called every `poll_interval_s`, and after every signal and exit."""
 
-    def work(self) -> None:
-        """Start all, pass notice signals on, wait for all; what hangs on beyond the deadline is killed."""
+    def run(self) -> None:
+        """Start the members, forward notice signals, and wait until all have ended or the deadline passes."""
         try:
             self.start()
             while self.running:
                 self._wait()
         finally:
-            self._kill_rest()
+            self._kill_running()
 
-    def end_within(self, seconds: float) -> None:
-        """Kill those that still run so many seconds from now, or at an earlier deadline if there is one."""
+    def kill_within(self, seconds: float) -> None:
+        """Kill the members that still run after this time, or at an earlier deadline if there is one."""
         deadline_s = time.monotonic() + seconds
         self.deadline_s = deadline_s if self.deadline_s is None else min(self.deadline_s, deadline_s)
 
     def _wait(self) -> None:
-        self._look()
+        self._poll()
         left_s = float("inf") if self.deadline_s is None else self.deadline_s - time.monotonic()
         if left_s <= 0:
-            self._kill_rest()
+            self._kill_running()
             return
-        received = processes.wait_for_signal(min(left_s, self.look_every_s))
+        received = processes.wait_for_signal(min(left_s, self.poll_interval_s))
         if received is not None and received != signal.SIGCHLD:
-            self.tell(received)
-            self.told(received)
+            self.forward_signal(received)
+            self.on_signal(received)
         self._reap()
 
-    def _look(self) -> None:
-        """Look around; a filesystem that is away for a moment is no reason to end the members."""
-        trouble = ""
+    def _poll(self) -> None:
+        """Call `poll`; a filesystem that is unavailable for a moment is no reason to end the members."""
+        problem = ""
         try:
-            self.look_around()
+            self.poll()
         except OSError as error:
-            trouble = str(error)
-            if trouble != self._trouble:
-                processes.log_line(f"the run folder cannot be looked at ({trouble})")
-        self._trouble = trouble
+            problem = str(error)
+            if problem != self._poll_error:
+                processes.log_line(f"cannot read the run folder ({problem})")
+        self._poll_error = problem
 
     def _reap(self) -> None:
         for rank, member in list(self.running.items()):
             if processes.ended(member):
-                processes.kill_group(member)  # what it left behind, a worker its data loaders for example
-                self._note(rank, member, killed=False)
+                processes.kill_group(member)  # its remaining children, a worker's data loaders for example
+                self._record_exit(rank, member, killed=False)
 
-    def _note(self, rank: int, member: subprocess.Popen[bytes], killed: bool) -> None:
+    def _record_exit(self, rank: int, member: subprocess.Popen[bytes], killed: bool) -> None:
         code = processes.exit_code(member)
         del self.running[rank]
-        if code not in (EXIT_OK, EXIT_STOPPED) and not self.died_as_asked(code):
-            self.end_within(PEER_S)
-        self.lost(rank, code, killed)
+        if code not in (EXIT_OK, EXIT_STOPPED) and not self.died_of_notice(code):
+            self.kill_within(PEER_EXIT_S)
+        self.on_exit(rank, code, killed)
 
-    def _kill_rest(self) -> None:
-        rest = list(self.running.items())
-        for _, member in rest:
+    def _kill_running(self) -> None:
+        members = list(self.running.items())
+        for _, member in members:
             processes.kill_group(member)
-        for rank, member in rest:
-            self._note(rank, member, killed=True)
+        for rank, member in members:
+            self._record_exit(rank, member, killed=True)

@@ -1,23 +1,21 @@
-"""Where an agent stands: its node, the workers that are its own, and where rank 0 listens."""
+"""The rendezvous of an attempt: each agent's node and ranks, and the address at which rank 0 listens."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import signal
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.job import processes
-from trainkit.job.node.slurm_step import SlurmPlace
+from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json, write_json
+from trainkit.rundir import AttemptDir, wait_for_json, write_json
 
 LOCAL_ADDR = "127.0.0.1"
-"""Where rank 0 listens when all nodes are this machine."""
+"""The address of rank 0 when all nodes are this machine."""
 
 NUM_CANDIDATES = 64
 LOWEST_PORT = 10_000
@@ -26,7 +24,7 @@ DEFAULT_EPHEMERAL = (32_768, 60_999)
 
 
 def ephemeral_range(path: str = "/proc/sys/net/ipv4/ip_local_port_range") -> tuple[int, int]:
-    """The ports that the kernel gives to outgoing connections, both ends included."""
+    """The ports that the kernel uses for outgoing connections, both ends included."""
     try:
         low, high = Path(path).read_text().split()
         return int(low), int(high)
@@ -35,15 +33,15 @@ def ephemeral_range(path: str = "/proc/sys/net/ipv4/ip_local_port_range") -> tup
 
 
 def port_pool(ephemeral: tuple[int, int]) -> list[int]:
-    """All ports outside the ephemeral range that ranks may meet at."""
+    """All ports outside the ephemeral range that a rendezvous may use."""
     low, high = ephemeral
     return [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
 
 
 def candidate_ports(job_id: str, attempt: int, ephemeral: tuple[int, int]) -> list[int]:
-    """Ports outside the ephemeral range, in an order that differs from job to job and attempt to attempt.
+    """Ports outside the ephemeral range, in an order that depends on job and attempt.
 
-    Empty when the ephemeral range leaves none.
+    Empty when the ephemeral range covers all ports.
     """
     pool = port_pool(ephemeral)
     if not pool:
@@ -54,7 +52,7 @@ def candidate_ports(job_id: str, attempt: int, ephemeral: tuple[int, int]) -> li
 
 
 def is_free(port: int) -> bool:
-    """Whether rank 0 could listen here; torch's store binds all addresses, so this does too."""
+    """Whether rank 0 could listen on a port; binds all addresses, as torch's store does."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))
@@ -80,14 +78,13 @@ def choose_port(job_id: str, attempt: int) -> int:
     )
 
 
-MEET_TIMEOUT_S = 300.0
-SEE_TIMEOUT_S = 65.0
-"""A host of a network filesystem may see a folder for a minute as it was."""
-POLL_S = 0.05
+RENDEZVOUS_TIMEOUT_S = 300.0
+VISIBLE_TIMEOUT_S = 65.0
+"""An NFS client may show an old state of a folder for a minute."""
 
 
-class ToldToStop(Exception):
-    """A notice signal came before there was anything to pass it on to."""
+class StopSignalReceived(Exception):
+    """A notice signal came before the workers had started."""
 
     def __init__(self, received: signal.Signals) -> None:
         super().__init__(received.name)
@@ -95,8 +92,8 @@ class ToldToStop(Exception):
 
 
 @dataclass(frozen=True)
-class Station:
-    """The place of one agent."""
+class Rendezvous:
+    """One agent's part in an attempt."""
 
     node_rank: int
     local_ranks: tuple[int, ...]
@@ -106,64 +103,61 @@ class Station:
     """Another host of the job; None when all ranks are on this one."""
 
     @property
-    def leads(self) -> bool:
-        """Whether rank 0 is one of its workers."""
+    def has_rank_0(self) -> bool:
+        """Whether rank 0 is one of the agent's workers."""
         return self.node_rank == 0 and 0 in self.local_ranks
 
 
-def await_plan(attempt: AttemptDir, timeout_s: float = SEE_TIMEOUT_S) -> LaunchPlan:
-    """The plan of the attempt, once this host sees it: a network filesystem may show an older folder.
+def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> LaunchPlan:
+    """The plan of the attempt, once this host sees it.
 
-    Raises TrainkitError when it does not show up, and ToldToStop when a notice comes meanwhile.
+    Raises TrainkitError after the timeout, and StopSignalReceived when a notice signal comes meanwhile.
     """
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            return LaunchPlan.from_dict(read_json(attempt.plan_file))
-        except (OSError, ValueError) as error:
-            if time.monotonic() > deadline_s:
-                raise TrainkitError(
-                    f"{attempt.plan_file} cannot be read here: {error}",
-                    hint="all nodes must share the filesystem of the run folder",
-                ) from error
-        with contextlib.suppress(OSError):
-            # Listing the folder makes a network filesystem look again.
-            list(attempt.run.attempts_dir.iterdir())
-        received = processes.wait_for_signal(POLL_S)
-        if received is not None and received != signal.SIGCHLD:
-            raise ToldToStop(received)
-
-
-def local_station(plan: LaunchPlan, node_rank: int, master_port: int) -> Station:
-    """The place of an agent in a job whose nodes are all this machine."""
-    return Station(node_rank, tuple(range(plan.workers_of(node_rank))), LOCAL_ADDR, master_port, None)
-
-
-def slurm_station(attempt: AttemptDir, plan: LaunchPlan, place: SlurmPlace) -> Station:
-    """The place of the agent that runs as a task of a Slurm step, once rank 0's port is known.
-
-    Raises TrainkitError when the step is not what the plan asks for or nobody publishes a port, and
-    ToldToStop when a notice signal comes meanwhile.
-    """
-    check_step(plan, place)
-    per_gpu = plan.per == "gpu"
-    mine = (place.local_task,) if per_gpu else tuple(range(plan.workers_of(place.node_rank)))
-    own_host = place.hosts[place.node_rank]
-    others = [host for host in (place.hosts[0], *place.hosts[1:2]) if host != own_host]
-    addr = LOCAL_ADDR if place.num_nodes == 1 else place.hosts[0]
-    first = place.node_rank == 0 and place.local_task == 0
-    port = publish_port(attempt, place, addr) if first else await_port(attempt, place)
-    return Station(place.node_rank, mine, addr, port, others[0] if others else None)
-
-
-def check_step(plan: LaunchPlan, place: SlurmPlace) -> None:
-    """Raise TrainkitError (exit code 78) when Slurm gave another step than the plan asks for."""
-    wanted = tuple(plan.workers_of(node) if plan.per == "gpu" else 1 for node in range(plan.num_nodes))
-    if place.tasks != wanted:
+    try:
+        return LaunchPlan.from_dict(wait_for_json(attempt.plan_file, timeout_s, pause=_pause))
+    except TimeoutError as error:
         raise TrainkitError(
-            f"the plan asks for {_shape(wanted)} (--per {plan.per}), but Slurm gave {_shape(place.tasks)}: "
-            f"step {place.job_id}.{place.step_id} on {','.join(place.hosts)}",
-            hint="the srun line must start the tasks that plan.json counts: let trainkit write it",
+            f"cannot read {attempt.plan_file} on {socket.gethostname()}: {error}",
+            hint="all nodes must share the filesystem of the run folder",
+        ) from error
+
+
+def _pause(seconds: float) -> None:
+    received = processes.wait_for_signal(seconds)
+    if received is not None and received != signal.SIGCHLD:
+        raise StopSignalReceived(received)
+
+
+def local_rendezvous(plan: LaunchPlan, node_rank: int, master_port: int) -> Rendezvous:
+    """The rendezvous of an agent whose job has all nodes on this machine."""
+    return Rendezvous(node_rank, tuple(range(plan.workers_of(node_rank))), LOCAL_ADDR, master_port, None)
+
+
+def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> Rendezvous:
+    """The rendezvous of the agent that is a task of a Slurm step, once rank 0's port is known.
+
+    Raises TrainkitError when the step does not match the plan or no port is published, and
+    StopSignalReceived when a notice signal comes meanwhile.
+    """
+    check_step(plan, task)
+    per_gpu = plan.per == "gpu"
+    local_ranks = (task.local_task,) if per_gpu else tuple(range(plan.workers_of(task.node_rank)))
+    own_host = task.hosts[task.node_rank]
+    others = [host for host in (task.hosts[0], *task.hosts[1:2]) if host != own_host]
+    addr = LOCAL_ADDR if task.num_nodes == 1 else task.hosts[0]
+    is_first = task.node_rank == 0 and task.local_task == 0
+    port = publish_port(attempt, task, addr) if is_first else await_port(attempt, task)
+    return Rendezvous(task.node_rank, local_ranks, addr, port, others[0] if others else None)
+
+
+def check_step(plan: LaunchPlan, task: SlurmTask) -> None:
+    """Raise TrainkitError (exit code 78) when the step does not match the plan."""
+    planned = tuple(plan.workers_of(node) if plan.per == "gpu" else 1 for node in range(plan.num_nodes))
+    if task.tasks != planned:
+        raise TrainkitError(
+            f"the plan needs {_shape(planned)} (--per {plan.per}), but Slurm started {_shape(task.tasks)}: "
+            f"step {task.job_id}.{task.step_id} on {','.join(task.hosts)}",
+            hint="use the srun line that trainkit writes: it starts the tasks of plan.json",
             exit_code=EXIT_NO_RESTART,
         )
 
@@ -175,32 +169,26 @@ def _shape(tasks: tuple[int, ...]) -> str:
     return f"{nodes} with {','.join(map(str, tasks))} tasks"
 
 
-def publish_port(attempt: AttemptDir, place: SlurmPlace, addr: str) -> int:
-    """Choose a free port on this host, which is rank 0's, and tell the other tasks."""
-    port = choose_port(place.key, attempt.number)
-    told = {"step": place.key, "step_id": place.step_id, "addr": addr, "port": port}
-    write_json(attempt.rendezvous_file, {**told, "hosts": list(place.hosts)})
+def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> int:
+    """Choose a free port on this host, which is rank 0's, and publish it to the other tasks."""
+    port = choose_port(task.key, attempt.number)
+    record = {"step": task.key, "step_id": task.step_id, "addr": addr, "port": port}
+    write_json(attempt.rendezvous_file, {**record, "hosts": list(task.hosts)})
     return port
 
 
-def await_port(attempt: AttemptDir, place: SlurmPlace, timeout_s: float = MEET_TIMEOUT_S) -> int:
+def await_port(attempt: AttemptDir, task: SlurmTask, timeout_s: float = RENDEZVOUS_TIMEOUT_S) -> int:
     """The port that the step's first task has published."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        # Listing the folder makes a network filesystem look again for a file that was not there.
-        if attempt.rendezvous_file in list(attempt.path.iterdir()):
-            try:
-                found = read_json(attempt.rendezvous_file)
-            except (OSError, ValueError):
-                found = {}
-            if found.get("step") == place.key:
-                return int(found["port"])
-        if time.monotonic() > deadline_s:
-            raise TrainkitError(
-                f"the first task of step {place.job_id}.{place.step_id}, on {place.hosts[0]}, "
-                f"has not published {attempt.rendezvous_file} within {timeout_s:g} s",
-                hint=f"look at {attempt.node_log(0)}; all nodes must share the filesystem of the run folder",
-            )
-        received = processes.wait_for_signal(POLL_S)
-        if received is not None and received != signal.SIGCHLD:
-            raise ToldToStop(received)
+
+    def is_from_this_step(record: dict[str, object]) -> bool:
+        return record.get("step") == task.key
+
+    try:
+        record = wait_for_json(attempt.rendezvous_file, timeout_s, accept=is_from_this_step, pause=_pause)
+    except TimeoutError:
+        raise TrainkitError(
+            f"the first task of step {task.job_id}.{task.step_id}, on {task.hosts[0]}, "
+            f"has not published {attempt.rendezvous_file} within {timeout_s:g} s",
+            hint=f"check {attempt.node_log(0)}; all nodes must share the filesystem of the run folder",
+        ) from None
+    return int(record["port"])

@@ -1,6 +1,6 @@
-"""Where this process stands in a Slurm step, from the variables that srun sets.
+"""The task of a Slurm step that this process is, from the variables that srun sets.
 
-The batch shell has SLURM_PROCID=0 too, but it is no task of a step: only SLURM_STEP_ID tells.
+The batch shell has SLURM_PROCID=0 too, but it is not a task of a step: only SLURM_STEP_ID distinguishes them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from trainkit.errors import UsageError
 from trainkit.slurm.hosts import expand_hosts, tasks_per_node
 
 FIRST_SPECIAL_STEP = 4_294_967_280
-"""Step numbers from here on stand for batch, extern and interactive steps, whose only process is no rank."""
+"""Step numbers from here on are batch, extern and interactive steps, whose only process is not a rank."""
 
 
 @dataclass(frozen=True)
-class SlurmPlace:
+class SlurmTask:
     """One task of a step."""
 
     job_id: str
@@ -31,9 +31,9 @@ class SlurmPlace:
     tasks: tuple[int, ...]
     """Tasks of each node."""
     hosts: tuple[str, ...]
-    """In the order of the step, which need not be alphabetical."""
+    """In the order of the step's nodes, which need not be alphabetical."""
     launcher_port: str = ""
-    """Where the step's srun listens: differs from step to step even where job ids begin at 1 again."""
+    """The port of the step's srun: differs between steps even where job ids start at 1 again."""
 
     @property
     def num_tasks(self) -> int:
@@ -45,44 +45,44 @@ class SlurmPlace:
 
     @property
     def key(self) -> str:
-        """Names this start of this step, and no other."""
+        """Identifies this start of this step."""
         return f"{self.job_id}.{self.step_id}.{self.restart_count}.{self.launcher_port}"
 
 
 def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The id of the job that this process belongs to; of an array's task with its index."""
+    """The id of the job that this process belongs to; with its index for a task of an array."""
     if environ.get("SLURM_ARRAY_JOB_ID") and environ.get("SLURM_ARRAY_TASK_ID"):
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ.get("SLURM_JOB_ID")
 
 
-def why_no_task(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why this process is no task of a Slurm step; None when it is one."""
+def reason_not_a_task(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why this process is not a task of a Slurm step; None when it is one."""
     if "SLURM_JOB_ID" not in environ:
         return "this process is not in a Slurm job"
     step = environ.get("SLURM_STEP_ID")
     if step is None:
-        return "this is the shell of a Slurm job and not a task of a step: srun starts those"
+        return "this is the batch shell of a Slurm job, not a task of a step: srun starts tasks"
     if step.isdigit() and int(step) >= FIRST_SPECIAL_STEP:
         return "this is the interactive shell of an allocation: srun starts tasks from it"
     return None
 
 
-def find_slurm_place(environ: Mapping[str, str] = os.environ) -> SlurmPlace | None:
-    """The place of this process in its step; None where it is no task.
+def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None:
+    """The task that this process is; None when it is not one.
 
-    Raises UsageError when Slurm's variables are incomplete, contradict each other, or tell of a
-    heterogeneous job.
+    Raises UsageError when Slurm's variables are incomplete, contradict each other, or describe a step across
+    components of a heterogeneous job.
     """
-    if why_no_task(environ) is not None:
+    if reason_not_a_task(environ) is not None:
         return None
     if int(environ.get("SLURM_HET_SIZE") or 1) > 1 and not _is_in_one_component(environ):
         raise UsageError(
             "this step spans components of a heterogeneous job, which trainkit cannot train across",
-            hint="ask for nodes of one kind, or start the ranks in one component with srun --het-group=0",
+            hint="request nodes of one kind, or start the ranks in one component with srun --het-group=0",
         )
     tasks = tuple(tasks_per_node(_text(environ, "SLURM_STEP_TASKS_PER_NODE")))
-    place = SlurmPlace(
+    found = SlurmTask(
         job_id=str(slurm_job_id(environ)),
         step_id=_text(environ, "SLURM_STEP_ID"),
         restart_count=int(environ.get("SLURM_RESTART_COUNT") or 0),
@@ -93,22 +93,24 @@ def find_slurm_place(environ: Mapping[str, str] = os.environ) -> SlurmPlace | No
         hosts=tuple(expand_hosts(_text(environ, "SLURM_STEP_NODELIST"))),
         launcher_port=environ.get("SLURM_STEP_LAUNCHER_PORT", ""),
     )
-    asked = _number(environ, "SLURM_STEP_NUM_TASKS")
+    num_tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
     fits = (
-        place.node_rank < place.num_nodes and place.local_task < tasks[place.node_rank] and place.task < asked
+        found.node_rank < found.num_nodes
+        and found.local_task < tasks[found.node_rank]
+        and found.task < num_tasks
     )
-    if place.num_tasks != asked or len(place.hosts) != place.num_nodes or not fits:
+    if found.num_tasks != num_tasks or len(found.hosts) != found.num_nodes or not fits:
         raise UsageError(
-            f"Slurm's variables contradict each other: {asked} tasks, SLURM_STEP_TASKS_PER_NODE="
+            f"Slurm's variables contradict each other: {num_tasks} tasks, SLURM_STEP_TASKS_PER_NODE="
             f"{environ['SLURM_STEP_TASKS_PER_NODE']} on {environ['SLURM_STEP_NODELIST']}, and this is task "
-            f"{place.task}, node {place.node_rank}, local task {place.local_task}",
+            f"{found.task}, node {found.node_rank}, local task {found.local_task}",
             hint="variables of another job may have been exported into this one",
         )
-    return place
+    return found
 
 
 def _is_in_one_component(environ: Mapping[str, str]) -> bool:
-    """Whether the step of a heterogeneous job is on nodes of one component: then it is like any other."""
+    """Whether the step of a heterogeneous job is on nodes of one component, like an ordinary step."""
     hosts = expand_hosts(_text(environ, "SLURM_STEP_NODELIST"))
     components = [
         expand_hosts(nodes) for name, nodes in environ.items() if name.startswith("SLURM_NODELIST_HET_GROUP_")

@@ -8,12 +8,12 @@ from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
-from batch_job import RUNNING, Slurm, step, told
+from slurm_job import RUNNING, Slurm, step, told
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
-from trainkit.job import allocation, batch, requeue
+from trainkit.job import allocation, requeue, supervisor
 from trainkit.job.record import KILLED
-from trainkit.job.watch.slurm_attempt import StepWatch
+from trainkit.job.watch.attempt import SlurmAttemptWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, read_json
 from trainkit.slurm.jobs import JobDetails
@@ -36,8 +36,8 @@ def test_what_is_to_end_now_is_not_asked_to_save(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm may take a while between what job.json says and the kill."""
-    monkeypatch.setattr(StepWatch, "look_every_s", 0.05)
-    monkeypatch.setattr("trainkit.job.watch.slurm_attempt.HEARD_S", 0.1)
+    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
+    monkeypatch.setattr("trainkit.job.watch.attempt.SIGNAL_RECORD_S", 0.1)
     code = (
         "import os, signal, sys, time; from trainkit.rundir import RunDir;"
         " from trainkit.job.record import mark_cancelled; run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']);"
@@ -73,7 +73,7 @@ def test_a_person_who_tells_only_the_ranks(run: RunDir, slurm: Slurm, job: JobDe
 def test_a_preemption_brings_the_job_back(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, job: JobDetails | None, asked: int
 ) -> None:
-    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
+    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     slurm.job = job
     code, end = step(run, "raise SystemExit(75)", told(run, "SIGTERM"))
     assert (code, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "preempted")
@@ -99,7 +99,7 @@ def test_a_notice_that_a_full_disk_did_not_take(
     action: str,
     cause: str | None,
 ) -> None:
-    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
+    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     monkeypatch.setattr(requeue, "cancel_waiting", lambda job_ids: pytest.fail("it is to come back"))
     slurm.job = job
     end = step(run, "raise SystemExit(75)")[1]
@@ -128,8 +128,8 @@ def test_a_notice_before_the_step_is_started_again(
         slurm.job = job
         return signal.SIGTERM
 
-    monkeypatch.setattr(batch.processes, "wait_unless_told", take_away)
-    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
+    monkeypatch.setattr(supervisor.processes, "wait_for_notice", take_away)
+    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     _, end = step(run, f"import sys; sys.exit({says!r} or 5)")
     assert (end["action"], end["cause"], slurm.requeued) == expected
     assert run.attempt_numbers() == [1]
@@ -171,17 +171,17 @@ def test_what_stops_at_its_step_does_not_come_back_for_the_end_of_its_time(
     changed = attempt.config_file.read_text().replace("stop_at_step: null", "stop_at_step: 40")
     assert "stop_at_step: 40" in changed
     attempt.config_file.write_text(changed)
-    monkeypatch.setattr("trainkit.job.history.published", lambda folder: [SimpleNamespace(step=40)])
+    monkeypatch.setattr("trainkit.job.attempt_end.published", lambda folder: [SimpleNamespace(step=40)])
     slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc))
     end = step(run, "raise SystemExit(75)")[1]
-    assert (end["action"], end["reason"]) == ("stopped", "the workers saved and ended by themselves")
+    assert (end["action"], end["reason"]) == ("stopped", "the workers saved and exited by themselves")
 
 
 def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_over(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told once, up to a minute early: after a wait that may have been already."""
-    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
+    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     left_s = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file)).grace_s + 60 + 30
     slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc) + timedelta(seconds=left_s + 5))
 
@@ -190,7 +190,7 @@ def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_ov
         end_time = datetime.now(timezone.utc) + timedelta(seconds=left_s - 5)
         object.__setattr__(slurm.job, "end_time", end_time)
 
-    monkeypatch.setattr(batch.processes, "wait_unless_told", wait)
+    monkeypatch.setattr(supervisor.processes, "wait_for_notice", wait)
     end = step(run, "raise SystemExit(5)")[1]
     assert (end["action"], end["cause"], run.attempt_numbers()) == ("requeue", "crash", [1])
 
@@ -208,10 +208,10 @@ def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_ov
 def test_a_job_that_a_person_ends_after_it_was_judged_does_not_come_back(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, now: JobDetails | None, requeued: int
 ) -> None:
-    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
+    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc))
     answers = [slurm.job, now]
-    monkeypatch.setattr(allocation, "look_at_job", lambda job_id, patience_s: answers.pop(0))
+    monkeypatch.setattr(allocation, "query_job", lambda job_id, patience_s: answers.pop(0))
     end = step(run, "raise SystemExit(75)", told(run, "SIGUSR2"))[1]
     assert slurm.requeued == requeued
     assert end["action"] == ("requeue" if requeued else "stopped")
@@ -233,7 +233,7 @@ def test_a_job_that_somebody_else_brought_back_is_left_to_it(
 def test_without_a_controller_no_step_is_started(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
+    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     slurm.job = None
     assert step(run, "raise SystemExit(1)")[1]["action"] == "requeue"
 
@@ -241,12 +241,12 @@ def test_without_a_controller_no_step_is_started(
 def test_a_host_that_is_lost_is_no_place_to_start_again(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requeue, "_await_eviction", lambda: None)
-    monkeypatch.setattr("trainkit.job.failure.exclude_nodes.exclude_from", lambda *args: ())
+    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
+    monkeypatch.setattr("trainkit.job.allocation.exclude_from", lambda *args: ())
     slurm.job, slurm.lost = RUNNING, ("node1",)
     end = step(run, "raise SystemExit(137)")[1]
     assert (end["action"], end["cause"]) == ("requeue", "node_fail")
-    assert end["reason"] == "lost node1; starting again, comeback 1"
+    assert end["reason"] == "lost node1; resumes (restart 1)"
 
 
 def test_a_job_that_slurm_does_not_start_again(run: RunDir, slurm: Slurm) -> None:

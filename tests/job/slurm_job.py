@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.job.batch import supervise
 from trainkit.job.record import add_slurm_entry, read_job
+from trainkit.job.supervisor import supervise_job
 from trainkit.rundir import RunDir, log_event, read_json
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.jobs import JobDetails
@@ -45,7 +45,7 @@ def step(run: RunDir, code: str, *writes: Any) -> tuple[int, dict[str, Any]]:
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     for write in writes:
         write()
-    result = supervise(run, [sys.executable, "-c", code])
+    result = supervise_job(run, [sys.executable, "-c", code])
     end = read_json(run.attempt(run.attempt_numbers()[-1]).end_file)
     assert end["exit_code"] == result
     return result, end

@@ -3,15 +3,15 @@ import signal
 
 import pytest
 
-from trainkit.job import disk_errors
-from trainkit.job.node.preflight import PreflightFailed
+from trainkit.job.node import preflight
+from trainkit.job.node.preflight import PreflightFailed, retry_on_disk_error
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(disk_errors.processes, "wait_unless_told", lambda delay_s: None)
+    monkeypatch.setattr(preflight.processes, "wait_for_notice", lambda delay_s: None)
 
 
 def fails(*errors):
@@ -28,25 +28,26 @@ def fails(*errors):
 @pytest.mark.parametrize(
     "error", [FULL, OSError(errno.EDQUOT, "quota"), PreflightFailed("full", is_node=False)]
 )
-def test_room_is_waited_for_and_said_once(error):
-    said = []
-    assert disk_errors.retry_on_disk_error(fails(error, error, error), said.append) == "done"
-    assert said == [f"{error}; trying again for 300 s"]
+def test_a_full_disk_is_waited_for_and_logged_once(error, monkeypatch):
+    lines = []
+    monkeypatch.setattr(preflight.processes, "log_line", lines.append)
+    assert retry_on_disk_error(fails(error, error, error)) == "done"
+    assert lines == [f"{error}; retrying for 300 s"]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "no"), PreflightFailed("sick", is_node=True)])
 def test_anything_else_is_raised_at_once(error):
     with pytest.raises(type(error)):
-        disk_errors.retry_on_disk_error(fails(error), lambda text: None)
+        retry_on_disk_error(fails(error))
 
 
 def test_patience_ends(monkeypatch):
-    monkeypatch.setattr(disk_errors, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(preflight, "DISK_PATIENCE_S", -1.0)
     with pytest.raises(OSError, match="No space"):
-        disk_errors.retry_on_disk_error(fails(FULL), lambda text: None)
+        retry_on_disk_error(fails(FULL))
 
 
 def test_a_notice_ends_the_wait(monkeypatch):
-    monkeypatch.setattr(disk_errors.processes, "wait_unless_told", lambda delay_s: signal.SIGTERM)
+    monkeypatch.setattr(preflight.processes, "wait_for_notice", lambda delay_s: signal.SIGTERM)
     with pytest.raises(OSError, match="No space"):
-        disk_errors.retry_on_disk_error(fails(FULL), lambda text: None)
+        retry_on_disk_error(fails(FULL))

@@ -10,15 +10,15 @@ import threading
 import time
 
 import pytest
-from batch_job import Slurm, reasons, step, told
+from slurm_job import Slurm, reasons, step, told
 
 from trainkit.errors import EXIT_STOPPED
-from trainkit.job import allocation, batch
-from trainkit.job.batch import supervise
+from trainkit.job import allocation
 from trainkit.job.claim_attempt import claim_attempt
-from trainkit.job.record import COMEBACK, add_slurm_entry, mark_cancelled, read_job
-from trainkit.job.watch import slurm_attempt
-from trainkit.job.watch.slurm_attempt import StepWatch
+from trainkit.job.record import AUTO_RESTART, add_slurm_entry, mark_cancelled, read_job
+from trainkit.job.supervisor import supervise_job
+from trainkit.job.watch import attempt as attempt_module
+from trainkit.job.watch.attempt import SlurmAttemptWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
 
@@ -37,7 +37,7 @@ def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(run: RunDir)
     claim_attempt(run, "7")
     attempt = claim_attempt(run, "7")
     assert attempt is not None
-    assert reasons(run) == [(1, "7", "submit"), (2, "7", COMEBACK)]
+    assert reasons(run) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
     assert attempt.plan_file.read_bytes() == run.attempt(1).plan_file.read_bytes()
     assert attempt.config_file.read_bytes() == run.attempt(1).config_file.read_bytes()
 
@@ -71,7 +71,7 @@ def test_a_step_that_srun_gave_up_has_not_finished_whatever_its_code(run: RunDir
         "srun: error: Timed out waiting for job step to complete",
     )
     code = "import sys; print(sys.argv[1], file=sys.stderr)"
-    assert supervise(run, [sys.executable, "-c", code, "\n".join(said)]) != 0
+    assert supervise_job(run, [sys.executable, "-c", code, "\n".join(said)]) != 0
     end = read_json(run.attempt(1).end_file)
     assert (end["state"], end["action"], end["verdict"]["host"]) == ("failed", "restart", "node2")
 
@@ -82,7 +82,7 @@ def test_a_crash_starts_the_step_again_in_the_allocation(run: RunDir, slurm: Slu
     first = read_json(run.attempt(1).end_file)
     assert (first["state"], first["action"], first["cause"]) == ("failed", "restart", "crash")
     assert first["exit_code"] == EXIT_STOPPED
-    assert reasons(run) == [(1, "7", "submit"), (2, "7", COMEBACK)]
+    assert reasons(run) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
     events = [event["event"] for event in read_jsonl(run.events_file)]
     assert events.count("started") == 2
     assert "restart" in events
@@ -113,15 +113,15 @@ def test_the_code_is_that_of_what_began_it(run: RunDir, slurm: Slurm) -> None:
     code, end = step(run, "raise SystemExit(137)", write)
     assert code == 5
     assert end["verdict"]["rank"] == 3
-    assert end["reason"].endswith("it would fail in the same way again")
+    assert end["reason"].endswith("it would fail again in the same way")
 
 
 def test_an_agent_that_was_killed_is_no_longer_waited_for(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It could write nothing; srun says so, and waits for the others, which wait for its rank."""
-    monkeypatch.setattr(StepWatch, "look_every_s", 0.05)
-    monkeypatch.setattr("trainkit.job.watch.slurm_attempt.PEER_S", 0.2)
+    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
+    monkeypatch.setattr("trainkit.job.watch.attempt.PEER_EXIT_S", 0.2)
     write_json(run.attempt(1).rendezvous_file, {"step_id": "0", "hosts": ["node1"]})
     says = "srun: error: node1: task 0: Killed"
     code = f"import sys, time; print({says!r}, file=sys.stderr, flush=True); time.sleep(60)"
@@ -136,20 +136,20 @@ def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launcher ends with a code of its own as soon as the ranks of its node have saved."""
-    monkeypatch.setattr(StepWatch, "look_every_s", 0.05)
-    monkeypatch.setattr("trainkit.job.watch.slurm_attempt.PEER_S", 0.2)
+    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
+    monkeypatch.setattr("trainkit.job.watch.attempt.PEER_EXIT_S", 0.2)
     says = "srun: error: node1: task 0: Exited with exit code 143"
     code = f"import sys, time; print({says!r}, flush=True); time.sleep(1.5); sys.exit(75)"
     assert step(run, code, told(run, "SIGTERM"))[1]["reason"] == "saved after SIGTERM"
 
 
 def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.job.watch.deleted.GONE_S", 0.3)
+    monkeypatch.setattr("trainkit.job.watch.attempt.DELETED_AFTER_S", 0.3)
     watch = watch_of(run, monkeypatch)
     threading.Timer(0.3, shutil.rmtree, (run.attempt(1).path,)).start()
-    watch.work()
-    watch.settle()
-    assert [code for _, code in watch.outcome.ends] == [143]
+    watch.run()
+    watch.collect_outcome()
+    assert [code for _, code in watch.outcome.exits] == [143]
 
 
 def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
@@ -173,11 +173,11 @@ def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
 
     mover = threading.Timer(0.2, move)
     mover.start()
-    monkeypatch.setattr(watch, "_was_replaced", stale)
-    watch.work()
+    monkeypatch.setattr(watch, "_is_superseded", stale)
+    watch.run()
     mover.join()
-    watch.settle()
-    assert [code for _, code in watch.outcome.ends] == [75]
+    watch.collect_outcome()
+    assert [code for _, code in watch.outcome.exits] == [75]
     assert calls
 
 
@@ -185,15 +185,15 @@ def test_the_end_of_a_step_waits_for_a_run_folder_that_is_away(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What takes the folder away may be what has ended the ranks."""
-    monkeypatch.setattr("trainkit.job.disk_errors.LOOK_AGAIN_S", 0.05)
-    real, stale = slurm_attempt.first_exit_code, [OSError(errno.ESTALE, "Stale file handle")] * 2
+    monkeypatch.setattr("trainkit.job.node.preflight.DISK_RETRY_S", 0.05)
+    real, stale = attempt_module.first_exit_code, [OSError(errno.ESTALE, "Stale file handle")] * 2
 
     def away_at_first(attempt: AttemptDir) -> int | None:
         if stale:
             raise stale.pop()
         return real(attempt)
 
-    monkeypatch.setattr(slurm_attempt, "first_exit_code", away_at_first)
+    monkeypatch.setattr(attempt_module, "first_exit_code", away_at_first)
     code = "import os; raise SystemExit(5 if os.environ['TRAINKIT_JOB_ATTEMPT'] == '1' else 0)"
     assert step(run, code)[1]["state"] == "finished"
     assert not stale
@@ -210,24 +210,24 @@ def test_a_step_is_ended_when_another_start_of_the_job_waits_for_it(
     claim_attempt(run, "7")
     watch = watch_of(run, monkeypatch)
     threading.Timer(0.3, claim_attempt, (run, "7")).start()
-    watch.work()
-    watch.settle()
-    assert [code for _, code in watch.outcome.ends] == [143]
+    watch.run()
+    watch.collect_outcome()
+    assert [code for _, code in watch.outcome.exits] == [143]
     assert run.attempt_numbers() == [1, 2]
 
 
 def watch_of(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, code: str = "import time; time.sleep(60)"
-) -> StepWatch:
-    monkeypatch.setattr(StepWatch, "look_every_s", 0.1)
+) -> SlurmAttemptWatch:
+    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.1)
     plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))
-    return StepWatch(run.attempt(1), plan, [sys.executable, "-c", code], seen="")
+    return SlurmAttemptWatch(run.attempt(1), plan, [sys.executable, "-c", code], supervisor_view="")
 
 
 def test_a_start_waits_for_room_on_the_disk(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.job.disk_errors.LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr("trainkit.job.node.preflight.DISK_RETRY_S", 0.05)
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     full = [OSError(errno.ENOSPC, "No space left on device")] * 2
 
@@ -236,12 +236,12 @@ def test_a_start_waits_for_room_on_the_disk(
             raise full.pop()
         return claim_attempt(run, job_id)
 
-    monkeypatch.setattr(batch, "claim_attempt", take_later)
-    assert supervise(run, [sys.executable, "-c", "pass"]) == 0
+    monkeypatch.setattr(allocation, "claim_attempt", take_later)
+    assert supervise_job(run, [sys.executable, "-c", "pass"]) == 0
     assert not full
-    monkeypatch.setattr("trainkit.job.disk_errors.PATIENCE_S", 0.0)
+    monkeypatch.setattr("trainkit.job.node.preflight.DISK_PATIENCE_S", 0.0)
     full.append(OSError(errno.ENOSPC, "No space left on device"))
-    assert supervise(run, [sys.executable, "-c", "pass"]) == 1
+    assert supervise_job(run, [sys.executable, "-c", "pass"]) == 1
 
 
 def test_a_host_by_a_name_that_slurm_does_not_know_is_not_given_up(
@@ -249,27 +249,27 @@ def test_a_host_by_a_name_that_slurm_does_not_know_is_not_given_up(
 ) -> None:
     notes: list[str] = []
     monkeypatch.setattr(allocation, "note_failure", lambda cluster, host, *args, **more: notes.append(host))
-    given = allocation.Allocation("7")
+    given = allocation.SlurmAllocation(run, "7", [])
     for host in ("node1.cluster.local", "node1"):
-        given.blame(run.attempt(1), {"host": host, "node": True, "message": "no GPU"})
+        given.record_suspect(run.attempt(1), {"host": host, "node": True, "message": "no GPU"})
     assert (notes, given.good_hosts) == (["node1"], [])
 
 
 def test_hosts_that_an_earlier_start_has_given_up_are_still_left_out(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(allocation, "excluded", lambda cluster: {"node9": "it died"})
-    given = allocation.Allocation("7")
+    given = allocation.SlurmAllocation(run, "7", [])
     given.bad["node1"] = "lost"
-    assert given.hosts_to_avoid() == ["node1", "node9"]
+    assert given.hosts_to_exclude() == ["node1", "node9"]
 
 
 def test_a_step_that_cannot_start(run: RunDir, slurm: Slurm) -> None:
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    assert supervise(run, ["/no/such/srun"]) == 1
+    assert supervise_job(run, ["/no/such/srun"]) == 1
     assert "No such file" in read_json(run.attempt(1).end_file)["reason"]
 
 
-def test_outside_of_slurm(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert supervise(run, ["true"]) == 1
-    assert "this is no Slurm job" in capsys.readouterr().out
+def test_outside_of_slurm(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    assert supervise_job(run, ["true"]) == 1
+    assert "this is not a Slurm job" in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""Where an agent stands, and how the agents of a step find rank 0's port."""
+"""The rendezvous of agents, on one machine and in a step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trainkit.job import processes
 from trainkit.job.node import agent
 from trainkit.job.node.rendezvous import (
     LOCAL_ADDR,
-    ToldToStop,
+    StopSignalReceived,
     await_port,
     check_step,
-    local_station,
-    slurm_station,
+    local_rendezvous,
+    slurm_rendezvous,
 )
-from trainkit.job.node.slurm_step import SlurmPlace
+from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.rundir import AttemptDir, RunDir, read_jsonl, write_json
 
@@ -33,10 +33,10 @@ def plan(num_nodes: int = 2, workers_per_node: int = 2, per: str = "gpu", **more
     return LaunchPlan("sbatch", num_nodes, workers_per_node, "cpu", layout, batch, 0.1, 1, 60.0, {}, **fields)  # type: ignore[arg-type]
 
 
-def place(node_rank: int = 0, local_task: int = 0, tasks: tuple[int, ...] = (2, 2)) -> SlurmPlace:
+def task_of(node_rank: int = 0, local_task: int = 0, tasks: tuple[int, ...] = (2, 2)) -> SlurmTask:
     hosts = tuple(f"host{index}" for index in range(len(tasks)))
     task = sum(tasks[:node_rank]) + local_task
-    return SlurmPlace("7", "0", 0, task, node_rank, local_task, tasks, hosts, "4000")
+    return SlurmTask("7", "0", 0, task, node_rank, local_task, tasks, hosts, "4000")
 
 
 @pytest.fixture
@@ -47,70 +47,70 @@ def attempt(tmp_path: Path) -> AttemptDir:
 
 
 def test_all_workers_of_a_local_node() -> None:
-    station = local_station(plan(per="node"), 1, 12345)
-    assert (station.node_rank, station.local_ranks, station.master_addr) == (1, (0, 1), LOCAL_ADDR)
-    assert not station.leads
-    assert local_station(plan(per="node"), 0, 12345).leads
+    rendezvous = local_rendezvous(plan(per="node"), 1, 12345)
+    assert (rendezvous.node_rank, rendezvous.local_ranks, rendezvous.master_addr) == (1, (0, 1), LOCAL_ADDR)
+    assert not rendezvous.has_rank_0
+    assert local_rendezvous(plan(per="node"), 0, 12345).has_rank_0
 
 
 def test_tasks_of_a_step_meet_at_the_port_of_the_first(attempt: AttemptDir) -> None:
-    first = slurm_station(attempt, plan(), place())
+    first = slurm_rendezvous(attempt, plan(), task_of())
     assert (first.local_ranks, first.master_addr, first.peer) == ((0,), "host0", "host1")
-    assert first.leads
-    other = slurm_station(attempt, plan(), place(node_rank=1, local_task=1))
+    assert first.has_rank_0
+    other = slurm_rendezvous(attempt, plan(), task_of(node_rank=1, local_task=1))
     assert (other.local_ranks, other.master_port, other.peer) == ((1,), first.master_port, "host0")
-    assert not other.leads
+    assert not other.has_rank_0
     with socket.create_server(("", first.master_port)):
         pass
 
 
 def test_a_task_a_node_has_all_its_workers(attempt: AttemptDir) -> None:
-    station = slurm_station(attempt, plan(per="node"), place(tasks=(1, 1)))
-    assert station.local_ranks == (0, 1)
+    rendezvous = slurm_rendezvous(attempt, plan(per="node"), task_of(tasks=(1, 1)))
+    assert rendezvous.local_ranks == (0, 1)
 
 
 def test_one_node_meets_on_the_loopback_interface(attempt: AttemptDir) -> None:
-    station = slurm_station(attempt, plan(num_nodes=1), place(tasks=(2,)))
-    assert (station.master_addr, station.peer) == (LOCAL_ADDR, None)
+    rendezvous = slurm_rendezvous(attempt, plan(num_nodes=1), task_of(tasks=(2,)))
+    assert (rendezvous.master_addr, rendezvous.peer) == (LOCAL_ADDR, None)
 
 
 def test_uneven_nodes_that_the_plan_knows(attempt: AttemptDir) -> None:
     uneven = plan(node_sizes=(2, 1))
     assert uneven.world_size == 3
     assert uneven.first_rank_of(1) == 2
-    check_step(uneven, place(tasks=(2, 1)))
+    check_step(uneven, task_of(tasks=(2, 1)))
 
 
 @pytest.mark.parametrize(
     ("wanted", "tasks", "said"),
     [
-        (plan(), (2, 1), "2 nodes with 2 tasks each .--per gpu., but Slurm gave 2 nodes with 2,1 tasks"),
+        (plan(), (2, 1), "2 nodes with 2 tasks each .--per gpu., but Slurm started 2 nodes with 2,1 tasks"),
         (
             plan(per="node"),
             (2, 2),
-            "2 nodes with 1 task each .--per node., but Slurm gave 2 nodes with 2 tasks",
+            "2 nodes with 1 task each .--per node., but Slurm started 2 nodes with 2 tasks",
         ),
-        (plan(), (4,), "but Slurm gave 1 node with 4 tasks each"),
+        (plan(), (4,), "but Slurm started 1 node with 4 tasks each"),
     ],
 )
 def test_another_step_than_planned_is_refused(wanted: LaunchPlan, tasks: tuple[int, ...], said: str) -> None:
     with pytest.raises(TrainkitError, match=said) as caught:
-        check_step(wanted, place(tasks=tasks))
+        check_step(wanted, task_of(tasks=tasks))
     assert caught.value.exit_code == EXIT_NO_RESTART
 
 
 def test_a_port_of_another_start_does_not_count(attempt: AttemptDir) -> None:
     write_json(attempt.rendezvous_file, {"step": "7.0.1.4000", "addr": "host0", "port": 1})
     with pytest.raises(TrainkitError, match=r"has not published .* within 0.2 s"):
-        await_port(attempt, place(node_rank=1), timeout_s=0.2)
+        await_port(attempt, task_of(node_rank=1), timeout_s=0.2)
 
 
 def test_told_to_stop_while_waiting(attempt: AttemptDir) -> None:
     processes.block_signals()
     try:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        with pytest.raises(ToldToStop):
-            await_port(attempt, place(node_rank=1), timeout_s=5.0)
+        with pytest.raises(StopSignalReceived):
+            await_port(attempt, task_of(node_rank=1), timeout_s=5.0)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.WATCHED)
 
@@ -119,14 +119,14 @@ def test_told_to_stop_while_waiting(attempt: AttemptDir) -> None:
 def test_a_notice_before_the_ranks_are_started_is_written_down_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, procid: str, events: list[str]
 ) -> None:
-    """For the supervisor, which is no task of the step: else it takes the end for the ranks' own wish."""
+    """For the supervisor, which is not a task of the step: else the end looks like the ranks' decision."""
     run = RunDir(tmp_path)
     run.attempt(1).create()
     number = int(procid)
-    monkeypatch.setattr(agent, "find_slurm_place", lambda: place(local_task=number))
+    monkeypatch.setattr(agent, "find_slurm_task", lambda: task_of(local_task=number))
 
     def told(attempt: AttemptDir) -> LaunchPlan:
-        raise ToldToStop(signal.SIGUSR2)
+        raise StopSignalReceived(signal.SIGUSR2)
 
     monkeypatch.setattr(agent, "await_plan", told)
     assert agent.run_slurm_task(run, 1) == EXIT_STOPPED

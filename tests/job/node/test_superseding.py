@@ -1,6 +1,6 @@
 import pytest
 
-from trainkit.job.watch.superseded import successor
+from trainkit.job.node.agent import superseding_attempt
 from trainkit.rundir import RunDir, write_json
 
 
@@ -20,16 +20,16 @@ def test_the_newest_goes_on(run):
     meet(run, 1)
     meet(run, 2)
     meet(run, 3)
-    assert successor(run.attempt(3)) is None
+    assert superseding_attempt(run.attempt(3)) is None
 
 
 def test_an_attempt_that_waits_in_a_queue_takes_no_place(run):
     meet(run, 1)
-    assert successor(run.attempt(1)) is None
+    assert superseding_attempt(run.attempt(1)) is None
 
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_ranks_that_have_met_elsewhere(run, number):
     meet(run, 1)
     meet(run, number)
-    assert successor(run.attempt(1)) == number
+    assert superseding_attempt(run.attempt(1)) == number

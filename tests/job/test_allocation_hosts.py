@@ -10,8 +10,8 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, Target
 from trainkit.config import load_config
 from trainkit.errors import TrainkitError
-from trainkit.job import nodes
-from trainkit.job.nodes import choose_hosts, lost_hosts, step_argv
+from trainkit.job import allocation
+from trainkit.job.allocation import choose_hosts, lost_hosts, step_argv
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
@@ -71,30 +71,30 @@ def test_a_template_may_have_put_something_before_srun() -> None:
 @pytest.mark.parametrize("spares", [0, 1])
 def test_too_few_hosts(spares: int) -> None:
     made = plan(f"resources.spare_nodes={spares}")
-    with pytest.raises(TrainkitError, match="needs 2 nodes, and only 1 of the job's are good: h1"):
+    with pytest.raises(TrainkitError, match="needs 2 nodes, but only 1 of the job's are good: h1"):
         step_argv(step(made), made, ["h1"])
 
 
 def test_lost_is_what_slurm_calls_so_or_has_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     states = {"h1": "allocated", "h2": "down*", "h3": "mixed*", "h4": "idle", "h5": "draining", "h6": "fail"}
-    monkeypatch.setattr(nodes, "hosts_of_job", lambda job_id: ["h1", "h2", "h3", "h5", "h6", "h7"])
-    monkeypatch.setattr(nodes, "node_states", lambda hosts: states)
+    monkeypatch.setattr(allocation, "hosts_of_job", lambda job_id: ["h1", "h2", "h3", "h5", "h6", "h7"])
+    monkeypatch.setattr(allocation, "node_states", lambda hosts: states)
     hosts = ["h1", "h2", "h3", "h4", "h5", "h6", "h7"]
     assert lost_hosts("7", hosts, is_running=True) == ("h2", "h3", "h4", "h6")
     # While a job ends, its hosts leave it one by one.
     assert lost_hosts("7", hosts, is_running=False) == ("h2", "h3", "h6")
     assert lost_hosts("7", [], is_running=True) == ()
     # It ended between the look at the job and the question which hosts it has.
-    monkeypatch.setattr(nodes, "hosts_of_job", lambda job_id: [])
+    monkeypatch.setattr(allocation, "hosts_of_job", lambda job_id: [])
     assert lost_hosts("7", hosts, is_running=True) is None
 
 
 def test_a_slurm_that_does_not_answer_has_not_lost_any(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def away(job_id: str) -> list[str]:
         raise SlurmUnreachable("squeue cannot reach Slurm")
 
-    monkeypatch.setattr(nodes, "hosts_of_job", away)
+    monkeypatch.setattr(allocation, "hosts_of_job", away)
     assert lost_hosts("7", ["h1"], is_running=True) is None
-    assert "does not say how the hosts of 7 are: squeue cannot reach Slurm" in capsys.readouterr().out
+    assert "cannot query the hosts of 7: squeue cannot reach Slurm" in capfd.readouterr().out

@@ -1,0 +1,266 @@
+"""How attempts ended: judges an ended attempt, writes its end.json, and reads those of earlier attempts."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from trainkit.errors import EXIT_FAILED
+from trainkit.job.decision import (
+    FAILURES,
+    AttemptResult,
+    Decision,
+    Failure,
+    Outcome,
+    PreviousAttempt,
+    RestartOptions,
+    decide,
+    max_restarts_reached,
+)
+from trainkit.job.failure.first_failure import find_first_failure
+from trainkit.job.failure.records import agent_failure, dead_host_failure, first_rank_failure
+from trainkit.job.record import (
+    KILLED,
+    find_entry,
+    is_cancelled,
+    is_cancelled_now,
+    num_auto_restarts,
+    read_job,
+)
+from trainkit.job.signals import signal_exit_code
+from trainkit.manifest import published
+from trainkit.plan.launch import LaunchPlan, RequeuePolicy
+from trainkit.rundir import (
+    AttemptDir,
+    RunDir,
+    best_result,
+    log_event,
+    read_end,
+    read_json,
+    read_jsonl,
+    seconds_between,
+    utc_now,
+    write_json,
+)
+
+LONG_ATTEMPT_S = 1800.0
+"""A trainer without checkpoints counts as progressing when it has run for this long."""
+RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError")
+"""Failures that can happen twice with the same message by chance."""
+
+
+def judge(attempt: AttemptDir, outcome: Outcome, options: RestartOptions) -> Decision:
+    """What follows an ended attempt; completes the outcome with its first failure."""
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    cause, killed = outcome.cause, signal_exit_code(signal.SIGKILL)
+    if is_cancelled(attempt):
+        # Slurm's SIGTERM for the job that it cancels may have come first.
+        if is_cancelled_now(attempt) and killed in outcome.exit_codes:
+            return Decision("stopped", KILLED, killed)
+        cause = None
+    outcome.failure = outcome.failure or find_first_failure(attempt, plan, outcome)
+    result = AttemptResult(
+        exit_codes=outcome.exit_codes,
+        stop_signal=outcome.stop_signal,
+        cause=cause,
+        out_of_time=outcome.out_of_time,
+        not_started=outcome.launch_error is not None,
+        hung=outcome.hung,
+        lost_nodes=outcome.lost_nodes,
+        progress=progress_of(attempt),
+        step=last_step(attempt, outcome.failure),
+        failure=None if outcome.failure is None else repeatable_failure(outcome.failure),
+    )
+    previous = [earlier for _, earlier in previous_attempts(attempt)]
+    return decide(result, previous, plan.requeue, options)
+
+
+def close_dead_attempts(
+    attempt: AttemptDir, policy: RequeuePolicy, is_down: Callable[[str], bool]
+) -> tuple[Outcome, Decision] | None:
+    """Write the end of earlier attempts of this job whose host died before their supervisor could.
+
+    None when the run may continue, else the end of `attempt` too: Slurm restarts a job whenever its host
+    dies, and a run that crashes its hosts must stop like any other. `is_down` tells whether a host is down
+    now; otherwise the job may only have been preempted without grace time.
+    """
+    entries = read_job(attempt.run)["attempts"]
+    job_ids = {entry["job_id"] for entry in entries if entry["attempt"] == attempt.number}
+    refusal = None
+    for entry in entries:
+        dead = attempt.run.attempt(entry["attempt"])
+        if dead.number < attempt.number and entry["job_id"] in job_ids and not dead.end_file.exists():
+            host = str(entry.get("node") or "")
+            failure = first_rank_failure(dead) or dead_host_failure(host, last_log_write(dead))
+            outcome = Outcome(failure=failure)
+            previous = [one for number, one in previous_attempts(attempt) if number < dead.number]
+            lost_host = host if host and is_down(host) else None
+            decision = _decide_dead(dead, lost_host, previous, policy)
+            write_end(dead, outcome, decision)
+            refusal = (outcome, decision) if decision.action == "failed" else None
+    return refusal
+
+
+def _decide_dead(
+    dead: AttemptDir, lost_host: str | None, previous: Sequence[PreviousAttempt], policy: RequeuePolicy
+) -> Decision:
+    if lost_host is not None:
+        result = AttemptResult(
+            exit_codes=[signal_exit_code(signal.SIGKILL)],
+            lost_nodes=(lost_host,),
+            progress=progress_of(dead),
+            step=last_step(dead, None),
+        )
+        return decide(result, previous, policy, RestartOptions(requeue=True))
+    reason = "ended without a record: its host died, or its supervisor was killed"
+    if len(previous) >= policy.max:
+        reason += f"; not started again: {max_restarts_reached(policy, len(previous))}"
+        return Decision("failed", reason, EXIT_FAILED, "node_fail")
+    return Decision("requeue", reason, EXIT_FAILED, "node_fail")
+
+
+def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None:
+    """Record how the attempt ended and what follows: end.json and events."""
+    run, number = attempt.run, attempt.number
+    failure = None
+    if decision.action == "failed" or decision.cause in FAILURES:
+        reason = decision.reason.partition(";")[0]
+        failure = outcome.failure or agent_failure(outcome.first_failed_node, reason)
+    # end.json comes first: the events only repeat it.
+    state = _state(attempt, decision)
+    write_json(
+        attempt.end_file,
+        {
+            "state": state,
+            "action": decision.action,
+            "cause": decision.cause,
+            "exit_code": decision.exit_code,
+            "reason": decision.reason,
+            "verdict": failure,
+            "mark": progress_of(attempt),
+            "step": last_step(attempt, failure),
+            "best": _best(run),
+            "time": utc_now(),
+        },
+    )
+    if failure is not None:
+        fields = {key: failure[key] for key in failure if key != "time"}
+        log_event(run, number, "rank_failed", **fields, failed_at=failure["time"])
+    if outcome.hung:
+        log_event(run, number, "hang", message=None if failure is None else failure["message"])
+    if decision.cause is not None:
+        fields = {"action": decision.action, "cause": decision.cause, "reason": decision.reason}
+        log_event(run, number, "requeue_decision", **fields, delay_s=decision.delay_s)
+    event = "finished" if state == "finished" else "stopped"
+    log_event(run, number, event, state=state, exit_code=decision.exit_code, reason=decision.reason)
+
+
+def _state(attempt: AttemptDir, decision: Decision) -> str:
+    if decision.action == "finished":
+        return "finished"
+    if decision.resumes:
+        return "failed" if decision.cause in FAILURES else "stopped"
+    return "cancelled" if is_cancelled(attempt) else str(decision.action)
+
+
+def _best(run: RunDir) -> dict[str, Any] | None:
+    try:
+        return best_result(run)
+    except OSError:
+        return None  # end.json must be written even if the metrics cannot be read
+
+
+def previous_attempts(attempt: AttemptDir) -> list[tuple[int, PreviousAttempt]]:
+    """The attempts before this one since a person last started the run, oldest first, with their numbers."""
+    return [(earlier.number, _previous(earlier)) for earlier in _earlier(attempt)]
+
+
+def previous_failures(attempt: AttemptDir) -> list[dict[str, Any]]:
+    """The first failures of those attempts that had one."""
+    failures = [(read_end(earlier) or {}).get("verdict") for earlier in _earlier(attempt)]
+    return [failure for failure in failures if isinstance(failure, dict)]
+
+
+def _earlier(attempt: AttemptDir) -> list[AttemptDir]:
+    run = attempt.run
+    earlier = [number for number in run.attempt_numbers() if number < attempt.number]
+    return [run.attempt(number) for number in earlier[len(earlier) - num_auto_restarts(run) :]]
+
+
+def _previous(attempt: AttemptDir) -> PreviousAttempt:
+    end = read_end(attempt)
+    if end is None:
+        # Its host died before the end could be written.
+        return PreviousAttempt("node_fail", progress_of(attempt))
+    failure, step = end.get("verdict"), end.get("step")
+    return PreviousAttempt(
+        cause=end.get("cause"),
+        progress=int(end.get("mark") or 0),
+        step=step if isinstance(step, int) else None,
+        failure=repeatable_failure(failure) if isinstance(failure, dict) else None,
+    )
+
+
+def repeatable_failure(failure: Mapping[str, Any]) -> Failure | None:
+    """What identifies a failure when it happens again; None for one with an external cause."""
+    code = failure.get("exit_code")
+    was_killed = isinstance(code, int) and code > 128 and code != signal_exit_code(signal.SIGABRT)
+    if was_killed or failure.get("type") in RANDOM_TYPES:
+        return None
+    step = failure.get("step")
+    return Failure(
+        what=f"{failure.get('type')}: {failure.get('message')}",
+        step=step if isinstance(step, int) else None,
+        final=bool(failure.get("final")),
+    )
+
+
+def progress_of(attempt: AttemptDir) -> int:
+    """How far the run has come: the step of its newest checkpoint, else the number of long attempts."""
+    checkpoints = published(attempt.run.checkpoints_dir)
+    if checkpoints:
+        return checkpoints[-1].step
+    earlier = [number for number in attempt.run.attempt_numbers() if number < attempt.number]
+    last = (read_end(attempt.run.attempt(earlier[-1])) or {}).get("mark") if earlier else None
+    return (last if isinstance(last, int) else 0) + (_duration_s(attempt) >= LONG_ATTEMPT_S)
+
+
+def reached_its_stop(attempt: AttemptDir) -> bool:
+    """Whether the run's newest checkpoint is the one at which `train.stop_at_step` ends the attempt."""
+    checkpoints = published(attempt.run.checkpoints_dir)
+    if not checkpoints:
+        return False
+    # Imported here because it is slow and rarely needed.
+    from trainkit.config import read_effective
+
+    return read_effective(attempt.config_file).train.stop_at_step == checkpoints[-1].step
+
+
+def _duration_s(attempt: AttemptDir) -> float:
+    """How long an attempt has run; an ended attempt until the last write to its logs."""
+    entry = find_entry(attempt.run, attempt.number) or {}
+    is_newest = attempt.number == max(attempt.run.attempt_numbers())
+    end = datetime.now(timezone.utc) if is_newest else last_log_write(attempt)
+    return seconds_between(entry.get("started_at") or entry.get("submitted_at"), end) or 0.0
+
+
+def last_log_write(attempt: AttemptDir) -> datetime | None:
+    """When an attempt last wrote to one of its logs; None when there is none."""
+    logs = (attempt.supervisor_log, *attempt.logs_dir.glob("*"))
+    times = [log.stat().st_mtime for log in logs if log.is_file()]
+    return datetime.fromtimestamp(max(times), timezone.utc) if times else None
+
+
+def last_step(attempt: AttemptDir, failure: Mapping[str, Any] | None) -> int | None:
+    """The step at which an attempt ended: that of the failure, else the last one logged or saved."""
+    if failure is not None and isinstance(failure.get("step"), int):
+        return int(failure["step"])
+    steps = [
+        record["step"]
+        for file in (attempt.run.metrics_file, attempt.run.events_file)
+        for record in read_jsonl(file)
+        if record.get("attempt") == attempt.number and isinstance(record.get("step"), int)
+    ]
+    return max(steps, default=None)

@@ -1,0 +1,73 @@
+"""The first failure of an attempt, and the host that it speaks against.
+
+A failure has the keys ``rank node_rank host time step type message exit_code final node``; end.json keeps it
+as `verdict`. `final` says that a restart cannot help, `node` that another node may do better.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.job.decision import Outcome
+from trainkit.job.failure.records import agent_failure, first_rank_failure, lost_host_failure
+from trainkit.job.failure.srun_errors import hosts_of
+from trainkit.job.signals import signal_exit_code
+from trainkit.job.watch.hangs import hang_failure
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir
+
+if TYPE_CHECKING:
+    from trainkit.cluster.bad_nodes import Kind
+
+_HARDWARE = re.compile(r"CUDA error|ECC|NVLink|Xid|unhandled (?:cuda|system) error|SIGBUS", re.IGNORECASE)
+
+
+def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
+    """The lost host, in a hang the rank that blocks the others, else the first failing rank.
+
+    None when nothing failed or the failure is unknown.
+    """
+    if all(code in (EXIT_OK, EXIT_STOPPED) for code in outcome.exit_codes):
+        return None
+    if outcome.lost_nodes:
+        return lost_host_failure(attempt, outcome.lost_nodes)
+    if outcome.launch_error is not None:
+        return agent_failure(None, outcome.launch_error)
+    if outcome.hung:
+        return hang_failure(attempt, plan, outcome.hangs)
+    return _killed_agent_failure(attempt, plan, outcome) or first_rank_failure(attempt)
+
+
+def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
+    """The failure when an agent was killed before any rank failed: only ranks elsewhere left a record."""
+    node_rank = outcome.killed_node
+    if node_rank is None or _has_record(attempt, plan, node_rank):
+        return None
+    failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(signal.SIGKILL))
+    hosts = hosts_of(attempt)
+    return {**failure, "host": hosts[node_rank]} if node_rank < len(hosts) else failure
+
+
+def _has_record(attempt: AttemptDir, plan: LaunchPlan, node_rank: int) -> bool:
+    """Whether a rank of a node left a record: then its agent lived until the end."""
+    first = plan.first_rank_of(node_rank)
+    return any(attempt.rank_error(rank).exists() for rank in range(first, first + plan.workers_of(node_rank)))
+
+
+def suspect_host(failure: Mapping[str, Any]) -> tuple[str, Kind] | None:
+    """The host that a failure speaks against, and how; None when the program itself failed."""
+    if not failure.get("host"):
+        return None
+    host, code = str(failure["host"]), failure.get("exit_code")
+    if failure.get("node"):
+        return host, "preflight"
+    if failure.get("type") == "HostLost":
+        return host, "died"
+    was_killed = isinstance(code, int) and code > 128 and code != signal_exit_code(signal.SIGABRT)
+    if failure.get("type") == "Hang" or (was_killed and failure.get("type") == "exit"):
+        return host, "culprit"
+    return (host, "culprit") if _HARDWARE.search(str(failure.get("message"))) else None

@@ -1,0 +1,311 @@
+"""Runs the processes of one attempt and watches them: agents on this machine, or the srun of a Slurm job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
+from trainkit.job import processes
+from trainkit.job.decision import RESTART_SIGNAL, Outcome
+from trainkit.job.failure.records import first_exit_code
+from trainkit.job.failure.srun_errors import first_task_exit, node_of_killed_task, was_aborted
+from trainkit.job.node.preflight import SUPERVISOR_VIEW_VARIABLE
+from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
+from trainkit.job.node.slurm_step import slurm_job_id
+from trainkit.job.node.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from trainkit.job.processes import log_line, module_argv
+from trainkit.job.record import find_entry, is_cancelled, is_cancelled_now
+from trainkit.job.signals import is_death_by_notice, signal_exit_code
+from trainkit.job.watch.hangs import HangWatch
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir, log_event, read_json, read_jsonl, seconds_between
+from trainkit.slurm.control import kill_step
+
+DELETED_AFTER_S = 10.0
+"""A filesystem that is remounted is unavailable for less."""
+SECOND_INTERRUPT_S = 3.0
+SIGNAL_RECORD_S = 2.0
+"""How long the first agent may take to record a signal that Slurm has sent to it."""
+SRUN = 0
+
+
+class AttemptWatch(ProcessGroup):
+    """The processes of one attempt, from their start until `outcome` says how they ended."""
+
+    poll_interval_s = 1.0
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
+        super().__init__()
+        self.attempt = attempt
+        self.plan = plan
+        self.outcome = Outcome()
+        self._hangs = HangWatch(attempt)
+        self._missing_since_s: float | None = None
+
+    def poll(self) -> None:
+        """End the attempt when nobody needs it any more or its ranks hang."""
+        if self._is_deleted() or self._is_superseded():
+            self.end_all()
+            return
+        self._poll_processes()
+        if not self.outcome.hung and (hangs := self._hangs.poll()):
+            self.outcome.hangs = hangs
+            self.end_all()
+
+    def end_all(self) -> None:
+        """End every process of the attempt now."""
+        raise NotImplementedError
+
+    def collect_outcome(self) -> None:
+        """Complete the outcome from the run folder; can be called again. Raises OSError."""
+
+    def kill_after_grace(self) -> None:
+        """Kill what is left after the grace time; agents have a shorter limit of their own."""
+        self.kill_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
+
+    def _is_superseded(self) -> bool:
+        """Whether another supervisor has claimed the next attempt."""
+        return False
+
+    def _poll_processes(self) -> None:
+        """Called by `poll` for an attempt that is still needed."""
+
+    def _is_deleted(self) -> bool:
+        """Whether the attempt's folder has been missing for some time: nobody could find its results.
+
+        Raises OSError when the folder's state is unknown.
+        """
+        if self.attempt.path.is_dir():
+            self._missing_since_s = None
+        elif self._missing_since_s is None:
+            self._missing_since_s = time.monotonic()
+        return (
+            self._missing_since_s is not None and time.monotonic() >= self._missing_since_s + DELETED_AFTER_S
+        )
+
+
+class LocalAttemptWatch(AttemptWatch):
+    """The agents of one attempt on this machine, one per node of the plan."""
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, master_port: int) -> None:
+        super().__init__(attempt, plan)
+        self.master_port = master_port
+        self._stop_requested_s = 0.0
+
+    def start(self) -> None:
+        for node_rank in range(self.plan.num_nodes):
+            options = ["--attempt", str(self.attempt.number), "--node-rank", str(node_rank)]
+            port = ["--master-port", str(self.master_port)]
+            argv = module_argv("trainkit.job.node.agent", str(self.attempt.run.path), *options, *port)
+            with self.attempt.node_log(node_rank).open("ab") as log:
+                self.running[node_rank] = processes.start_child(
+                    argv, environ=os.environ, output=log, keeps_mask=True
+                )
+
+    def end_all(self) -> None:
+        self.kill_within(0.0)
+
+    def on_signal(self, received: signal.Signals) -> None:
+        outcome = self.outcome
+        if received == signal.SIGINT and outcome.stop_signal == received.name:
+            self.kill_within(SECOND_INTERRUPT_S)  # workers exit by themselves at a second one, if they can
+        if outcome.stop_signal is None:
+            self._stop_requested_s = time.monotonic()
+            self.kill_after_grace()
+        if outcome.stop_signal in (None, RESTART_SIGNAL):
+            # A request to end for good overrides a request to restart.
+            outcome.stop_signal = received.name
+            outcome.cause = "asked" if received.name == RESTART_SIGNAL else None
+        try:
+            log_event(self.attempt.run, self.attempt.number, "signal", signal=received.name)
+        except OSError as error:
+            log_line(f"cannot write the event of {received.name}: {error}")
+
+    def died_of_notice(self, code: int) -> bool:
+        return self.outcome.stop_signal is not None and is_death_by_notice(code)
+
+    def on_exit(self, rank: int, code: int, killed: bool) -> None:
+        if not self.outcome.exits and code == signal_exit_code(signal.SIGKILL) and not killed:
+            self.outcome.killed_node = rank
+        self.outcome.exits.append((rank, code))
+        if self.outcome.stop_signal is not None:
+            is_late = time.monotonic() - self._stop_requested_s >= self.plan.grace_s
+            self.outcome.out_of_time |= killed or is_late
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            processes.end_descendants()
+
+
+@dataclass(frozen=True)
+class _SrunExit:
+    """The end of srun, recorded without reading the run folder, which may be unavailable at that moment."""
+
+    rank: int
+    code: int
+    killed: bool
+    was_terminated: bool
+    """Whether srun had been asked to end the step."""
+    time: datetime
+
+
+class SlurmAttemptWatch(AttemptWatch):
+    """The srun of one attempt.
+
+    srun ends the whole step at once on SIGTERM and SIGINT, and forwards SIGUSR2 to the tasks; so a notice
+    for the ranks is sent as SIGUSR2, whichever signal the supervisor received.
+    """
+
+    def __init__(
+        self, attempt: AttemptDir, plan: LaunchPlan, step: Sequence[str], supervisor_view: str
+    ) -> None:
+        super().__init__(attempt, plan)
+        self.step = step
+        self.supervisor_view = supervisor_view
+        """The run folder as the supervisor sees it, for the agents to compare."""
+        self._is_ending = False
+        self._failed_s: float | None = None
+        self._srun_exit: _SrunExit | None = None
+        self._unconfirmed_since_s: float | None = None
+        """Since when there is a notice that perhaps no rank has received."""
+
+    def start(self) -> None:
+        environ = {
+            **os.environ,
+            RUN_DIR_VARIABLE: str(self.attempt.run.path),
+            ATTEMPT_VARIABLE: str(self.attempt.number),
+            SUPERVISOR_VIEW_VARIABLE: self.supervisor_view,
+        }
+        with self.attempt.supervisor_log.open("ab") as log:
+            self.running[SRUN] = processes.start_child(
+                self.step, environ=environ, output=log, keeps_mask=False
+            )
+
+    def forward_signal(self, received: signal.Signals) -> None:
+        """Wait first: Slurm signals the ranks too, and a second notice would hit a rank that is exiting."""
+        if self._unconfirmed_since_s is None:
+            self._unconfirmed_since_s = time.monotonic()
+
+    def on_signal(self, received: signal.Signals) -> None:
+        self.outcome.supervisor_was_signalled |= received != signal.SIGUSR2
+        if self.outcome.stop_signal in (None, RESTART_SIGNAL):
+            self.outcome.stop_signal = received.name
+        self.kill_after_grace()
+
+    def _poll_processes(self) -> None:
+        self._forward_unconfirmed()
+        self._end_after_failure()
+
+    def _is_superseded(self) -> bool:
+        """Whether another start of the job has claimed the next attempt, and waits for this one to exit.
+
+        Slurm takes a host for lost whose daemon alone has died, and starts the job again elsewhere.
+        """
+        following = self.attempt.number + 1
+        if not self.attempt.run.attempt(following).path.is_dir():
+            return False  # the usual case, with one stat
+        return "started_at" in (find_entry(self.attempt.run, following) or {})
+
+    def _forward_unconfirmed(self) -> None:
+        """Send SIGUSR2 to ranks that got no signal: only this shell did, or a cancel came before the step."""
+        if self._unconfirmed_since_s is None:
+            if self.outcome.stop_signal is None and self._is_cancelled_with_save():
+                self._unconfirmed_since_s = time.monotonic()
+            return
+        if time.monotonic() < self._unconfirmed_since_s + SIGNAL_RECORD_S:
+            return
+        self._unconfirmed_since_s = float("inf")
+        if self._signal_of_ranks() is None and SRUN in self.running:
+            os.kill(self.running[SRUN].pid, signal.SIGUSR2)
+            if self.outcome.stop_signal is None:
+                self.outcome.stop_signal = signal.SIGTERM.name
+                self.kill_after_grace()
+
+    def _is_cancelled_with_save(self) -> bool:
+        return is_cancelled(self.attempt) and not is_cancelled_now(self.attempt)
+
+    def _end_after_failure(self) -> None:
+        """End the step when a rank or its agent has failed: its peers may wait for it forever."""
+        if self._failed_s is None:
+            self.outcome.killed_node = node_of_killed_task(self.attempt)
+            if any(self.attempt.errors_dir.glob("rank-*.json")) or self._has_failed_task():
+                self._failed_s = time.monotonic()
+        elif time.monotonic() > self._failed_s + PEER_EXIT_S:
+            self._failed_s = float("inf")
+            self.end_all()
+
+    def _has_failed_task(self) -> bool:
+        """Whether a task failed that had received no notice; after a notice the others may still save."""
+        if first_task_exit(self.attempt) is None:
+            return False
+        return self.outcome.stop_signal is None and self._signal_of_ranks() is None
+
+    def end_all(self) -> None:
+        """Have srun kill the tasks that are left; once is enough."""
+        if SRUN in self.running and not self._is_ending:
+            self._is_ending = True
+            os.kill(self.running[SRUN].pid, signal.SIGTERM)
+            self.kill_within(KILL_MARGIN_S)
+
+    def _kill_running(self) -> None:
+        if SRUN in self.running:
+            # A host does not answer, so srun waits. Killing srun leaves its tasks running there.
+            self.outcome.step_may_still_run = True
+            self._kill_tasks()
+        super()._kill_running()
+
+    def _kill_tasks(self) -> None:
+        try:
+            step_id = str(read_json(self.attempt.rendezvous_file)["step_id"])
+            kill_step(str(slurm_job_id()), step_id, patience_s=0.0)
+        except FileNotFoundError:
+            return  # the step ended before its rendezvous
+        except (OSError, ValueError, KeyError, TrainkitError) as error:
+            log_line(f"cannot kill the tasks of the step: {error}")
+
+    def on_exit(self, rank: int, code: int, killed: bool) -> None:
+        self._srun_exit = _SrunExit(rank, code, killed, self._is_ending, datetime.now(timezone.utc))
+
+    def collect_outcome(self) -> None:
+        end = self._srun_exit
+        if end is None:
+            return
+        code = end.code
+        if code == EXIT_OK and was_aborted(self.attempt):
+            code = signal_exit_code(signal.SIGTERM)
+        # srun's code is that of the task killed last; the ranks' own records have the code of the first.
+        if not end.was_terminated and not end.killed:
+            self.outcome.killed_node = node_of_killed_task(self.attempt)
+        first_code = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
+        self.outcome.exits = [(end.rank, code if first_code is None else first_code)]
+        if self.outcome.stop_signal is None:
+            self.outcome.stop_signal = self._signal_of_ranks()
+        # The agents kill what has not ended within the grace time: then srun ends with their code.
+        is_late = end.killed or self._exceeded_grace(end.time)
+        self.outcome.out_of_time = self.outcome.stop_signal is not None and is_late
+
+    def _signal_of_ranks(self) -> str | None:
+        """The notice that Slurm sent to the tasks alone, as the first agent recorded it."""
+        names = [event.get("signal") for event in self._signal_events()]
+        overriding = [name for name in names if name != RESTART_SIGNAL] or names
+        return str(overriding[0]) if overriding else None
+
+    def _exceeded_grace(self, end: datetime) -> bool:
+        """Whether a notice had come to the ranks longer ago than the grace time."""
+        since_s = (seconds_between(event["time"], end) or 0.0 for event in self._signal_events())
+        return any(seconds >= self.plan.grace_s for seconds in since_s)
+
+    def _signal_events(self) -> list[dict[str, Any]]:
+        return [
+            event
+            for event in read_jsonl(self.attempt.run.events_file)
+            if event.get("event") == "signal" and event.get("attempt") == self.attempt.number
+        ]
