@@ -176,5 +176,5 @@ class TestCollector:
         collector = StackCollector(attempt, replies_itself=False)
         request = request_stacks(attempt, None)
         request.withdraw()
-        collector._answer(request, {0: os.getpid()})
+        collector._reply(request, {0: os.getpid()})
         assert not attempt.stacks_dir.exists() or list(attempt.stacks_dir.iterdir()) == []
