@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tools import reference
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.config import load_config
+from trainkit.drill.result import HEADING
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -183,6 +184,12 @@ def test_the_plan_that_is_shown_is_the_one_that_comes(sandbox: Path) -> None:
         start, _, end = shortened.partition("...")
         assert line.startswith(start.rstrip())
         assert line.endswith(end)
+
+
+def test_the_drill_that_is_shown_has_the_columns_of_the_command() -> None:
+    page = (ROOT / "docs" / "recovery.md").read_text()
+    [heading] = re.findall(rf"^{HEADING[0]} .*$", page, re.MULTILINE)
+    assert re.split(r"\s{2,}", heading) == HEADING
 
 
 def test_readme_is_short() -> None:

@@ -101,15 +101,15 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_wheel_holds_all_modules_configs_and_templates(wheel: Path) -> None:
+def test_wheel_contains_all_modules_configs_and_templates(wheel: Path) -> None:
     with ZipFile(wheel) as packed:
-        held = {name for name in packed.namelist() if ".dist-info/" not in name}
+        packed_files = {name for name in packed.namelist() if ".dist-info/" not in name}
         licences = [name for name in packed.namelist() if name.endswith("/LICENSE")]
     modules = {path.relative_to(ROOT) for path in (ROOT / "trainkit").rglob("*.py")}
     shipped = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "templates").rglob("*.j2")]
     expected = {str(path) for path in modules}
     expected |= {f"trainkit/_shipped/{path.relative_to(ROOT)}" for path in shipped}
-    assert held == expected | {"trainkit/py.typed"}
+    assert packed_files == expected | {"trainkit/py.typed"}
     assert len(licences) == 1
 
 
