@@ -37,13 +37,12 @@ FENCE = re.compile(r"^```(.*)\n", re.MULTILINE)
 SHORT = {
     "TRAINKIT_MODEL__PRESET": "nano",
     "TRAINKIT_DATA__SEQ_LEN": "32",
+    "TRAINKIT_TRAIN__STEPS": "120",
     "TRAINKIT_TRAIN__EVAL_BATCHES": "1",
     "TRAINKIT_CHECKPOINT__EVERY_STEPS": "20",
     "TRAINKIT_LOGGING__TENSORBOARD": "false",
 }
 """Makes training take seconds without a change of the commands."""
-LONGER = {"TRAINKIT_TRAIN__GLOBAL_BATCH_SIZE": "128"}
-"""Longer steps for a drill, whose interruption takes its time to arrive."""
 INTERACTIVE = ("trainkit shell", "trainkit attach")
 
 
@@ -127,13 +126,20 @@ def run(command: str, folder: Path, **environ: str) -> subprocess.CompletedProce
 
 
 def run_all(found: list[str], folder: Path, **environ: str) -> None:
-    """Type commands one after the other; each has to succeed."""
+    """Type commands one after the other; each has to succeed. What still runs then is killed."""
+    try:
+        _run_all(found, folder, **environ)
+    finally:
+        for job in sorted((folder / "runs").glob("*/job.json")) + sorted(
+            (folder / "runs").glob("*/sweep.json")
+        ):
+            if not (job.parent / "attempts" / "latest" / "end.json").exists():
+                run(f"trainkit cancel {shlex.quote(str(job.parent))} --now", folder, **environ)
+
+
+def _run_all(found: list[str], folder: Path, **environ: str) -> None:
     for command in found:
-        more = LONGER if command.startswith("trainkit drill") else {}
-        for _ in range(3):
-            done = run(command, folder, **environ, **more)
-            if "give it more steps" not in done.stdout:  # a drill whose interruption came too late
-                break
+        done = run(command, folder, **environ)
         expected = (130,) if command.endswith(" -f") else (0,)
         assert done.returncode in expected, f"{command}\n{done.stdout}\n{done.stderr}"
 
