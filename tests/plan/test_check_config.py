@@ -20,12 +20,13 @@ def test_a_good_config_gives_its_plan(tmp_path: Path) -> None:
 
 
 def test_problems_of_layout_data_and_model_together(tmp_path: Path) -> None:
-    overrides = ["train.device_batch_size=5", "model.num_heads=3", "data.source=missing.txt"]
+    overrides = ["train.device_batch_size=5", "train.global_batch_size=32", "model.num_heads=3"]
+    overrides.append("data.source=missing.txt")
     loaded = load_config(None, overrides=overrides, environ={}, cwd=tmp_path)
     with pytest.raises(ConfigError) as error:
         check_config(loaded, CPU)
     assert [(problem.key, problem.origin) for problem in error.value.problems] == [
-        ("train.global_batch_size", ""),
+        ("train.global_batch_size", "--set train.global_batch_size=32"),
         ("data.source", "--set data.source=missing.txt"),
         ("model.num_heads", "--set model.num_heads=3"),
         ("model.num_kv_heads", ""),

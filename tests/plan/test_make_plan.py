@@ -120,12 +120,13 @@ def test_more_nodes_than_gpus() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    found = problems(CPU, "device=cuda", "resources.nodes=3", "parallel.dp_replicate=2")
+    typed = ("train.global_batch_size=32", "train.device_batch_size=8")
+    found = problems(CPU, "device=cuda", "resources.nodes=3", "parallel.dp_replicate=2", *typed)
     assert [text.partition("\n")[0] for text in found] == [
         "--set device=cuda: device: is cuda, but there is no NVIDIA driver on this machine",
         "--set parallel.dp_replicate=2: parallel.dp_replicate: is 2, which does not divide 3 processes",
-        "train.global_batch_size: is 32, which is not a multiple of the 24 samples that 3 data-parallel "
-        "processes x train.device_batch_size 8 read at once",
+        "--set train.global_batch_size=32: train.global_batch_size: is 32, which is not a multiple of the 24 "
+        "samples that 3 data-parallel processes x train.device_batch_size 8 read at once",
     ]
 
 

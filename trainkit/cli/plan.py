@@ -107,6 +107,8 @@ class _Planned:
         self.own, self.own_problems = configured_layout(loaded, shape, hardware)
         self.base = base_workload(loaded.config, shape, self.own)
         self.samples = loaded.config.train.global_batch_size
+        if self.own is not None and self.samples is not None:
+            self.samples = self.own.work.samples_per_step
         self.choices = choose(self.base, hardware, self.samples)
         if self.own is not None and self.own not in self.choices:
             self.choices = sorted([*self.choices, self.own], key=lambda choice: choice.rank)

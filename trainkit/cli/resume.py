@@ -78,6 +78,11 @@ def command(
         refuse_live(source, "resume")
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
     loaded = load_config(source.config_file, overrides=overrides, flags=flags, layers=False)
+    loaded = loaded.adjusting(
+        "train.device_batch_size",
+        "parallel.pp_microbatches",
+        origin=loaded.origins["name"].rpartition(":")[0],
+    )
     before = LaunchPlan.from_dict(read_json(source.plan_file))
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     with _where_it_was_submitted(source, new_code or fork is not None) as code_dir:

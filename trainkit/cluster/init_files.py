@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import date
@@ -305,7 +304,6 @@ def _kind_value(kind: NodeKind) -> dict[str, Any]:
 FIRST_RUN_TIME_S = 1800
 MIN_FIRST_RUN_TIME_S = 300
 """Partitions with a shorter limit are not chosen for the first run."""
-QUICKSTART_BATCH, QUICKSTART_DEVICE_BATCH = 32, 4
 
 
 def first_run_text(cluster: Cluster | None) -> str:
@@ -342,14 +340,6 @@ def _first_run_lines(cluster: Cluster | None) -> Iterator[str]:
         f"  time: {_flow(time_text(min(FIRST_RUN_TIME_S, limit_s or FIRST_RUN_TIME_S)))}", comment
     )
     yield from _first_account_lines(cluster)
-    batch = math.lcm(QUICKSTART_DEVICE_BATCH * gpus or 1, QUICKSTART_BATCH)
-    if gpus and batch != QUICKSTART_BATCH:
-        yield ""
-        yield "train:"
-        yield _commented(
-            f"  global_batch_size: {QUICKSTART_DEVICE_BATCH * gpus}",
-            f"{QUICKSTART_DEVICE_BATCH} for each of {gpus} GPUs",
-        )
 
 
 def _first_account_lines(cluster: Cluster) -> Iterator[str]:

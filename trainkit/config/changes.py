@@ -67,7 +67,8 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, Any], origin: str) ->
         config = RunConfig.model_validate(dumped)
     except ValidationError as error:
         raise ConfigError(validation_problems(error, changed)) from None
-    result = LoadedConfig(config, {**loaded.origins, **dict.fromkeys(values, origin)})
+    origins = {**loaded.origins, **dict.fromkeys(values, origin)}
+    result = LoadedConfig(config, origins, loaded.adjustable - values.keys())
     problems = list(contradictions(result))
     if problems:
         raise ConfigError(problems)

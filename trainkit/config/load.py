@@ -23,6 +23,7 @@ from trainkit.config.validation import (
 )
 from trainkit.config.yamlfile import Entry, entry_at, merge, read_yaml_file
 from trainkit.errors import ConfigError
+from trainkit.resources import shipped_configs
 
 PROJECT_FILE = "trainkit.yaml"
 DATA_PATHS = {"source": "stdlib", "val_source": "stdlib", "tokenizer": "bytes", "cache_dir": None}
@@ -69,7 +70,10 @@ def _merged(reader: Layers, trees: Sequence[Entry]) -> LoadedConfig:
         config = RunConfig.model_validate(_absolute_paths(merged, reader.cwd).plain())
     except ValidationError as error:
         raise ConfigError(problems + validation_problems(error, merged)) from None
-    loaded = LoadedConfig(config, _origins(config, merged))
+    origins = _origins(config, merged)
+    shipped = reader.shown(shipped_configs())
+    adjustable = frozenset(key for key, origin in origins.items() if origin.startswith(f"{shipped}/"))
+    loaded = LoadedConfig(config, origins, adjustable)
     problems += [loaded.problem(key, message) for key, message in unsupported(config)]
     problems += contradictions(loaded)
     if problems:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainkit.config.names import flatten, show_value
 from trainkit.config.schema import RunConfig
@@ -19,10 +19,17 @@ class LoadedConfig:
     config: RunConfig
     origins: dict[str, str]
     """Dotted key to ``file:line``, the flag, the variable's name, or ``default``."""
+    adjustable: frozenset[str] = frozenset()
+    """Keys with a value that nobody chose for this run, such as those of shipped configs."""
 
     def set_by_user(self, key: str) -> bool:
-        """True when the value was written somewhere, even if it equals the default."""
-        return self.origins.get(key, DEFAULT) != DEFAULT
+        """Whether the user wrote the value; a plan may adapt it otherwise."""
+        return key not in self.adjustable and self.origins.get(key, DEFAULT) != DEFAULT
+
+    def adjusting(self, *keys: str, origin: str) -> LoadedConfig:
+        """The config with values from `origin`, a file, that a plan may adapt."""
+        found = {key for key in keys if self.origins.get(key, "").startswith(f"{origin}:")}
+        return replace(self, adjustable=self.adjustable | found)
 
     def problem(self, key: str, message: str, hint: str = "") -> Problem:
         """A problem of a key, with the key's origin where it is not the default."""

@@ -87,7 +87,10 @@ class TrainConfig(Section):
     stop_at_step: AtLeastOne | None = Field(
         default=None, description="Save after this step and end with exit code 75, to cut a run into slices."
     )
-    device_batch_size: AtLeastOne = Field(default=8, description="Samples one process reads at once.")
+    device_batch_size: AtLeastOne = Field(
+        default=8,
+        description="Samples that one process computes at once; a smaller number where the global batch needs it, unless set.",
+    )
     global_batch_size: AtLeastOne | None = Field(
         default=32,
         description="Samples of one optimizer step over all processes; null means no accumulation.",

@@ -1,45 +1,141 @@
-"""Batch arithmetic: ``global = device x data parallel x accumulation`` samples."""
+"""Batch arithmetic: ``global = device x data parallel x accumulation`` samples, and the rate for it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
+from trainkit.config.loaded import LoadedConfig
+from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError, Problem
-from trainkit.plan.launch import Batch
+from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.layouts.rules import divisors_of, microbatch_problems
+
+GLOBAL, DEVICE, MICROBATCHES = (
+    "train.global_batch_size",
+    "train.device_batch_size",
+    "parallel.pp_microbatches",
+)
+NEAR = 1 / 8
+"""A derived global batch may differ by this share where that keeps the device batch larger."""
 
 
-def make_batch(device_batch_size: int, global_batch_size: int | None, dp: int, seq_len: int) -> Batch:
-    """The batch of one optimizer step over `dp` data-parallel processes.
+@dataclass(frozen=True)
+class BatchRequest:
+    """The batch sizes of a config, and which of them its user set: the others are adapted to the layout."""
 
-    Raises ConfigError when the global batch is not a multiple of what the processes read at once; the
-    hint names sizes that would do.
+    device_batch_size: int
+    global_batch_size: int | None
+    parallel: ParallelConfig
+    fixed: frozenset[str]
+    """The keys that the user set."""
+
+    @classmethod
+    def of(cls, loaded: LoadedConfig) -> BatchRequest:
+        """What a config asks for."""
+        train, parallel = loaded.config.train, loaded.config.parallel
+        fixed = frozenset(key for key in (GLOBAL, DEVICE, MICROBATCHES) if loaded.set_by_user(key))
+        return cls(train.device_batch_size, train.global_batch_size, parallel, fixed)
+
+
+def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
+    """The batch of one optimizer step on a layout: what was requested if that works, else the closest.
+
+    The global batch is kept if it can be shared evenly; what the user set is never changed. Raises
+    ConfigError, with sizes that work, when the samples of a step cannot be shared.
     """
-    at_once = device_batch_size * dp
-    if global_batch_size is None:
-        global_batch_size = at_once
-    if global_batch_size % at_once:
-        processes = "1 data-parallel process" if dp == 1 else f"{dp} data-parallel processes"
-        message = (
-            f"is {global_batch_size}, which is not a multiple of the {at_once} samples that "
-            f"{processes} x train.device_batch_size {device_batch_size} read at once"
-        )
-        hint = _hint(device_batch_size, global_batch_size, dp)
-        raise ConfigError([Problem("train.global_batch_size", message, hint=hint)])
-    return Batch(
-        device_batch_size=device_batch_size,
-        accumulation_steps=global_batch_size // at_once,
-        global_batch_size=global_batch_size,
-        tokens_per_step=global_batch_size * seq_len,
+    device, total = request.device_batch_size, request.global_batch_size
+    if total is None:
+        candidates = [(device, 1)]
+    else:
+        pairs = (pair for size in _device_sizes(request) for pair in _accumulations(request, layout, size))
+        candidates = sorted(set(pairs), key=lambda pair: _preference(request, layout.dp, *pair))
+    for size, steps in candidates:
+        for microbatches in _microbatches(request, layout, size):
+            parallel = request.parallel.model_copy(update={"pp_microbatches": microbatches})
+            if next(microbatch_problems(layout, parallel, size, steps), None) is None:
+                return _batch(layout, size, steps, seq_len, microbatches)
+    if not candidates:
+        raise ConfigError([_problem(request, layout.dp)])
+    # No number of microbatches works: the rules of the layout say why.
+    return _batch(layout, *candidates[0], seq_len, request.parallel.pp_microbatches)
+
+
+def _batch(layout: Layout, size: int, steps: int, seq_len: int, microbatches: int) -> Batch:
+    total = size * layout.dp * steps
+    return Batch(size, steps, total, total * seq_len, microbatches if layout.pp > 1 else None)
+
+
+def _device_sizes(request: BatchRequest) -> range:
+    """The device batch sizes to try; more samples at once than configured might not fit into memory."""
+    size = request.device_batch_size
+    return range(size if DEVICE in request.fixed else 1, size + 1)
+
+
+def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator[tuple[int, int]]:
+    """A device batch size with the accumulation steps that give the global batch, or one close to it."""
+    total, at_once = request.global_batch_size or 1, size * layout.dp
+    if total % at_once == 0:
+        yield size, total // at_once
+    if GLOBAL not in request.fixed:
+        reach = 1 if layout.pp == 1 else 4 * layout.pp  # a pipeline needs a number of microbatches
+        near = total // at_once
+        yield from ((size, steps) for steps in range(max(1, near - reach), near + reach + 1))
+
+
+def _preference(request: BatchRequest, dp: int, size: int, steps: int) -> tuple[float, ...]:
+    """Sorts candidates: the same global batch, then one close to it; the largest device batch size first."""
+    wanted = request.global_batch_size or 1
+    difference = abs(size * steps * dp - wanted) / wanted
+    if difference == 0:
+        return 0, -size
+    return (1, -size, difference) if difference <= NEAR else (2, difference, -size)
+
+
+def _microbatches(request: BatchRequest, layout: Layout, size: int) -> list[int]:
+    wanted = request.parallel.pp_microbatches
+    if layout.pp == 1 or MICROBATCHES in request.fixed:
+        return [wanted]
+    return sorted(divisors_of(size), key=lambda count: (abs(count - wanted), count))
+
+
+def _problem(request: BatchRequest, dp: int) -> Problem:
+    """The global batch that was set cannot be shared."""
+    total, size = request.global_batch_size or 1, request.device_batch_size
+    processes = "1 data-parallel process" if dp == 1 else f"{dp} data-parallel processes"
+    if DEVICE not in request.fixed:
+        message = f"is {total}, which is not a multiple of {processes}"
+        return Problem(GLOBAL, message, hint=f"{GLOBAL} = {_words(fitting_global_sizes(1, total, dp))} works")
+    message = (
+        f"is {total}, which is not a multiple of the {size * dp} samples that "
+        f"{processes} x {DEVICE} {size} read at once"
+    )
+    hint = f"{GLOBAL} = {_words(fitting_global_sizes(size, total, dp))} works"
+    device_sizes = fitting_device_sizes(size, total, dp)
+    return Problem(
+        GLOBAL, message, hint=hint + (f", or {DEVICE} = {_words(device_sizes)}" if device_sizes else "")
     )
 
 
-def batch_reason(batch: Batch, dp: int) -> str:
-    """The arithmetic of a batch as one sentence."""
-    return (
+def _words(sizes: list[int]) -> str:
+    return " or ".join(map(str, sizes))
+
+
+def batch_reason(batch: Batch, request: BatchRequest, dp: int) -> str:
+    """The arithmetic of a batch as one sentence, with what differs from the config."""
+    derived = {
+        GLOBAL: (batch.global_batch_size, request.global_batch_size or batch.global_batch_size),
+        DEVICE: (batch.device_batch_size, request.device_batch_size),
+        MICROBATCHES: (batch.pp_microbatches, batch.pp_microbatches and request.parallel.pp_microbatches),
+    }
+    notes = [f"{key} is {value} instead of {was}" for key, (value, was) in derived.items() if value != was]
+    sentence = (
         f"{batch.global_batch_size} samples a step = {batch.device_batch_size} at once "
         f"x {dp} data-parallel x {batch.accumulation_steps} accumulation"
     )
+    return f"{sentence}; {', '.join(notes)} to fit this layout" if notes else sentence
 
 
 def fitting_global_sizes(device_batch_size: int, global_batch_size: int, dp: int) -> list[int]:
@@ -53,27 +149,17 @@ def fitting_device_sizes(device_batch_size: int, global_batch_size: int, dp: int
     """The nearest device batch sizes, one smaller and one larger, that divide the global batch."""
     if global_batch_size % dp:
         return []
-    share = global_batch_size // dp
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    sizes = divisors_of(global_batch_size // dp)
     smaller = [size for size in sizes if size < device_batch_size][-1:]
     larger = [size for size in sizes if size > device_batch_size][:1]
     return smaller + larger
-
-
-def _hint(device_batch_size: int, global_batch_size: int, dp: int) -> str:
-    global_sizes = " or ".join(map(str, fitting_global_sizes(device_batch_size, global_batch_size, dp)))
-    hint = f"train.global_batch_size = {global_sizes} would do"
-    device_sizes = fitting_device_sizes(device_batch_size, global_batch_size, dp)
-    if device_sizes:
-        hint += f", or train.device_batch_size = {' or '.join(map(str, device_sizes))}"
-    return hint
 
 
 LrScale = Literal["none", "linear", "sqrt"]
 
 
 def scaled_lr(lr: float, scale: LrScale, dp: int, base: int) -> tuple[float, str]:
-    """The learning rate for `dp` data-parallel processes when `lr` was tuned for `base`, and why.
+    """The learning rate for `dp` data-parallel processes when `lr` was tuned for `base`, and the reason.
 
     Linear: Goyal et al. 2017 (arXiv 1706.02677). Square root, for Adam: Malladi et al. 2022
     (arXiv 2205.10287).

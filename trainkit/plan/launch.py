@@ -76,6 +76,8 @@ class Batch:
     accumulation_steps: int
     global_batch_size: int
     tokens_per_step: int
+    pp_microbatches: int | None = None
+    """Parts that a device batch is cut into; None without a pipeline and in plans of older versions."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from trainkit.cluster.resource_request import ResourceRequest, matching_nodes, r
 from trainkit.cluster.units import time_limit_s, time_text
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError, Problem, SlurmError
-from trainkit.plan.batch import batch_reason, make_batch, scaled_lr
+from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_lr
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layouts.rules import make_layout
 from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options, with_excluded
@@ -92,13 +92,13 @@ class LaunchDraft:
         return layout
 
     def batch(self, layout: Layout) -> Batch | None:
-        train, seq_len = self.loaded.config.train, self.loaded.config.data.seq_len
+        request = BatchRequest.of(self.loaded)
         try:
-            batch = make_batch(train.device_batch_size, train.global_batch_size, layout.dp, seq_len)
+            batch = make_batch(request, layout, self.loaded.config.data.seq_len)
         except ConfigError as error:
             self.collect(error)
             return None
-        self.reasons["batch"] = batch_reason(batch, layout.dp)
+        self.reasons["batch"] = batch_reason(batch, request, layout.dp)
         return batch
 
     def lr(self, layout: Layout) -> float:

@@ -18,6 +18,7 @@ from trainkit.plan.launch_draft import LaunchDraft, SlurmDraft, StepDraft
 from trainkit.plan.layouts.rules import batch_problems, layout_problems
 from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
+from trainkit.plan.workload import parallel_with
 
 
 def make_plan(
@@ -167,13 +168,13 @@ def _held_against_model(
 ) -> tuple[LaunchPlan, list[Problem]]:
     """The plan with what it takes, and everything because of which the model cannot be trained so."""
     config, size, steps = loaded.config, plan.batch.device_batch_size, plan.batch.accumulation_steps
-    seq_len = config.data.seq_len
+    seq_len, parallel = config.data.seq_len, parallel_with(config.parallel, plan.batch)
     if config.model.architecture != OURS:
         # What else it asks of a layout, and how much memory it takes, only its own code knows.
-        found = list(batch_problems(plan.layout, config.parallel, size, seq_len, steps))
+        found = list(batch_problems(plan.layout, parallel, size, seq_len, steps))
         found = [_with_origin(loaded, problem) for problem in found]
         return plan, [*found, *_architecture_problems(loaded)]
-    found = list(layout_problems(plan.layout, config.parallel, shape, size, seq_len, steps))
+    found = list(layout_problems(plan.layout, parallel, shape, size, seq_len, steps))
     if found:
         return plan, [_with_origin(loaded, problem) for problem in found]
     words, problem = None, None

@@ -95,7 +95,12 @@ class Workload:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all ranks."""
-        return self.device_batch_size * self.accumulation_steps * self.layout.dp * self.seq_len
+        return self.samples_per_step * self.seq_len
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one optimizer step over all ranks: the global batch size."""
+        return self.device_batch_size * self.accumulation_steps * self.layout.dp
 
     def one_microbatch(self) -> Workload:
         """The same with what a pipeline computes at once as the whole batch of a process."""
@@ -106,6 +111,13 @@ class Workload:
         return replace(self, parallel=self.parallel.model_copy(update=changes))
 
 
+def parallel_with(parallel: ParallelConfig, batch: Batch) -> ParallelConfig:
+    """The section with the number of microbatches that a plan derived."""
+    if batch.pp_microbatches is None:
+        return parallel
+    return parallel.model_copy(update={"pp_microbatches": batch.pp_microbatches})
+
+
 def workload_of(
     config: RunConfig, shape: ModelShape, layout: Layout, batch: Batch, device: str = "cuda"
 ) -> Workload:
@@ -113,7 +125,7 @@ def workload_of(
     return Workload(
         shape=shape,
         layout=layout,
-        parallel=config.parallel,
+        parallel=parallel_with(config.parallel, batch),
         seq_len=config.data.seq_len,
         device_batch_size=batch.device_batch_size,
         accumulation_steps=batch.accumulation_steps,

@@ -162,7 +162,7 @@ def _assemble_pipeline(
         context,
         pulse,
         parallel.pp_schedule,
-        parallel.pp_microbatches,
+        plan.batch.pp_microbatches or parallel.pp_microbatches,
         plan.batch.accumulation_steps,
     )
     ends = [weight.param for weight in weights if weight.name in parts[0].tied_names]

@@ -85,7 +85,13 @@ def test_a_layout_that_the_model_does_not_allow(tmp_path: Path) -> None:
     found = problem(tmp_path, cluster("h100"), *overrides)
     assert (found.key, found.origin) == ("parallel.tp", "--set parallel.tp=8")
     with pytest.raises(ConfigError) as error:
-        check(tmp_path, cluster("h100"), "parallel.pp=8", "train.device_batch_size=2")
+        check(
+            tmp_path,
+            cluster("h100"),
+            "parallel.pp=8",
+            "train.device_batch_size=2",
+            "parallel.pp_microbatches=4",
+        )
     assert [item.key for item in error.value.problems] == ["parallel.pp_microbatches"]
 
 

@@ -10,14 +10,14 @@ from itertools import product
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem
-from trainkit.plan.batch import make_batch
+from trainkit.plan.batch import BatchRequest, make_batch
 from trainkit.plan.hardware import Hardware
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layouts.cost import Cost, cost_of
-from trainkit.plan.layouts.rules import layout_problems, make_layout
+from trainkit.plan.layouts.rules import divisors_of, layout_problems, make_layout
 from trainkit.plan.memory.peaks import Memory, memory_of
 from trainkit.plan.model_shape import ModelShape
-from trainkit.plan.workload import Workload, workload_of
+from trainkit.plan.workload import Workload, parallel_with, workload_of
 
 LONG_SEQUENCE = 16_384
 """Tokens from which on a sequence is split over ranks without being asked to."""
@@ -80,13 +80,13 @@ def layouts(base: Workload, hardware: Hardware) -> Iterator[Layout]:
     """The ways to split all GPUs: matrices within a node, a pipeline of at most as many ranks as layers."""
     gpus, shape = hardware.num_gpus, base.shape
     splits_sequence = base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
-    tps = [tp for tp in _divisors(gpus) if tp <= hardware.node_size and shape.num_kv_heads % tp == 0]
-    pps = [pp for pp in _divisors(gpus) if pp <= shape.num_layers]
-    cps = [cp for cp in _divisors(gpus) if cp == 1 or splits_sequence]
+    tps = [tp for tp in divisors_of(gpus) if tp <= hardware.node_size and shape.num_kv_heads % tp == 0]
+    pps = [pp for pp in divisors_of(gpus) if pp <= shape.num_layers]
+    cps = [cp for cp in divisors_of(gpus) if cp == 1 or splits_sequence]
     for tp, pp, cp in product(tps, pps, cps):
         if gpus % (tp * pp * cp) == 0:
             dp = gpus // (tp * pp * cp)
-            yield from (Layout(dp // shard, shard, tp, pp, cp) for shard in _divisors(dp))
+            yield from (Layout(dp // shard, shard, tp, pp, cp) for shard in divisors_of(dp))
 
 
 def best_of(
@@ -122,7 +122,7 @@ def batches(work: Workload, global_batch_size: int | None) -> Iterator[Workload]
     if global_batch_size % dp:
         return
     share = global_batch_size // dp
-    for samples in reversed(_divisors(share)):
+    for samples in reversed(divisors_of(share)):
         if samples <= work.device_batch_size:
             made = _with_batch(work, samples, share // samples)
             if made is not None:
@@ -135,7 +135,7 @@ def _with_batch(work: Workload, samples: int, passes: int) -> Workload | None:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
         return None if is_refused(made) else made
     # As many microbatches as ranks fill the pipeline in a validation too, where nothing is accumulated.
-    pp, counts = work.layout.pp, _divisors(passes)
+    pp, counts = work.layout.pp, divisors_of(passes)
     for microbatches in sorted(counts, key=lambda count: (count < pp, abs(count - pp))):
         made = replace(
             work.with_parallel(pp_microbatches=microbatches),
@@ -169,24 +169,21 @@ def _with_zero_2(choice: Choice) -> Choice:
     return other if other.fit == "fits" and other.rank < choice.rank else choice
 
 
-def _divisors(number: int) -> list[int]:
-    return [item for item in range(1, number + 1) if number % item == 0]
-
-
 def configured_layout(
     loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
 ) -> tuple[Choice | None, list[Problem]]:
     """What the config asks for, or everything because of which that cannot be on so many GPUs."""
     config = loaded.config
-    train, seq_len = config.train, config.data.seq_len
+    seq_len = config.data.seq_len
     try:
         layout, _ = make_layout(config.parallel, hardware.num_gpus)
-        batch = make_batch(train.device_batch_size, train.global_batch_size, layout.dp, seq_len)
+        batch = make_batch(BatchRequest.of(loaded), layout, seq_len)
     except ConfigError as error:
         found = error.problems
     else:
         size, steps = batch.device_batch_size, batch.accumulation_steps
-        found = list(layout_problems(layout, config.parallel, shape, size, seq_len, steps))
+        parallel = parallel_with(config.parallel, batch)
+        found = list(layout_problems(layout, parallel, shape, size, seq_len, steps))
         if not found:
             return Choice(workload_of(config, shape, layout, batch), hardware), []
     return None, [loaded.problem(problem.key, problem.message, problem.hint) for problem in found]

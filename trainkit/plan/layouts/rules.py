@@ -79,12 +79,7 @@ def _pipeline_problems(
 ) -> Iterator[Problem]:
     if layout.pp == 1:
         return
-    pp, schedule, microbatches = layout.pp, parallel.pp_schedule, parallel.pp_microbatches
-    stages = num_stages(pp, schedule)
-    if device_batch_size % microbatches:
-        message = f"is {microbatches}, which does not divide train.device_batch_size {device_batch_size}"
-        hint = f"it can be {divisors(device_batch_size)}"
-        yield Problem("parallel.pp_microbatches", message, hint=hint)
+    schedule = parallel.pp_schedule
     if schedule in TWO_BACKWARDS and parallel.activation_checkpointing == "selective":
         message = f"is selective, and {schedule} goes back through a layer twice, which that cannot"
         hint = "full and none can; gpipe, 1f1b and interleaved_1f1b go back once"
@@ -92,6 +87,21 @@ def _pipeline_problems(
     if schedule in TWO_BACKWARDS and parallel.compile:
         message = f"is true, and {schedule} goes back through a layer twice, which compiled layers cannot"
         yield Problem("parallel.compile", message, hint="gpipe, 1f1b and interleaved_1f1b go back once")
+    yield from microbatch_problems(layout, parallel, device_batch_size, accumulation_steps)
+
+
+def microbatch_problems(
+    layout: Layout, parallel: ParallelConfig, device_batch_size: int, accumulation_steps: int
+) -> Iterator[Problem]:
+    """The problems that rule out a number of microbatches in a pipeline."""
+    if layout.pp == 1:
+        return
+    pp, schedule, microbatches = layout.pp, parallel.pp_schedule, parallel.pp_microbatches
+    stages = num_stages(pp, schedule)
+    if device_batch_size % microbatches:
+        message = f"is {microbatches}, which does not divide train.device_batch_size {device_batch_size}"
+        hint = f"it can be {divisors(device_batch_size)}"
+        yield Problem("parallel.pp_microbatches", message, hint=hint)
     # A step is one run through the schedule, with all that is accumulated.
     count = microbatches * accumulation_steps
     made = f"is {microbatches}" + (f" x {accumulation_steps} accumulated" if accumulation_steps > 1 else "")
@@ -106,10 +116,14 @@ def _pipeline_problems(
         yield Problem("parallel.pp_microbatches", message, hint=hint)
 
 
+def divisors_of(number: int) -> list[int]:
+    """The divisors of a number, the smallest first."""
+    return [item for item in range(1, number + 1) if number % item == 0]
+
+
 def divisors(number: int, most: int | None = None) -> str:
     """The divisors of a number up to `most`, as words."""
-    found = [item for item in range(1, min(number, most or number) + 1) if number % item == 0]
-    return " or ".join(map(str, found))
+    return " or ".join(str(item) for item in divisors_of(number) if item <= (most or number))
 
 
 def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]:

@@ -51,6 +51,8 @@ def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
         "parallel.activation_checkpointing": work.parallel.activation_checkpointing,
         "parallel.offload": work.parallel.offload,
     }
+    if config.train.global_batch_size is not None:
+        wanted["train.global_batch_size"] = work.samples_per_step
     if layout.pp > 1:
         wanted["parallel.pp_microbatches"] = work.parallel.pp_microbatches
     if work.shards == 1:
