@@ -71,10 +71,10 @@ def test_every_problem(config: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_problem_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", config, "--json", "--nodes", "3"]) == 2
+    assert main(["check", config, "--json", "--nodes", "3", "--set", "train.global_batch_size=32"]) == 2
     out, err = capsys.readouterr()
     assert json.loads(out)["exit_code"] == 2
-    assert "not a multiple of the 12 samples" in json.loads(out)["error"]
+    assert "not a multiple of 3 data-parallel processes" in json.loads(out)["error"]
     assert err == ""
 
 

@@ -47,7 +47,8 @@ class ParallelConfig(Section):
         default="1f1b", description="Order of the microbatches in the pipeline."
     )
     pp_microbatches: AtLeastOne = Field(
-        default=4, description="Microbatches a device batch is cut into where there is a pipeline."
+        default=4,
+        description="Microbatches that a pipeline cuts a device batch into, adapted to it unless set.",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",
