@@ -89,11 +89,7 @@ class TrainConfig(Section):
     )
     device_batch_size: AtLeastOne = Field(
         default=8,
-<<<<<<< HEAD
-        description="Samples that one process computes at once; a smaller number where the global batch needs it, unless set.",
-=======
         description="Samples a process computes at once; fewer where the global batch needs it, unless set.",
->>>>>>> 2e61814 (Docs and messages name derived batch sizes)
     )
     global_batch_size: AtLeastOne | None = Field(
         default=32,
