@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -206,6 +208,30 @@ def test_make_alone_lists_the_targets() -> None:
 def test_demo_needs_the_package_alone() -> None:
     recipe = make("--dry-run", "demo").splitlines()
     assert recipe == [".ci/make-venv", ".venv/bin/python -m tools.demo"]
+
+
+@pytest.mark.slow
+def test_demo_kills_a_run_and_shows_the_same_losses(tmp_path: Path) -> None:
+    home = {f"XDG_{name}_HOME": str(tmp_path / name) for name in ("STATE", "CACHE", "CONFIG")}
+    small = {"TRAINKIT_MODEL__PRESET": "nano", "TRAINKIT_DATA__SEQ_LEN": "64"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools/demo.py")],
+        cwd=tmp_path,
+        env={**os.environ, **home, **small},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    killed, resumed = map(
+        int, re.findall(r"killed after step (\d+); .* after the resume: (\d+)", done.stdout)[0]
+    )
+    assert 12 <= killed < 48
+    assert 12 < resumed <= 48
+    table = re.findall(r"^ +(\d+) +(\S+) +(\S+)$", done.stdout, re.MULTILINE)
+    assert [int(step) for step, _, _ in table] == [1, *range(4, 49, 4)]
+    assert all(first == second for _, first, second in table)
+    assert float(table[-1][1]) < float(table[0][1])
 
 
 def test_the_parts_of_all_tests_exclude_each_other() -> None:

@@ -1,6 +1,6 @@
-"""`make demo`: train the quickstart, kill a second run of it, resume that, and compare the losses.
+"""`make demo`: train the quickstart, kill a second run of it, resume that one, and compare the losses.
 
-Types the commands that a user would type, and shows each one.
+It runs the commands that a user would type, and prints each one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 TRAINKIT = Path(sys.executable).with_name("trainkit")
 NUM_STEPS = 48
@@ -36,25 +37,28 @@ What to try next:
 
 def main() -> None:
     """Show the demo; exits with 1 if the losses differ."""
-    say("Train a small model as a job of two nodes, here two processes on this machine.")
-    whole = submit("--follow")
+    say("Train a small model as a job of two nodes: here, two processes on this machine.")
+    uninterrupted = submit("--follow")
 
     say("Start the same training again, and kill it after its first checkpoint.")
     killed = submit()
     wait_for_checkpoint(killed)
     trainkit("cancel", "last", "--now")
+    last_step = metrics(killed)[-1]["step"]
 
     say("Resume it.")
     trainkit("resume", "last", "--follow")
+    resumed_step = next(record["step"] for record in metrics(killed) if record["attempt"] == 2)
 
-    expected, resumed = losses(whole), losses(killed)
-    say("The losses of both runs:")
+    say("Compare the losses in the two files metrics.jsonl.")
+    print(f"  killed after step {last_step}; first step written after the resume: {resumed_step}\n")
     print("  step   uninterrupted        killed and resumed")
+    expected, resumed = losses(uninterrupted), losses(killed)
     for step, loss in expected.items():
         print(f"  {step:4}   {loss:<20} {resumed.get(step, 'missing')}")
     if resumed != expected:
-        sys.exit("error: the losses differ\n\nhint: please report this with both run folders")
-    print("\nThe same, digit for digit: the kill cost time, and nothing else.")
+        sys.exit("error: the losses differ\n\nhint: please report this with the folders of both runs")
+    print("\nThe losses are the same, digit for digit: the kill cost time, and nothing else.")
     print(NEXT)
 
 
@@ -94,10 +98,14 @@ def wait_for_checkpoint(run: Path) -> None:
         time.sleep(0.05)
 
 
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """What a run has written about its steps so far, in the order of writing."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(run: Path) -> dict[int, str]:
-    """The loss of each logged step, as the newest attempt that computed it has written it."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {record["step"]: json.dumps(record["loss"]) for record in records}
+    """The loss of each step as it is written; of a step that was computed twice, the later one."""
+    return {record["step"]: json.dumps(record["loss"]) for record in metrics(run)}
 
 
 if __name__ == "__main__":

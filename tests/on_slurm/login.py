@@ -46,6 +46,7 @@ time.sleep(600)
 """
 TRAINKIT = (sys.executable, "-m", "trainkit")
 BACKENDS = ("sbatch", "submitit")
+"""A test that does the same with both does it with two jobs at the same time."""
 TIMEOUT_S = 240.0
 POLL_S = 0.05
 ASK_SLURM_S = 0.3

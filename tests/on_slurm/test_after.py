@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 from tests.on_slurm.login import BACKENDS, Login, wait_for
 from trainkit.rundir import RunDir, read_json
@@ -35,22 +34,37 @@ def let_go(login: Login, code: int) -> None:
     partial.rename(login.folder / "go")
 
 
+def wait_for_reason(login: Login, run: RunDir) -> dict[str, Any]:
+    """The status of a run that waits, when Slurm has a reason for it that is not about its queue."""
+
+    def told() -> dict[str, Any] | None:
+        now = login.status(run)
+        return now if "depends" in (now["reason"] or "") else None
+
+    return wait_for(told, "the reason") or {}
+
+
 def state_of(login: Login, run: RunDir) -> str:
     return str(login.status(run)["state"])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_run_starts_when_the_other_has_finished(login: Login, backend: str) -> None:
+def test_a_run_starts_when_the_other_has_finished(login: Login) -> None:
     first = RunDir(start_waiter(login))
     job_id = login.job_id(first)
-    run = login.submit("--after", "first", "--name", "second", "--backend", backend, "--", "true")
-    assert login.cluster.job(login.job_id(run))["Dependency"] == f"afterok:{job_id}(unfulfilled)"
-    # Slurm writes the reason down when it next looks at its queue.
-    wait_for(lambda: login.status(run)["reason"] == "waits for the jobs that it depends on", "the reason")
-    assert login.status(run)["state"] == "pending"
-    assert f"#SBATCH --dependency=afterok:{job_id}" in run.script_file.read_text()
+    runs = [
+        login.submit("--after", "first", "--name", backend, "--backend", backend, "--", "true")
+        for backend in BACKENDS
+    ]
+    for run in runs:
+        assert login.cluster.job(login.job_id(run))["Dependency"] == f"afterok:{job_id}(unfulfilled)"
+        assert f"#SBATCH --dependency=afterok:{job_id}" in run.script_file.read_text()
+    for run in runs:
+        # Slurm writes the reason down when it next looks at its queue.
+        assert wait_for_reason(login, run)["reason"] == "waits for the jobs that it depends on"
+        assert login.status(run)["state"] == "pending"
     let_go(login, 0)
-    login.finish(run)
+    for run in runs:
+        login.finish(run)
     assert read_json(first.attempt(1).end_file)["state"] == "finished"
     again = login.submit("--after", "first", "--after", job_id, "--name", "third", "--", "true")
     assert "dependency" not in again.script_file.read_text()
@@ -58,9 +72,11 @@ def test_a_run_starts_when_the_other_has_finished(login: Login, backend: str) ->
     assert reasons["after"] == f"at once: first, {job_id} finished already"
     login.finish(again)
     # What it waited for is over: a requeue of it does not wait again.
-    assert login.trainkit("requeue", "second").returncode == 0
-    login.wait_for_end(run, attempt=2)
-    assert "dependency" not in run.attempt(2).script_file.read_text()
+    for backend in BACKENDS:
+        assert login.trainkit("requeue", backend).returncode == 0
+    for run in runs:
+        login.wait_for_end(run, attempt=2)
+        assert "dependency" not in run.attempt(2).script_file.read_text()
 
 
 def test_a_run_whose_wait_is_hopeless_says_so(login: Login) -> None:

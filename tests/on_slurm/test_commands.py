@@ -55,8 +55,7 @@ def test_the_examples_over_two_hosts(examples: Login, launcher: str, script: str
     assert agents_of(run) == list(enumerate(examples.cluster.hosts[:2]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_command_is_a_rank_with_everything_that_trainers_read(login: Login, backend: str) -> None:
+def test_a_command_is_a_rank_with_everything_that_trainers_read(login: Login) -> None:
     names = (
         "RANK",
         "LOCAL_RANK",
@@ -78,13 +77,16 @@ def test_a_command_is_a_rank_with_everything_that_trainers_read(login: Login, ba
         "SLURM_NTASKS": "9",
     }
     stale |= {"SBATCH_PARTITION": "debug", "SLURM_PROCID": "5", "SLURM_STEP_ID": "3"}
-    args = ["--backend", backend, *SHAPE, *settings("resources.cpus_per_gpu=2")]
-    run = login.finish(login.submit(*args, "--", "python", script, env=stale))
-    first, second = login.cluster.hosts[:2]
-    assert [log_of(run, rank).split() for rank in range(4)] == [
-        [str(rank), str(rank % 2), "4", "2", str(rank // 2), first, "2", first if rank < 2 else second]
-        for rank in range(4)
+    args = [*SHAPE, *settings("resources.cpus_per_gpu=2", "resources.extra.exclusive=true")]
+    runs = [
+        login.submit("--backend", backend, *args, "--", "python", script, env=stale) for backend in BACKENDS
     ]
+    for run in runs:
+        first, second = (host for _, host in agents_of(login.finish(run))[::2])
+        assert [log_of(run, rank).split() for rank in range(4)] == [
+            [str(rank), str(rank % 2), "4", "2", str(rank // 2), first, "2", first if rank < 2 else second]
+            for rank in range(4)
+        ]
 
 
 def test_a_command_that_fails_is_the_verdict(login: Login) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tests.on_slurm.login import BACKENDS, Login, settings, wait_for
 from trainkit.job.record import read_job
 from trainkit.rundir import RunDir
@@ -29,13 +27,25 @@ def waits_for(login: Login, job_id: str) -> str:
     return "" if found == "(null)" else found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_follow_up_carries_the_run_on_and_the_rest_vanish(login: Login, backend: str) -> None:
+def test_a_follow_up_carries_the_run_on_and_the_rest_vanish(login: Login) -> None:
     script = login.script(ENDS_AT_THE_SECOND_TIME)
-    args = ["--backend", backend, *settings("requeue.follow_ups=2"), "--", "python", script]
-    run = login.submit(*args)
+    args = [*settings("requeue.follow_ups=2"), "--", "python", script]
+    runs = [login.submit("--backend", backend, *args) for backend in BACKENDS]
+    jobs = [_kill_the_supervisor(login, run) for run in runs]
+    for run, (first, second, _) in zip(runs, jobs, strict=True):
+        end = login.wait_for_end(run, attempt=2)
+        assert end["state"] == "finished", login.told_by(run)
+        assert carried(run) == [(first, "submit"), (second, "comeback")]
+    login.wait_until_idle()
+    for run, (_, second, third) in zip(runs, jobs, strict=True):
+        assert login.cluster.job(third)["JobState"] == "CANCELLED"
+        assert read_job(run)["follow_ups"] == [second, third]
+
+
+def _kill_the_supervisor(login: Login, run: RunDir) -> tuple[str, str, str]:
+    """Kill it once its rank has started; the run's job, and the two that wait to follow it."""
     first = login.job_id(run)
-    second, third = follow_ups = read_job(run)["follow_ups"]
+    second, third = read_job(run)["follow_ups"]
     assert waits_for(login, second) == f"afternotok:{first}(unfulfilled)"
     assert waits_for(login, third) == f"afternotok:{first}(unfulfilled),afternotok:{second}(unfulfilled)"
     login.wait_for_log(run, "attempt 1 rank 0")
@@ -43,12 +53,7 @@ def test_a_follow_up_carries_the_run_on_and_the_rest_vanish(login: Login, backen
     supervisor = str(read_job(run)["attempts"][0]["pid"])
     beside = ["srun", f"--jobid={first}", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1"]
     login.run([*beside, "kill", "-KILL", supervisor])
-    end = login.wait_for_end(run, attempt=2)
-    assert end["state"] == "finished", login.told_by(run)
-    assert carried(run) == [(first, "submit"), (second, "comeback")]
-    login.wait_until_idle()
-    assert login.cluster.job(third)["JobState"] == "CANCELLED"
-    assert read_job(run)["follow_ups"] == follow_ups
+    return first, second, third
 
 
 def test_follow_ups_of_a_run_that_a_person_ends(login: Login) -> None:

@@ -35,9 +35,12 @@ def saved_step(run: RunDir) -> int:
     return max((checkpoint.step for checkpoint in published(run.checkpoints_dir)), default=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_preemption_that_tells_only_the_ranks_saves(login: Login, backend: str) -> None:
-    run = train(login, "--backend", backend, "--partition", "low")
+@pytest.mark.smoke
+def test_a_preemption_that_tells_only_the_ranks_saves(login: Login) -> None:
+    runs = [
+        train(login, "--partition", "low"),
+        login.submit_listeners(*ON_TWO_HOSTS, "--backend", "submitit", "--partition", "low"),
+    ]
     preempting = [
         "sbatch",
         "--parsable",
@@ -47,11 +50,12 @@ def test_a_preemption_that_tells_only_the_ranks_saves(login: Login, backend: str
         "--output=/dev/null",
     ]
     login.run([*preempting, "--wrap=sleep 1"], check=True)
-    end = login.wait_for_end(run)
-    assert (end["state"], end["action"], end["exit_code"]) == ("stopped", "requeue", 75)
-    assert end["reason"] == "saved after SIGTERM at a preemption; resumes (restart 1)"
-    assert saved_step(run) == steps_of(run)[-1][1]
-    assert login.status(run)["state"] == "requeueing"
+    for run in runs:
+        end = login.wait_for_end(run)
+        assert (end["state"], end["action"], end["exit_code"]) == ("stopped", "requeue", 75)
+        assert end["reason"] == "saved after SIGTERM at a preemption; resumes (restart 1)"
+        assert login.status(run)["state"] == "requeueing"
+    assert saved_step(runs[0]) == steps_of(runs[0])[-1][1]
 
 
 def test_a_requeued_job_goes_on_as_the_next_attempt(login: Login) -> None:
@@ -75,23 +79,29 @@ def test_a_requeued_job_goes_on_as_the_next_attempt(login: Login) -> None:
     assert "requeue_decision" in events(run, 1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_cancel_saves(login: Login, backend: str) -> None:
-    run = login.submit_listeners("--backend", backend, *ON_TWO_HOSTS)
-    done = login.trainkit("cancel", "last", "--wait")
-    assert done.returncode == 0, done.stderr
-    end = login.wait_for_end(run)
-    assert (end["state"], end["reason"]) == ("cancelled", "saved after SIGTERM")
-    assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
+def listeners(login: Login) -> list[RunDir]:
+    """A run of ranks that listen for each backend."""
+    return [login.submit_listeners("--backend", backend, *ON_TWO_HOSTS) for backend in BACKENDS]
+
+
+def test_cancel_saves(login: Login) -> None:
+    runs = listeners(login)
+    for name in ("last", str(runs[0].path)):
+        done = login.trainkit("cancel", name, "--wait")
+        assert done.returncode == 0, done.stderr
+    for run in runs:
+        end = login.wait_for_end(run)
+        assert (end["state"], end["reason"]) == ("cancelled", "saved after SIGTERM")
+        assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
     login.wait_until_idle()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_scancel_by_hand_saves_too(login: Login, backend: str) -> None:
-    run = login.submit_listeners("--backend", backend, *ON_TWO_HOSTS)
-    login.run(["scancel", login.job_id(run)], check=True)
-    end = login.wait_for_end(run)
-    assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
+def test_scancel_by_hand_saves_too(login: Login) -> None:
+    runs = listeners(login)
+    login.run(["scancel", *map(login.job_id, runs)], check=True)
+    for run in runs:
+        end = login.wait_for_end(run)
+        assert (end["state"], end["reason"]) == ("stopped", "saved after SIGTERM")
 
 
 def test_a_notice_for_the_batch_shell_alone_reaches_the_ranks(login: Login) -> None:
@@ -103,15 +113,16 @@ def test_a_notice_for_the_batch_shell_alone_reaches_the_ranks(login: Login) -> N
     assert log_of(run).splitlines()[-1] == "asked by SIGUSR2"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_cancel_now_kills(login: Login, backend: str) -> None:
-    run = login.submit_listeners("--backend", backend, *ON_TWO_HOSTS)
-    assert login.trainkit("cancel", str(run.path), "--now").returncode == 0
-    assert login.status(run)["state"] == "cancelled"
+def test_cancel_now_kills(login: Login) -> None:
+    runs = listeners(login)
+    for run in runs:
+        assert login.trainkit("cancel", str(run.path), "--now").returncode == 0
+        assert login.status(run)["state"] == "cancelled"
     login.wait_until_idle()
-    assert login.wait_for_end(run)["state"] == "cancelled"
-    assert log_of(run) == "attempt 1 rank 0\n"
-    assert login.wait_for_end(run)["reason"] == "killed by cancel --now"
+    for run in runs:
+        assert login.wait_for_end(run)["state"] == "cancelled"
+        assert log_of(run) == "attempt 1 rank 0\n"
+        assert login.wait_for_end(run)["reason"] == "killed by cancel --now"
 
 
 def test_what_does_not_listen_is_killed_after_the_grace_time(login: Login) -> None:

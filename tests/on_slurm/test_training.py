@@ -1,4 +1,4 @@
-"""The quickstart on four hosts: the losses of one machine, whatever starts the ranks."""
+"""The quickstart on several hosts: the losses of one machine, whatever starts the ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.on_slurm.login import BACKENDS, Login, agents_of, settings
+from tests.on_slurm.login import Login, agents_of, settings
 from tests.support.runs import losses
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.rundir import RunDir
@@ -20,29 +20,30 @@ TIMEOUT_S = 600.0
 
 
 def quickstart(login: Login, *args: str) -> RunDir:
-    """A run of the quickstart with eight ranks, when it has finished."""
+    """A run of the quickstart with four ranks, when it has finished."""
     command = ["submit", str(QUICKSTART), "--set", "device=cpu", *SHORT, *args, "--follow"]
     done = login.trainkit(*command, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     run = RunDir(done.stdout.splitlines()[0])
-    assert len(list(run.attempt(1).logs_dir.glob("rank-*.log"))) == 8
+    assert len(list(run.attempt(1).logs_dir.glob("rank-*.log"))) == 4
     return run
 
 
 @pytest.fixture(scope="module")
 def local_losses(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The curve of eight processes on this machine."""
+    """The curve of four processes on this machine."""
     login = Login(cluster, tmp_path_factory.mktemp("local"))
-    return losses(quickstart(login, "--backend", "local", "--gpus-per-node", "8").path)
+    return losses(quickstart(login, "--backend", "local", "--gpus-per-node", "4").path)
 
 
-@pytest.mark.parametrize("per", ["gpu", "node"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_eight_ranks_on_four_hosts(
-    login: Login, local_losses: dict[int, float], backend: str, per: str
+@pytest.mark.parametrize(
+    ("backend", "per", "nodes", "gpus"), [("sbatch", "gpu", 4, 1), ("submitit", "node", 2, 2)]
+)
+def test_four_ranks_on_several_hosts(
+    login: Login, local_losses: dict[int, float], backend: str, per: str, nodes: int, gpus: int
 ) -> None:
-    run = quickstart(login, "--nodes", "4", "--gpus-per-node", "2", "--backend", backend, "--per", per)
-    each = 2 if per == "gpu" else 1
-    assert agents_of(run) == [pair for pair in enumerate(login.cluster.hosts) for _ in range(each)]
+    shape = ("--nodes", str(nodes), "--gpus-per-node", str(gpus))
+    run = quickstart(login, *shape, "--backend", backend, "--per", per)
+    assert agents_of(run) == list(enumerate(login.cluster.hosts[:nodes]))
     assert len(local_losses) == 3
     assert losses(run.path) == pytest.approx(local_losses, rel=0, abs=1e-5)
