@@ -83,7 +83,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         run = RunDir(folder)
         saver = CheckpointSaver(run, 1, WORLD, state, keep_last=1)
-        saver.warm_up()  # the training loop does so after its first step
+        saver.allocate_buffers()  # the training loop does so after its first step
         time.sleep(5.0)
         for step in range(1, args.rounds + 1):
             stalls["torch.save"].append(save_with_torch(state, Path(folder) / "plain.pt"))

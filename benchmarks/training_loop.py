@@ -108,20 +108,19 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
     from trainkit.job.signals import StopRequest
     from trainkit.plan.launch import LaunchPlan
     from trainkit.rundir import RunDir, read_json
-    from trainkit.trainer.device import select_device
-    from trainkit.trainer.distributed import join_world, leave
-    from trainkit.trainer.progress import Pulse
-    from trainkit.trainer.tasks import build_task
+    from trainkit.trainer.distributed import exit_process, join_world, select_device
+    from trainkit.trainer.progress import Progress
+    from trainkit.trainer.task import build_task
     from trainkit.trainer.worker import build_trainer
 
     attempt = RunDir(folder).attempt(1)
     config = read_effective(attempt.config_file)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = join_world(find_rank_env(), select_device("cpu", 0), plan.layout, StopRequest())
-    task, stop, pulse = build_task(config), StopRequest(), Pulse()
-    trainer, _ = build_trainer(attempt, config, plan, world, task, stop, pulse)
+    task, stop, progress = build_task(config), StopRequest(), Progress()
+    trainer, _ = build_trainer(attempt, config, plan, world, task, stop, progress)
     loops = {
-        "trainkit": trainer.advance,
+        "trainkit": trainer.step,
         "hand-written": hand_written_step(trainer, task, num_procs, dtype_name),
     }
     times_s: dict[str, list[float]] = {name: [] for name in loops}
@@ -137,7 +136,7 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
     if world.is_main:
         warm = num_steps // 5
         print(*(statistics.median(times_s[name][warm:]) for name in loops), flush=True)
-    leave(0)
+    exit_process(0)
 
 
 def measure(case: str, num_procs: int, dtype: str, num_steps: int) -> tuple[float, float]:

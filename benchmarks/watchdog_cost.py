@@ -45,72 +45,71 @@ def build(folder: Path, overrides: list[str]):
     from trainkit.job.signals import StopRequest
     from trainkit.plan.launch import LaunchPlan
     from trainkit.rundir import read_json
-    from trainkit.trainer.device import select_device
-    from trainkit.trainer.distributed import World
-    from trainkit.trainer.progress import Pulse
-    from trainkit.trainer.tasks import build_task
+    from trainkit.trainer.distributed import World, select_device
+    from trainkit.trainer.progress import Progress
+    from trainkit.trainer.task import build_task
     from trainkit.trainer.worker import build_trainer
 
     attempt = make_attempt(folder, overrides, 1)
     config = read_effective(attempt.config_file)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     world = World(0, 1, select_device("cpu", 0), None, None)
-    return build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Pulse())[0]
+    return build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())[0]
 
 
-def progress_watch(pulse):
+def progress_watch(progress):
     """What looks, with the limits of the default config."""
     from trainkit.plan.launch import RequeuePolicy
-    from trainkit.trainer.watchdog import ProgressWatch
+    from trainkit.trainer.watchdog import HangDetector
 
-    return ProgressWatch(pulse, RequeuePolicy(), lambda: False)
+    return HangDetector(progress, RequeuePolicy(), lambda: False)
 
 
-def watch(pulse, ended: threading.Event) -> None:
+def watch(progress, ended: threading.Event) -> None:
     """Look as the watchdog's thread does."""
-    looks = progress_watch(pulse)
+    looks = progress_watch(progress)
     while not ended.wait(LOOK_EVERY_S):
         assert looks.look(time.monotonic()) is None
 
 
-def time_steps(trainer, pulse, num_steps: int) -> float:
+def time_steps(trainer, progress, num_steps: int) -> float:
     """Processor seconds of a step, the mean of a block."""
-    trainer.pulse = pulse
+    trainer.progress = progress
     started = time.process_time()
     for _ in range(num_steps):
-        trainer.advance()
+        trainer.step()
     return (time.process_time() - started) / num_steps
 
 
-def time_watched(trainer, pulse, num_steps: int) -> float:
+def time_watched(trainer, progress, num_steps: int) -> float:
     """The same while a thread looks."""
     ended = threading.Event()
-    thread = threading.Thread(target=watch, args=(pulse, ended))
+    thread = threading.Thread(target=watch, args=(progress, ended))
     thread.start()
     try:
-        return time_steps(trainer, pulse, num_steps)
+        return time_steps(trainer, progress, num_steps)
     finally:
         ended.set()
         thread.join()
 
 
-def time_calls(pulse, num_rounds: int = 2000) -> float:
+def time_calls(progress, num_rounds: int = 2000) -> float:
     """Seconds of the calls of one step with one microbatch."""
     times_s = []
     for step in range(num_rounds):
         started = time.perf_counter()
-        pulse.begin_step(step)
-        pulse.enter("forward")
-        pulse.enter("backward")
-        pulse.enter("update")
-        pulse.end_step()
+        progress.begin_step(step)
+        progress.enter("forward")
+        progress.enter("backward")
+        progress.enter("update")
+        progress.end_step()
         times_s.append(time.perf_counter() - started)
     return median(times_s)
 
 
-def time_look(pulse, num_rounds: int = 2000) -> float:
+def time_look(progress, num_rounds: int = 2000) -> float:
     """Seconds of one look."""
-    looks = progress_watch(pulse)
+    looks = progress_watch(progress)
     times_s = []
     for _ in range(num_rounds):
         started = time.perf_counter()
@@ -126,7 +125,7 @@ def measure(overrides: list[str], blocks: int, num_steps: int) -> tuple[float, .
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(Path(folder), overrides)
-        watched, calm = trainer.pulse, NoPulse()
+        watched, calm = trainer.progress, NoPulse()
         gc.disable()
         time_steps(trainer, calm, num_steps)
         with_s, without_s = [], []

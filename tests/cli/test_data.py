@@ -117,11 +117,11 @@ PREPARE_IN_SMALL_UNITS = """
 import sys
 from pathlib import Path
 from trainkit.data.prepare import prepare
-from trainkit.data.recipe import Recipe
+from trainkit.data.sources import DatasetSpec
 
 if __name__ == "__main__":
-    recipe = Recipe(("texts",), tokenizer=sys.argv[2], val_fraction=0.05)
-    prepare(recipe, Path(sys.argv[1]), workers=int(sys.argv[3]), unit_bytes=1 << 16)
+    spec = DatasetSpec(("texts",), tokenizer=sys.argv[2], val_fraction=0.05)
+    prepare(spec, Path(sys.argv[1]), workers=int(sys.argv[3]), unit_bytes=1 << 16)
 """
 SLOWLY = PREPARE_IN_SMALL_UNITS.replace(
     'if __name__ == "__main__":\n',

@@ -9,9 +9,9 @@ import pytest
 from dataset_content import rows
 
 from trainkit.data.checks import data_problems, tokenizer_vocab_size
-from trainkit.data.open import open_dataset
 from trainkit.data.prepare import prepare
-from trainkit.data.recipe import Recipe
+from trainkit.data.shards import open_dataset
+from trainkit.data.sources import DatasetSpec
 
 
 def only(config):
@@ -101,7 +101,7 @@ def test_first_rows_of_big_and_packed_files_are_looked_at(data_config, tmp_path)
 def test_prepared_folder(data_config, tmp_path, tokenizer_json):
     (tmp_path / "a.txt").write_text("hello world\n" * 100)
     folder = tmp_path / "shards"
-    prepare(Recipe((str(tmp_path / "a.txt"),)), folder)
+    prepare(DatasetSpec((str(tmp_path / "a.txt"),)), folder)
     assert data_problems(data_config(source=str(folder))) == []
     assert only(data_config(source=str(folder), seq_len=5000))[0] == "data.seq_len"
     other = only(data_config(source=str(folder), tokenizer=str(tokenizer_json)))
@@ -125,7 +125,7 @@ def test_vocab_size(data_config, tmp_path, tokenizer_json):
     assert tokenizer_vocab_size(data_config()) == 257
     assert tokenizer_vocab_size(data_config(tokenizer=str(tokenizer_json))) == size
     (tmp_path / "a.txt").write_text("hello world\n" * 100)
-    prepare(Recipe((str(tmp_path / "a.txt"),), tokenizer=str(tokenizer_json)), tmp_path / "shards")
+    prepare(DatasetSpec((str(tmp_path / "a.txt"),), tokenizer=str(tokenizer_json)), tmp_path / "shards")
     assert tokenizer_vocab_size(data_config(source=str(tmp_path / "shards"))) == size
 
 

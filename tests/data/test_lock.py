@@ -9,8 +9,8 @@ import pytest
 
 from trainkit.data.lock import exclusive
 from trainkit.data.prepare import prepare
-from trainkit.data.recipe import Recipe
-from trainkit.data.tokenize_unit import WORK_FOLDER
+from trainkit.data.sources import DatasetSpec
+from trainkit.data.tokenize import WORK_FOLDER
 from trainkit.errors import TrainkitError, UsageError
 
 
@@ -46,7 +46,7 @@ def test_waits_and_says_so(held_lock, capsys):
 def test_second_prepare_into_a_folder_is_refused(held_lock, tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     with pytest.raises(UsageError, match="another process is preparing"):
-        prepare(Recipe((str(tmp_path / "a.txt"),)), tmp_path / "out")
+        prepare(DatasetSpec((str(tmp_path / "a.txt"),)), tmp_path / "out")
 
 
 def test_file_system_without_locks(tmp_path, monkeypatch):

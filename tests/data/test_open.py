@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from dataset_content import content_of, rows
 
-from trainkit.data.cache import cache_folder
+from trainkit.data.cache import cache_folder, ensure_prepared, has_validation
 from trainkit.data.dataset_file import is_dataset
-from trainkit.data.open import ensure_prepared, has_validation, open_dataset
 from trainkit.data.prepare import prepare
-from trainkit.data.recipe import Recipe
+from trainkit.data.shards import open_dataset
+from trainkit.data.sources import DatasetSpec
 from trainkit.errors import UsageError
 
 
@@ -45,7 +45,7 @@ def test_what_was_begun_in_the_cache_with_other_times_is_begun_anew(data_config,
 
     config = data_config(source="stdlib")
     with monkeypatch.context() as patch:
-        patch.setattr("trainkit.data.prepare.run_all", killed)
+        patch.setattr("trainkit.data.prepare.run_jobs", killed)
         with pytest.raises(KeyboardInterrupt):
             ensure_prepared(config)
     [plan_file] = cache_folder(config).glob("*.partial/*/plan.json")
@@ -86,7 +86,7 @@ def test_validation_is_optional(data_config, tmp_path):
 def test_prepared_folder_is_used_as_it_is(data_config, tmp_path, tokenizer_json):
     (tmp_path / "a.txt").write_text("hello world\n" * 100)
     folder = tmp_path / "shards"
-    prepare(Recipe((str(tmp_path / "a.txt"),), tokenizer=str(tokenizer_json)), folder)
+    prepare(DatasetSpec((str(tmp_path / "a.txt"),), tokenizer=str(tokenizer_json)), folder)
     before = content_of(folder)
     data = open_dataset(data_config(source=str(folder)), 16, "train")
     assert data.tokenizer.kind == "tokenizer.json"
@@ -97,7 +97,7 @@ def test_prepared_folder_is_used_as_it_is(data_config, tmp_path, tokenizer_json)
 
 def test_prepared_folder_of_another_tokenizer(data_config, tmp_path, tokenizer_json):
     (tmp_path / "a.txt").write_text("hello world\n" * 100)
-    prepare(Recipe((str(tmp_path / "a.txt"),)), tmp_path / "shards")
+    prepare(DatasetSpec((str(tmp_path / "a.txt"),)), tmp_path / "shards")
     with pytest.raises(UsageError, match="is not the tokenizer that made"):
         ensure_prepared(data_config(source=str(tmp_path / "shards"), tokenizer=str(tokenizer_json)))
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from trainkit.data.prepare import run_all
+from trainkit.data.prepare import run_jobs
 from trainkit.errors import TrainkitError, UsageError
 
 
@@ -34,24 +34,24 @@ def kill_self(number):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_results_in_the_order_of_the_jobs(workers):
     ended = []
-    assert run_all(double, list(range(20)), workers, ended.append) == [2 * number for number in range(20)]
+    assert run_jobs(double, list(range(20)), workers, ended.append) == [2 * number for number in range(20)]
     assert sorted(ended) == list(range(20))
-    assert run_all(double, [], workers, ended.append) == []
+    assert run_jobs(double, [], workers, ended.append) == []
 
 
 def test_a_failure_does_not_wait_for_the_others():
     began = time.monotonic()
     with pytest.raises(UsageError, match="three is wrong") as caught:
-        run_all(fail_at_three, list(range(10)), 2, lambda number: None)
+        run_jobs(fail_at_three, list(range(10)), 2, lambda number: None)
     assert caught.value.hint == "choose another"
     assert time.monotonic() - began < 15
 
 
 def test_signals_are_the_parents_business():
-    assert run_all(signal_own_parent_group, [1, 2], 2, lambda number: None) == [1, 2]
+    assert run_jobs(signal_own_parent_group, [1, 2], 2, lambda number: None) == [1, 2]
 
 
 def test_killed_worker():
     with pytest.raises(TrainkitError, match="a worker process was killed") as caught:
-        run_all(kill_self, [1, 2], 2, lambda number: None)
+        run_jobs(kill_self, [1, 2], 2, lambda number: None)
     assert "fewer workers" in caught.value.hint

@@ -10,16 +10,16 @@ from dataset_content import content_of, documents_of, rows, tokens_of
 
 from trainkit.data.dataset_file import read_dataset_file
 from trainkit.data.prepare import prepare
-from trainkit.data.recipe import Recipe
 from trainkit.data.shards import TokenShards
-from trainkit.data.tokenize_unit import WORK_FOLDER
+from trainkit.data.sources import DatasetSpec
+from trainkit.data.tokenize import WORK_FOLDER
 from trainkit.errors import TrainkitError, UsageError
 
 
 def made(tmp_path, *sources, name="out", workers=1, unit_bytes=1 << 26, **options):
     folder = tmp_path / name
-    recipe = Recipe(tuple(str(source) for source in sources), **options)
-    prepare(recipe, folder, workers, unit_bytes=unit_bytes)
+    spec = DatasetSpec(tuple(str(source) for source in sources), **options)
+    prepare(spec, folder, workers, unit_bytes=unit_bytes)
     return folder
 
 
@@ -138,10 +138,10 @@ def test_units_that_are_done_are_not_done_again(tmp_path, monkeypatch):
 
 def test_same_inputs_again_do_nothing(tmp_path):
     (tmp_path / "a.txt").write_text("hello\n" * 100)
-    recipe = Recipe((str(tmp_path / "a.txt"),))
-    assert not prepare(recipe, tmp_path / "out").was_there
+    spec = DatasetSpec((str(tmp_path / "a.txt"),))
+    assert not prepare(spec, tmp_path / "out").was_there
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    assert prepare(recipe, tmp_path / "out").was_there
+    assert prepare(spec, tmp_path / "out").was_there
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
@@ -305,7 +305,7 @@ def test_full_disk(tmp_path):
     (tmp_path / "a.txt").write_text("hello\n")
     from trainkit.data import tokenize_unit
 
-    recipe = Recipe((str(tmp_path / "a.txt"),))
+    spec = DatasetSpec((str(tmp_path / "a.txt"),))
     real = tokenize_unit._ShardWriter.__init__
 
     def write_to_full(self, folder, name):
@@ -316,7 +316,7 @@ def test_full_disk(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenize_unit._ShardWriter, "__init__", write_to_full)
         with pytest.raises(TrainkitError, match="No space left on device") as caught:
-            prepare(recipe, tmp_path / "out")
+            prepare(spec, tmp_path / "out")
     assert caught.value.exit_code == 1
     assert "goes on where it was" in caught.value.hint
     assert documents_of(made(tmp_path, tmp_path / "a.txt"))["train"] == [b"hello\n"]

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.data.recipe import Recipe
-from trainkit.data.sources import find_inputs, stdlib_folder
+from trainkit.data.sources import DatasetSpec, find_inputs, stdlib_folder
 from trainkit.errors import UsageError
 
 
 def test_stdlib_is_split_by_file():
-    inputs = find_inputs(Recipe(("stdlib",), val_fraction=0.05))
+    inputs = find_inputs(DatasetSpec(("stdlib",), val_fraction=0.05))
     names = [source.name for source in inputs]
     assert names == sorted(names)
     assert {"os.py", "json/decoder.py"} <= set(names)
@@ -31,23 +30,23 @@ def fake_stdlib(root, monkeypatch, *names):
 
 def test_a_file_keeps_its_split_when_others_come_and_go(tmp_path, monkeypatch):
     fake_stdlib(tmp_path, monkeypatch, *(f"m{number}.py" for number in range(60)))
-    before = {source.name: source.role for source in find_inputs(Recipe(("stdlib",), val_fraction=0.2))}
+    before = {source.name: source.role for source in find_inputs(DatasetSpec(("stdlib",), val_fraction=0.2))}
     fake_stdlib(tmp_path, monkeypatch, *(f"n{number}.py" for number in range(60)))
-    after = {source.name: source.role for source in find_inputs(Recipe(("stdlib",), val_fraction=0.2))}
+    after = {source.name: source.role for source in find_inputs(DatasetSpec(("stdlib",), val_fraction=0.2))}
     assert before.items() <= after.items()
 
 
 def test_some_validation_even_of_a_reduced_stdlib(tmp_path, monkeypatch):
     fake_stdlib(tmp_path, monkeypatch, "os.py", "re/parser.py", "test/skipped.py", "config-3.11/skipped.py")
-    roles = [source.role for source in find_inputs(Recipe(("stdlib",), val_fraction=1e-9))]
+    roles = [source.role for source in find_inputs(DatasetSpec(("stdlib",), val_fraction=1e-9))]
     assert sorted(roles) == ["train", "val"]
-    assert {source.role for source in find_inputs(Recipe(("stdlib",)))} == {"train"}
+    assert {source.role for source in find_inputs(DatasetSpec(("stdlib",)))} == {"train"}
 
 
 def test_stdlib_without_sources(tmp_path, monkeypatch):
     fake_stdlib(tmp_path, monkeypatch)
     with pytest.raises(UsageError, match="has no sources"):
-        find_inputs(Recipe(("stdlib",)))
+        find_inputs(DatasetSpec(("stdlib",)))
 
 
 def test_this_python_has_a_stdlib_folder():
@@ -59,7 +58,7 @@ def test_files_and_folders_in_order(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     sources = (str(tmp_path / "b.txt"), str(tmp_path / "d"), str(tmp_path / "a b;'\".txt"))
-    found = [(source.name, source.form, source.compressed) for source in find_inputs(Recipe(sources))]
+    found = [(source.name, source.form, source.compressed) for source in find_inputs(DatasetSpec(sources))]
     assert found == [
         ("b.txt", "text", False),
         ("a.txt.gz", "text", True),
@@ -71,25 +70,25 @@ def test_files_and_folders_in_order(tmp_path):
 def test_missing_file_names_the_closest(tmp_path):
     (tmp_path / "corpus.txt").write_text("x")
     with pytest.raises(UsageError, match=r"corpsu\.txt does not exist") as caught:
-        find_inputs(Recipe((str(tmp_path / "corpsu.txt"),)))
+        find_inputs(DatasetSpec((str(tmp_path / "corpsu.txt"),)))
     assert caught.value.hint == f"did you mean {tmp_path}/corpus.txt?"
 
 
 def test_missing_folder_is_named(tmp_path):
     with pytest.raises(UsageError) as caught:
-        find_inputs(Recipe((str(tmp_path / "data" / "corpus.txt"),)))
+        find_inputs(DatasetSpec((str(tmp_path / "data" / "corpus.txt"),)))
     assert caught.value.hint == f"{tmp_path} has no data: check the path"
 
 
 def test_wrong_kind_and_empty_folder(tmp_path):
     (tmp_path / "a.parquet").write_text("x")
     with pytest.raises(UsageError, match="not a kind that can be read"):
-        find_inputs(Recipe((str(tmp_path / "a.parquet"),)))
+        find_inputs(DatasetSpec((str(tmp_path / "a.parquet"),)))
     with pytest.raises(UsageError, match=r"holds no \.txt"):
-        find_inputs(Recipe((str(tmp_path),)))
+        find_inputs(DatasetSpec((str(tmp_path),)))
 
 
 def test_prepared_dataset_among_texts(tmp_path):
     (tmp_path / "dataset.json").write_text("{}")
     with pytest.raises(UsageError, match="cannot be mixed"):
-        find_inputs(Recipe((str(tmp_path), "stdlib")))
+        find_inputs(DatasetSpec((str(tmp_path), "stdlib")))

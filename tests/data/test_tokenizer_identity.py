@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from trainkit.data.tokenizer import Tokenizer
+from trainkit.data.tokenize import Tokenizer
 from trainkit.data.tokenizer_identity import identify, vocab_size
 from trainkit.errors import UsageError
 

@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainkit.data import units
-from trainkit.data.recipe import Recipe
-from trainkit.data.sources import find_inputs
-from trainkit.data.units import PartReader, plan_units
+from trainkit.data.sources import DatasetSpec, find_inputs
+from trainkit.data.units import SpanReader, plan_units
 
 SETTINGS = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -21,12 +20,12 @@ SETTINGS = settings(
 
 def read_all(paths, unit_bytes, val_fraction=0.0):
     """Every document with its split, put together again from the pieces of all units."""
-    recipe = Recipe(tuple(str(path) for path in paths), val_fraction=val_fraction)
-    inputs = find_inputs(recipe)
+    spec = DatasetSpec(tuple(str(path) for path in paths), val_fraction=val_fraction)
+    inputs = find_inputs(spec)
     found, pieces = [], []
     for unit in plan_units(inputs, val_fraction, unit_bytes):
-        for number, part in enumerate(unit.parts):
-            reader = PartReader(inputs[part.input], part, unit.index, number, val_fraction, "text")
+        for number, part in enumerate(unit.spans):
+            reader = SpanReader(inputs[part.input], part, unit.index, number, val_fraction, "text")
             for piece in reader:
                 pieces.append(piece.text)
                 if piece.ends_document:
@@ -77,9 +76,9 @@ def test_compressed_text_is_split_like_the_plain_one(tmp_path, text, val_fractio
 def test_small_files_share_a_unit(tmp_path):
     for number in range(100):
         (tmp_path / f"{number:02d}.txt").write_text("x" * 10)
-    units = plan_units(find_inputs(Recipe((str(tmp_path),))), 0.0, unit_bytes=95)
+    units = plan_units(find_inputs(DatasetSpec((str(tmp_path),))), 0.0, unit_bytes=95)
     assert len(units) == 12
-    assert Counter(part.input for unit in units for part in unit.parts) == Counter(range(100))
+    assert Counter(part.input for unit in units for part in unit.spans) == Counter(range(100))
     assert sum(unit.num_bytes for unit in units) == 1000
 
 
@@ -93,5 +92,5 @@ def test_planning_reads_little(tmp_path):
     path = Path(tmp_path / "a.txt")
     with path.open("wb") as stream:
         stream.truncate(20 << 30)  # sparse: 20 GiB that take no room and would take long to read
-    units = plan_units(find_inputs(Recipe((str(path),))), 0.0)
+    units = plan_units(find_inputs(DatasetSpec((str(path),))), 0.0)
     assert len(units) == 20 * 16

@@ -6,16 +6,15 @@ import pytest
 from dataset_content import rows
 
 from trainkit.data.prepare import prepare
-from trainkit.data.recipe import Recipe
-from trainkit.data.sources import find_inputs
-from trainkit.data.tokenizer import Tokenizer
+from trainkit.data.sources import DatasetSpec, find_inputs
+from trainkit.data.tokenize import Tokenizer
 from trainkit.data.validate import validate_shards, validate_texts
 from trainkit.errors import UsageError
 
 
 def validated(path, content, tokenizer="bytes"):
     path.write_bytes(content)
-    (source,) = find_inputs(Recipe((str(path),)))
+    (source,) = find_inputs(DatasetSpec((str(path),)))
     problems = []
     summary = validate_texts(source, "text", Tokenizer(tokenizer), problems.append)
     assert summary.problems == len(problems)
@@ -58,7 +57,7 @@ def test_empty_text(tmp_path):
 def test_counts_are_those_of_prepare(tmp_path, tokenizer_json):
     content = rows(*(f"the quick brown fox {number}" for number in range(500))).encode()
     summary, problems = validated(tmp_path / "a.jsonl", content, str(tokenizer_json))
-    made = prepare(Recipe((str(tmp_path / "a.jsonl"),), tokenizer=str(tokenizer_json)), tmp_path / "out")
+    made = prepare(DatasetSpec((str(tmp_path / "a.jsonl"),), tokenizer=str(tokenizer_json)), tmp_path / "out")
     assert summary.tokens == made.file.num_tokens("train")
     assert problems == []
 
@@ -74,7 +73,7 @@ def test_damaged_gzip(tmp_path, content):
 
 def test_shards_are_held_against_their_hashes(tmp_path):
     (tmp_path / "a.txt").write_text("hello\n" * 100)
-    prepare(Recipe((str(tmp_path / "a.txt"),)), tmp_path / "out")
+    prepare(DatasetSpec((str(tmp_path / "a.txt"),)), tmp_path / "out")
     problems = []
     assert validate_shards(tmp_path / "out", problems.append).problems == 0
     with (tmp_path / "out" / "train-00000.bin").open("r+b") as stream:

@@ -32,19 +32,19 @@ requeue: {{grace_s: 20}}
 BUGS = """
 import os, sys
 if "trainkit.trainer" in sys.orig_argv and "BUG" in os.environ:
-    from trainkit.trainer.pulse import Pulse
-    from trainkit.trainer.tasks.causal_lm import CausalLM
-    begin_step, nll_sum = Pulse.begin_step, CausalLM.nll_sum
+    from trainkit.trainer.progress import Progress
+    from trainkit.trainer.task import CausalLM
+    begin_step, nll_sum = Progress.begin_step, CausalLM.nll_sum
     now = 0
-    def begin(pulse, step):
+    def begin(progress, step):
         global now
         now = step
-        begin_step(pulse, step)
+        begin_step(progress, step)
         if step == 37 and os.environ["BUG"] == "raise":
             raise ValueError("a bug of step 37")
     def loss(*args):
         return nll_sum(*args) * (float("nan") if now >= 37 and os.environ["BUG"] == "nan" else 1)
-    Pulse.begin_step, CausalLM.nll_sum = begin, loss
+    Progress.begin_step, CausalLM.nll_sum = begin, loss
 """
 """A sitecustomize.py that breaks the training at step 37 in the way that $BUG names."""
 COMEBACK_S = 400.0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainkit.plan.model_shape import ModelShape
 from trainkit.trainer.models.decoder import causal_attention
-from trainkit.trainer.models.model import Model, Part, PositionSlice, Role
+from trainkit.trainer.models.model import Model, PositionSlice, Role, StageSpec
 from trainkit.trainer.stateless_random import dropout, stable_key
 
 
@@ -67,18 +67,18 @@ class Gpt(Model):
     }
     TIED: ClassVar[dict[str, str]] = {"head.weight": "tokens.weight"}
 
-    def __init__(self, shape: ModelShape, seq_len: int, part: Part | None = None) -> None:
-        super().__init__(shape, seq_len, part)
-        part = part or Part.whole(shape.num_layers)
-        self.seen = PositionSlice.all(seq_len)
-        self.tokens = nn.Embedding(shape.vocab_size, shape.dim) if part.has_embedding else None
-        self.places = nn.Embedding(seq_len, shape.dim) if part.has_embedding else None
+    def __init__(self, shape: ModelShape, seq_len: int, stage: StageSpec | None = None) -> None:
+        super().__init__(shape, seq_len, stage)
+        stage = stage or StageSpec.whole(shape.num_layers)
+        self.position_slice = PositionSlice.all(seq_len)
+        self.tokens = nn.Embedding(shape.vocab_size, shape.dim) if stage.has_embedding else None
+        self.places = nn.Embedding(seq_len, shape.dim) if stage.has_embedding else None
         self.stack = nn.ModuleList()
         for index in range(shape.num_layers):
-            self.stack.add_module(str(index), Layer(shape, index) if index in part.layers else None)
-        self.norm = nn.LayerNorm(shape.dim) if part.has_head else None
-        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False) if part.has_head else None
-        self.register_buffer("positions", self.seen.stream.clone(), persistent=False)
+            self.stack.add_module(str(index), Layer(shape, index) if index in stage.layers else None)
+        self.norm = nn.LayerNorm(shape.dim) if stage.has_head else None
+        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False) if stage.has_head else None
+        self.register_buffer("positions", self.position_slice.stream.clone(), persistent=False)
         self.tie()
 
     @staticmethod
@@ -101,11 +101,11 @@ class Gpt(Model):
     def stream_shape(self) -> tuple[int, int]:
         return len(self.positions), self.shape.dim
 
-    def see(self, seen: PositionSlice) -> None:
-        self.seen, self.positions = seen, seen.stream.clone()
+    def set_positions(self, position_slice: PositionSlice) -> None:
+        self.position_slice, self.positions = position_slice, position_slice.stream.clone()
 
-    def restore(self) -> None:
-        self.positions.copy_(self.seen.stream)
+    def rebuild_buffers(self) -> None:
+        self.positions.copy_(self.position_slice.stream)
         self.tie()
 
     def init_std(self, name: str) -> float | None:

@@ -134,8 +134,8 @@ def make_trainer(rank: int, attempt: AttemptDir) -> Any:
     from trainkit.plan.launch import LaunchPlan
     from trainkit.rundir import read_json
     from trainkit.trainer.distributed import World, make_world
-    from trainkit.trainer.progress import Pulse
-    from trainkit.trainer.tasks import build_task
+    from trainkit.trainer.progress import Progress
+    from trainkit.trainer.task import build_task
     from trainkit.trainer.worker import build_trainer
 
     config = read_effective(attempt.config_file)
@@ -145,7 +145,7 @@ def make_trainer(rank: int, attempt: AttemptDir) -> Any:
     if plan.world_size > 1:
         world = make_world(rank, device, plan.layout)
     torch.compiler.reset()
-    trainer, _ = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Pulse())
+    trainer, _ = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())
     trainer.batches = RaggedBatches(trainer.batches)  # type: ignore[assignment]
     return trainer
 

@@ -17,7 +17,7 @@ from tests.support.runs import run_ranks
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.rundir import RunDir, write_json
 from trainkit.trainer.distributed import World
-from trainkit.trainer.models import architecture
+from trainkit.trainer.models import load_architecture
 from trainkit.trainer.models.model import Role
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
 
@@ -53,7 +53,7 @@ def test_layouts(tmp_path: Path) -> None:
 )
 def test_what_is_none(name: str, message: str) -> None:
     with pytest.raises(TrainkitError, match=message) as error:
-        architecture(name)
+        load_architecture(name)
     assert error.value.exit_code == EXIT_NO_RESTART
 
 
@@ -68,11 +68,11 @@ def test_a_run_has_the_code_that_it_was_submitted_with(
     write_json(run.job_file, {"code": {"code": str(code), "workdir": str(code / "sub")}})
     monkeypatch.chdir(project / "sub")
     (project / "gpt.py").write_text("")  # edited since
-    assert architecture("../gpt.py:Gpt", run).__name__ == "Gpt"
-    assert architecture(f"{tmp_path}/project/gpt.py:Gpt", run).__name__ == "Gpt"
-    assert architecture("../../elsewhere.py:Gpt", run).__name__ == "Gpt", "the copy does not hold it"
+    assert load_architecture("../gpt.py:Gpt", run).__name__ == "Gpt"
+    assert load_architecture(f"{tmp_path}/project/gpt.py:Gpt", run).__name__ == "Gpt"
+    assert load_architecture("../../elsewhere.py:Gpt", run).__name__ == "Gpt", "the copy does not hold it"
     with pytest.raises(TrainkitError, match="has no class Gpt"):
-        architecture("../gpt.py:Gpt")
+        load_architecture("../gpt.py:Gpt")
 
 
 class Forgetful(gpt.Gpt):
@@ -97,4 +97,4 @@ def test_a_plan_with_a_gap_is_refused() -> None:
 
 
 def test_ours() -> None:
-    assert architecture("llama").__name__ == "Decoder"
+    assert load_architecture("llama").__name__ == "Decoder"

@@ -151,7 +151,7 @@ def test_read_ahead_equals_read_directly(num_workers: int, end_position: int | N
 
 
 def test_an_error_while_reading_ahead_comes_out_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches_module, "MAX_STEPS_AT_ONCE", 1)
+    monkeypatch.setattr(batches_module, "MAX_STEPS_PER_READ", 1)
 
     class Broken(NumberedSamples):
         def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:

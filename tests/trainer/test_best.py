@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.trainer.checkpoint.state import Progress
+from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.loop import Trainer
 
 
@@ -37,9 +37,9 @@ class Saver:
 def trainer() -> Any:
     trainer: Any = object.__new__(Trainer)
     trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(best_metric="val_loss"))
-    trainer.progress = Progress()
+    trainer.progress = TrainingState()
     trainer.saver = Saver()
-    trainer.pulse = SimpleNamespace(enter=lambda phase: None)
+    trainer.progress = SimpleNamespace(enter=lambda phase: None)
     trainer.metrics = SimpleNamespace(exclude=lambda seconds: None)
     trainer.loss_scale = SimpleNamespace(enabled=False)
     trainer.manifest_record = {}
@@ -48,7 +48,7 @@ def trainer() -> Any:
 
 def reach(trainer: Any, step: int, val_loss: float, blocking: bool) -> None:
     trainer.progress.step = step
-    trainer._consider_best("val_loss", val_loss)
+    trainer._update_best("val_loss", val_loss)
     trainer._save("every_steps", blocking)
 
 

@@ -35,9 +35,9 @@ def count(rank: int, attempt: AttemptDir) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     trainer = make_trainer(rank, attempt)
-    trainer.advance()
+    trainer.step()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        trainer.advance()
+        trainer.step()
     found = Counter(KINDS[event.name] for event in profiler.events() if event.name in KINDS)
     (attempt.path / f"found-{rank}.json").write_text(json.dumps(found))
     close(trainer)

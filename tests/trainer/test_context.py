@@ -6,21 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.trainer.build import has_flash, repeat_shared_heads
+from trainkit.trainer.build import has_flash_attention, repeat_kv_heads
 from trainkit.trainer.models.decoder import causal_attention
-from trainkit.trainer.parallel.context import _attend_to_last, positions_of, seen_by
+from trainkit.trainer.parallel.context import _attend_suffix, context_positions, position_slice
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_ranks_share_a_sequence_and_its_work(cp: int) -> None:
-    parts = [positions_of(rank, cp, 32) for rank in range(cp)]
+    parts = [context_positions(rank, cp, 32) for rank in range(cp)]
     assert sorted(torch.cat(parts).tolist()) == list(range(32))
     work = {int((part + 1).sum()) for part in parts}
     assert len(work) == 1, "keys that each rank's queries look at"
 
 
 def test_tensor_parallel_ranks_hold_parts_of_the_stream() -> None:
-    seen = [seen_by(1, 2, tp_rank, 2, 32) for tp_rank in (0, 1)]
+    seen = [position_slice(1, 2, tp_rank, 2, 32) for tp_rank in (0, 1)]
     assert torch.equal(seen[0].attention, seen[1].attention)
     assert torch.equal(torch.cat([one.stream for one in seen]), seen[0].attention)
 
@@ -30,7 +30,7 @@ def test_queries_at_the_end_of_the_keys(num_queries: int) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
     last = q[:, :, -num_queries:]
-    found = _attend_to_last(last, k, v, flash=False)
+    found = _attend_suffix(last, k, v, flash=False)
     torch.testing.assert_close(found, causal_attention(q, k, v)[:, :, -num_queries:])
 
 
@@ -38,10 +38,10 @@ def test_heads_that_are_repeated_attend_as_those_that_are_shared() -> None:
     torch.manual_seed(0)
     attention = nn.Module()
     attention.attend = causal_attention
-    repeat_shared_heads([attention])
+    repeat_kv_heads([attention])
     q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
     torch.testing.assert_close(attention.attend(q, k, v), causal_attention(q, k, v))
 
 
 def test_no_flash_attention_without_a_gpu() -> None:
-    assert not has_flash(torch.device("cpu"), torch.bfloat16)
+    assert not has_flash_attention(torch.device("cpu"), torch.bfloat16)

@@ -122,7 +122,7 @@ def test_tied_weights_share_storage_also_after_to_empty() -> None:
     with torch.device("meta"):
         model = Decoder(nano_shape(tie_embeddings=True), SEQ_LEN)
     model.to_empty(device="cpu")
-    model.restore()
+    model.rebuild_buffers()
     assert model.head.weight is model.embedding.weight
     assert len(list(model.parameters())) == len(list(nano(tie_embeddings=False).parameters())) - 1
 
@@ -133,7 +133,7 @@ def test_restore_brings_the_buffers_back() -> None:
     model.to_empty(device="cpu")
     model.rope.fill_(9.0)
     model.site_keys.fill_(9)
-    model.restore()
+    model.rebuild_buffers()
     for name, buffer in nano().named_buffers():
         assert torch.equal(model.get_buffer(name), buffer)
 

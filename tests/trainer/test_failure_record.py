@@ -7,7 +7,7 @@ import pytest
 from trainkit.errors import CheckpointError, DivergedError, TrainkitError, UsageError
 from trainkit.rundir import RunDir
 from trainkit.trainer.__main__ import exit_code_of, record_failure
-from trainkit.trainer.progress import Pulse
+from trainkit.trainer.progress import Progress
 
 WHO = {"rank": 3, "node_rank": 1, "host": "h"}
 
@@ -18,11 +18,11 @@ def caused(error, cause):
 
 
 def at_step(step):
-    pulse = Pulse()
+    progress = Progress()
     if step is not None:
-        pulse.begin_step(step)
-        pulse.enter("forward")
-    return pulse.position
+        progress.begin_step(step)
+        progress.enter("forward")
+    return progress.current
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.models import nano, sample_keys, tokens
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
-from trainkit.trainer.float8 import apply_float8, require_float8
+from trainkit.trainer.precision import apply_float8, require_float8
 
 
 def test_a_cpu_has_none() -> None:

@@ -15,17 +15,22 @@ from tests.support.models import nano, sample_keys, tokens
 from tests.support.runs import run_ranks
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
-from trainkit.trainer.parallel import host_reduction
-from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch
-from trainkit.trainer.parallel.host_reduction import HostReduction, buckets
-from trainkit.trainer.weights import local
+from trainkit.trainer.models.model import local_tensor
+from trainkit.trainer.parallel import data_parallel
+from trainkit.trainer.parallel.data_parallel import (
+    HostReduction,
+    apply_data_parallel,
+    gradient_switch,
+    make_buckets,
+)
 
 
 def test_buckets_hold_every_parameter_once_and_the_last_first() -> None:
     params = [nn.Parameter(torch.empty(size)) for size in (10, 20, 30, 40)]
-    groups = buckets(params, min_bytes=200)
+    groups = make_buckets(params, min_bytes=200)
     assert [[param.numel() for param in group] for group in groups] == [[40, 30], [20, 10]]
-    assert [[p.numel() for p in group] for group in buckets(params, min_bytes=1)] == [[40], [30], [20], [10]]
+    single = make_buckets(params, min_bytes=1)
+    assert [[param.numel() for param in group] for group in single] == [[40], [30], [20], [10]]
 
 
 class TwoWays(nn.Module):
@@ -45,9 +50,9 @@ class TwoWays(nn.Module):
 
 def check_averages(world: World) -> None:
     mine, expected = TwoWays(), TwoWays()
-    groups = buckets(list(mine.parameters()), 1)
+    groups = make_buckets(list(mine.parameters()), 1)
     assert len(groups) > 1
-    host_reduction.buckets = lambda params: buckets(params, 1)
+    data_parallel.make_buckets = lambda params: make_buckets(params, 1)
     reduction = HostReduction(mine, dist.group.WORLD)
     orders = [[0, 1, 2], [2, 0, 3]] if world.rank == 0 else [[2, 1], [1, 2, 0]]
     for round_number in range(2):
@@ -82,7 +87,7 @@ def check_against_the_wrapper(world: World) -> None:
         for model, switch in zip((on_host, wrapped), switches, strict=True):
             switch(last)
             model(tokens(seed=10 * number + world.rank), sample_keys()).logsumexp(-1).mean().backward()
-    grads = [[local(param.grad) for param in model.parameters()] for model in (on_host, wrapped)]
+    grads = [[local_tensor(param.grad) for param in model.parameters()] for model in (on_host, wrapped)]
     torch.testing.assert_close(*grads)
     reference = deepcopy(grads[0])
     for grad in reference:

@@ -13,8 +13,8 @@ from trainkit.plan.launch import Layout
 from trainkit.trainer.build import init_parameters
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.models.model import local_tensor
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel
-from trainkit.trainer.weights import local
 
 
 def test_a_seed_and_a_name_decide() -> None:
@@ -46,12 +46,12 @@ def check_shards(world: World, whole: dict[str, torch.Tensor], layout: Layout) -
         model = Decoder(nano_shape(num_heads=3, num_kv_heads=1, dim=66), SEQ_LEN)
     apply_data_parallel(model, list(model.blocks), mesh, layout, torch.float32)
     model.to_empty(device="cpu")
-    model.restore()
+    model.rebuild_buffers()
     init_parameters(model, 0)
     for name, param in model.named_parameters():
         assert torch.equal(param.full_tensor(), whole[name]), name
         if layout.dp_shard > 1:
-            assert local(param).numel() < whole[name].numel()
+            assert local_tensor(param).numel() < whole[name].numel()
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def check_inputs(world: World, layout: Layout) -> None:
         model = Decoder(nano_shape(num_layers=3, dropout=0.1), SEQ_LEN)
     data_parallel.apply_data_parallel(model, list(model.blocks), mesh, layout, torch.bfloat16)
     model.to_empty(device="cpu")
-    model.restore()
+    model.rebuild_buffers()
     for param in model.parameters():
         torch.nn.init.constant_(param, 0.01)
     seen = []

@@ -13,7 +13,7 @@ import pytest
 from tests.support.disks import fill, small_disk
 from tests.support.models import ALONE
 from trainkit.rundir import RunDir, read_jsonl
-from trainkit.trainer.checkpoint.state import Progress
+from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.metrics import Metrics
 from trainkit.trainer.step_sync import StepReport
 
@@ -43,9 +43,9 @@ def metrics_of(folder: Path) -> Metrics:
 
 
 def write(metrics: Metrics, step: int = 7, val_loss: float | None = None, **changes: Any) -> None:
-    progress = Progress(step=step, samples_seen=16 * step, tokens_seen=1000 * step)
+    state = TrainingState(step=step, samples_seen=16 * step, tokens_seen=1000 * step)
     metrics.count(report(**changes))
-    metrics.write(progress, report(**changes), 3e-4, val_loss)
+    metrics.write(state, report(**changes), 3e-4, val_loss)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

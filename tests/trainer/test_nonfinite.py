@@ -17,10 +17,10 @@ from trainkit.errors import EXIT_NO_RESTART, DivergedError
 from trainkit.manifest import BEST_LINK, published
 from trainkit.rundir import AttemptDir, RunDir, read_jsonl, read_metrics
 from trainkit.trainer.batches import StepBatch
-from trainkit.trainer.checkpoint.state import Progress
+from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.precision import LossScale
-from trainkit.trainer.progress import Pulse
+from trainkit.trainer.progress import Progress
 from trainkit.trainer.step_sync import StepReport
 
 BATCH = StepBatch([], num_tokens=10, num_samples=4)
@@ -35,8 +35,8 @@ def trainer(precision: PrecisionConfig, max_nonfinite_steps: int = 3) -> Trainer
     )
     fields |= {
         "world": ALONE,
-        "pulse": Pulse(),
         "progress": Progress(),
+        "state": TrainingState(),
         "metrics": SimpleNamespace(count=lambda report: None),
         "saver": SimpleNamespace(finish=lambda: None),
         "loss_scale": LossScale(precision, ALONE.device),
@@ -70,7 +70,7 @@ def test_the_limit_counts_steps_in_a_row(marks: str) -> None:
 def test_a_good_step_in_between_starts_the_count_anew() -> None:
     found = trainer(FP32)
     count(found, "!!." * 20)
-    assert (found.progress.step, found.progress.nonfinite_in_a_row) == (60, 0)
+    assert (found.state.step, found.state.nonfinite_in_a_row) == (60, 0)
 
 
 def test_a_skipped_step_is_said_and_its_data_counts_as_read(caplog: pytest.LogCaptureFixture) -> None:
@@ -78,13 +78,13 @@ def test_a_skipped_step_is_said_and_its_data_counts_as_read(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         count(found, ".!.")
     assert caplog.messages == ["step=2 skipped: loss or gradient is not finite"]
-    progress = found.progress
-    assert (progress.step, progress.samples_seen, progress.tokens_seen) == (3, 12, 30)
+    state = found.state
+    assert (state.step, state.samples_seen, state.tokens_seen) == (3, 12, 30)
 
 
 def test_the_count_goes_on_after_a_resume() -> None:
     found = trainer(FP32)
-    found.progress = Progress.from_dict(cast(dict[str, Any], Progress(nonfinite_in_a_row=2).to_dict()))
+    found.state = TrainingState.from_dict(cast(dict[str, Any], TrainingState(nonfinite_in_a_row=2).to_dict()))
     with pytest.raises(DivergedError):
         count(found, "!")
 
@@ -168,6 +168,6 @@ def test_a_loss_scale_that_is_much_too_high_comes_down(tmp_path: Path, num_procs
     hashes = shard_hashes(attempt)
     assert all(hashes[step] == hashes[1] for step in range(1, num_skipped + 1))
     assert hashes[num_skipped + 1] != hashes[1]
-    progress = published(attempt.run.checkpoints_dir)[-1].manifest()["progress"]
-    assert progress["loss_scale"]["value"] == 2**40 / 2 ** finite.count(False)
-    assert progress["nonfinite_in_a_row"] == 0
+    state = published(attempt.run.checkpoints_dir)[-1].manifest()["progress"]
+    assert state["loss_scale"]["value"] == 2**40 / 2 ** finite.count(False)
+    assert state["nonfinite_in_a_row"] == 0

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tests.support.models import nano, sample_keys, tokens
 from trainkit.config.training import OptimizerConfig
+from trainkit.trainer.models.model import Weight
 from trainkit.trainer.optimizer import ShardedAdamW
-from trainkit.trainer.weights import Weight
 
 CONFIG = OptimizerConfig(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 KINDS = ("exp_avg", "exp_avg_sq", "step")

@@ -143,7 +143,7 @@ def test_without_memory_to_stage_in_training_waits_for_every_save(
     saver = make_saver(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(DefaultStager, "stage", fails)
-        saver.warm_up()
+        saver.allocate_buffers()
     for step in (5, 6):
         saver.save(request(step), blocking=False)
         assert saver.last_step == step, "published on return"
@@ -312,7 +312,7 @@ class TestFailure:
             assert cause in event["error"]
         assert saver.last_step == 1
         with pytest.raises(CheckpointError, match="state after step 2 could not be saved"):
-            saver.require(2)
+            saver.require_saved(2)
         checkpoints_dir = RunDir(folder).checkpoints_dir
         assert [path.name for path in checkpoints_dir.iterdir()] == ["step-00000001"], "no half folder"
         assert find_damage(published(checkpoints_dir)[0]) == ""
@@ -320,7 +320,7 @@ class TestFailure:
         saver.finish()
         assert steps(folder) == [1, 3]
         assert all(find_damage(checkpoint) == "" for checkpoint in published(checkpoints_dir))
-        saver.require(3)
+        saver.require_saved(3)
 
     @pytest.mark.parametrize("blocking", [True, False])
     def test_a_folder_that_is_there_already_is_not_touched(

@@ -21,7 +21,7 @@ from trainkit.plan.memory.peaks import rank_memory
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.workload import workload_of
 from trainkit.rundir import AttemptDir, RunDir, read_json
-from trainkit.trainer.batches import TOKENS_AT_ONCE
+from trainkit.trainer.batches import MAX_TOKENS_PER_READ
 from trainkit.trainer.simulate import _PeakTracker
 from trainkit.trainer.simulate import simulate as simulate_rank
 
@@ -126,7 +126,7 @@ def hold(rank: int, attempt: AttemptDir) -> None:
     tracker.track_external(*trainer.parts, *(tensor for _, tensor in trainer.optimizer.state_tensors()))
     for _ in range(2):
         with tracker:
-            trainer.advance()
+            trainer.step()
     [peak] = tracker.get_tracker_snapshot("peak").values()
     (attempt.path / f"peak-{rank}.json").write_text(json.dumps(peak["Total"]))
     close(trainer)
@@ -163,7 +163,7 @@ def test_real_ranks_hold_as_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Case("zbv", 2, {"pp": 2, "pp_schedule": "zbv"}),
     ]
     run_cases(tmp_path, cases, [*sizes, "model.num_layers=4"], function=hold)
-    read_ahead = 2 * 8 * TOKENS_AT_ONCE  # tokens and labels of the next steps, which are not on a GPU
+    read_ahead = 2 * 8 * MAX_TOKENS_PER_READ  # tokens and labels of the next steps, which are not on a GPU
     for case in cases:
         if case.name == "zbv":
             keep_what_is_sent(monkeypatch)

@@ -55,7 +55,7 @@ def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
 def test_a_rank_that_still_prepares_is_waited_for(
     late: int, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ASK_BUSY_S", 0.1)
+    monkeypatch.setattr(module, "BUSY_POLL_S", 0.1)
     asked: list[int] = []
 
     def is_busy(number: int) -> bool:
@@ -78,10 +78,10 @@ def test_one_that_does_nothing_is_not(port: int) -> None:
 
 def test_who_prints_still_prepares(tmp_path: Path) -> None:
     attempt = make_attempt(tmp_path / "run")
-    assert not worker._still_prints(attempt, 1)
+    assert not worker._is_writing_log(attempt, 1)
     attempt.rank_log(1).parent.mkdir(exist_ok=True)
     attempt.rank_log(1).write_text("preparing data: 1 of 9 MiB\n")
-    assert worker._still_prints(attempt, 1)
-    long_ago = time.time() - worker.SILENT_S - 1
+    assert worker._is_writing_log(attempt, 1)
+    long_ago = time.time() - worker.LOG_IDLE_S - 1
     os.utime(attempt.rank_log(1), (long_ago, long_ago))
-    assert not worker._still_prints(attempt, 1)
+    assert not worker._is_writing_log(attempt, 1)

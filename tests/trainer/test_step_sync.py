@@ -7,15 +7,15 @@ import torch
 
 from tests.support.models import ALONE
 from trainkit.trainer.distributed import World
-from trainkit.trainer.step_sync import Readout, StepReport, any_rank, pack, sum_over_ranks
+from trainkit.trainer.step_sync import ReportReadback, StepReport, all_reduce_sum, any_rank, pack_report
 
 TWO = World(0, 2, torch.device("cpu"), None, None)
 
 
 def report(nll_sum: float, num_tokens: int, grad_norm: float = 1.0) -> StepReport:
-    readout = Readout(ALONE)
+    readout = ReportReadback(ALONE)
     readout.start(
-        pack(ALONE, torch.tensor(nll_sum), num_tokens, stop=False, save=False, data_wait_s=0.0),
+        pack_report(ALONE, torch.tensor(nll_sum), num_tokens, stop=False, save=False, data_wait_s=0.0),
         torch.tensor(grad_norm),
     )
     return readout.finish()
@@ -23,10 +23,10 @@ def report(nll_sum: float, num_tokens: int, grad_norm: float = 1.0) -> StepRepor
 
 def test_ranks_are_added_up() -> None:
     parts = [
-        pack(TWO, torch.tensor(30.0), 10, stop=False, save=True, data_wait_s=0.25),
-        pack(TWO, torch.tensor(60.0), 35, stop=True, save=False, data_wait_s=0.75),
+        pack_report(TWO, torch.tensor(30.0), 10, stop=False, save=True, data_wait_s=0.25),
+        pack_report(TWO, torch.tensor(60.0), 35, stop=True, save=False, data_wait_s=0.75),
     ]
-    readout = Readout(TWO)
+    readout = ReportReadback(TWO)
     readout.start(parts[0] + parts[1], torch.tensor(3.5))
     assert readout.finish() == StepReport(
         num_tokens=45, loss=2.0, grad_norm=3.5, finite=True, stop=True, save=True, data_wait_s=0.5
@@ -54,10 +54,10 @@ def test_counts_of_tokens_are_exact_beyond_float32() -> None:
 
 def test_gradients_do_not_reach_the_report() -> None:
     nll_sum = torch.ones((), requires_grad=True) * 2
-    assert not pack(ALONE, nll_sum, 1, stop=False, save=False, data_wait_s=0.0).requires_grad
+    assert not pack_report(ALONE, nll_sum, 1, stop=False, save=False, data_wait_s=0.0).requires_grad
 
 
 def test_one_process_agrees_with_itself() -> None:
     assert any_rank(True, ALONE)
     assert not any_rank(False, ALONE)
-    assert sum_over_ranks(torch.tensor([3.0]), ALONE).item() == 3.0
+    assert all_reduce_sum(torch.tensor([3.0]), ALONE).item() == 3.0

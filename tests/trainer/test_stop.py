@@ -89,15 +89,15 @@ import sys
 if "trainkit.trainer" in sys.orig_argv:
     import os, signal
     from trainkit.trainer.evaluate import Evaluator
-    from trainkit.trainer.pulse import Pulse
-    enter, num_batches = Pulse.enter, 0
-    def enter_and_tell(pulse, phase):
+    from trainkit.trainer.progress import Progress
+    enter, num_batches = Progress.enter, 0
+    def enter_and_signal(progress, phase):
         global num_batches
         num_batches += phase == "evaluate"
         if phase == "evaluate" and num_batches == 10:
             os.kill(os.getpid(), signal.SIGUSR2)
-        enter(pulse, phase)
-    Pulse.enter = enter_and_tell
+        enter(progress, phase)
+    Progress.enter = enter_and_signal
 """
 """A sitecustomize.py: the rank is told in the middle of its first validation."""
 

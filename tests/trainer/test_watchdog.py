@@ -33,7 +33,7 @@ OPTIONS = [
 SLEEPER = """
 import os, time
 if os.environ.get("RANK") == "1":
-    from trainkit.trainer.data.batches import PrefetchedBatches
+    from trainkit.trainer.batches import PrefetchedBatches
     give = PrefetchedBatches.__next__
     num_given = 0
     def give_or_sleep(self):
@@ -101,7 +101,7 @@ HOLDER = """
 import os, sys
 if os.environ.get("RANK") == "1" and "trainkit.trainer" in sys.orig_argv:
     import ctypes
-    from trainkit.trainer.data.batches import PrefetchedBatches
+    from trainkit.trainer.batches import PrefetchedBatches
     give = PrefetchedBatches.__next__
     num_given = 0
     def give_or_hold(self):

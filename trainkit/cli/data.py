@@ -70,9 +70,9 @@ def prepare(
     """
     from trainkit.data.prepare import prepare as prepare_folder
     from trainkit.data.prepare import show_progress
-    from trainkit.data.recipe import Recipe
+    from trainkit.data.sources import DatasetSpec
 
-    recipe = Recipe(
+    spec = DatasetSpec(
         tuple(_absolute(source) for source in sources),
         tokenizer=tokenizer if tokenizer == "bytes" else str(Path(tokenizer).absolute()),
         val_fraction=val_fraction,
@@ -80,7 +80,7 @@ def prepare(
     )
     num_workers = workers or len(os.sched_getaffinity(0))
     with show_progress("preparing data") as on_progress:
-        done = prepare_folder(recipe, out.absolute(), num_workers, on_progress)
+        done = prepare_folder(spec, out.absolute(), num_workers, on_progress)
     file = done.file
     if as_json:
         counts = {split: file.num_tokens(split) for split in file.splits}
@@ -123,9 +123,8 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
     against its hash. Exit code 1 when there are problems.
     """
     from trainkit.data.dataset_file import is_dataset
-    from trainkit.data.recipe import Recipe
-    from trainkit.data.sources import find_inputs
-    from trainkit.data.tokenizer import Tokenizer
+    from trainkit.data.sources import DatasetSpec, find_inputs
+    from trainkit.data.tokenize import Tokenizer
     from trainkit.data.validate import LineProblem, validate_shards, validate_texts
 
     problems: list[LineProblem] = []
@@ -138,7 +137,7 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
 
     paths = [_absolute(source) for source in sources]
     folders = [Path(path) for path in paths if is_dataset(Path(path))]
-    texts = find_inputs(Recipe(tuple(path for path in paths if Path(path) not in folders)))
+    texts = find_inputs(DatasetSpec(tuple(path for path in paths if Path(path) not in folders)))
     used = Tokenizer(tokenizer if tokenizer == "bytes" else str(Path(tokenizer).absolute()))
     summaries = [validate_shards(folder, on_problem) for folder in folders]
     summaries += [validate_texts(text, text_key, used, on_problem) for text in texts]

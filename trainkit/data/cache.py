@@ -1,50 +1,135 @@
-"""Where texts are kept as tokens, so that they are tokenised once."""
+"""The cache of tokenised texts, so that they are tokenised once.
+
+Imports neither numpy nor tokenizers until it has to tokenise: `trainkit.data.checks` uses it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from trainkit.data.recipe import STDLIB, DataConfig, Recipe
-from trainkit.data.sources import Input
-from trainkit.data.tokenizer_identity import identify
+from trainkit.data.dataset_file import VAL, check_shard_sizes, is_dataset, read_dataset_file
+from trainkit.data.sources import (
+    STDLIB,
+    DataConfig,
+    DatasetSpec,
+    Input,
+    dataset_spec,
+    find_inputs,
+    prepared_folder,
+    refuse_val_source,
+)
+from trainkit.data.tokenizer_identity import check_made_by, identify
 from trainkit.data.units import LAYOUT_VERSION
+from trainkit.errors import UsageError
 
-CACHE_HINT = "set data.cache_dir to a folder that you may write to and that has room"
+CACHE_HINT = "set data.cache_dir to a writable folder with free space"
 
 
 def cache_folder(config: DataConfig) -> Path:
-    """`data.cache_dir`, else the user's cache."""
+    """`data.cache_dir`, or a folder in the user's cache."""
     if config.cache_dir is not None:
         return Path(config.cache_dir)
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "trainkit" / "data"
 
 
-def cache_key(recipe: Recipe, inputs: Sequence[Input]) -> str:
-    """Changes with the files as far as names, sizes and times tell, and with the options."""
-    only_stdlib = {*recipe.sources, *recipe.val_sources} == {STDLIB}
-    tokenizer = identify(recipe.tokenizer)
-    made_of = {
+def cache_key(spec: DatasetSpec, inputs: Sequence[Input]) -> str:
+    """A key that changes with the options and the names, sizes and times of the files."""
+    only_stdlib = {*spec.sources, *spec.val_sources} == {STDLIB}
+    tokenizer = identify(spec.tokenizer)
+    contents = {
         "layout": LAYOUT_VERSION,
         "python": platform.python_version() if only_stdlib else "",
         "tokenizer": [tokenizer.sha256, tokenizer.eos_id],
-        "recipe": asdict(recipe) | {"tokenizer": ""},
+        "recipe": asdict(spec) | {"tokenizer": ""},
         "files": [
             [source.name, source.role, source.size] + ([] if only_stdlib else [source.path, source.mtime_ns])
             for source in inputs
         ],
     }
-    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def cannot_be_written(folder: Path) -> bool:
-    """Whether a folder, or the first of its parents that exists, is none that this user may write to."""
+    """Whether this user cannot write to a folder, or to its first parent that exists."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
+
+
+_PARTIAL_SUFFIX = ".partial"
+
+
+def has_validation(config: DataConfig) -> bool:
+    """Whether the data of a config has a `val` split; prepares it first if necessary."""
+    return read_dataset_file(ensure_prepared(config)).num_tokens(VAL) > 0
+
+
+def ensure_prepared(config: DataConfig) -> Path:
+    """The folder with the token shards of a config.
+
+    A prepared `data.source` is used directly, with its own tokenizer; other sources are tokenised into the
+    cache once. If several processes call this, one prepares the data and the others wait.
+    """
+    folder = prepared_folder(config)
+    if folder is not None:
+        refuse_val_source(config, folder)
+        check_made_by(config.tokenizer, folder, read_dataset_file(folder).tokenizer)
+        return folder
+    spec = dataset_spec(config)
+    cache = cache_folder(config)
+    target = cache / cache_key(spec, find_inputs(spec))
+    _set_aside_if_damaged(target)
+    if not is_dataset(target):
+        _prepare_into(cache, target, spec, max(1, config.num_workers))
+    return target
+
+
+def _set_aside_if_damaged(target: Path) -> None:
+    """Rename a cached dataset with missing or truncated shards, so that it is prepared again."""
+    if not is_dataset(target):
+        return
+    try:
+        for split in read_dataset_file(target).splits:
+            check_shard_sizes(target, read_dataset_file(target), split)
+    except UsageError as error:
+        aside = target.with_name(f"{target.name}.damaged-{os.getpid()}")
+        print(f"{error.message}: preparing again; moved to {aside.name}", file=sys.stderr)
+        with contextlib.suppress(FileNotFoundError):  # renamed by another process
+            target.rename(aside)
+
+
+def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) -> None:
+    from trainkit.data.lock import exclusive
+    from trainkit.data.prepare import DatasetMismatch, prepare, show_progress
+
+    partial = target.with_name(target.name + _PARTIAL_SUFFIX)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = exclusive(
+            target.with_name(target.name + ".lock"),
+            busy=f"waiting for another process to prepare {target}",
+            wait=True,
+        )
+        with lock:
+            if is_dataset(target):
+                return
+            with show_progress("preparing data") as on_progress:
+                try:
+                    prepare(spec, partial, workers, on_progress)
+                except DatasetMismatch:
+                    # Begun from other versions of the same texts: it is only a cache.
+                    shutil.rmtree(partial)
+                    prepare(spec, partial, workers, on_progress)
+            partial.rename(target)
+    except OSError as error:
+        raise UsageError(f"cannot write the data cache {cache}: {error.strerror}", hint=CACHE_HINT) from error

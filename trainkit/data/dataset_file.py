@@ -1,10 +1,10 @@
-"""`dataset.json`: what a folder of token shards says about itself.
+"""`dataset.json`, the description of a folder of token shards.
 
 ::
 
-    DIR/dataset.json      this file, written last: without it the folder is no dataset
-    DIR/inputs.json       the source files, with the hashes of their content
-    DIR/train-00000.bin   tokens, little endian, nothing else; shards of a split follow each other
+    DIR/dataset.json      this file, written last: a folder without it is no dataset
+    DIR/inputs.json       the source files with the hashes of their content
+    DIR/train-00000.bin   tokens, little endian, without a header; the shards of a split in order
     DIR/val-00000.bin
 """
 
@@ -26,12 +26,12 @@ TRAIN = "train"
 VAL = "val"
 SPLITS = (TRAIN, VAL)
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
-"""Bytes a token takes, by dtype."""
+"""Bytes per token, by dtype."""
 
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Which tokenizer made the tokens."""
+    """The tokenizer that made the tokens."""
 
     kind: str
     """``bytes`` or ``tokenizer.json``."""
@@ -70,13 +70,13 @@ class DatasetFile:
         return sum(len(shards) for shards in self.splits.values())
 
     def write(self, folder: Path, staging: Path) -> None:
-        """Publish the folder as a dataset: write in `staging`, then rename."""
+        """Publish the folder as a dataset: write the file in `staging`, then rename it."""
         record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         write_shared_json(folder / DATASET_FILE, record, staging)
 
 
 def write_shared_json(path: Path, value: Any, staging: Path) -> None:
-    """Write in `staging`, then rename, with the mode that the umask allows: a team may share a dataset."""
+    """Write a file in `staging`, then rename it; its mode follows the umask, since teams share datasets."""
     staged = staging / path.name
     with staged.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
@@ -91,14 +91,14 @@ def is_dataset(folder: Path) -> bool:
 
 
 def read_dataset_file(folder: Path) -> DatasetFile:
-    """What a prepared folder holds; UsageError where it is no dataset that this version can read."""
+    """Read `dataset.json`; raises UsageError if the folder is no dataset that this version can read."""
     path = folder / DATASET_FILE
     try:
         record = rundir.read_json(path)
     except FileNotFoundError:
         raise UsageError(
             f"{folder} is not a prepared dataset: it has no {DATASET_FILE}",
-            hint=f"make one with `trainkit data prepare SRC --out {folder}`, or finish the one begun there",
+            hint=f"run `trainkit data prepare SRC --out {folder}`; it also resumes an interrupted run",
         ) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}", hint="prepare the dataset again") from None
@@ -120,7 +120,7 @@ def read_dataset_file(folder: Path) -> DatasetFile:
 
 
 def check_shard_sizes(folder: Path, file: DatasetFile, split: str) -> None:
-    """UsageError when a shard of a split is missing or has another size than it was published with."""
+    """Raise UsageError if a shard of a split is missing or its size has changed."""
     for shard in file.splits.get(split, ()):
         path = folder / shard.file
         expected = shard.num_tokens * TOKEN_BYTES[file.dtype]
@@ -130,7 +130,7 @@ def check_shard_sizes(folder: Path, file: DatasetFile, split: str) -> None:
         except OSError as error:
             raise UsageError(f"shard {path} cannot be opened: {error.strerror}", hint=hint) from None
         if size != expected:
-            raise UsageError(f"shard {path} has {size:,} bytes instead of {expected:,}", hint=hint)
+            raise UsageError(f"shard {path} has {size:,} bytes, expected {expected:,}", hint=hint)
 
 
 def _parse(record: dict[str, Any]) -> DatasetFile:

@@ -1,15 +1,14 @@
 """The order of the data, as a pure function of integers.
 
-A position counts samples over the whole training: position // num_samples is the epoch, the rest is the place
-in it. Within an epoch the places are permuted by a keyed bijection that is computed, never stored, so any
-process can say which sample stands at any position without state, memory or communication.
+A position counts samples over the whole training: position // num_samples is the epoch, the remainder the
+offset in it. Within an epoch the offsets are permuted by a keyed bijection that is computed, never stored, so
+any process can compute the sample at any position without state, memory or communication.
 
-The bijection is a Feistel network over a grid of rows x columns that is hardly larger than the data
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): each round turns one coordinate by a hash
-of the other one. Places that land outside the data walk on until they are back inside (cycle walking).
+The bijection is a Feistel network over a grid of rows x columns slightly larger than the data
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): each round shifts one coordinate by a hash
+of the other. Offsets outside the data are permuted again until they are inside (cycle walking).
 
-Changing any constant here changes the data order of every run that is resumed: the golden values in the
-tests are a promise.
+Changing any constant here changes the data order of every resumed run: tests compare golden values.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _WORD_MASK = (1 << 64) - 1
 def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle: bool) -> IntArray:
     """The index of the sample at each global position, as int64 of the same shape.
 
-    The positions of one epoch reach every sample exactly once; epochs are shuffled differently.
+    The positions of one epoch cover every sample exactly once; each epoch has its own order.
     Raises ValueError for a negative position or a dataset without samples.
     """
     if num_samples < 1:
@@ -40,18 +39,20 @@ def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle:
     flat = np.asarray(positions, dtype=np.int64)
     if flat.size and flat.min() < 0:
         raise ValueError(f"positions must not be negative, found {flat.min()}")
-    epochs, places = np.divmod(flat, num_samples)
+    epochs, offsets = np.divmod(flat, num_samples)
     if not shuffle:
-        return places
-    shuffled = _permute(places.ravel().astype(np.uint64), epochs.ravel().astype(np.uint64), num_samples, seed)
+        return offsets
+    shuffled = _permute(
+        offsets.ravel().astype(np.uint64), epochs.ravel().astype(np.uint64), num_samples, seed
+    )
     return shuffled.astype(np.int64).reshape(flat.shape)
 
 
-def _permute(places: _Words, epochs: _Words, num_samples: int, seed: int) -> _Words:
+def _permute(offsets: _Words, epochs: _Words, num_samples: int, seed: int) -> _Words:
     num_rows = math.isqrt(num_samples - 1) + 1
     num_columns = -(-num_samples // num_rows)
     keys = _mix(_mix(np.uint64(seed & _WORD_MASK) + _GOLDEN * np.ones_like(epochs)) + epochs)
-    result = _feistel(places, keys, num_rows, num_columns)
+    result = _feistel(offsets, keys, num_rows, num_columns)
     outside = np.flatnonzero(result >= num_samples)
     while outside.size:
         result[outside] = _feistel(result[outside], keys[outside], num_rows, num_columns)

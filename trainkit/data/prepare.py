@@ -1,8 +1,8 @@
-"""Turns texts into a folder of token shards, with several processes and in constant memory.
+"""Tokenises texts into a folder of token shards, with several processes and in constant memory.
 
-The work is cut into units that know nothing of each other; each publishes its shards by rename and a small
-record last. So a prepare that was killed goes on where it was, and the result is the same to the byte
-whatever the number of workers and interruptions. `dataset.json` comes last of all.
+The work is split into independent units; each publishes its shards by rename, then its record. So a
+preparation that was killed resumes where it stopped, and the result is identical to the byte for any number
+of workers and interruptions. `dataset.json` is written last.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ from trainkit.data.dataset_file import (
     write_shared_json,
 )
 from trainkit.data.lock import exclusive
-from trainkit.data.recipe import Recipe
-from trainkit.data.sources import find_inputs
-from trainkit.data.tokenize_unit import WORK_FOLDER, UnitJob, digest_unit, run_unit
-from trainkit.data.tokenizer import token_dtype
+from trainkit.data.sources import DatasetSpec, find_inputs
+from trainkit.data.tokenize import WORK_FOLDER, UnitJob, digest_unit, run_unit, token_dtype
 from trainkit.data.tokenizer_identity import identify
 from trainkit.data.units import LAYOUT_VERSION, UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
@@ -49,13 +47,14 @@ J = TypeVar("J")
 R = TypeVar("R")
 
 
-def run_all(
+def run_jobs(
     function: Callable[[J], R], jobs: Sequence[J], workers: int, on_done: Callable[[int], None]
 ) -> list[R]:
-    """The results in the order of the jobs; `on_done` is called with the number of each job as it ends.
+    """Run the jobs and return their results in order; `on_done` is called with the number of each job that
+    ends.
 
-    One worker, or one job, runs in this process. The first failure ends the others and is raised;
-    TrainkitError when a worker was killed.
+    A single worker or job runs in this process. The first failure ends the others and is raised;
+    TrainkitError if a worker was killed.
     """
     num_workers = min(workers, len(jobs))
     if num_workers <= 1:
@@ -71,12 +70,12 @@ def run_all(
             on_done(numbers[future])
     except BrokenProcessPool:
         raise TrainkitError(
-            "a worker process was killed, most likely for want of memory",
-            hint="start the same command again with fewer workers: it goes on where it was",
+            "a worker process was killed, most likely because the node ran out of memory",
+            hint="run the same command again with fewer workers: it resumes where it stopped",
         ) from None
     finally:
         if len(results) < len(jobs):
-            end.close()  # nobody waits for work that is not wanted any more
+            end.close()  # ends the workers at once: their results are no longer needed
         pool.shutdown(wait=True, cancel_futures=True)
         end.close()
         lifeline.close()
@@ -90,78 +89,78 @@ def _run_here(function: Callable[[J], R], job: J, number: int, on_done: Callable
 
 
 def _begin_worker(lifeline: Connection) -> None:
-    """Leave signals to the parent, cores to the other workers, and die with the parent.
+    """Ignore signals, tokenise with one thread, and exit when the parent does.
 
-    A terminal or a scheduler signals the whole group; what the parent does then is its decision.
+    A terminal or a scheduler signals the whole process group; the parent decides what happens then.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
 
 
-def _follow(lifeline: Connection) -> None:
-    """Only the parent holds the other end, which closes when it dies."""
+def _exit_with_parent(lifeline: Connection) -> None:
+    """Wait for the end of the pipe, which only the parent has, and which closes when it exits."""
     with suppress(EOFError):
         lifeline.recv()
     os._exit(1)
 
 
 PLAN_FILE = "plan.json"
-"""What was begun, while the folder is not finished."""
+"""Describes the dataset being prepared, until the folder is finished."""
 INPUTS_FILE = "inputs.json"
-"""Apart from dataset.json, which every training process reads: there may be a million inputs."""
+"""Separate from dataset.json, which every rank reads: there may be a million inputs."""
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes of source that are done and those in all."""
+"""Called with the bytes of source done and in total."""
 
 
 @dataclass(frozen=True)
 class InputDigest:
-    """One source file as it was when it was tokenised."""
+    """One source file at the time it was tokenised."""
 
     name: str
     role: str
-    """``both`` when the file was cut into the two splits, else the split that it went to."""
+    """``both`` if the file was cut into the two splits, else its split."""
     size: int
     """Bytes on disk."""
     sha256: str
-    """Of the content as it was tokenised, after decompression."""
+    """Of the tokenised content, after decompression."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` left in a folder."""
+    """A prepared folder."""
 
     folder: Path
     file: DatasetFile
     was_there: bool
-    """True when the folder held the same dataset already and nothing was done."""
+    """Whether the folder already contained the same dataset, so that nothing was done."""
 
 
 def prepare(
-    recipe: Recipe,
+    spec: DatasetSpec,
     folder: Path,
     workers: int = 1,
     on_progress: OnProgress | None = None,
     unit_bytes: int = UNIT_BYTES,
 ) -> Prepared:
-    """Make `folder` the dataset of a recipe, going on with what a killed prepare left there.
+    """Prepare the dataset of a spec in `folder`, resuming an interrupted preparation.
 
-    Raises UsageError for sources that cannot be used and for a folder that holds anything else, TrainkitError
-    when the disk is full or a worker was killed.
+    Raises UsageError for unusable sources and for a folder with other contents, TrainkitError if the disk is
+    full or a worker was killed.
     """
-    work = _Work(folder, recipe, unit_bytes, workers, on_progress)
+    work = _Preparation(folder, spec, unit_bytes, workers, on_progress)
     try:
         return _make_or_compare(work, folder)
     except OSError as error:
         raise TrainkitError(
             f"cannot write to {folder}: {error.strerror or error}",
-            hint="make room there, or the right to write, and start the same command again: "
-            "it goes on where it was",
+            hint="free space there, or make it writable, and run the same command again: "
+            "it resumes where it stopped",
         ) from error
 
 
-def _make_or_compare(work: _Work, folder: Path) -> Prepared:
+def _make_or_compare(work: _Preparation, folder: Path) -> Prepared:
     if not is_dataset(folder):
         _make_work_folder(folder)
         with exclusive(
@@ -172,21 +171,21 @@ def _make_or_compare(work: _Work, folder: Path) -> Prepared:
     return Prepared(folder, work.compare(), was_there=True)
 
 
-class _Work:
-    """One recipe and where it goes."""
+class _Preparation:
+    """The preparation of one dataset in one folder."""
 
     def __init__(
-        self, folder: Path, recipe: Recipe, unit_bytes: int, workers: int, on_progress: OnProgress | None
+        self, folder: Path, spec: DatasetSpec, unit_bytes: int, workers: int, on_progress: OnProgress | None
     ) -> None:
         self.folder = folder
         self.workers = workers
         self.on_progress = on_progress
-        self.tokenizer = identify(recipe.tokenizer)
-        self.inputs = find_inputs(recipe)
-        self.options = _options(recipe, unit_bytes)
+        self.tokenizer = identify(spec.tokenizer)
+        self.inputs = find_inputs(spec)
+        self.options = _options(spec, unit_bytes)
         self.jobs = [
-            UnitJob(folder, recipe, unit, {part.input: self.inputs[part.input] for part in unit.parts})
-            for unit in plan_units(self.inputs, recipe.split_fraction, unit_bytes)
+            UnitJob(folder, spec, unit, {span.input: self.inputs[span.input] for span in unit.spans})
+            for unit in plan_units(self.inputs, spec.split_fraction, unit_bytes)
         ]
 
     def make(self) -> DatasetFile:
@@ -210,31 +209,31 @@ class _Work:
         return file
 
     def compare(self) -> DatasetFile:
-        """The finished dataset that is there; UsageError when it was made from anything else."""
+        """The finished dataset in the folder; raises DatasetMismatch if it was made from anything else."""
         file = read_dataset_file(self.folder)
         wanted = [(source.name, source.role, source.size) for source in self.inputs]
         if file.tokenizer != self.tokenizer:
-            raise _different(self.folder, f"made with the tokenizer {file.tokenizer.name}")
+            raise _mismatch(self.folder, f"made with the tokenizer {file.tokenizer.name}")
         if file.options != self.options:
-            raise _different(self.folder, f"made with {_changed(file.options, self.options)}")
+            raise _mismatch(self.folder, f"made with {_changed(file.options, self.options)}")
         known = [InputDigest(**record) for record in rundir.read_json(self.folder / INPUTS_FILE)]
         if [(source.name, source.role, source.size) for source in known] != wanted:
-            raise _different(self.folder, "made from other files")
+            raise _mismatch(self.folder, "made from other files")
         if self._digests(self._run(digest_unit, self.jobs)) != known:
-            raise _different(self.folder, "made from files that have changed since")
+            raise _mismatch(self.folder, "made from files that have changed since")
         shutil.rmtree(self.folder / WORK_FOLDER, ignore_errors=True)
         return file
 
     def _begin(self) -> None:
-        """Record what is being made, or see that what was begun here is the same."""
+        """Write the plan file, or compare it with that of an interrupted preparation."""
         plan_file = self.folder / WORK_FOLDER / PLAN_FILE
         inputs = [{**asdict(source), "path": None} for source in self.inputs]
         plan = {"tokenizer": asdict(self.tokenizer), "options": self.options, "inputs": inputs}
         if plan_file.exists():
             if rundir.read_json(plan_file) != plan:
-                raise _different(self.folder, "begun with other options, or its sources have changed since")
+                raise _mismatch(self.folder, "begun with other options, or its sources have changed since")
             for partial in plan_file.parent.glob("*.bin.*"):
-                partial.unlink()  # of a worker that was killed
+                partial.unlink()  # left by a worker that was killed
             return
         rundir.write_json(plan_file, plan)
 
@@ -248,14 +247,14 @@ class _Work:
             if self.on_progress:
                 self.on_progress(done, total)
 
-        return run_all(function, jobs, self.workers, on_done)
+        return run_jobs(function, jobs, self.workers, on_done)
 
     def _digests(self, by_unit: list[list[str]]) -> list[InputDigest]:
-        """One digest an input: of its content, or of the digests of its parts where it was cut."""
+        """One digest per input: of its content, or of the digests of its spans if it was cut."""
         found: list[list[str]] = [[] for _ in self.inputs]
         for job, digests in zip(self.jobs, by_unit, strict=True):
-            for part, digest in zip(job.unit.parts, digests, strict=True):
-                found[part.input].append(digest)
+            for span, digest in zip(job.unit.spans, digests, strict=True):
+                found[span.input].append(digest)
         return [
             InputDigest(
                 source.name,
@@ -269,7 +268,7 @@ class _Work:
     def _check_not_empty(self, file: DatasetFile) -> None:
         if not file.num_tokens(TRAIN):
             raise UsageError(
-                "the sources hold no text to train on", hint="give files with text, or a smaller val_fraction"
+                "the sources contain no text to train on", hint="name files with text, or lower val_fraction"
             )
 
 
@@ -278,18 +277,18 @@ def _make_work_folder(folder: Path) -> None:
     others = sorted(entry.name for entry in folder.iterdir() if entry.name != WORK_FOLDER)
     if others and not (folder / WORK_FOLDER / PLAN_FILE).exists():
         raise UsageError(
-            f"{folder} is not empty and holds no dataset: {others[0]} is in it", hint="choose another folder"
+            f"{folder} is not empty and contains no dataset, but {others[0]}", hint="choose another folder"
         )
     (folder / WORK_FOLDER).mkdir(exist_ok=True)
 
 
-def _options(recipe: Recipe, unit_bytes: int) -> dict[str, Any]:
-    """All that decides about the tokens, besides the tokenizer and the text."""
+def _options(spec: DatasetSpec, unit_bytes: int) -> dict[str, Any]:
+    """Everything that determines the tokens, besides the tokenizer and the text."""
     return {
         "layout": LAYOUT_VERSION,
         "unit_bytes": unit_bytes,
-        "val_fraction": recipe.split_fraction,
-        "text_key": recipe.text_key,
+        "val_fraction": spec.split_fraction,
+        "text_key": spec.text_key,
     }
 
 
@@ -304,13 +303,14 @@ def _fingerprint(tokenizer: TokenizerIdentity, options: dict[str, Any], inputs: 
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-class OtherDataset(UsageError):
-    """A folder holds a dataset, or the beginning of one, that was made in another way."""
+class DatasetMismatch(UsageError):
+    """A folder contains another dataset, or the beginning of one."""
 
 
-def _different(folder: Path, how: str) -> OtherDataset:
-    return OtherDataset(
-        f"{folder} holds another dataset: it was {how}", hint="choose another folder; nothing was overwritten"
+def _mismatch(folder: Path, how: str) -> DatasetMismatch:
+    return DatasetMismatch(
+        f"{folder} contains another dataset: it was {how}",
+        hint="choose another folder; nothing was overwritten",
     )
 
 
@@ -319,27 +319,27 @@ _MIB = 1 << 20
 
 
 @contextmanager
-def show_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function that takes the bytes that are done and those in all."""
+def show_progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show progress on stderr; yields a function that takes the bytes done and in total."""
     if not sys.stderr.isatty():
-        yield _Lines(what)
+        yield _Lines(title)
         return
-    from rich.console import Console  # 50 ms that only a terminal needs
+    from rich.console import Console  # 50 ms, needed on a terminal only
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what)
+        task = bar.add_task(title)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class _Lines:
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, title: str) -> None:
+        self.title = title
         self.next_time = time.monotonic() + _SECONDS_BETWEEN_LINES
 
     def __call__(self, done: int, total: int) -> None:
         if time.monotonic() < self.next_time:
             return
         self.next_time = time.monotonic() + _SECONDS_BETWEEN_LINES
-        print(f"{self.what}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB", file=sys.stderr, flush=True)
+        print(f"{self.title}: {done / _MIB:,.0f} of {total / _MIB:,.0f} MiB", file=sys.stderr, flush=True)

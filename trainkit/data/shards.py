@@ -1,4 +1,4 @@
-"""Token shards on disk as samples of fixed length, read through memory maps."""
+"""Reads samples of fixed length from token shards, through memory maps."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainkit.data.cache import ensure_prepared
 from trainkit.data.dataset_file import TokenizerIdentity, check_shard_sizes, read_dataset_file
+from trainkit.data.sources import DataConfig
 from trainkit.errors import UsageError
 
 MAX_OPEN_SHARDS = 256
-"""Maps kept open by one dataset: each holds a file descriptor, and 1,024 is a common limit of a process."""
+"""Memory maps kept open by one dataset: each uses a file descriptor; 1,024 is a common limit of a process."""
 
 
 class TokenShards:
     """One split of a prepared dataset, cut into samples of `seq_len` + 1 tokens.
 
     Sample i begins at token i x seq_len, so the last token of a sample is the first of the next one and every
-    token but the first is predicted once. Samples run across documents and shards. Opening looks at file
-    sizes and reads no token. Safe to read from several threads, to fork and to pickle.
+    token but the first is predicted once. Samples cross documents and shards. Opening checks file sizes and
+    reads no tokens. Safe to read from several threads, to fork and to pickle.
     """
 
     def __init__(self, folder: str | Path, split: str, seq_len: int) -> None:
@@ -47,7 +49,7 @@ class TokenShards:
 
     @property
     def num_samples(self) -> int:
-        """Whole samples in one epoch; up to seq_len tokens at the end are left over."""
+        """Complete samples in one epoch; up to seq_len tokens at the end are unused."""
         return (self.num_tokens - 1) // self.seq_len
 
     @property
@@ -81,7 +83,7 @@ class TokenShards:
         return tokens
 
     def _copy(self, start: int, row: npt.NDArray[np.int64]) -> None:
-        """Fill a row with the tokens from `start` on, going from shard to shard."""
+        """Fill a row with the tokens from `start` on, across shards."""
         number = int(np.searchsorted(self._ends, start, side="right"))
         filled = 0
         while filled < len(row):
@@ -93,13 +95,21 @@ class TokenShards:
             number += 1
 
 
+def open_dataset(config: DataConfig, seq_len: int, split: str) -> TokenShards:
+    """The `train` or `val` split of the data of a config; prepares it first if necessary.
+
+    Raises UsageError for unusable data and for a split shorter than one sample.
+    """
+    return TokenShards(ensure_prepared(config), split, seq_len)
+
+
 def _too_short(folder: Path, split: str, num_tokens: int, seq_len: int) -> UsageError:
     if num_tokens < 2:
-        hint = "give more text"
+        hint = "add more text"
         if split == "val":
             hint = "raise data.val_fraction or name a data.val_source"
         return UsageError(f"the {split} split of {folder} is empty ({num_tokens} tokens)", hint=hint)
-    hint = f"set data.seq_len to at most {num_tokens - 1}, or give more text"
+    hint = f"set data.seq_len to at most {num_tokens - 1}, or add more text"
     if split == "val":
         hint += " (a larger data.val_fraction, or a data.val_source)"
     return UsageError(

@@ -1,4 +1,7 @@
-"""Which files a dataset is made of, in which order, and how each is split. Looks at names and sizes only."""
+"""What a dataset is made from: the options that determine its tokens, and its source files in order.
+
+Reads names and sizes only.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,87 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from trainkit.data.dataset_file import TRAIN, VAL, is_dataset
-from trainkit.data.recipe import STDLIB, Recipe
+from trainkit.data.tokenizer_identity import BYTES
 from trainkit.errors import UsageError
+
+STDLIB = "stdlib"
+"""The source available on every machine: the Python sources of the interpreter."""
+
+
+class DataConfig(Protocol):
+    """The keys of `trainkit.config.schema.DataConfig` that this package reads; paths are absolute."""
+
+    @property
+    def source(self) -> str | Sequence[str]: ...
+    @property
+    def val_source(self) -> str | Sequence[str] | None: ...
+    @property
+    def tokenizer(self) -> str: ...
+    @property
+    def text_key(self) -> str: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def val_fraction(self) -> float: ...
+    @property
+    def cache_dir(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """The sources of a dataset and the options that determine its tokens."""
+
+    sources: tuple[str, ...]
+    val_sources: tuple[str, ...] = ()
+    """Replace the split by `val_fraction`."""
+    tokenizer: str = BYTES
+    val_fraction: float = 0.0
+    text_key: str = "text"
+
+    @property
+    def split_fraction(self) -> float:
+        """The fraction of `sources` that goes to validation."""
+        return 0.0 if self.val_sources else self.val_fraction
+
+
+def dataset_spec(config: DataConfig) -> DatasetSpec:
+    """The spec that a config's data section asks for."""
+    return DatasetSpec(
+        sources=_listed(config.source),
+        val_sources=_listed(config.val_source),
+        tokenizer=config.tokenizer,
+        val_fraction=config.val_fraction,
+        text_key=config.text_key,
+    )
+
+
+def prepared_folder(config: DataConfig) -> Path | None:
+    """The folder of token shards that `data.source` names; None when it names texts."""
+    sources = _listed(config.source)
+    if len(sources) == 1 and sources[0] != STDLIB and is_dataset(Path(sources[0])):
+        return Path(sources[0])
+    return None
+
+
+def refuse_val_source(config: DataConfig, folder: Path) -> None:
+    """Raise UsageError if `data.val_source` is set for a prepared dataset, which has its own split."""
+    if _listed(config.val_source):
+        raise UsageError(
+            f"data.val_source is set, but {folder} is a prepared dataset with its own validation split",
+            hint="remove data.val_source, or name the texts of both instead of the dataset",
+        )
+
+
+def _listed(source: str | Sequence[str] | None) -> tuple[str, ...]:
+    if source is None:
+        return ()
+    return (source,) if isinstance(source, str) else tuple(source)
+
 
 BOTH = "both"
 """The role of an input that is cut into the two splits."""
@@ -26,11 +106,11 @@ _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 @dataclass(frozen=True)
 class Input:
-    """One source file as it stands on disk."""
+    """One source file on disk."""
 
     path: str
     name: str
-    """The path below the source that it was found in: the same on every machine."""
+    """The path relative to its source: the same on every machine."""
     role: str
     form: str
     compressed: bool
@@ -39,14 +119,14 @@ class Input:
     mtime_ns: int
 
 
-def find_inputs(recipe: Recipe) -> list[Input]:
-    """Every file of a recipe in the order in which it is tokenised.
+def find_inputs(spec: DatasetSpec) -> list[Input]:
+    """Every file of a spec in the order in which it is tokenised.
 
-    Raises UsageError for what is missing, unreadable or of a kind that cannot be read.
+    Raises UsageError for files that are missing, unreadable or of an unsupported kind.
     """
-    main_role = BOTH if recipe.split_fraction else TRAIN
-    inputs = [found for source in recipe.sources for found in _expand(source, main_role, recipe.val_fraction)]
-    for source in recipe.val_sources:
+    main_role = BOTH if spec.split_fraction else TRAIN
+    inputs = [found for source in spec.sources for found in _expand(source, main_role, spec.val_fraction)]
+    for source in spec.val_sources:
         inputs.extend(_expand(source, VAL, 0.0))
     return inputs
 
@@ -59,7 +139,7 @@ def form_of(name: str) -> tuple[str, bool] | None:
 
 
 def missing_hint(path: Path) -> str:
-    """What the reader may have meant by a path that does not exist."""
+    """The hint for a path that does not exist: the closest name in its folder."""
     parent = path.parent
     while not parent.is_dir():
         path, parent = parent, parent.parent
@@ -76,7 +156,7 @@ def missing_hint(path: Path) -> str:
 
 
 def stdlib_folder() -> Path:
-    """Where this interpreter keeps its standard library."""
+    """The folder of this interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -95,7 +175,7 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
         form = form_of(path.name)
         if form is None:
             raise UsageError(
-                f"data source {path} is not a kind that can be read: {KINDS}",
+                f"data source {path} is of an unsupported kind; supported: {KINDS}",
                 hint="rename plain text to .txt, one JSON object a line to .jsonl",
             )
         yield _input(str(path), path.name, role, *form, path.stat)
@@ -103,7 +183,7 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     if is_dataset(path):
         raise UsageError(
             f"{path} is a prepared dataset and cannot be mixed with other sources",
-            hint="make it the only data.source, or prepare all texts together",
+            hint="make it the only data.source, or prepare all texts into one dataset",
         )
     found = [(name, entry) for name, entry in _files_below(path, _is_shown) if _is_shown(entry.name)]
     inputs = [
@@ -112,7 +192,7 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
         if (form := form_of(name)) is not None
     ]
     if not inputs:
-        raise UsageError(f"data source {path} holds no {KINDS} file", hint="point it at a folder of texts")
+        raise UsageError(f"data source {path} contains no {KINDS} file", hint="name a folder of texts")
     yield from inputs
 
 
@@ -125,9 +205,9 @@ def _by_name(found: tuple[str, os.DirEntry[str]]) -> str:
 
 
 def _files_below(root: Path, enters: Callable[[str], bool]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Every file by its name below a folder, in no order; links to folders are not followed.
+    """Every file below a folder with its relative name, unordered; links to folders are not followed.
 
-    Entries of a listing, which know what they are: `submit` would spend its time on a path object for each.
+    Yields directory entries, which are faster than a path object for each file of a large source.
     """
     waiting = [("", str(root))]
     while waiting:
@@ -138,7 +218,7 @@ def _files_below(root: Path, enters: Callable[[str], bool]) -> Iterator[tuple[st
         except OSError as error:
             raise UsageError(
                 f"data source {folder} cannot be read: {error.strerror}",
-                hint="make it readable for you (chmod u+rx), or leave it out",
+                hint="make it readable (chmod u+rx), or remove it from data.source",
             ) from None
         for entry in listing:
             if not _is_folder(entry):
@@ -151,32 +231,32 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:
-        return False  # links that go round in a circle: said when the file is looked at, if it ever is
+        return False  # a circular link: reported if the file is used
 
 
 def _input(
-    path: str, name: str, role: str, form: str, compressed: bool, look: Callable[[], os.stat_result]
+    path: str, name: str, role: str, form: str, compressed: bool, get_status: Callable[[], os.stat_result]
 ) -> Input:
     try:
-        status = look()
+        status = get_status()
     except OSError as error:
         raise UsageError(f"data source {path} cannot be read: {error.strerror}") from None
     if not os.access(path, os.R_OK):
         raise UsageError(
             f"data source {path} cannot be read: permission denied",
-            hint="make it readable for you (chmod u+r)",
+            hint="make it readable (chmod u+r)",
         )
     return Input(path, name, role, form, compressed, status.st_size, status.st_mtime_ns)
 
 
 def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
-    """The interpreter's own sources, split by file: a hash of its name decides where a file goes."""
+    """The sources of the interpreter, split by file: a hash of its name determines the split."""
     root = stdlib_folder()
     found = sorted(_stdlib_files(root), key=_by_name) if root.is_dir() else []
     if not found:
         raise UsageError(
             f"the standard library of this Python has no sources in {root}",
-            hint="name a text with data.source, or use another Python",
+            hint="set data.source to a text, or use another Python",
         )
     validation = _validation_names([name for name, _ in found], val_fraction) if role == BOTH else set()
     for name, entry in found:
@@ -185,19 +265,19 @@ def _stdlib_inputs(role: str, val_fraction: float) -> Iterator[Input]:
 
 
 def _stdlib_files(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    for name, entry in _files_below(root, _is_of_stdlib):
+    for name, entry in _files_below(root, _is_stdlib_folder):
         if name.endswith(".py") and entry.is_file():
             yield name, entry
 
 
-def _is_of_stdlib(folder: str) -> bool:
+def _is_stdlib_folder(folder: str) -> bool:
     return folder not in _STDLIB_SKIPPED and not folder.startswith(("config-", "."))
 
 
 def _validation_names(names: Sequence[str], val_fraction: float) -> set[str]:
-    """The names whose hash falls into the fraction; at least the one that is nearest to it."""
-    places = {name: _hash_fraction(name) for name in names}
-    return {name for name in names if places[name] < val_fraction} or {min(names, key=places.__getitem__)}
+    """The names whose hash is below the fraction; at least the one with the lowest hash."""
+    hashes = {name: _hash_fraction(name) for name in names}
+    return {name for name in names if hashes[name] < val_fraction} or {min(names, key=hashes.__getitem__)}
 
 
 def _hash_fraction(name: str) -> float:

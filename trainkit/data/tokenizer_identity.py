@@ -1,4 +1,4 @@
-"""What a `tokenizer.json` says about itself, read as plain JSON and without the tokenizers library."""
+"""The identity of a `tokenizer.json`, read as plain JSON without the tokenizers library."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BYTES_IDENTITY = TokenizerIdentity(
     eos_token="<eos>",
 )
 EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]", "<|im_end|>")
-"""Tried in this order where no tokenizer_config.json names the token."""
+"""Tried in this order if no tokenizer_config.json names the token."""
 
 
 def identify(tokenizer: str) -> TokenizerIdentity:
     """The identity of `bytes` or of the tokenizer.json at a path.
 
-    Raises UsageError when the file is missing, no tokenizer.json, or does not say what ends a document.
+    Raises UsageError if the file is missing, is no tokenizer.json, or has no end-of-document token.
     """
     return BYTES_IDENTITY if tokenizer == BYTES else _identify_file(tokenizer)
 
@@ -38,14 +38,14 @@ def vocab_size(tokenizer: str) -> int:
 
 
 def check_made_by(wanted: str, folder: Path, used: TokenizerIdentity) -> None:
-    """UsageError when `data.tokenizer` names another tokenizer than the one that made a prepared dataset.
+    """Raise UsageError if a prepared dataset was made with another tokenizer than `data.tokenizer`.
 
-    `bytes` is the default of the config and leaves the choice to the dataset.
+    `bytes` is the default of the config and accepts any tokenizer.
     """
     if wanted != BYTES and identify(wanted).sha256 != used.sha256:
         raise UsageError(
-            f"data.tokenizer {wanted} is not the tokenizer that made {folder} ({used.name})",
-            hint="leave data.tokenizer out, or prepare the texts again with this one",
+            f"data.tokenizer {wanted} is not the tokenizer of {folder}, which was made with {used.name}",
+            hint="remove data.tokenizer, or prepare the texts again with this tokenizer",
         )
 
 
@@ -106,8 +106,8 @@ def _eos_token(path: Path, ids: dict[str, int]) -> str:
         if token in ids:
             return token
     raise UsageError(
-        f"tokenizer {path} does not say which token ends a document: it has none of {' '.join(EOS_NAMES)}",
-        hint='put {"eos_token": "…"} with a token of its vocabulary into tokenizer_config.json beside it',
+        f"tokenizer {path} has no known end-of-document token: none of {' '.join(EOS_NAMES)}",
+        hint='put {"eos_token": "…"} with a token of its vocabulary into tokenizer_config.json next to it',
     )
 
 

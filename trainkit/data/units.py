@@ -1,6 +1,6 @@
-"""Cuts inputs into units of work of about 64 MiB, each of which becomes its own shards.
+"""Splits inputs into units of about 64 MiB, each of which becomes its own shards, and reads them.
 
-The cuts depend on the files alone, never on the number of workers, so the result does not either.
+The cuts depend on the files alone, so the result does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from trainkit.data.sources import BOTH, ROWS, TEXT, Input
 from trainkit.errors import UsageError
 
 LAYOUT_VERSION = 1
-"""Part of every fingerprint: raise it when the same text would become other tokens."""
+"""Part of every fingerprint: raise it when the same text would become different tokens."""
 UNIT_BYTES = 64 << 20
 MAX_LINE_SCAN = 1 << 20
-"""Bytes of text looked through for the end of a line, before a cut is made within the line."""
+"""Bytes searched for the end of a line, before the line itself is cut."""
 _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
-class Part:
+class InputSpan:
     """A range of bytes of one input."""
 
     input: int
     start: int
     end: int | None
-    """None for a compressed file, whose length is known only when it has been read."""
+    """None for a compressed file, whose length is unknown until it has been read."""
     role: str
     ends_document: bool
     """Whether the end of the range is the end of a text document."""
@@ -40,48 +40,48 @@ class Part:
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker tokenises in one go."""
+    """The spans that one worker tokenises into one set of shards."""
 
     index: int
-    parts: tuple[Part, ...]
+    spans: tuple[InputSpan, ...]
     num_bytes: int
     """On disk."""
 
 
 def plan_units(inputs: list[Input], val_fraction: float, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
-    """Units in the order of the data; small inputs share one.
+    """Split inputs into units, in the order of the data; small inputs share a unit.
 
-    Reads a few bytes of the big inputs to cut them where lines end.
+    Reads a few bytes of large inputs to cut them at the ends of lines.
     """
     units: list[Unit] = []
-    parts: list[Part] = []
+    spans: list[InputSpan] = []
     total = 0
     for number, source in enumerate(inputs):
-        for part in _parts(number, source, val_fraction, unit_bytes):
-            size = (source.size if part.end is None else part.end) - part.start
-            if parts and total + size > unit_bytes:
-                units.append(Unit(len(units), tuple(parts), total))
-                parts, total = [], 0
-            parts.append(part)
+        for span in _spans(number, source, val_fraction, unit_bytes):
+            size = (source.size if span.end is None else span.end) - span.start
+            if spans and total + size > unit_bytes:
+                units.append(Unit(len(units), tuple(spans), total))
+                spans, total = [], 0
+            spans.append(span)
             total += size
-    if parts:
-        units.append(Unit(len(units), tuple(parts), total))
+    if spans:
+        units.append(Unit(len(units), tuple(spans), total))
     return units
 
 
 def open_input(source: Input) -> IO[bytes]:
-    """An input's bytes, decompressed."""
+    """Open an input for reading, decompressed."""
     return cast(IO[bytes], gzip.open(source.path, "rb")) if source.compressed else open(source.path, "rb")
 
 
-def _parts(number: int, source: Input, val_fraction: float, unit_bytes: int) -> Iterator[Part]:
+def _spans(number: int, source: Input, val_fraction: float, unit_bytes: int) -> Iterator[InputSpan]:
     if source.compressed:
-        yield Part(number, 0, None, source.role, True)
+        yield InputSpan(number, 0, None, source.role, True)
         return
     whole_lines = source.form == ROWS
     splits = [(source.role, 0, source.size)]
     if source.size <= unit_bytes and (whole_lines or source.role != BOTH):
-        yield Part(number, 0, source.size, source.role, True)
+        yield InputSpan(number, 0, source.size, source.role, True)
         return
     with open_input(source) as stream:
         if source.form == TEXT and source.role == BOTH:
@@ -90,31 +90,31 @@ def _parts(number: int, source: Input, val_fraction: float, unit_bytes: int) -> 
         for role, start, stop in splits:
             while start < stop:
                 end = min(_cut(stream, start + unit_bytes, stop, whole_lines), stop)
-                yield Part(number, start, end, role, end == stop)
+                yield InputSpan(number, start, end, role, end == stop)
                 start = end
 
 
 def split_offset(stream: IO[bytes], size: int, val_fraction: float) -> int:
-    """Where the validation part of a text begins: the last `val_fraction` of it, from a line on."""
+    """Offset at which the validation split of a text begins: its last `val_fraction`, from a line start."""
     target = size - round(size * val_fraction)
     border = _cut(stream, target, size, whole_lines=False)
     return border if border < size else _character_border(stream, target, size)
 
 
-def rows_phase(unit: int, part: int, name: str, every: int) -> int:
-    """Which of every `every` rows of a part is validation.
+def rows_phase(unit: int, span: int, name: str, every: int) -> int:
+    """Which of every `every` rows of a span goes to validation.
 
-    The very first row of the data is, so that there is one; elsewhere a hash decides, so that many small
-    files together still give the fraction that was asked for.
+    The first row of the data does, so that the split is not empty; elsewhere a hash decides, so that many
+    small files together give the configured fraction.
     """
-    if unit == 0 and part == 0:
+    if unit == 0 and span == 0:
         return 0
-    digest = hashlib.sha256(f"{name}:{part}:{unit}".encode()).digest()
+    digest = hashlib.sha256(f"{name}:{span}:{unit}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % every
 
 
 def _cut(stream: IO[bytes], target: int, size: int, whole_lines: bool) -> int:
-    """The first border of a line at or after `target`; in a text line that is too long, of a character."""
+    """The first line start at or after `target`; in a line that is too long, the first character start."""
     if target <= 0 or target >= size:
         return max(0, min(target, size))
     stream.seek(target - 1)
@@ -141,12 +141,12 @@ def _character_border(stream: IO[bytes], target: int, size: int) -> int:
 
 
 PIECE_BYTES = 1 << 16
-"""A text is tokenised in pieces of about this size, cut where lines end."""
+"""Texts are tokenised in pieces of about this size, cut at the ends of lines."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one document."""
+    """Consecutive text of one document."""
 
     split: str
     text: bytes
@@ -157,15 +157,17 @@ class RowError(ValueError):
     """Why a row of a .jsonl file has no text."""
 
 
-class PartReader:
-    """Iterates over the pieces of a part; afterwards `digest` is the sha256 of the bytes it read.
+class SpanReader:
+    """Iterates over the pieces of a span; afterwards `digest` is the sha256 of the bytes read.
 
-    Raises UsageError for a row that cannot be used, OSError where reading fails.
+    Raises UsageError for an unusable row, OSError if reading fails.
     """
 
-    def __init__(self, source: Input, part: Part, unit: int, number: int, fraction: float, key: str) -> None:
+    def __init__(
+        self, source: Input, span: InputSpan, unit: int, number: int, fraction: float, key: str
+    ) -> None:
         self.source = source
-        self.part = part
+        self.span = span
         self.fraction = fraction
         self.key = key
         self._phase_of = (unit, number, source.name)
@@ -181,18 +183,18 @@ class PartReader:
                 yield from self._rows(stream) if self.source.form == ROWS else self._text(stream)
         except (EOFError, zlib.error) as error:
             raise UsageError(
-                f"{self.source.path} is not a whole gzip file: {error}",
+                f"{self.source.path} is not a complete gzip file: {error}",
                 hint="copy or compress the file again",
             ) from None
 
     def _text(self, stream: IO[bytes]) -> Iterator[Piece]:
-        part = self.part
-        if part.end is not None:
-            yield from self._range(stream, part.start, part.end, part.role)
+        span = self.span
+        if span.end is not None:
+            yield from self._range(stream, span.start, span.end, span.role)
             return
         size = _stream_size(stream)
-        border = split_offset(stream, size, self.fraction) if part.role == BOTH else size
-        first, second = (VAL, VAL) if part.role == VAL else (TRAIN, VAL)
+        border = split_offset(stream, size, self.fraction) if span.role == BOTH else size
+        first, second = (VAL, VAL) if span.role == VAL else (TRAIN, VAL)
         yield from self._range(stream, 0, border, first)
         yield from self._range(stream, border, size, second)
 
@@ -202,23 +204,23 @@ class PartReader:
         while position < end:
             block = stream.read(min(PIECE_BYTES, end - position))
             if not block:
-                raise UsageError(f"{self.source.path} became shorter while it was read")
+                raise UsageError(f"{self.source.path} was truncated while it was read")
             self._hash.update(block)
             position += len(block)
             kept += block
             cut = len(kept) if position == end else _piece_border(kept)
             if cut:
-                yield Piece(split, kept[:cut], position == end and self.part.ends_document)
+                yield Piece(split, kept[:cut], position == end and self.span.ends_document)
                 kept = kept[cut:]
 
     def _rows(self, stream: IO[bytes]) -> Iterator[Piece]:
-        part = self.part
-        every = max(2, round(1 / self.fraction)) if part.role == BOTH else 0
+        span = self.span
+        every = max(2, round(1 / self.fraction)) if span.role == BOTH else 0
         phase = rows_phase(*self._phase_of, every) if every else 0
-        stream.seek(part.start)
-        position, row = part.start, 0
+        stream.seek(span.start)
+        position, row = span.start, 0
         for line_number, line in enumerate(stream):
-            if part.end is not None and position >= part.end:
+            if span.end is not None and position >= span.end:
                 break
             self._hash.update(line)
             position += len(line)
@@ -228,22 +230,22 @@ class PartReader:
                 text = row_text(line, self.key)
             except RowError as error:
                 raise self._row_error(line_number, str(error)) from None
-            split = part.role if not every else VAL if row % every == phase else TRAIN
+            split = span.role if not every else VAL if row % every == phase else TRAIN
             row += 1
             if text:
                 yield Piece(split, text, True)
 
-    def _row_error(self, line_number: int, why: str) -> UsageError:
+    def _row_error(self, line_number: int, reason: str) -> UsageError:
         with open_input(self.source) as stream:
-            before = _count_lines(stream, self.part.start)
+            before = _count_lines(stream, self.span.start)
         return UsageError(
-            f"{self.source.path}:{before + line_number + 1}: {why}",
-            hint=f"`trainkit data validate {self.source.path}` lists every such row",
+            f"{self.source.path}:{before + line_number + 1}: {reason}",
+            hint=f"`trainkit data validate {self.source.path}` lists all such rows",
         )
 
 
 def row_text(line: bytes, key: str) -> bytes:
-    """The text of one row of a .jsonl file, as UTF-8; RowError says what is wrong with the row."""
+    """The text of one row of a .jsonl file, as UTF-8; raises RowError for an invalid row."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -261,7 +263,7 @@ def row_text(line: bytes, key: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise RowError(f'field "{key}" holds half a surrogate pair, which is no text') from None
+        raise RowError(f'field "{key}" contains an unpaired surrogate') from None
 
 
 def _json_kind(value: Any) -> str:
@@ -272,7 +274,7 @@ def _json_kind(value: Any) -> str:
 
 
 def _piece_border(text: bytes) -> int:
-    """Where to cut a text of which more follows: after its last line, else before its last character."""
+    """Where to cut an incomplete text: after its last line, else before its last character."""
     newline = text.rfind(b"\n")
     if newline >= 0:
         return newline + 1

@@ -1,4 +1,4 @@
-"""Reads all of a source and names every line that `prepare` would refuse."""
+"""Reads all of a source and reports every line that `prepare` would refuse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO
 
 from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_file
 from trainkit.data.sources import ROWS, Input
-from trainkit.data.tokenizer import Tokenizer
+from trainkit.data.tokenize import Tokenizer
 from trainkit.data.units import RowError, open_input, row_text
 
 _BLOCK = 1 << 20
@@ -21,11 +21,11 @@ _BATCH_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class LineProblem:
-    """One thing that is wrong with a source."""
+    """One problem of a source."""
 
     file: str
     line: int | None
-    """From 1; None when it is not about a line."""
+    """From 1; None if the problem is not in one line."""
     message: str
 
     def render(self) -> str:
@@ -38,15 +38,15 @@ OnProblem = Callable[[LineProblem], None]
 
 @dataclass
 class SourceSummary:
-    """What a source holds."""
+    """The counts of a source."""
 
     file: str
     lines: int = 0
     documents: int = 0
     empty: int = 0
-    """Rows without text, which are passed over; in a text, files without any."""
+    """Rows without text, which are skipped; or files without text."""
     tokens: int = 0
-    """With the tokens that end documents."""
+    """Including end-of-document tokens."""
     problems: int = 0
 
 
@@ -68,16 +68,16 @@ def validate_texts(
                 texts = _text(stream, summary, report)
             _count_tokens(texts, tokenizer, summary)
     except (EOFError, zlib.error) as error:
-        report(None, f"not a whole gzip file: {error}")
+        report(None, f"not a complete gzip file: {error}")
     except OSError as error:
         report(None, f"cannot be read: {error.strerror or error}")
     return summary
 
 
 def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
-    """Check every shard of a prepared dataset against the hash that it was published with.
+    """Compare every shard of a prepared dataset with its published hash.
 
-    Raises UsageError when the folder is no dataset or a shard is missing or has another size.
+    Raises UsageError if the folder is no dataset, or a shard is missing or has changed its size.
     """
     file = read_dataset_file(folder)
     summary = SourceSummary(str(folder))
@@ -87,7 +87,7 @@ def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
         for shard in file.splits[split]:
             if _sha256(folder / shard.file) != shard.sha256:
                 summary.problems += 1
-                message = "its content is not what was prepared: prepare the dataset again"
+                message = "the content has changed since it was prepared: prepare the dataset again"
                 on_problem(LineProblem(str(folder / shard.file), None, message))
     return summary
 
@@ -111,7 +111,7 @@ def _rows(stream: IO[bytes], key: str, summary: SourceSummary, report: _Report) 
 
 
 def _text(stream: IO[bytes], summary: SourceSummary, report: _Report) -> Iterator[bytes]:
-    """The decodable stretches of a text; of a line, only the first byte that is wrong is reported."""
+    """The decodable text; reports only the first invalid byte of each line."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     inside_line = reported = False
     while piece := stream.readline(_BLOCK):

@@ -1,4 +1,4 @@
-"""Trade compute for memory: keep fewer activations and compute the others again in the backward pass."""
+"""Activation checkpointing: recompute activations in the backward pass instead of storing them."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _ATTENTION_OPS = {
 def recompute_and_compile(
     blocks: list[nn.Module], mode: Literal["none", "selective", "full"], *, compiled: bool
 ) -> None:
-    """Make each block recompute its inside, or all of it but attention and every second matmul; compile it.
+    """Make each block recompute all of itself, or all but attention and every second matmul; compile it.
 
-    The blocks keep their parameter names, and dropout is a function of the sample, so the recomputation
-    draws the same mask without any generator state being kept.
+    Parameter names stay the same. Dropout is a function of the sample, so the recomputation draws the same
+    mask without a stored generator state.
     """
     for block in blocks:
         if mode == "full":
-            # Compiled inside: from the outside the compiler would see `checkpoint` and give up, in silence.
+            # Compile inside `checkpoint`: around it the compiler would silently give up.
             inner = torch.compile(block.forward) if compiled else block.forward
             block.forward = partial(checkpoint, inner, use_reentrant=False, preserve_rng_state=False)
             continue
         if mode == "selective":
             block.forward = _selectively(block.forward)
         if compiled:
-            # Not `block.compile()`: that would take in the hooks that gather and reduce, and break on them.
+            # Not `block.compile()`: that includes the hooks that gather and reduce, and fails on them.
             block.forward = torch.compile(block.forward)
 
 
 def _selectively(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of Python's own, which the compiler can look into, as it cannot into a partial one."""
+    """Checkpoint a function; not with `partial`, which the compiler cannot trace."""
 
     def forward(*args: Any) -> Any:
         return checkpoint(
@@ -52,7 +52,7 @@ def _selectively(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _selective_contexts() -> Any:
-    """A policy of its own for every call: the count of matmuls starts anew with each block."""
+    """A new policy for every call, so that the count of matmuls restarts with each block."""
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,8 +1,8 @@
-"""The batches of one data-parallel rank, read ahead in threads.
+"""The batches of one data-parallel rank, prefetched in threads.
 
-Step after step the job consumes samples at consecutive global positions. Microbatch m of rank r takes
-``start + (m x dp + r) x device_batch_size`` and up, so which samples make a step depends on the position
-alone, never on how many ranks there are.
+Steps consume samples at consecutive global positions. Microbatch m of rank r takes those from
+``start + (m x dp + r) x device_batch_size`` on, so the samples of a step depend on the position alone, never
+on the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from trainkit.plan.launch import Batch
 from trainkit.trainer.stateless_random import hash_int32, stable_key
 
 IGNORE_LABEL = -100
-"""A label that counts neither in the loss nor as a token: what fills up the last batch of the data."""
-TOKENS_AT_ONCE = 1 << 16
-MAX_STEPS_AT_ONCE = 64
-"""Steps are read this far at once, as long as they are small: see `BatchSource.steps_at`."""
+"""Label that counts neither in the loss nor as a token; pads the last batch of the data."""
+MAX_TOKENS_PER_READ = 1 << 16
+MAX_STEPS_PER_READ = 64
+"""Small steps are read together, up to this number: see `BatchSource.steps_at`."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward pass reads: tokens and labels int64 [B, T], sample_keys int32 [B]."""
+    """The input of one forward pass: tokens and labels int64 [B, T], sample_keys int32 [B]."""
 
     tokens: Tensor
     labels: Tensor
@@ -59,7 +59,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Makes the batch that starts at any position; has no state, so threads may share it."""
+    """Reads the batch at any position; has no state, so threads may share it."""
 
     dataset: TokenShards
     batch: Batch
@@ -68,15 +68,15 @@ class BatchSource:
     seed: int
     shuffle: bool
     end_position: int | None
-    """Position after the last sample; None when only the number of steps ends the training."""
+    """CurrentPhase after the last sample; None when only the number of steps ends the training."""
     pin_memory: bool = False
 
     def step_at(self, position: int) -> StepBatch:
-        """The batch of the step whose first sample stands at `position`."""
+        """The batch of the step whose first sample is at `position`."""
         return self.steps_at(position, 1)[0]
 
     def steps_at(self, position: int, num_steps: int) -> list[StepBatch]:
-        """The batches of consecutive steps, made at once: what it costs to start each operation is shared."""
+        """The batches of consecutive steps, read together to share the overhead of each operation."""
         starts, stops = self._ranges(position, num_steps)
         rows = self._positions(starts)
         valid = rows < stops[:, None, None]
@@ -101,7 +101,7 @@ class BatchSource:
         ]
 
     def _ranges(self, position: int, num_steps: int) -> tuple[IntArray, IntArray]:
-        """First position, and position behind the last, of each step; the data may end within one."""
+        """First position and end position of each step; the data may end within one."""
         size = self.batch.global_batch_size
         starts = position + size * np.arange(num_steps, dtype=np.int64)
         stops = starts + size
@@ -114,7 +114,7 @@ class BatchSource:
         return starts[:, None, None] + offsets + np.arange(self.batch.device_batch_size, dtype=np.int64)
 
     def _sample_keys(self, positions: Tensor) -> Tensor:
-        """One key a sample for its dropout, from its position in the whole training."""
+        """One key per sample for its dropout, from its position in the training."""
         low = (positions & 0x7FFFFFFF).to(torch.int32)
         return hash_int32(
             low, stable_key(self.seed, "sample"), (positions >> 31).to(torch.int32) * 0x2545F491
@@ -122,10 +122,10 @@ class BatchSource:
 
 
 class PrefetchedBatches:
-    """Iterates over a source's steps from a position on, read ahead by `num_workers` threads.
+    """Iterates over a source's steps from a position on, prefetched by `num_workers` threads.
 
-    Tokens are copied out of memory maps, which leaves Python's lock free, so threads are enough: there is
-    no process to fork and nothing to clean up after a crash. Small steps are read many at a time.
+    Copying tokens out of memory maps releases Python's lock, so threads are enough: no processes to fork,
+    nothing to clean up after a crash. Small steps are read many at a time.
     """
 
     def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
@@ -137,7 +137,9 @@ class PrefetchedBatches:
         self._ready: deque[StepBatch] = deque()
         batch = source.batch
         samples = batch.device_batch_size * batch.accumulation_steps
-        self._num_steps = max(1, min(MAX_STEPS_AT_ONCE, TOKENS_AT_ONCE // (samples * source.dataset.seq_len)))
+        self._num_steps = max(
+            1, min(MAX_STEPS_PER_READ, MAX_TOKENS_PER_READ // (samples * source.dataset.seq_len))
+        )
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
@@ -160,6 +162,6 @@ class PrefetchedBatches:
         return position
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop prefetching."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Process groups and the device mesh of one rank."""
+"""The device, the process groups and the device mesh of one rank."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from trainkit.errors import TrainkitError
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Layout, Place
@@ -25,11 +26,11 @@ from trainkit.rundir import RunDir, log_event
 from trainkit.trainer.startup_barrier import startup_barrier
 
 START_TIMEOUT = timedelta(minutes=30)
-"""Long, because the first step of some rank may compile while the others wait."""
+"""Long, because one rank may compile in its first step while the others wait."""
 COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
-"""Longer than the watchdog's patience, which says who is late; a collective only says that it waited."""
+"""Longer than the watchdog's limit: the watchdog names the blocking rank, a collective does not."""
 MAX_FILES = 65_536
-"""A thousand ranks take a few thousand."""
+"""A job of a thousand ranks needs a few thousand."""
 ONE_PROCESS = Layout()
 
 
@@ -41,15 +42,15 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh | None
-    """Dimensions ``pp`` and ``tp`` where there are any, ``dp_replicate``, and ``dp_shard``, which holds cp
-    too: what is split over the one is split over the other. None for a single process."""
+    """Dimensions ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if larger than 1. ``dp_shard``
+    includes cp: parameters are sharded over both. None for a single process."""
     checkpoint_group: dist.ProcessGroup | None
-    """A group of its own: an asynchronous save runs collectives in its own thread."""
+    """A separate group: an asynchronous save runs collectives in its own thread."""
     layout: Layout = ONE_PROCESS
     cp_group: dist.ProcessGroup | None = None
-    """The ranks that share a sequence; None where each has the whole."""
+    """The ranks that share a sequence; None without context parallelism."""
     is_simulated: bool = False
-    """There are no other ranks, and nothing has a value."""
+    """There are no other ranks, and tensors have no values."""
 
     @property
     def is_main(self) -> bool:
@@ -57,23 +58,41 @@ class World:
 
     @property
     def place(self) -> Place:
-        """Where this rank stands in the layout."""
+        """The coordinates of this rank in the layout."""
         return self.layout.place(self.rank)
 
     @property
     def dp_rank(self) -> int:
-        """Which of the batches that are read at once this rank works on."""
+        """The data-parallel rank: which batch of a step this rank reads."""
         return self.layout.dp_rank(self.rank)
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank, of those that share their samples, is the one that counts them."""
+        """Whether this rank counts its samples; of the ranks that share samples, one does."""
         place = self.place
         return not (place.pp or place.cp or place.tp)
 
     @property
     def distributed(self) -> bool:
         return self.size > 1
+
+
+def select_device(kind: str, local_rank: int) -> torch.device:
+    """The device of this rank; `kind` is ``cpu`` or ``cuda``.
+
+    Raises TrainkitError when torch sees fewer GPUs than this node has ranks.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise TrainkitError(
+            f"local rank {local_rank} has no GPU: torch sees {count} on this node",
+            hint="request fewer workers per node, or check CUDA_VISIBLE_DEVICES and `nvidia-smi`",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def join_world(
@@ -83,13 +102,13 @@ def join_world(
     stop: StopRequest,
     is_busy: Callable[[int], bool] = lambda rank: False,
 ) -> World | None:
-    """Meet the other ranks and build the mesh; None when the ranks have agreed to stop instead.
+    """Wait for the other ranks and build the mesh; returns None if the ranks agreed to stop.
 
-    `is_busy` tells of a rank that has not come whether it still prepares.
+    `is_busy` returns whether a rank that is missing still prepares data.
     """
     if env.world_size == 1:
         return None if stop else World(0, 1, device, None, None)
-    _allow_files(MAX_FILES)
+    _raise_open_file_limit(MAX_FILES)
     store = startup_barrier(env, stop, START_TIMEOUT, is_busy)
     if store is None:
         return None
@@ -104,8 +123,8 @@ def join_world(
     return make_world(env.rank, device, layout)
 
 
-def _allow_files(count: int) -> None:
-    """Raise this process's limit of open files as far as it may: every group has sockets to all its ranks."""
+def _raise_open_file_limit(count: int) -> None:
+    """Raise this process's limit of open files: every group opens sockets to all its ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -113,7 +132,7 @@ def _allow_files(count: int) -> None:
 
 
 def make_world(rank: int, device: torch.device, layout: Layout) -> World:
-    """The meshes of ranks that have met."""
+    """The mesh and the groups of initialised ranks."""
     checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     mesh, cp_group = build_mesh(device, layout), context_group(device, layout)
     groups = [*mesh.get_all_groups(), *([] if cp_group is None else [cp_group])]
@@ -123,7 +142,7 @@ def make_world(rank: int, device: torch.device, layout: Layout) -> World:
 
 
 def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
-    """The mesh that parameters live on."""
+    """The device mesh of the parameters."""
     sizes = {
         "pp": layout.pp,
         "dp_replicate": layout.dp_replicate,
@@ -135,18 +154,18 @@ def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
 
 
 def context_group(device: torch.device, layout: Layout) -> dist.ProcessGroup | None:
-    """The ranks that this one shares its sequences with."""
+    """The ranks that share sequences with this one; None without context parallelism."""
     if layout.cp == 1:
         return None
     sizes = (layout.pp * layout.dp, layout.cp, layout.tp)
     return init_device_mesh(device.type, sizes, mesh_dim_names=("outer", "cp", "inner")).get_group("cp")
 
 
-def leave(exit_code: int) -> None:
-    """End this process now, after flushing what it said.
+def exit_process(exit_code: int) -> None:
+    """Flush the output and end this process at once.
 
-    An ordinary exit of a process with gloo threads ends in SIGABRT once in a while, and a finished job
-    must not look like a crash.
+    A normal exit of a process with gloo threads occasionally ends in SIGABRT, and a finished job must not
+    look like a crash.
     """
     if dist.is_initialized() and exit_code == 0:
         dist.destroy_process_group()
@@ -160,9 +179,9 @@ def leave(exit_code: int) -> None:
 log = getLogger(__name__)
 
 
-def note_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
-    """Append one event; a disk that is full is said in the log and ends no training."""
+def record_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
+    """Append one event; on a full disk, log the error and continue."""
     try:
         log_event(run, attempt, event, **fields)
     except OSError as error:
-        log.error(f"event {event} could not be written to {run.events_file} ({error})")
+        log.error(f"cannot write event {event} to {run.events_file} ({error})")

@@ -1,4 +1,4 @@
-"""Validation: the mean negative log-likelihood over the validation samples, read by all ranks together."""
+"""Validation: the mean negative log-likelihood of the validation samples, which the ranks share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.trainer.batches import BatchSource, PrefetchedBatches
 from trainkit.trainer.distributed import World
-from trainkit.trainer.forward_backward import Passes
-from trainkit.trainer.progress import Pulse
-from trainkit.trainer.step_sync import sum_over_ranks
-from trainkit.trainer.tasks import Task
+from trainkit.trainer.forward_backward import ForwardBackward
+from trainkit.trainer.progress import Progress
+from trainkit.trainer.step_sync import all_reduce_sum
+from trainkit.trainer.task import Task
 
 
 class Evaluator:
@@ -29,7 +29,7 @@ class Evaluator:
         size = plan.batch.device_batch_size * layout.dp
         num_samples = task.val_data.num_samples
         if config.train.eval_batches is not None:
-            # Of all ranks together, so that the loss does not depend on how many there are.
+            # Shared by all ranks, so that the loss does not depend on their number.
             num_samples = min(num_samples, config.train.eval_batches * plan.batch.device_batch_size)
         self._num_batches = -(-num_samples // size)
         self._source = BatchSource(
@@ -44,30 +44,34 @@ class Evaluator:
 
     @torch.no_grad()
     def run(
-        self, parts: Sequence[nn.Module], passes: Passes, stop: StopRequest, pulse: Pulse
+        self,
+        model_parts: Sequence[nn.Module],
+        forward_backward: ForwardBackward,
+        stop: StopRequest,
+        progress: Progress,
     ) -> float | None:
-        """The validation loss, equal on all ranks; None when a rank was asked to stop meanwhile."""
+        """The validation loss, equal on all ranks; None if a rank was asked to stop."""
         totals = torch.zeros(3, dtype=torch.float64, device=self._world.device)
-        for model in parts:
+        for model in model_parts:
             model.eval()
         batches = PrefetchedBatches(self._source, 0, self._num_workers)
         try:
             for _ in range(self._num_batches):
-                pulse.enter("evaluate")
+                progress.enter("evaluate")
                 batch = next(batches)
-                nll_sum = passes.nll_sum(batch.microbatches[0])
-                part = torch.stack(
+                nll_sum = forward_backward.nll_sum(batch.microbatches[0])
+                counts = torch.stack(
                     (
                         nll_sum.double(),
                         nll_sum.new_tensor(batch.num_tokens * self._world.counts_samples).double(),
                         nll_sum.new_tensor(bool(stop)).double(),
                     )
                 )
-                totals += sum_over_ranks(part, self._world)
+                totals += all_reduce_sum(counts, self._world)
                 if totals[2].item() > 0:
                     return None
         finally:
             batches.close()
-            for model in parts:
+            for model in model_parts:
                 model.train()
         return float((totals[0] / totals[1]).item())

@@ -1,4 +1,4 @@
-"""The forward and backward passes of a step, on a model that each rank has from end to end."""
+"""The forward and backward passes of a step, for a model that each rank has from end to end."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from trainkit.trainer.batches import Microbatch
 from trainkit.trainer.distributed import World
 from trainkit.trainer.parallel.data_parallel import GradientSwitch
 from trainkit.trainer.precision import autocast
-from trainkit.trainer.progress import Pulse
-from trainkit.trainer.tasks import Task
+from trainkit.trainer.progress import Progress
+from trainkit.trainer.task import Task
 
 OnLoss = Callable[[Tensor], None]
-"""Called with this rank's share of a step's loss as soon as it is known, while the last pass goes on."""
+"""Called with this rank's share of a step's loss as soon as it is known, before the last backward pass."""
 
 
-class Passes(Protocol):
-    """How a step's gradient comes about."""
+class ForwardBackward(Protocol):
+    """Computes the gradient of a step."""
 
-    def add_gradient(self, microbatches: list[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
+    def accumulate_gradient(self, microbatches: list[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
         """Add the gradient of the summed loss x `scale`, a float32 [] on the device.
 
-        `on_loss` gets the negative log-likelihood, float32 [], of which the sum over all ranks is the step's.
+        `on_loss` gets a negative log-likelihood, float32 []; its sum over all ranks is that of the step.
         """
         ...
 
@@ -36,21 +36,21 @@ class Passes(Protocol):
         ...
 
 
-class StepContext:
-    """What holds for every pass: number formats, the split over the vocabulary, this rank's positions."""
+class ForwardContext:
+    """The settings of every pass: number format, loss parallelism, the positions of this rank."""
 
     def __init__(
-        self, world: World, dtype: torch.dtype, splits_loss: bool, positions: Tensor | None = None
+        self, world: World, dtype: torch.dtype, use_loss_parallel: bool, positions: Tensor | None = None
     ) -> None:
         self._device = world.device
         self._dtype = dtype
-        self._splits_loss = splits_loss
+        self._use_loss_parallel = use_loss_parallel
         self._positions = None if positions is None else positions.to(world.device)
-        self.share = 0.0 if world.place.tp else 1.0
-        """Tensor-parallel ranks have the same loss; one of them tells it."""
+        self.loss_share = 0.0 if world.place.tp else 1.0
+        """Tensor-parallel ranks compute the same loss; only the first of them counts it."""
 
-    def take(self, micro: Microbatch) -> Microbatch:
-        """A microbatch on the device, and of its sequences what this rank works on."""
+    def local_batch(self, micro: Microbatch) -> Microbatch:
+        """A microbatch on the device, with only the positions that this rank works on."""
         micro = micro.to(self._device)
         if self._positions is None:
             return micro
@@ -60,13 +60,13 @@ class StepContext:
     def autocast(self, model: nn.Module) -> AbstractContextManager[object]:
         return autocast(model, self._device, self._dtype)
 
-    def split(self) -> AbstractContextManager[object]:
-        """Must hold for the backward pass too."""
-        return loss_parallel() if self._splits_loss else nullcontext()
+    def loss_parallel(self) -> AbstractContextManager[object]:
+        """Must be active during the backward pass too."""
+        return loss_parallel() if self._use_loss_parallel else nullcontext()
 
 
-class WholePasses:
-    """Passes through a model that is whole, or of which each layer is split."""
+class SequentialForwardBackward:
+    """One microbatch after the other, through a model that is not split into pipeline stages."""
 
     def __init__(
         self,
@@ -74,37 +74,37 @@ class WholePasses:
         model: nn.Module,
         sync_gradients: GradientSwitch,
         world: World,
-        context: StepContext,
-        pulse: Pulse,
+        context: ForwardContext,
+        progress: Progress,
     ) -> None:
         self._task = task
         self._model = model
         self._sync_gradients = sync_gradients
         self._device = world.device
         self._context = context
-        self._pulse = pulse
+        self._progress = progress
 
-    def add_gradient(self, microbatches: list[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
+    def accumulate_gradient(self, microbatches: list[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
         total = torch.zeros((), device=self._device)
         last = len(microbatches) - 1
         for index, micro in enumerate(microbatches):
             if last > 0:
                 self._sync_gradients(index == last)
-            self._pulse.enter("forward")
-            with self._context.split():
+            self._progress.enter("forward")
+            with self._context.loss_parallel():
                 nll_sum = self._forward(micro)
-                total += nll_sum.detach() * self._context.share
-                self._pulse.enter("backward")
+                total += nll_sum.detach() * self._context.loss_share
+                self._progress.enter("backward")
                 if index == last:
                     on_loss(total)
                 (nll_sum * scale).backward()  # type: ignore[no-untyped-call]
 
     def nll_sum(self, micro: Microbatch) -> Tensor:
-        with self._context.split():
-            return self._forward(micro) * self._context.share
+        with self._context.loss_parallel():
+            return self._forward(micro) * self._context.loss_share
 
     def _forward(self, micro: Microbatch) -> Tensor:
-        micro = self._context.take(micro)
+        micro = self._context.local_batch(micro)
         with self._context.autocast(self._model):
             logits = self._model(micro.tokens, sample_keys=micro.sample_keys)
             return self._task.nll_sum(logits, micro.labels)

@@ -1,7 +1,8 @@
-"""The training curve: one record and one log line a logged step."""
+"""Training metrics: one record and one log line per logged step."""
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +11,11 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from trainkit.plan.gpus import peak_flops
 from trainkit.rundir import RunDir, append_jsonl, utc_now
-from trainkit.trainer.checkpoint.state import Progress
-from trainkit.trainer.device import device_peak_flops, peak_memory_gib
+from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.step_sync import StepReport
 
@@ -32,7 +35,7 @@ SCALARS = (
 
 
 class TensorBoardLog:
-    """Writes scalars from a thread of its own: neither the import nor the disk holds up a step."""
+    """Writes scalars in its own thread: no step waits for the import or the disk."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._folder = folder
@@ -47,32 +50,32 @@ class TensorBoardLog:
     def _add(self, record: dict[str, Any]) -> None:
         try:
             self._add_scalars(record)
-        except Exception as error:  # nobody waits for this thread: what is not said here is never said
-            log.error(f"step {record['step']} is missing in TensorBoard ({error})")
+        except Exception as error:  # nothing reads the result of this thread: log it here or lose it
+            log.error(f"cannot write step {record['step']} to TensorBoard ({error})")
 
     def _add_scalars(self, record: dict[str, Any]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # Steps that an earlier attempt computed beyond its last checkpoint are hidden.
+            # Hides steps that an earlier attempt computed after its last checkpoint.
             self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
         for name in SCALARS:
             if record.get(name) is not None:
                 self._writer.add_scalar(name, record[name], record["step"])
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write pending records and close the log."""
         self._pool.shutdown()
         try:
             if self._writer is not None:
                 self._writer.close()
         except Exception as error:
-            log.error(f"the end of the curve is missing in TensorBoard ({error})")
+            log.error(f"cannot close the TensorBoard log ({error})")
 
 
 @dataclass
 class _Interval:
-    """What has passed since the last record."""
+    """Totals since the last record."""
 
     started: float
     steps: int = 0
@@ -82,7 +85,7 @@ class _Interval:
 
 
 class Metrics:
-    """Collects step reports and writes them down on rank 0; the other ranks only count."""
+    """Collects step reports and writes records on rank 0."""
 
     def __init__(
         self,
@@ -105,41 +108,41 @@ class Metrics:
         self._interval = _Interval(time.monotonic())
 
     def start(self) -> None:
-        """Begin to measure; call right before the first step."""
+        """Start measuring; call right before the first step."""
         self._interval = _Interval(time.monotonic())
 
     def count(self, report: StepReport) -> None:
-        """Add a step to the interval that is measured."""
+        """Add a step to the current interval."""
         self._interval.steps += 1
         self._interval.tokens += report.num_tokens
         self._interval.data_wait_s += report.data_wait_s
 
     def exclude(self, pause_s: float) -> None:
-        """Take time that was not training (validation, a blocking save) out of the speed."""
+        """Exclude time that was not training (validation, a blocking save) from the speed."""
         self._interval.paused_s += pause_s
 
-    def write(self, progress: Progress, report: StepReport, lr: float, val_loss: float | None) -> None:
-        """Record the step that has just been done and begin a new interval."""
+    def write(self, state: TrainingState, report: StepReport, lr: float, val_loss: float | None) -> None:
+        """Record the step that just ended and begin a new interval."""
         interval, self._interval = self._interval, _Interval(time.monotonic())
         if not self._world.is_main:
             return
         elapsed_s = max(1e-9, self._interval.started - interval.started - interval.paused_s)
         tokens_per_s = interval.tokens / elapsed_s
         record: dict[str, Any] = {
-            "step": progress.step,
+            "step": state.step,
             "time": utc_now(),
             "attempt": self._attempt,
             "loss": report.loss if report.finite else None,
             "grad_norm": report.grad_norm if report.finite else None,
             "lr": lr,
-            "tokens": progress.tokens_seen,
+            "tokens": state.tokens_seen,
             "tokens_per_s": round(tokens_per_s, 2),
             "tokens_per_s_per_gpu": round(tokens_per_s / self._world.size, 2),
             "mfu": self._mfu(tokens_per_s),
             "step_s": round(elapsed_s / max(1, interval.steps), 6),
             "data_wait_s": round(interval.data_wait_s / max(1, interval.steps), 6),
             "mem_gib_peak": round(peak_memory_gib(self._world.device), 4),
-            "samples_seen": progress.samples_seen,
+            "samples_seen": state.samples_seen,
         }
         if val_loss is not None:
             record["val_loss"] = val_loss
@@ -149,26 +152,24 @@ class Metrics:
             self._tensorboard.write(record)
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        """Model FLOPs utilization, 0 to 1; None where the peak of the device is not known."""
+        """Model FLOPs utilization, 0 to 1; None if the device's peak is unknown."""
         if self._peak_flops is None:
             return None
         return round(tokens_per_s * self._flops_per_token / (self._peak_flops * self._world.size), 4)
 
     def _append(self, record: dict[str, Any]) -> None:
-        """Write the record, and those that a full disk refused before, in their order."""
+        """Write the record, after those that could not be written before."""
         self._unwritten.append(record)
         self.flush()
 
     def flush(self) -> None:
-        """Write what a full disk refused; at the end of a training nothing else would."""
+        """Write the records that could not be written before, as on a full disk."""
         try:
             while self._unwritten:
                 append_jsonl(self._run.metrics_file, self._unwritten[0])
                 self._unwritten.popleft()
         except OSError as error:
-            log.error(
-                f"metrics.jsonl could not be written ({error}); {len(self._unwritten)} records wait in memory"
-            )
+            log.error(f"cannot write metrics.jsonl ({error}); {len(self._unwritten)} records kept in memory")
 
     def _line(self, record: dict[str, Any]) -> str:
         eta_s = (self._total_steps - record["step"]) * record["step_s"]
@@ -189,3 +190,17 @@ def _clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}"
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of this process: GPU memory, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+
+
+def device_peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Peak dense FLOP/s of this device for `dtype`; None if unknown."""
+    if device.type == "cpu":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), dtype)

@@ -1,8 +1,7 @@
 """AdamW over local shards, with clipping and skipping folded into its one pass over the parameters.
 
-The optimizer never sees a DTensor: an element-wise update does not care how a tensor is split, and plain
-tensors cost a fraction of the dispatch. What does care is here and nowhere else: how much of the
-global gradient norm each rank knows.
+The optimizer never sees a DTensor: an element-wise update does not depend on how a tensor is split, and plain
+tensors have a fraction of the dispatch overhead. Only the global gradient norm depends on the split.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trainkit.config.training import OptimizerConfig, ScheduleConfig
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import ONE_PROCESS
-from trainkit.trainer.weights import Weight, like, local
+from trainkit.trainer.models.model import Weight, as_shard_of, local_tensor
 
 NORM_CHUNK = 1 << 16
 
@@ -32,8 +31,8 @@ class ShardedAdamW:
     ) -> None:
         self._weights = weights
         self._params = [weight.param for weight in weights]
-        self._locals = [nn.Parameter(local(param.detach())) for param in self._params]
-        # Vectors are norm weights: decaying them towards zero has no use.
+        self._locals = [nn.Parameter(local_tensor(param.detach())) for param in self._params]
+        # Vectors are norm weights, which are not decayed.
         decayed = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() > 1]
         plain = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() <= 1]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
@@ -53,14 +52,14 @@ class ShardedAdamW:
             }
         self._by_share = self._group_by_share(layout.world_size // layout.pp)
         self.has_whole_gradient = set(self._by_share) == {1.0 / layout.world_size}
-        """Whether this rank knows the global gradient norm without asking the others."""
+        """Whether this rank can compute the global gradient norm alone."""
         if self.has_whole_gradient:
             self._by_share = {1.0: list(range(len(weights)))}
 
     def _group_by_share(self, stage_size: int) -> dict[float, list[int]]:
-        """Indices of parameters by how much of the squares of a shard this rank adds to the global sum.
+        """Indices of parameters by the share of their squares that this rank adds to the global sum.
 
-        What `n` of the ranks of a pipeline stage hold alike, each of them counts for one n-th.
+        A shard that n ranks of a pipeline stage have in common counts 1 / n on each of them.
         """
         groups: dict[float, list[int]] = defaultdict(list)
         for index, weight in enumerate(self._weights):
@@ -74,12 +73,12 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Hand the gradients of the backward pass to the shards; call once a step, after the last one."""
+        """Assign the gradients to the shards; call once per step, after the last backward pass."""
         for shard, param in zip(self._locals, self._params, strict=True):
-            shard.grad = None if param.grad is None else local(param.grad)
+            shard.grad = None if param.grad is None else local_tensor(param.grad)
 
     def square_sum(self) -> Tensor:
-        """The sum of the squares of the gradient, float64 []: all of it, or this rank's part of the sum."""
+        """The gradient's sum of squares, float64 []: the global one, or this rank's term of it."""
         total = torch.zeros((), dtype=torch.float64, device=self._locals[0].device)
         for share, indices in self._by_share.items():
             grads = [
@@ -91,15 +90,16 @@ class ShardedAdamW:
         return total
 
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
-        """Update the parameters with the gradient / divisor, or leave everything as it is if skip is 1.
+        """Update the parameters with gradient / divisor, or change nothing if skip is 1.
 
-        divisor, skip: float32 [] on the device, so nothing has to wait for their values.
+        divisor, skip: float32 [] on the device, so that the host does not wait for their values.
         """
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        # Offloaded parameters live on the host. torch would copy these there without waiting for the values.
+        # Offloaded parameters are on the host, to which torch would copy these without waiting for the
+        # values.
         divisor, skip = (value.to(self._locals[0].device) for value in (divisor, skip))
-        # The hooks that GradScaler uses; the fused kernel divides and skips in the same pass.
+        # The attributes that GradScaler sets; the fused kernel divides and skips in the same pass.
         optimizer = cast(Any, self._adamw)
         optimizer.grad_scale = divisor
         optimizer.found_inf = skip
@@ -111,19 +111,19 @@ class ShardedAdamW:
             param.grad = None
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer's state by weight, split as the parameters are; loading fills it in place."""
+        """The optimizer's state by weight, sharded like the parameters; loading fills it in place."""
         for weight, shard in zip(self._weights, self._locals, strict=True):
             state, name = self._adamw.state[shard], weight.name
-            yield f"{name}.exp_avg", like(state["exp_avg"], weight.param)
-            yield f"{name}.exp_avg_sq", like(state["exp_avg_sq"], weight.param)
+            yield f"{name}.exp_avg", as_shard_of(state["exp_avg"], weight.param)
+            yield f"{name}.exp_avg_sq", as_shard_of(state["exp_avg_sq"], weight.param)
             yield f"{name}.step", state["step"]
 
 
 def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
-    """The same values, on the CPU in pieces of which a float32 sum of squares is still exact enough.
+    """On the CPU, split tensors into chunks whose sum of squares is accurate in float32.
 
-    Its kernel adds up one after the other: over 16 million elements the norm is 6e-4 too small, and
-    how much too small depends on the layout. CUDA's adds up as a tree.
+    The CPU kernel sums sequentially: over 16 million elements the norm is 6e-4 too small, by an amount that
+    depends on the layout. CUDA's kernel sums as a tree.
     """
     if tensors[0].device.type != "cpu":
         return tensors
@@ -135,10 +135,10 @@ def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def learning_rate(step: int, total_steps: int, peak_lr: float, config: ScheduleConfig) -> float:
-    """The rate of one step; steps count from 1, and the last one is `total_steps`.
+    """The learning rate of a step; steps count from 1, and the last one is `total_steps`.
 
-    Warm-up rises linearly and reaches the peak at step `warmup_steps`; `wsd` (warm-up, stable, decay;
-    arXiv 2404.06395) stays there and falls linearly over the last `decay_steps`.
+    Warm-up is linear and reaches the peak at step `warmup_steps`; `wsd` (warm-up, stable, decay;
+    arXiv 2404.06395) stays there and decays linearly over the last `decay_steps`.
     """
     if step <= config.warmup_steps:
         return peak_lr * step / config.warmup_steps

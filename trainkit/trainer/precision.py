@@ -1,4 +1,4 @@
-"""Number formats: what is computed in which type, and the loss scale that fp16 needs."""
+"""Number formats: autocast, the loss scale that fp16 needs, and float8 through torchao."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainkit.config.training import PrecisionConfig
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_LOSS_SCALE = 2.0**100
-"""Halving an infinite factor would never bring it back."""
+"""An infinite scale could never be halved to a finite one."""
 
 
 def autocast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """The context of a forward pass; a model that is wrapped casts its parameters itself."""
+    """The autocast context of a forward pass; FSDP casts its parameters itself."""
     if dtype == torch.float32 or isinstance(model, FSDPModule):
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype)
@@ -25,8 +26,8 @@ def autocast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Abst
 class LossScale:
     """A factor on the loss that keeps fp16 gradients from vanishing, halved when they overflow.
 
-    Lives on the device: neither the overflow nor the factor is waited for. Since the overflow is read off
-    the global gradient norm, all ranks skip the same steps.
+    It stays on the device, so that the host never waits for it. Overflows are detected in the global gradient
+    norm, so all ranks skip the same steps.
     """
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
@@ -37,7 +38,7 @@ class LossScale:
         self._good_steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def update(self, skipped: Tensor) -> None:
-        """After a step; skipped: float32 [], 1 when it was skipped for a gradient that is not finite."""
+        """Call after each step; skipped: float32 [], 1 if the gradient was not finite."""
         if not self.enabled:
             return
         good = torch.where(skipped > 0, 0.0, self._good_steps + 1)
@@ -53,3 +54,47 @@ class LossScale:
         if self.enabled and state:
             self.value.fill_(state["value"])
             self._good_steps.fill_(state["good_steps"])
+
+
+FLOAT8_MULTIPLE = 16
+"""Tensor cores require matrix dimensions that are multiples of it."""
+FLOAT8_CAPABILITY = (8, 9)
+"""Ada; Hopper is (9, 0)."""
+
+
+def require_float8(device: torch.device) -> None:
+    """Raise TrainkitError (exit code 78) if torchao is missing or the device has no float8."""
+    try:
+        import torchao.float8  # noqa: F401
+    except ImportError as error:
+        raise TrainkitError(
+            f"precision.float8 is true, but torchao cannot be imported ({error})",
+            hint="pip install 'trainkit[float8]'",
+            exit_code=EXIT_NO_RESTART,
+        ) from None
+    supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
+    if not supported:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise TrainkitError(
+            f"precision.float8 is true, but {name} does not support float8",
+            hint="set precision.float8 to false; float8 requires an Ada, Hopper or newer GPU",
+            exit_code=EXIT_NO_RESTART,
+        )
+
+
+def apply_float8(layers: list[nn.Module], emulate: bool = False) -> None:
+    """Make the linear modules of these layers multiply in float8, scaled by the maximum of each tensor.
+
+    The weights keep their type. `emulate` computes the result of float8 on a device without it.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    # One dimension of the gradients' products is the number of tokens, which can be anything.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    for layer in layers:
+        convert_to_float8_training(layer, config=config, module_filter_fn=_fits)
+
+
+def _fits(module: nn.Module, name: str) -> bool:
+    """Whether a module is a linear one that tensor cores support."""
+    return isinstance(module, nn.Linear) and not any(size % FLOAT8_MULTIPLE for size in module.weight.shape)

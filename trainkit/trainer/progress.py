@@ -1,7 +1,7 @@
-"""Where a rank stands in its training, for the watchdog and for the record of a failure.
+"""The step and phase that a rank is in, for the watchdog and for error records.
 
-The training thread writes, others read. Every step passes a handful of these calls, so each is one assignment
-of a tuple: whoever reads sees the old position or the new one, and nobody waits.
+The training thread writes, other threads read. Each update assigns one tuple, so readers see either the old
+or the new state and nothing is locked; a step makes a handful of these updates.
 """
 
 from __future__ import annotations
@@ -12,79 +12,78 @@ from typing import Literal, NamedTuple
 
 Phase = Literal[
     "start",
-    "meet",
+    "rendezvous",
     "build",
     "load",
     "begin",
     "data",
     "forward",
     "backward",
-    "passes",
+    "forward_backward",
     "update",
     "record",
     "evaluate",
     "save",
     "end",
 ]
-"""What a rank is doing, in the order of a training.
+"""The phases of a rank, in the order of a training.
 
-In a pipeline, which goes forward and backward in turns, `passes` stands for both; `record` is the writing of
-metrics.
+A pipeline alternates forward and backward passes: `forward_backward` covers both. `record` writes metrics.
 """
 
 NUM_RECENT = 64
 
 
-class Position(NamedTuple):
-    """Where a rank is."""
+class CurrentPhase(NamedTuple):
+    """The step and phase of a rank at one moment."""
 
     step: int | None
-    """The step that is being computed; None before the first."""
+    """The step being computed; None before the first."""
     phase: Phase
-    beat: int
-    """How many phases were entered since the step began, or since the start of the process before that."""
+    phase_index: int
+    """Phases entered since the step began; before the first step, since the process started."""
     since_s: float
     """Monotonic time at which the phase was entered."""
 
 
-class Pulse:
-    """The position of this rank, and how long its last steps took."""
+class Progress:
+    """Tracks the step and phase of this rank, and the duration of its recent steps."""
 
     def __init__(self) -> None:
-        self._at: tuple[int | None, Phase, int, float] = (None, "start", 0, monotonic())
-        self._passed: set[Phase] = set()
+        self._current: tuple[int | None, Phase, int, float] = (None, "start", 0, monotonic())
+        self._completed: set[Phase] = set()
         self._began_s = 0.0
         self._num_steps = 0
         self._recent_s = [0.0] * NUM_RECENT
 
     def enter(self, phase: Phase) -> None:
-        """Say what comes next."""
-        step, before, beat, _ = self._at
-        self._passed.add(before)
-        self._at = (step, phase, beat + 1, monotonic())
+        """Enter the next phase of the step."""
+        step, before, index, _ = self._current
+        self._completed.add(before)
+        self._current = (step, phase, index + 1, monotonic())
 
     def begin_step(self, step: int) -> None:
-        """Say that a step begins: the wait for its data."""
-        self._passed.add(self._at[1])
+        """Begin a step, in phase `data`."""
+        self._completed.add(self._current[1])
         self._began_s = now = monotonic()
-        self._at = (step, "data", 0, now)
+        self._current = (step, "data", 0, now)
 
     def end_step(self) -> None:
-        """Say that the step is done; what follows belongs to it, but not to how long it took."""
+        """Stop the step's clock and enter phase `record`, which does not count into its duration."""
         self.enter("record")
-        self._recent_s[self._num_steps % NUM_RECENT] = self._at[3] - self._began_s
+        self._recent_s[self._num_steps % NUM_RECENT] = self._current[3] - self._began_s
         self._num_steps += 1
 
     @property
-    def position(self) -> Position:
-        return Position(*self._at)
+    def current(self) -> CurrentPhase:
+        return CurrentPhase(*self._current)
 
     @property
-    def usual_s(self) -> float | None:
-        """The median of the last steps; None before the first has ended."""
+    def median_step_s(self) -> float | None:
+        """The median duration of the recent steps; None before the first has ended."""
         num_steps = self._num_steps
         return statistics.median(self._recent_s[:num_steps]) if num_steps else None
 
-    def has_passed(self, phase: Phase) -> bool:
-        """Whether this process was through such a phase before; the first time may take long."""
-        return phase in self._passed
+    def has_completed(self, phase: Phase) -> bool:
+        """Whether this process has completed the phase before; the first time may take long."""
+        return phase in self._completed

@@ -1,7 +1,7 @@
-"""One rank's program of a job of any size, in one process, without its memory and without the other ranks.
+"""Simulates one rank of a job of any size in one process, without its memory and without the other ranks.
 
-``python -m trainkit.trainer.simulate CONFIG PLAN RANK`` prints JSON: what the rank holds at its peak, and how
-often it talks in a step. Tensors have shapes and no values; collectives return at once.
+``python -m trainkit.trainer.simulate CONFIG PLAN RANK`` prints JSON: the rank's peak memory, and the number
+of collectives in a step. Tensors have shapes but no values; collectives return at once.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import read_json
 from trainkit.trainer.batches import Microbatch
-from trainkit.trainer.build import BuiltModel, assemble, build_parts
+from trainkit.trainer.build import BuiltModel, assemble, build_model_parts
 from trainkit.trainer.distributed import World, build_mesh, context_group
-from trainkit.trainer.models.model import Model
+from trainkit.trainer.models.model import Model, local_tensor
 from trainkit.trainer.optimizer import ShardedAdamW
-from trainkit.trainer.parallel.pipeline import PipelinePasses
+from trainkit.trainer.parallel.pipeline import PipelineForwardBackward
 from trainkit.trainer.precision import DTYPES
-from trainkit.trainer.progress import Pulse
-from trainkit.trainer.tasks import Task, build_task
-from trainkit.trainer.weights import local
+from trainkit.trainer.progress import Progress
+from trainkit.trainer.task import Task, build_task
 
 COLLECTIVES = {
     "_allgather_base_": "all_gather",
@@ -55,7 +54,7 @@ COLLECTIVES = {
 
 
 class _CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what a rank says to others, by kind."""
+    """Counts collectives by kind."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -71,10 +70,10 @@ class _CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _NoModules:
-    """What torch's tracker asks about modules, without a hook on each of them.
+class _NullModuleTracker:
+    """Replaces the module tracker of torch's memory tracker, without hooks on the modules.
 
-    They may be called only once a step, and not in a backward pass that a schedule cuts in two.
+    Those allow one call per step only, and no backward pass that a schedule splits in two.
     """
 
     parents: frozenset[str] = frozenset()
@@ -93,16 +92,16 @@ class _NoModules:
 
 
 class _PeakTracker(MemTracker):  # type: ignore[no-untyped-call]
-    """torch's tracker without its record of each module."""
+    """torch's memory tracker without its statistics per module."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._mod_tracker = _NoModules()  # type: ignore[assignment]
+        self._mod_tracker = _NullModuleTracker()  # type: ignore[assignment]
 
 
 @contextmanager
 def simulated_world(plan: LaunchPlan, rank: int) -> Iterator[World]:
-    """A rank among others that are not there."""
+    """A world in which only one rank exists."""
     dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
     try:
         device = torch.device("cpu")
@@ -114,12 +113,12 @@ def simulated_world(plan: LaunchPlan, rank: int) -> Iterator[World]:
 
 
 def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> dict[str, Any]:
-    """What a rank holds at its peak in the second step, in bytes, and how often it talks in it."""
+    """The peak memory of a rank in the second step, in bytes, and the number of its collectives."""
     began_s = time.monotonic()
     task = build_task(config)
     with simulated_world(plan, rank) as world:
-        parts = build_parts(task, config, plan, world)
-        return _measure(task, config, plan, world, parts, began_s)
+        model_parts = build_model_parts(task, config, plan, world)
+        return _measure(task, config, plan, world, model_parts, began_s)
 
 
 def _measure(
@@ -127,20 +126,20 @@ def _measure(
     config: RunConfig,
     plan: LaunchPlan,
     world: World,
-    parts: list[Model],
+    model_parts: list[Model],
     began_s: float,
 ) -> dict[str, Any]:
     with FakeTensorMode(allow_non_fake_inputs=True), _shapes_untracked():
-        for part in parts:
-            part.to_empty(device=world.device)
-            part.restore()
-        built = assemble(task, config, plan, world, Pulse(), parts)
+        for model in model_parts:
+            model.to_empty(device=world.device)
+            model.rebuild_buffers()
+        built = assemble(task, config, plan, world, Progress(), model_parts)
         optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
         step = _step(config, plan, built, optimizer)
         tracker, collectives = _PeakTracker(), _CountCollectives()
-        tracker.track_external(*built.parts, *(tensor for _, tensor in optimizer.state_tensors()))
+        tracker.track_external(*built.model_parts, *(tensor for _, tensor in optimizer.state_tensors()))
         with tracker:
-            step()  # some of what the first step makes stays, such as the buffers of a pipeline
+            step()  # some tensors of the first step are kept, such as the buffers of a pipeline
         with tracker, collectives:
             step()
         peak = tracker.get_tracker_snapshot("peak")[world.device]
@@ -149,36 +148,36 @@ def _measure(
         "world_size": plan.world_size,
         "peak_bytes": {str(getattr(kind, "name", kind)).lower(): size for kind, size in peak.items()},
         "collectives": dict(sorted(collectives.counts.items())),
-        "num_params": sum(local(weight.param).numel() for weight in built.weights),
+        "num_params": sum(local_tensor(weight.param).numel() for weight in built.weights),
         "seconds": round(time.monotonic() - began_s, 2),
     }
 
 
 @contextmanager
 def _shapes_untracked() -> Iterator[None]:
-    """Keeps out of the tracker what DTensor does to find out the shapes of results.
+    """Hides DTensor's shape propagation from the memory tracker.
 
-    It makes tensors of the whole size, which no rank ever holds: of logits that are split, those of the whole
-    vocabulary. The tracker leaves out what is made in another fake mode than its own, and here there is one.
+    It creates tensors of the global shape, which no rank ever has: for sharded logits, those of the whole
+    vocabulary. The tracker ignores tensors of other fake modes, but here there is only one.
     """
     kind: Any = ShardingPropagator
-    find_out = kind._propagate_tensor_meta_non_cached
+    propagate = kind._propagate_tensor_meta_non_cached
 
-    def find_out_alone(propagator: ShardingPropagator, op_schema: Any) -> Any:
+    def propagate_untracked(propagator: ShardingPropagator, op_schema: Any) -> Any:
         with _disable_current_modes():
-            return find_out(propagator, op_schema)
+            return propagate(propagator, op_schema)
 
-    kind._propagate_tensor_meta_non_cached = find_out_alone
+    kind._propagate_tensor_meta_non_cached = propagate_untracked
     try:
         yield
     finally:
-        kind._propagate_tensor_meta_non_cached = find_out
+        kind._propagate_tensor_meta_non_cached = propagate
 
 
 def _step(
     config: RunConfig, plan: LaunchPlan, built: BuiltModel, optimizer: ShardedAdamW
 ) -> Callable[[], None]:
-    """A function that does what the training loop does in a step, but for what needs values."""
+    """A function that runs one step of the training loop, except for what needs values."""
     batch = plan.batch
     shape = (batch.device_batch_size, config.data.seq_len)
     micro = Microbatch(
@@ -188,13 +187,13 @@ def _step(
     )
     micros = [micro] * batch.accumulation_steps
     one, zero = torch.ones(()), torch.zeros(())
-    if isinstance(built.passes, PipelinePasses):
-        _tell_shapes(built.passes.schedule, DTYPES[config.precision.dtype])
+    if isinstance(built.forward_backward, PipelineForwardBackward):
+        _set_stage_shapes(built.forward_backward.schedule, DTYPES[config.precision.dtype])
 
     def step() -> None:
-        built.passes.add_gradient(micros, one, lambda nll_sum: None)
-        if built.tied_ends is not None:
-            built.tied_ends.add_up()
+        built.forward_backward.accumulate_gradient(micros, one, lambda nll_sum: None)
+        if built.tied_weights is not None:
+            built.tied_weights.sum_gradients()
         optimizer.collect_gradients()
         total = optimizer.square_sum()
         dist.all_reduce(total)
@@ -204,8 +203,8 @@ def _step(
     return step
 
 
-def _tell_shapes(schedule: Any, dtype: torch.dtype) -> None:
-    """Tells torch's stages what they receive, which they would ask each other in the first step."""
+def _set_stage_shapes(schedule: Any, dtype: torch.dtype) -> None:
+    """Sets the input shapes of torch's stages, which they would exchange in the first step."""
 
     def prepare(
         stages: Sequence[Any],
@@ -231,7 +230,7 @@ def _tell_shapes(schedule: Any, dtype: torch.dtype) -> None:
 
 
 def main() -> int:
-    """Simulate the rank that the command line names, and print what was found."""
+    """Simulate the rank that the command line names, and print the result."""
     config_file, plan_file, rank = sys.argv[1:4]
     config = read_effective(Path(config_file))
     plan = LaunchPlan.from_dict(read_json(Path(plan_file)))

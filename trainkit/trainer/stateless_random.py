@@ -1,11 +1,11 @@
-"""Random numbers as a function of where they are used, not of what was drawn before.
+"""Random numbers as a function of where they are used, without generator state.
 
-A counter-based generator has no state: nothing to save, nothing to restore, and the same numbers on any
-number of processes. Dropout is a function of (seed, sample, layer, element); initial weights are one of
-(seed, parameter name, element), so each rank fills its own shard and all layouts start equal.
+A counter-based generator has no state to save or restore, and gives the same numbers on any number of
+processes. Dropout is a function of (seed, sample, layer, element); initial weights are a function of
+(seed, parameter name, element), so each rank fills its own shard and all layouts start with equal weights.
 
 The mixing function is the finaliser of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers,
-with a second key mixed in half-way. It is for training noise, not for secrets.
+with a second key mixed in half-way. It is not cryptographic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MULTIPLY_1 = -2048144789  # 0x85EBCA6B
 _MULTIPLY_2 = -1028477387  # 0xC2B2AE35
 _UNIT = 1.0 / (1 << 24)
 _CHUNK_ELEMENTS = 1 << 24
-"""Filled at once: the counters take several times the memory of what they fill."""
+"""Chunk size: the counters take several times the memory of the chunk."""
 
 
 def stable_key(*parts: object) -> int:
@@ -32,7 +32,7 @@ def stable_key(*parts: object) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int32: the sign bit must not be dragged along."""
+    """Logical shift of int32, without sign extension."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
@@ -52,10 +52,11 @@ def dropout(
     site_key: Tensor | int,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Drop elements of `x` with `probability` and scale the rest up.
+    """Drop elements of `x` with `probability` and scale up the rest.
 
-    x: [B, T, …]; sample_keys: int32 [B], one key a sample; site_key: which dropout of the model this is, as
-    int32 []; positions: int64 [T or more], where in its sequence each row of `x` stands, from 0 on if None.
+    x: [B, T, …]; sample_keys: int32 [B], one key per sample; site_key: int32 [], identifies the dropout
+    within the model; positions: int64 [T or more], the sequence position of each row of `x`, from 0 on if
+    None.
     """
     if probability == 0.0:
         return x
@@ -65,17 +66,17 @@ def dropout(
         rows = positions[: x.shape[1], None].to(torch.int32) * width
         counter = (rows + counter[:width]).view(-1)
     keys = sample_keys[:, None]
-    # Not `% 2**32`: a threshold in int32 compares without leaving the integer type.
+    # An int32 threshold, to compare without leaving the integer type.
     threshold = min(round(probability * 2**32) - 2**31, 2**31 - 1)
     keep = hash_int32(counter, keys, site_key) >= threshold
     return x * (keep.view(x.shape) * (1.0 / (1.0 - probability))).to(x.dtype)
 
 
 def fill_normal_(local: Tensor, std: float, name: str, shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Fill one shard of a tensor with N(0, std), as if the whole tensor had been filled at once.
+    """Fill one shard of a tensor from N(0, std); equal to the same slice of a whole tensor that is filled.
 
-    local: the shard; name: what makes this tensor's numbers its own, seed included; shape: of the whole
-    tensor; offset: where the shard starts in each dimension.
+    local: the shard; name: key of the tensor, seed included; shape: of the whole tensor; offset: start of the
+    shard in each dimension.
     """
     if local.numel() == 0:
         return
@@ -93,10 +94,10 @@ def _fill_chunk(local: Tensor, std: float, name: str, shape: Sequence[int], offs
     low = index & 0xFFFFFFFF
     counter = (low - ((low >> 31) << 32)).to(torch.int32)
     high = (index >> 32).to(torch.int32) * _STRIDE
-    # Two streams need two unrelated keys: keys that differ in one bit give correlated numbers.
+    # Unrelated keys: keys that differ in one bit give correlated numbers.
     first = hash_int32(counter, stable_key(name, "radius"), high)
     second = hash_int32(counter, stable_key(name, "angle"), high)
-    # Box-Muller; 24 bits are what a float32 in (0, 1] can hold evenly.
+    # Box-Muller; 24 bits are the resolution of a uniform float32 in (0, 1].
     radius = torch.sqrt(-2.0 * torch.log((_shift_right(first, 8) + 1) * _UNIT))
     angle = _shift_right(second, 8) * (2.0 * math.pi * _UNIT)
     local.copy_(radius * torch.cos(angle) * std)

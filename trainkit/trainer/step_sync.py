@@ -1,7 +1,7 @@
-"""One small collective a step, in which the ranks agree on everything that must be the same on all.
+"""One small collective per step, in which the ranks agree on everything that must be equal on all of them.
 
-It carries the number of tokens and the loss, whether some rank was asked to stop, and whether it is time
-to save. Nothing else in the loop talks: logging, clipping and signals ride on it.
+It carries the number of tokens, the loss, whether a rank was asked to stop, and whether a checkpoint is due.
+Logging, clipping and signals use it too: nothing else in the loop communicates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainkit.trainer.distributed import World
 
 @dataclass(frozen=True)
 class StepReport:
-    """What all ranks know about a step, equal on all of them."""
+    """The result of a step, equal on all ranks."""
 
     num_tokens: int
     loss: float
@@ -30,22 +30,22 @@ class StepReport:
     """Mean over the ranks."""
 
 
-def sum_over_ranks(values: Tensor, world: World) -> Tensor:
-    """Add up a tensor over all ranks, in place."""
+def all_reduce_sum(values: Tensor, world: World) -> Tensor:
+    """Sum a tensor over all ranks, in place."""
     if world.distributed:
         dist.all_reduce(values)
     return values
 
 
-class StartedSum:
-    """A sum over all ranks that is under way while this rank computes."""
+class AsyncSum:
+    """A sum over all ranks that runs while this rank computes."""
 
     def __init__(self, values: Tensor, world: World) -> None:
         self._values = values
         self._work = dist.all_reduce(values, async_op=True) if world.distributed else None
 
-    def finish(self) -> Tensor:
-        """The sum, which every rank now has."""
+    def wait(self) -> Tensor:
+        """The sum, equal on all ranks."""
         if self._work is not None:
             self._work.wait()
         return self._values
@@ -55,25 +55,25 @@ def any_rank(flag: bool, world: World) -> bool:
     """Whether the flag is set on at least one rank; a collective, so every rank must call it."""
     if not world.distributed:
         return flag
-    return bool(sum_over_ranks(torch.tensor([float(flag)], device=world.device), world).item())
+    return bool(all_reduce_sum(torch.tensor([float(flag)], device=world.device), world).item())
 
 
-def pack(
+def pack_report(
     world: World, nll_sum: Tensor, num_tokens: int, stop: bool, save: bool, data_wait_s: float
 ) -> Tensor:
-    """This rank's part of the step report, float64 [5] on the device."""
+    """This rank's terms of the step report, float64 [5] on the device."""
     cuda = world.device.type == "cuda"
     numbers = (float(num_tokens * world.counts_samples), float(stop), float(save), data_wait_s)
-    # Pinned, because a copy from ordinary memory would wait for all that the device has still to do.
+    # Pinned: a copy from pageable memory would wait for all kernels that are enqueued.
     rest = torch.tensor(numbers, dtype=torch.float64, pin_memory=cuda)
     return torch.cat((nll_sum.detach().double().view(1), rest.to(world.device, non_blocking=True)))
 
 
-class Readout:
-    """Brings a step's numbers to the host without holding up the device's queue.
+class ReportReadback:
+    """Copies the step report to the host without stalling the device.
 
-    `start` before the optimizer's kernels are enqueued, `finish` after: the host then waits for the
-    gradients only, while the device goes on with the update.
+    Call `start` before the optimizer's kernels are enqueued and `finish` after: the host then waits for the
+    gradients only, while the device computes the update.
     """
 
     def __init__(self, world: World) -> None:

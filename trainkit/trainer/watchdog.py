@@ -1,150 +1,162 @@
-"""Watchdogs of a rank: that it leaves before a deadline, and that it says so when it comes no further."""
+"""The watchdogs of a rank: one enforces the deadline after a stop signal, one detects and reports hangs.
+
+Stacks are read in Python by a thread that has the interpreter's lock, so the other threads do not run
+meanwhile. faulthandler's C handler reads them while they run, and crashed a busy process about once in 250
+times; it is installed for SIGQUIT only, the last resort for a rank that never releases the lock.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from logging import getLogger
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from trainkit.errors import EXIT_STUCK
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
-from trainkit.rundir import AttemptDir, utc_now, write_json
-from trainkit.trainer.progress import Phase, Position, Pulse
-from trainkit.trainer.rank_stacks import RankStacks, training_stack
+from trainkit.rundir import AttemptDir, read_json, utc_now, write_json
+from trainkit.trainer.progress import CurrentPhase, Phase, Progress
+
+log = getLogger(__name__)
 
 POLL_S = 1.0
-LEAVE_AFTER_S = 60.0
-"""How long a rank that hangs waits to be ended by its supervisor before it leaves by itself."""
-PATIENT_S = 30 * 60.0
-"""Least limit of what may take long: whatever is done for the first time, which may compile, and saving."""
-PATIENT: tuple[Phase, ...] = ("save", "end")
-UNWATCHED: tuple[Phase, ...] = ("start", "meet")
-"""Text may have to be tokenised first, which may take hours; and the meeting has a limit of its own."""
-ASLEEP_S = 10.0
-"""A watchdog that was away for so long was stopped with its whole process: that time is not counted."""
+EXIT_AFTER_S = 60.0
+"""A rank that hangs exits by itself when its supervisor has not ended it after this time."""
+SLOW_PHASE_LIMIT_S = 30 * 60.0
+"""Lower bound of the limit for slow phases: saving, and the first run of any phase, which may compile."""
+SLOW_PHASES: tuple[Phase, ...] = ("save", "end")
+UNWATCHED_PHASES: tuple[Phase, ...] = ("start", "rendezvous")
+"""Tokenising the data may take hours, and the startup barrier has its own timeout."""
+SUSPENDED_S = 10.0
+"""After a longer gap between two checks the whole process was suspended: that time is not counted."""
 NUM_COLLECTIVES = 200
 
 
 def deadline_margin_s(grace_s: float) -> float:
-    """How long before the end of the grace time a stuck rank leaves."""
+    """How long before the end of the grace period a stuck rank exits."""
     return min(10.0, 0.2 * grace_s)
 
 
 def watch_deadline(stop: StopRequest, grace_s: float, stacks: RankStacks) -> None:
-    """From the stop signal on, give this process until shortly before `grace_s` to be gone.
+    """After a stop signal, exit with code 70 shortly before `grace_s` is over, unless the process has ended.
 
-    Then write the stacks of all its threads and end it with exit code 70. Checkpoints that are published
-    stay; one that was being written stays unpublished.
+    Writes the stacks of all threads first. Published checkpoints stay; one that was being written stays
+    unpublished.
     """
 
     def watch() -> None:
         stop.received.wait()
         time.sleep(max(0.0, grace_s - deadline_margin_s(grace_s)))
-        why = f"still not stopped {grace_s - deadline_margin_s(grace_s):.0f} s after {stop.signal_name}"
+        reason = f"still running {grace_s - deadline_margin_s(grace_s):.0f} s after {stop.signal_name}"
         try:
-            stacks.append(why)
-            _say(f"{why}: leaving before the job is killed; the stacks are in {stacks.file}")
+            stacks.append(reason)
+            _print_line(f"{reason}: exiting before the job is killed; stacks: {stacks.file}")
         finally:
             os._exit(EXIT_STUCK)
 
     threading.Thread(target=watch, name="deadline", daemon=True).start()
 
 
-def _say(text: str) -> None:
-    """Print a line past the log, whose lock the thread that hangs may hold."""
-    with contextlib.suppress(OSError):  # a disk that is full must not end the watch
+def _print_line(text: str) -> None:
+    """Print a line without the log, whose lock the hanging thread may hold."""
+    with contextlib.suppress(OSError):  # a full disk must not end the watchdog
         os.write(2, f"{text}\n".encode())
 
 
 @dataclass(frozen=True)
 class Hang:
-    """That a rank has come no further for too long."""
+    """A phase that exceeded its time limit."""
 
-    position: Position
+    current: CurrentPhase
     waited_s: float
     limit_s: float
 
 
-def limit_s(phase: Phase, pulse: Pulse, policy: RequeuePolicy) -> float | None:
-    """How long a phase may take; None where nobody can know."""
-    if policy.hang_factor is None or phase in UNWATCHED:
+def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> float | None:
+    """The time limit of a phase; None for phases without one."""
+    if policy.hang_factor is None or phase in UNWATCHED_PHASES:
         return None
-    usual_s = pulse.usual_s
-    if usual_s is None:
-        return max(PATIENT_S, policy.hang_min_s)
-    ordinary_s = max(policy.hang_min_s, policy.hang_factor * usual_s)
-    is_usual = phase not in PATIENT and pulse.has_passed(phase)
-    return ordinary_s if is_usual else max(PATIENT_S, ordinary_s)
+    median_step_s = progress.median_step_s
+    if median_step_s is None:
+        return max(SLOW_PHASE_LIMIT_S, policy.hang_min_s)
+    limit_s = max(policy.hang_min_s, policy.hang_factor * median_step_s)
+    is_fast = phase not in SLOW_PHASES and progress.has_completed(phase)
+    return limit_s if is_fast else max(SLOW_PHASE_LIMIT_S, limit_s)
 
 
-class ProgressWatch:
-    """Sees that this rank comes no further; `others_hang` tells whether another has said that of itself."""
+class HangDetector:
+    """Detects that this rank hangs; `others_hang` returns whether another rank has reported a hang."""
 
-    def __init__(self, pulse: Pulse, policy: RequeuePolicy, others_hang: Callable[[], bool]) -> None:
-        self._pulse = pulse
+    def __init__(self, progress: Progress, policy: RequeuePolicy, others_hang: Callable[[], bool]) -> None:
+        self._progress = progress
         self._policy = policy
         self._others_hang = others_hang
-        self._looked_s = self._awake_since_s = time.monotonic()
+        self._checked_s = self._resumed_s = time.monotonic()
 
-    def look(self, now_s: float) -> Hang | None:
-        """Whether it hangs by now; call every second or so."""
-        if now_s > self._looked_s + ASLEEP_S:
-            self._awake_since_s = now_s
-        self._looked_s = now_s
-        position = self._pulse.position
-        limit = limit_s(position.phase, self._pulse, self._policy)
-        waited_s = now_s - max(position.since_s, self._awake_since_s)
+    def check(self, now_s: float) -> Hang | None:
+        """Return the hang, if there is one; call about once a second."""
+        if now_s > self._checked_s + SUSPENDED_S:
+            self._resumed_s = now_s
+        self._checked_s = now_s
+        current = self._progress.current
+        limit = phase_limit_s(current.phase, self._progress, self._policy)
+        waited_s = now_s - max(current.since_s, self._resumed_s)
         if limit is None or waited_s < self._policy.hang_min_s / 2:
             return None
-        # All are ended when one hangs: who has more patience says where it is before that.
-        return Hang(position, waited_s, limit) if waited_s > limit or self._others_hang() else None
+        # One hang ends all ranks: those with a longer limit report their own state before that.
+        return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
 
 
 @dataclass(frozen=True)
 class Watchdog:
-    """Writes it down when this rank comes no further.
+    """Reports a hang of this rank in the attempt's folder.
 
-    Its supervisor then ends all ranks; a rank that nobody ends leaves by itself, with exit code 70.
+    The supervisor then ends all ranks; a rank that is not ended exits by itself with code 70.
     """
 
     attempt: AttemptDir
-    who: dict[str, Any]
+    rank_info: dict[str, Any]
     """``rank, node_rank, host`` of this rank."""
     plan: LaunchPlan
-    pulse: Pulse
+    progress: Progress
     stacks: RankStacks
 
     def start(self) -> None:
-        """Watch from now on, unless the config says that nothing is ever a hang."""
+        """Start watching, unless the config disables hang detection."""
         if self.plan.requeue.hang_factor is not None:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _watch(self) -> None:
-        watch = ProgressWatch(self.pulse, self.plan.requeue, self._others_hang)
+        detector = HangDetector(self.progress, self.plan.requeue, self._others_hang)
         poll_s = min(POLL_S, self.plan.requeue.hang_min_s / 10)
         while True:
             time.sleep(poll_s)
-            hang = watch.look(time.monotonic())
+            hang = detector.check(time.monotonic())
             if hang is None:
                 continue
             try:
                 self._report(hang)
             except (OSError, RuntimeError, ValueError) as error:
-                _say(f"the hang could not be written down whole ({error})")
-            self._wait_to_be_ended(hang, poll_s)
-            _say("going on after all")
+                _print_line(f"the hang report is incomplete ({error})")
+            self._wait_for_progress(hang, poll_s)
+            _print_line("no longer hanging: training continues")
             with contextlib.suppress(OSError):
                 self._record.unlink(missing_ok=True)
 
     def _others_hang(self) -> bool:
-        """Whether a rank says so now; those that went on after all have taken that back."""
+        """Whether a rank reports a hang now; a rank that makes progress again removes its report."""
         try:
             return any(self.attempt.hangs_dir.glob("rank-*.json"))
         except OSError:
@@ -152,33 +164,33 @@ class Watchdog:
 
     @property
     def _record(self) -> Path:
-        return self.attempt.rank_hang(self.who["rank"])
+        return self.attempt.rank_hang(self.rank_info["rank"])
 
     def _report(self, hang: Hang) -> None:
-        """Write down where this rank stands; `job.hangs` reads it."""
-        step, phase, beat, _ = hang.position
-        words = f"no progress for {hang.waited_s:.0f} s at step {step}, in {phase}"
-        _say(f"{words} (limit {hang.limit_s:.0f} s): the stacks are in {self.stacks.file}")
+        """Write the step, phase and stack of this rank; read by `job.watch.hangs`."""
+        step, phase, phase_index, _ = hang.current
+        message = f"no progress for {hang.waited_s:.0f} s at step {step}, in {phase}"
+        _print_line(f"{message} (limit {hang.limit_s:.0f} s); stacks: {self.stacks.file}")
         self.attempt.hangs_dir.mkdir(exist_ok=True)
-        record = {**self.who, "step": step, "phase": phase, "beat": beat}
+        record = {**self.rank_info, "step": step, "phase": phase, "beat": phase_index}
         record |= {"waited_s": round(hang.waited_s, 3), "limit_s": round(hang.limit_s, 3)}
-        record |= {"usual_s": self.pulse.usual_s, "time": utc_now(), "stack": training_stack()}
+        record |= {"usual_s": self.progress.median_step_s, "time": utc_now(), "stack": training_stack()}
         write_json(self._record, record)
-        self.stacks.append(words)
+        self.stacks.append(message)
         dump_collectives(self.stacks.file.with_suffix(".collectives.json"), self.plan.device)
 
-    def _wait_to_be_ended(self, hang: Hang, poll_s: float) -> None:
-        """Return when there is progress again."""
-        leave_s = time.monotonic() + LEAVE_AFTER_S
-        while self.pulse.position == hang.position:
-            if time.monotonic() > leave_s:
-                _say(f"nobody has ended this rank within {LEAVE_AFTER_S:.0f} s: leaving")
+    def _wait_for_progress(self, hang: Hang, poll_s: float) -> None:
+        """Return when there is progress again; exit with code 70 when nothing ends this rank."""
+        exit_s = time.monotonic() + EXIT_AFTER_S
+        while self.progress.current == hang.current:
+            if time.monotonic() > exit_s:
+                _print_line(f"the supervisor did not end this rank within {EXIT_AFTER_S:.0f} s: exiting")
                 os._exit(EXIT_STUCK)
             time.sleep(poll_s)
 
 
 def dump_collectives(path: Path, device: str) -> None:
-    """Write the newest collectives of this rank, as torch's flight recorder knows them."""
+    """Write the newest collectives of this rank from torch's flight recorder."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 
@@ -188,3 +200,83 @@ def dump_collectives(path: Path, device: str) -> None:
     trace = json.loads(dump())
     trace["entries"] = trace.get("entries", [])[-NUM_COLLECTIVES:]
     write_json(path, trace)
+
+
+def thread_stacks() -> dict[str, list[str]]:
+    """The frames of each thread but the calling one, innermost first; the main thread comes first."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    main = threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    order = sorted(frames, key=lambda ident: ident != main)
+    # Threads started by C++ have no name, and names may repeat.
+    return {f"{names.get(ident, 'native')} {ident:#x}": _walk(frames[ident]) for ident in order}
+
+
+def training_stack() -> list[str]:
+    """The frames of the main thread, which trains, innermost first."""
+    return _walk(sys._current_frames()[threading.main_thread().ident or 0])
+
+
+def _walk(innermost: FrameType) -> list[str]:
+    found = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        found.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
+        frame = frame.f_back
+    return found
+
+
+class RankStacks:
+    """Writes the stacks of this rank to its file, and answers `trainkit stacks`."""
+
+    def __init__(self, attempt: AttemptDir, rank: int, progress: Progress) -> None:
+        self.file = attempt.rank_stacks(rank)
+        self._attempt = attempt
+        self._rank = rank
+        self._progress = progress
+
+    def listen(self, stop: StopRequest) -> None:
+        """Start answering requests for stacks, and SIGQUIT."""
+        try:
+            self.file.parent.mkdir(exist_ok=True)
+            # The C handler cannot open a file when it is called.
+            faulthandler.register(signal.SIGQUIT, self.file.open("a"), all_threads=True)
+        except OSError as error:
+            log.error(f"cannot write stacks to {self.file} ({error})")
+        threading.Thread(target=self._answer, args=(stop,), name="stacks", daemon=True).start()
+
+    def append(self, reason: str) -> None:
+        """Append the stacks of all threads to the file."""
+        text = [f"# {utc_now()} rank {self._rank} on {socket.gethostname()}: {reason}"]
+        for name, frames in thread_stacks().items():
+            text += ["", f"Thread {name} (most recent call first):", *(f"  {frame}" for frame in frames)]
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write("\n".join(text) + "\n\n")
+
+    def close(self) -> None:
+        """Remove the file if it is empty."""
+        faulthandler.unregister(signal.SIGQUIT)
+        with contextlib.suppress(OSError):
+            if self.file.stat().st_size == 0:
+                self.file.unlink()
+
+    def _answer(self, stop: StopRequest) -> None:
+        while True:
+            stop.stacks_requested.wait()
+            stop.stacks_requested.clear()
+            try:
+                self._reply()
+            except (OSError, ValueError) as error:
+                log.error(f"cannot answer the request for stacks ({error})")
+
+    def _reply(self) -> None:
+        """Answer the requests in the attempt's folder, in the format of `job.failure.stacks`."""
+        for request in sorted((self.file.parent / "requests").glob("*.json")):
+            reply = request.with_suffix("") / f"rank-{self._rank:04d}.json"
+            if reply.exists() or read_json(request)["rank"] not in (None, self._rank):
+                continue
+            step, phase, _, since_s = self._progress.current
+            answer = {"rank": self._rank, "host": socket.gethostname(), "pid": os.getpid(), "how": "asked"}
+            answer |= {"step": step, "phase": phase, "since_s": round(time.monotonic() - since_s, 3)}
+            write_json(reply, {**answer, "threads": thread_stacks()})

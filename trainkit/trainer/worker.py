@@ -1,4 +1,4 @@
-"""One worker: finds out who it is, builds what the run asks for, trains, and says how it ended."""
+"""One worker: determines its rank, builds the model of the run, trains, and returns its exit code."""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir
 from trainkit.trainer.batches import BatchSource, PrefetchedBatches
 from trainkit.trainer.build import build, set_determinism
-from trainkit.trainer.checkpoint.loader import choose_checkpoint, from_main, load_tensors
+from trainkit.trainer.checkpoint.loader import broadcast_from_main, choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver
-from trainkit.trainer.checkpoint.state import Progress, TrainingState
-from trainkit.trainer.device import select_device
-from trainkit.trainer.distributed import World, join_world, note_event
+from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
+from trainkit.trainer.distributed import World, join_world, record_event, select_device
 from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.metrics import Metrics, TensorBoardLog
 from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
-from trainkit.trainer.progress import Pulse
-from trainkit.trainer.tasks import Task, build_task
+from trainkit.trainer.progress import Progress
+from trainkit.trainer.task import Task, build_task
 
 log = getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.02
-SILENT_S = 300.0
-"""A rank that has printed nothing for so long is not preparing data any more."""
+LOG_IDLE_S = 300.0
+"""A rank whose log has not changed for this long no longer counts as preparing data."""
 
 
-def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, pulse: Pulse) -> int:
+def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
     """Train as one rank of an attempt; returns the worker's exit code."""
     config = read_effective(attempt.config_file)
     env = find_rank_env()
@@ -61,18 +60,18 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, pulse: 
         torch.set_num_threads(plan.threads_per_worker)
     set_determinism(config.train.deterministic)
     device = select_device(plan.device, env.local_rank)
-    # Before the ranks meet: text may have to be tokenised first, and that may take long.
-    task = unless_stopped(stop, partial(build_task, config, attempt.run))
-    pulse.enter("meet")
-    world = join_world(env, device, plan.layout, stop, partial(_still_prints, attempt))
+    # Before the startup barrier, since tokenising the data may take long.
+    task = run_unless_stopped(stop, partial(build_task, config, attempt.run))
+    progress.enter("rendezvous")
+    world = join_world(env, device, plan.layout, stop, partial(_is_writing_log, attempt))
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
         return EXIT_STOPPED
     if world.is_main:
-        note_event(attempt.run, attempt.number, "rendezvous", world_size=world.size, device=str(device))
-    pulse.enter("build")
+        record_event(attempt.run, attempt.number, "rendezvous", world_size=world.size, device=str(device))
+    progress.enter("build")
     check_same_data(task, world)
-    trainer, tensorboard = build_trainer(attempt, config, plan, world, task, stop, pulse)
+    trainer, tensorboard = build_trainer(attempt, config, plan, world, task, stop, progress)
     try:
         return trainer.train()
     finally:
@@ -83,28 +82,28 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, pulse: 
             tensorboard.close()
 
 
-def _still_prints(attempt: AttemptDir, rank: int) -> bool:
-    """Whether a rank has printed something lately, as one does that tokenises: for hours, on a large text."""
+def _is_writing_log(attempt: AttemptDir, rank: int) -> bool:
+    """Whether the log of a rank has changed recently, as while it tokenises data, which may take hours."""
     try:
-        return time.time() - attempt.rank_log(rank).stat().st_mtime < SILENT_S
+        return time.time() - attempt.rank_log(rank).stat().st_mtime < LOG_IDLE_S
     except OSError:
         return False
 
 
-def unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T | None:
-    """What `work` returns or raises, or None as soon as this process is asked to stop.
+def run_unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T | None:
+    """Return what `work` returns or raises, or None as soon as this process is asked to stop.
 
-    Work that is given up goes on in its thread until the process ends, which it then soon does.
+    Abandoned work continues in its thread until the process ends.
     """
     future: Future[T] = Future()
 
-    def carry_out() -> None:
+    def run() -> None:
         try:
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
 
-    Thread(target=carry_out, daemon=True).start()
+    Thread(target=run, daemon=True).start()
     while not future.done():
         if stop.received.wait(POLL_S):
             return None
@@ -112,15 +111,12 @@ def unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T | None:
 
 
 def check_same_data(task: Task, world: World) -> None:
-    """All ranks must read the same data, or they would disagree about where it ends.
-
-    Raises TrainkitError (exit code 78) on the ranks that differ from rank 0.
-    """
-    mine = (task.train_data.fingerprint, val_fingerprint(task))
-    if from_main(mine, world) != mine:
+    """Raise TrainkitError (exit code 78) on ranks whose data differs from that of rank 0."""
+    identity = (task.train_data.fingerprint, val_fingerprint(task))
+    if broadcast_from_main(identity, world) != identity:
         raise TrainkitError(
-            f"the data of rank {world.rank} is not the data of rank 0",
-            hint="put the data where all nodes see the same files",
+            f"the data of rank {world.rank} differs from the data of rank 0",
+            hint="put the data on a filesystem that all nodes share",
             exit_code=EXIT_NO_RESTART,
         )
 
@@ -132,34 +128,34 @@ def build_trainer(
     world: World,
     task: Task,
     stop: StopRequest,
-    pulse: Pulse,
+    progress: Progress,
 ) -> tuple[Trainer, TensorBoardLog | None]:
-    """Build the model, bring it to where the newest checkpoint stands, and set up the loop."""
-    built = build(task, config, plan, world, pulse)
+    """Build the model, load the newest checkpoint, and set up the training loop."""
+    built = build(task, config, plan, world, progress)
     optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
-    state = TrainingState.of(built.weights, optimizer)
-    saver = CheckpointSaver(attempt.run, attempt.number, world, state.tensors, config.checkpoint.keep_last)
+    tensors = StateTensors.of(built.weights, optimizer)
+    saver = CheckpointSaver(attempt.run, attempt.number, world, tensors.tensors, config.checkpoint.keep_last)
     loss_scale = LossScale(config.precision, world.device)
-    pulse.enter("load")
-    progress = resume(config, attempt, world, task, saver, state, loss_scale)
+    progress.enter("load")
+    state = resume(config, attempt, world, task, saver, tensors, loss_scale)
     num_samples = task.train_data.num_samples
     end = None if config.train.epochs is None else round(config.train.epochs * num_samples)
-    total_steps = count_steps(config, plan, progress, end)
+    total_steps = count_steps(config, plan, state, end)
     if world.is_main:
-        describe(config, plan, world, task, total_steps)
-        note_event(
+        log_summary(config, plan, world, task, total_steps)
+        record_event(
             attempt.run,
             attempt.number,
             "training",
-            step=progress.step,
+            step=state.step,
             total_steps=total_steps,
-            samples_seen=progress.samples_seen,
+            samples_seen=state.samples_seen,
             num_samples=num_samples,
         )
     source = training_batches(config, plan, world, task, end)
     tensorboard = None
     if config.logging.tensorboard and world.is_main:
-        tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, progress.step + 1)
+        tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, state.step + 1)
     trainer = Trainer(
         run=attempt.run,
         attempt=attempt.number,
@@ -167,15 +163,15 @@ def build_trainer(
         plan=plan,
         world=world,
         stop=stop,
-        pulse=pulse,
-        parts=built.parts,
-        passes=built.passes,
-        tied_ends=built.tied_ends,
+        progress=progress,
+        model_parts=built.model_parts,
+        forward_backward=built.forward_backward,
+        tied_weights=built.tied_weights,
         optimizer=optimizer,
         loss_scale=loss_scale,
-        progress=progress,
+        state=state,
         total_steps=total_steps,
-        batches=PrefetchedBatches(source, progress.samples_seen, config.data.num_workers),
+        batches=PrefetchedBatches(source, state.samples_seen, config.data.num_workers),
         evaluator=None if task.val_data is None else Evaluator(task, config, plan, world),
         saver=saver,
         metrics=Metrics(
@@ -196,7 +192,7 @@ def build_trainer(
 def training_batches(
     config: RunConfig, plan: LaunchPlan, world: World, task: Task, end_position: int | None
 ) -> BatchSource:
-    """This rank's batches, by position."""
+    """The training batches of this rank, by position."""
     return BatchSource(
         dataset=task.train_data,
         batch=plan.batch,
@@ -210,7 +206,7 @@ def training_batches(
 
 
 def data_identity(config: RunConfig, task: Task) -> dict[str, object]:
-    """What decides which sample stands at a position: a resume must find it unchanged."""
+    """The values that determine which sample is at a position; they must not change on resume."""
     return {
         "fingerprint": task.train_data.fingerprint,
         "data.seq_len": config.data.seq_len,
@@ -220,21 +216,22 @@ def data_identity(config: RunConfig, task: Task) -> dict[str, object]:
 
 
 def val_fingerprint(task: Task) -> str:
-    """What the validation data is; empty without any."""
+    """The fingerprint of the validation data; empty without any."""
     return "" if task.val_data is None else task.val_data.fingerprint
 
 
 def refuse_other_data(checkpoint: Checkpoint, manifest: dict[str, Any], identity: dict[str, object]) -> None:
-    """Raise TrainkitError (exit code 78) when the position in a checkpoint means other samples by now."""
+    """Raise TrainkitError (exit code 78) if the positions of a checkpoint refer to other samples now."""
     for key, value in identity.items():
         before = manifest["data"][key]
         if before == value:
             continue
-        what = "the training data is" if key == "fingerprint" else f"{key} is {value}, which is"
-        was = "" if key == "fingerprint" else f": that had {before}"
+        changed = (
+            "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {before}"
+        )
         raise TrainkitError(
-            f"{what} not what checkpoint {checkpoint.path.name} was trained on{was}",
-            hint="bring it back (for `stdlib`, the Python version too), or start a new run",
+            f"{changed}: checkpoint {checkpoint.path.name} cannot be resumed",
+            hint="restore it (for `stdlib`, the Python version too), or start a new run",
             exit_code=EXIT_NO_RESTART,
         )
 
@@ -245,48 +242,42 @@ def resume(
     world: World,
     task: Task,
     saver: CheckpointSaver,
-    state: TrainingState,
+    tensors: StateTensors,
     loss_scale: LossScale,
-) -> Progress:
-    """Load the newest good checkpoint, if there is one, and return where it stands.
+) -> TrainingState:
+    """Load the newest intact checkpoint, if there is one, and return its training state.
 
-    Raises TrainkitError (exit code 78) when the data is not what the checkpoint was trained on.
+    Raises TrainkitError (exit code 78) if the training data has changed since.
     """
     chosen = choose_checkpoint(attempt.run, attempt.number, world)
     if chosen is None:
-        return Progress()
+        return TrainingState()
     checkpoint, manifest = chosen
     refuse_other_data(checkpoint, manifest, data_identity(config, task))
-    load_tensors(checkpoint, state.tensors, world)
-    state.copy_twins()
-    progress = Progress.from_dict(manifest["progress"])
+    load_tensors(checkpoint, tensors.tensors, world)
+    tensors.copy_duplicates()
+    state = TrainingState.from_dict(manifest["progress"])
     if manifest["val_fingerprint"] != val_fingerprint(task):
-        log.warning(
-            "the validation data is another one than before: its losses cannot be compared with older ones"
-        )
-        progress.best_value = progress.best_step = None
-    loss_scale.load(progress.loss_scale)
-    saver.last_step = progress.step
+        log.warning("the validation data has changed: its losses cannot be compared with earlier ones")
+        state.best_value = state.best_step = None
+    loss_scale.load(state.loss_scale)
+    saver.last_step = state.step
     if world.is_main:
-        log.info(
-            f"resumed from {checkpoint.path.name}: step={progress.step} samples_seen={progress.samples_seen}"
-        )
-        note_event(
-            attempt.run, attempt.number, "resumed", step=progress.step, samples_seen=progress.samples_seen
-        )
-    return progress
+        log.info(f"resumed from {checkpoint.path.name}: step={state.step} samples_seen={state.samples_seen}")
+        record_event(attempt.run, attempt.number, "resumed", step=state.step, samples_seen=state.samples_seen)
+    return state
 
 
-def count_steps(config: RunConfig, plan: LaunchPlan, progress: Progress, end: int | None) -> int:
-    """The number of the last step: given, or what is left of the epochs in batches of today's size."""
+def count_steps(config: RunConfig, plan: LaunchPlan, state: TrainingState, end: int | None) -> int:
+    """The last step: as configured, or the rest of the epochs in batches of the current size."""
     if end is None:
         assert config.train.steps is not None
         return config.train.steps
-    return progress.step + math.ceil(max(0, end - progress.samples_seen) / plan.batch.global_batch_size)
+    return state.step + math.ceil(max(0, end - state.samples_seen) / plan.batch.global_batch_size)
 
 
 def manifest_record(config: RunConfig, plan: LaunchPlan, task: Task) -> dict[str, object]:
-    """What a checkpoint says about itself."""
+    """The fields of a checkpoint's manifest besides the training state."""
     text = json.dumps(config.model_dump(mode="json", by_alias=True), sort_keys=True)
     return {
         "trainkit": __version__,
@@ -300,8 +291,8 @@ def manifest_record(config: RunConfig, plan: LaunchPlan, task: Task) -> dict[str
     }
 
 
-def describe(config: RunConfig, plan: LaunchPlan, world: World, task: Task, total_steps: int) -> None:
-    """Say what is about to be trained."""
+def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: Task, total_steps: int) -> None:
+    """Log the model, the data and the batch."""
     log.info(
         f"model {config.model.preset}: {task.num_params:,} parameters, {config.precision.dtype}"
         f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"

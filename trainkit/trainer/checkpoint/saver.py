@@ -1,4 +1,4 @@
-"""Saving: staged in memory, written behind the training's back, published by one rename."""
+"""Saves checkpoints: staged in memory, written in the background, published by one rename."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from trainkit.manifest import (
 )
 from trainkit.rundir import PARTIAL_SUFFIX, RunDir, write_json
 from trainkit.trainer.checkpoint.storage import HashingWriter
-from trainkit.trainer.distributed import World, note_event
+from trainkit.trainer.distributed import World, record_event
 
 log = getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """One checkpoint to be written: `record` goes into the manifest beside the files' hashes."""
+    """One checkpoint to write; `record` is added to its manifest."""
 
     step: int
     record: dict[str, Any]
@@ -51,7 +51,7 @@ class SaveRequest:
 
 
 class _PublishingWriter(HashingWriter):
-    """Adds the manifest and the rename to what the coordinator does when all ranks have written."""
+    """Writes the manifest and renames the folder once the coordinator has the results of all ranks."""
 
     def __init__(
         self, partial: Path, target: Path, request: SaveRequest, keep_last: int, *, from_device: bool
@@ -76,13 +76,13 @@ class _PublishingWriter(HashingWriter):
         self._partial.rename(self._target)
         try:
             _sync_folder(self._target.parent)
-            self._tidy()
+            self._delete_superseded()
         except OSError as error:
-            # It is published all the same.
-            log.error(f"after checkpoint {self._target.name}: {error}")
+            # The checkpoint is published nevertheless.
+            log.error(f"cannot clean up after checkpoint {self._target.name}: {error}")
 
-    def _tidy(self) -> None:
-        """Move `best`, and delete what is superseded; here, so that a large deletion holds up no step."""
+    def _delete_superseded(self) -> None:
+        """Update `best` and delete superseded checkpoints; in this thread, so that no step waits for it."""
         if self._request.is_best:
             point_best_at(Checkpoint(self._target, self._request.step))
         folder = self._target.parent
@@ -91,7 +91,7 @@ class _PublishingWriter(HashingWriter):
 
 
 class CheckpointSaver:
-    """Writes the checkpoints of one attempt; every method is called by all ranks at the same step."""
+    """Writes the checkpoints of one attempt; all ranks call every method at the same step."""
 
     def __init__(
         self, run: RunDir, attempt: int, world: World, tensors: dict[str, Tensor], keep_last: int
@@ -103,35 +103,37 @@ class CheckpointSaver:
         self._keep_last = keep_last
         self._stager: DefaultStager | None = None
         self._staging: Future[None] | None = None
-        self._warming: Future[Any] | None = None
+        self._allocating: Future[Any] | None = None
         self._has_buffers = True
         self._pending: tuple[SaveRequest, Path, Future[Any], float] | None = None
         self.last_step: int | None = None
-        """Step of the newest checkpoint that this attempt knows to be published."""
+        """Step of the newest checkpoint that is known to be published."""
 
-    def warm_up(self) -> None:
-        """Get the staging buffers from the system now, in the background, so that the first save need not."""
-        warming = self._get_stager().stage(self._tensors)
-        assert isinstance(warming, Future)
-        self._warming = warming
+    def allocate_buffers(self) -> None:
+        """Allocate the staging buffers in the background, so that the first save is as fast as the others."""
+        allocating = self._get_stager().stage(self._tensors)
+        assert isinstance(allocating, Future)
+        self._allocating = allocating
 
     def save(self, request: SaveRequest, blocking: bool) -> None:
         """Write a checkpoint; with `blocking` it is published on return.
 
-        A save that fails is said and forgotten: training goes on, and the checkpoints before it stay.
+        A failed save is logged: training continues, and the checkpoints before it stay.
         """
         self.finish()
         if request.step == self.last_step:
             return
         if self._world.is_main:
-            note_event(self._run, self._attempt, "checkpoint_begin", step=request.step, reason=request.reason)
+            record_event(
+                self._run, self._attempt, "checkpoint_begin", step=request.step, reason=request.reason
+            )
         target = self._run.checkpoint_dir(request.step)
         partial = target.with_name(f"{target.name}.attempt-{self._attempt:03d}{PARTIAL_SUFFIX}")
         started = time.monotonic()
         blocking = blocking or not self._can_stage()
         from_device = blocking and self._world.device.type == "cuda"
         writer = _PublishingWriter(partial, target, request, self._keep_last, from_device=from_device)
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "storage_writer": writer,
             "process_group": self._world.checkpoint_group,
             "no_dist": not self._world.distributed,
@@ -139,15 +141,15 @@ class CheckpointSaver:
         future: Future[Any] = Future()
         if blocking:
             try:
-                future.set_result(state_dict_saver.save(self._tensors, **how))
-            # torch's own is no Exception.
+                future.set_result(state_dict_saver.save(self._tensors, **options))
+            # CheckpointException is not derived from Exception.
             except (Exception, CheckpointException) as error:
                 future.set_exception(error)
         else:
             if self._world.device.type == "cuda":
-                # The optimizer's kernels may still run, and the stager copies on a stream of its own.
+                # The stager copies on its own stream, and the optimizer's kernels may still run.
                 torch.cuda.current_stream().synchronize()
-            response = state_dict_saver.async_save(self._tensors, async_stager=self._get_stager(), **how)
+            response = state_dict_saver.async_save(self._tensors, async_stager=self._get_stager(), **options)
             assert isinstance(response, AsyncSaveResponse)
             self._staging = response.staging_completion
             future = response.upload_completion
@@ -156,18 +158,18 @@ class CheckpointSaver:
             self.finish()
 
     def wait_until_staged(self) -> None:
-        """Return when the state may change again; call before the optimizer does."""
+        """Wait until the state may change again; call before each optimizer step."""
         if self._staging is not None:
             self._staging.result()
             self._staging = None
 
     def poll(self) -> None:
-        """Report a save that has ended meanwhile, without waiting for one that has not."""
+        """Report a save that has ended, without waiting for one that has not."""
         if self._pending is not None and self._pending[2].done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save under way, if there is one, and report how it went."""
+        """Wait for the save in progress, if any, and report its result."""
         if self._pending is None:
             return
         request, partial, future, started = self._pending
@@ -180,44 +182,44 @@ class CheckpointSaver:
         else:
             self._report_failure(request, partial, error)
 
-    def require(self, step: int) -> None:
-        """Raise CheckpointError unless the checkpoint of this step has been published."""
+    def require_saved(self, step: int) -> None:
+        """Raise CheckpointError unless the checkpoint of this step is published."""
         if self.last_step != step:
             raise CheckpointError(
                 f"the state after step {step} could not be saved to {self._run.checkpoints_dir}",
-                hint="free some space there, then `trainkit resume` goes on from the checkpoint before it",
+                hint="free space there, then `trainkit resume` continues from the checkpoint before it",
             )
 
     def mark_best(self) -> None:
-        """Let `best` name the newest published checkpoint."""
+        """Point `best` at the newest published checkpoint."""
         assert self.last_step is not None
         if not self._world.is_main:
             return
         try:
             point_best_at(Checkpoint(self._run.checkpoint_dir(self.last_step), self.last_step))
         except OSError as error:
-            log.error(f"`best` could not be pointed at step {self.last_step} ({error})")
+            log.error(f"cannot point `best` at step {self.last_step} ({error})")
 
     def close(self) -> None:
-        """Give the staging buffers and their thread back; call after the last save."""
+        """Release the staging buffers and their thread; call after the last save."""
         if self._stager is not None:
             self._stager.close()
 
     def _can_stage(self) -> bool:
-        """Whether every rank has memory to save while training goes on; found out before the first save."""
-        if self._warming is not None:
-            error, self._warming = self._warming.exception(), None
+        """Whether all ranks could allocate staging buffers; determined before the first save."""
+        if self._allocating is not None:
+            error, self._allocating = self._allocating.exception(), None
             missing = torch.tensor(int(error is not None))
             if self._world.distributed:
                 dist.all_reduce(missing, group=self._world.checkpoint_group)
             self._has_buffers = not missing
             if not self._has_buffers and (error is not None or self._world.is_main):
-                why = "another rank has none" if error is None else _root_cause(error)
-                log.warning(f"no memory to save while training goes on ({why}): it waits for every save")
+                reason = "on another rank" if error is None else _root_cause(error)
+                log.warning(f"no memory for asynchronous saves ({reason}): training waits for every save")
         return self._has_buffers
 
     def _get_stager(self) -> DefaultStager:
-        """One stager for all saves: its buffers are what makes the second save fast."""
+        """The stager, shared by all saves to reuse its buffers."""
         if self._stager is None:
             cuda = self._world.device.type == "cuda"
             self._stager = DefaultStager(
@@ -238,7 +240,7 @@ class CheckpointSaver:
         log.info(
             f"checkpoint step={request.step} reason={request.reason}{best} save_s={duration_s:.2f} {name}"
         )
-        note_event(
+        record_event(
             self._run,
             self._attempt,
             "checkpoint_commit",
@@ -251,17 +253,17 @@ class CheckpointSaver:
     def _report_failure(self, request: SaveRequest, partial: Path, error: BaseException) -> None:
         if not self._world.is_main:
             return
-        # What was written of it is of no use, and the space may be what was missing.
+        # The incomplete files are useless, and lack of space may be the cause.
         shutil.rmtree(partial, ignore_errors=True)
         cause = _root_cause(error)
         log.error(
-            f"checkpoint step={request.step} could not be saved: {cause}; the ones before it are untouched"
+            f"checkpoint step={request.step} could not be saved: {cause}; earlier checkpoints are unaffected"
         )
-        note_event(self._run, self._attempt, "checkpoint_failed", step=request.step, error=cause)
+        record_event(self._run, self._attempt, "checkpoint_failed", step=request.step, error=cause)
 
 
 def _root_cause(error: BaseException) -> str:
-    """The failure of the first rank that failed, in one line."""
+    """The error of the first rank that failed, in one line."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = min(failures.items())
@@ -270,7 +272,7 @@ def _root_cause(error: BaseException) -> str:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power cut."""
+    """Sync the entries of a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

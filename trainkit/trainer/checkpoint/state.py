@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint holds, by names that do not depend on the layout."""
+"""The state that a checkpoint contains: tensors, by names that do not depend on the layout, and counters."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.trainer.models.model import Weight, local_tensor
 from trainkit.trainer.optimizer import ShardedAdamW
-from trainkit.trainer.weights import Weight, local
 
 
 @dataclass(frozen=True)
-class TrainingState:
-    """This rank's part of the weights and of the optimizer's state."""
+class StateTensors:
+    """This rank's shards of the weights and of the optimizer's state."""
 
     tensors: dict[str, Tensor]
-    twins: list[tuple[Tensor, Tensor]]
-    """What this rank has twice, because it holds both ends of a pipeline: in the checkpoint it is once."""
+    duplicates: list[tuple[Tensor, Tensor]]
+    """Tensors that this rank has twice, having both ends of a pipeline; the checkpoint has them once."""
 
     @classmethod
-    def of(cls, weights: Sequence[Weight], optimizer: ShardedAdamW) -> TrainingState:
+    def of(cls, weights: Sequence[Weight], optimizer: ShardedAdamW) -> StateTensors:
         state = cls({}, [])
         for weight in weights:
             state._add(f"model.{weight.name}", weight.param.detach())
@@ -32,24 +32,24 @@ class TrainingState:
 
     def _add(self, name: str, tensor: Tensor) -> None:
         if name in self.tensors:
-            self.twins.append((self.tensors[name], tensor))
+            self.duplicates.append((self.tensors[name], tensor))
         else:
             self.tensors[name] = tensor
 
     @torch.no_grad()
-    def copy_twins(self) -> None:
-        """Give each twin the value of the tensor that was loaded."""
-        for loaded, twin in self.twins:
-            local(twin).copy_(local(loaded))
+    def copy_duplicates(self) -> None:
+        """Copy each loaded tensor to its duplicate."""
+        for loaded, duplicate in self.duplicates:
+            local_tensor(duplicate).copy_(local_tensor(loaded))
 
 
 @dataclass
-class Progress:
-    """Counts what has been done; every number is the same on all ranks."""
+class TrainingState:
+    """The counters of a training, equal on all ranks; `progress` in the manifest."""
 
     step: int = 0
     samples_seen: int = 0
-    """Position in the data: samples consumed so far, over all epochs."""
+    """CurrentPhase in the data: samples consumed so far, over all epochs."""
     tokens_seen: int = 0
     last_eval_step: int = -1
     best_value: float | None = None
@@ -61,5 +61,5 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Progress:
+    def from_dict(cls, value: dict[str, Any]) -> TrainingState:
         return cls(**value)

@@ -1,4 +1,4 @@
-"""Reading and writing checkpoint files: hashed while they are written, and nothing unpickled but metadata."""
+"""Reads and writes checkpoint files: hashed while they are written; only metadata is unpickled."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torch.futures import Future
 
 from trainkit.manifest import file_hash
 
-# A single process saves without a process group, on purpose; a filter set here holds for all threads.
+# A single process saves without a process group on purpose; a filter set here applies to all threads.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 METADATA_NAME = ".metadata"
 COPY_AHEAD = 10_000_000
-"""Bytes on their way from the device while others are written."""
+"""Bytes copied from the device while others are written."""
 _SAFE_NAMES = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
@@ -48,13 +48,13 @@ _SAFE_NAMES = {
 
 
 class HashedResults(list[WriteResult]):
-    """What one rank wrote, with each file's size and hash; travels to the coordinator with the results."""
+    """The results of one rank, with the size and hash of each file; sent to the coordinator."""
 
     files: dict[str, dict[str, Any]]
 
 
 class _HashingStream(io.BufferedWriter):
-    """A file that knows the hash of what went into it."""
+    """A file that hashes what is written to it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"), buffer_size=1 << 20)
@@ -83,7 +83,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """Writes a sharded checkpoint; `files` on the coordinator then has every file's size and hash.
+    """Writes a sharded checkpoint; on the coordinator `files` then has the size and hash of every file.
 
     `from_device`: the tensors are on the current CUDA device of the thread that writes them.
     """
@@ -94,7 +94,7 @@ class HashingWriter(FileSystemWriter):
             single_file_per_rank=True,
             sync_files=True,
             overwrite=False,
-            # Else torch would use a stream of the current device, in a thread where that is the first GPU.
+            # Otherwise torch would use a stream of the current device, which in its thread is the first GPU.
             per_thread_copy_ahead=COPY_AHEAD if from_device else 0,
         )
         self._hashing = _HashingFileSystem()
@@ -114,23 +114,23 @@ class HashingWriter(FileSystemWriter):
             self.files.update(cast(HashedResults, part).files)
         path = Path(self.path) / METADATA_NAME
         with path.open("rb") as stream:
-            # torch syncs it before the buffer is flushed, so what it synced was empty.
+            # torch syncs the file before it flushes the buffer, when the file is still empty.
             os.fsync(stream.fileno())
         self.files[METADATA_NAME] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes that a checkpoint's metadata is made of, and nothing else."""
+    """Builds the classes of checkpoint metadata and refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _SAFE_NAMES:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint's metadata")
+        raise pickle.UnpicklingError(f"{module}.{name} is not a class of checkpoint metadata")
 
 
 class SafeReader(FileSystemReader):
-    """Reads a sharded checkpoint without running anything that its metadata might contain."""
+    """Reads a sharded checkpoint without running code that its metadata might contain."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / METADATA_NAME).open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Architectures: each is one file with a subclass of `Model`."""
+"""Model architectures, each one file with a subclass of `Model`, and the loader for your own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainkit.trainer.models.model import Model
 ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 
 
-def architecture(name: str, run: RunDir | None = None) -> type[Model]:
-    """The class that `model.architecture` names: one of ours, or FILE.py:CLASS.
+def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
+    """The class that `model.architecture` names: a built-in one, or FILE.py:CLASS.
 
-    Of a run it is taken from the copy of the code: what was edited since it was submitted was not asked for.
-    Raises TrainkitError (exit code 78) when there is no such file or class in it.
+    A run loads it from its code snapshot, so that later edits have no effect.
+    Raises TrainkitError (exit code 78) if the file or the class does not exist.
     """
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
@@ -28,7 +28,7 @@ def architecture(name: str, run: RunDir | None = None) -> type[Model]:
     if spec is None or spec.loader is None or not path.is_file():
         raise _unknown(name, f"there is no file {path}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Model)):
@@ -36,9 +36,9 @@ def architecture(name: str, run: RunDir | None = None) -> type[Model]:
     return found
 
 
-def _unknown(name: str, why: str) -> TrainkitError:
+def _unknown(name: str, reason: str) -> TrainkitError:
     return TrainkitError(
-        f"model.architecture is {name}, but {why}",
-        hint="a subclass of trainkit.trainer.models.model.Model; trainkit/trainer/models/decoder.py is one",
+        f"model.architecture is {name}, but {reason}",
+        hint="name a subclass of trainkit.trainer.models.model.Model; see trainkit/trainer/models/decoder.py",
         exit_code=EXIT_NO_RESTART,
     )

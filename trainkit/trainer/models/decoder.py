@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.plan.model_shape import ModelShape, flops_per_token, num_params
-from trainkit.trainer.models.model import Model, Part, PositionSlice, Role
+from trainkit.trainer.models.model import Model, PositionSlice, Role, StageSpec
 from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
@@ -36,7 +36,7 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of queries [B, H, T, C] to the keys and values [B, K, T, C] at and before their position."""
+    """Causal attention of queries [B, H, T, C] to keys and values [B, K, T, C]."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
 
 
@@ -52,10 +52,10 @@ class Attention(nn.Module):
         self.wv = nn.Linear(shape.dim, kv_dim, bias=False)
         self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
-        """Replaced where a rank has only a part of the sequence."""
+        """Replaced by context parallelism."""
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        # The heads are as many as the projections here give: a rank may have a share of them.
+        # -1: with tensor parallelism a rank has a share of the heads.
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k = rotate(self.wq(x).view(heads), rope), rotate(self.wk(x).view(heads), rope)
         v = self.wv(x).view(heads)
@@ -100,10 +100,10 @@ class Block(nn.Module):
 
 
 class Decoder(Model):
-    """Token ids to logits, or the part of that which a pipeline stage does.
+    """Token ids to logits, or one pipeline stage of that.
 
     `forward(tokens, sample_keys)`: tokens int64 [B, T], sample_keys int32 [B] -> logits [B, T, vocab].
-    A stage without the embedding takes, and one without the head gives, the residual stream [B, T, D].
+    A stage without the embedding takes the residual stream [B, T, D]; one without the head returns it.
     """
 
     rope: Tensor
@@ -128,19 +128,19 @@ class Decoder(Model):
     }
     TIED: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
 
-    def __init__(self, shape: ModelShape, seq_len: int, part: Part | None = None) -> None:
-        super().__init__(shape, seq_len, part)
-        part = part or Part.whole(shape.num_layers)
-        self.seen = PositionSlice.all(seq_len)
-        self.embedding = nn.Embedding(shape.vocab_size, shape.dim) if part.has_embedding else None
-        # With gaps, so that a parameter has the same name in every part of the model.
+    def __init__(self, shape: ModelShape, seq_len: int, stage: StageSpec | None = None) -> None:
+        super().__init__(shape, seq_len, stage)
+        stage = stage or StageSpec.whole(shape.num_layers)
+        self.position_slice = PositionSlice.all(seq_len)
+        self.embedding = nn.Embedding(shape.vocab_size, shape.dim) if stage.has_embedding else None
+        # With gaps, so that a parameter has the same name in every stage.
         self.blocks = nn.ModuleList()
         for layer in range(shape.num_layers):
-            self.blocks.add_module(str(layer), Block(shape) if layer in part.layers else None)
-        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps) if part.has_head else None
-        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False) if part.has_head else None
+            self.blocks.add_module(str(layer), Block(shape) if layer in stage.layers else None)
+        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps) if stage.has_head else None
+        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False) if stage.has_head else None
         self.register_buffer("rope", self.make_rope(), persistent=False)
-        self.register_buffer("positions", self.seen.stream.clone(), persistent=False)
+        self.register_buffer("positions", self.position_slice.stream.clone(), persistent=False)
         self.register_buffer("site_keys", self.make_site_keys(), persistent=False)
         self.tie()
 
@@ -159,17 +159,17 @@ class Decoder(Model):
     def stream_shape(self) -> tuple[int, int]:
         return len(self.positions), self.shape.dim
 
-    def see(self, seen: PositionSlice) -> None:
-        self.seen = seen
-        self.rope, self.positions = self.make_rope(), seen.stream.clone()
+    def set_positions(self, position_slice: PositionSlice) -> None:
+        self.position_slice = position_slice
+        self.rope, self.positions = self.make_rope(), position_slice.stream.clone()
 
     def make_rope(self) -> Tensor:
-        return rope_table(self.seen.attention, self.shape.head_dim, self.shape.rope_theta)
+        return rope_table(self.position_slice.attention, self.shape.head_dim, self.shape.rope_theta)
 
     def make_site_keys(self) -> Tensor:
         """One key for each dropout of the model, int32 [1 + 2 x layers].
 
-        Tensors, not numbers in the blocks: a compiled block would be compiled anew for each of them.
+        Tensors, not numbers in the blocks: a block would be compiled again for each number.
         """
         sites = range(1 + 2 * self.shape.num_layers)
         return torch.tensor([stable_key("dropout", site) for site in sites], dtype=torch.int32)
@@ -186,16 +186,16 @@ class Decoder(Model):
             x = self.head(self.norm(x))
         return x
 
-    def restore(self) -> None:
+    def rebuild_buffers(self) -> None:
         self.rope.copy_(self.make_rope())
-        self.positions.copy_(self.seen.stream)
+        self.positions.copy_(self.position_slice.stream)
         self.site_keys.copy_(self.make_site_keys())
         self.tie()
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values by its name; None: ones (norm weights).
 
-        What writes into the residual stream starts smaller, as in GPT-2, so that depth does not blow it up.
+        Projections into the residual stream start smaller with depth, as in GPT-2.
         """
         if "norm" in name:
             return None

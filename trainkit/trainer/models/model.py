@@ -1,65 +1,71 @@
-"""What a model tells about itself, so that any layout can split it: an architecture is one file of these."""
+"""The interface of a model, which lets every layout split it, and its parameters by name.
+
+An architecture is one file with a subclass of `Model`.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trainkit.plan.model_shape import ModelShape
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
-"""What tensor parallelism does with a module: ``column`` and ``row`` split a matrix by its outputs and by its
-inputs; ``whole_input`` needs the whole sequence; a ``norm``, and whatever else works on the ``stream``
-position by position, does not. Every module with parameters has one, or is inside of one that has."""
+"""How tensor parallelism splits a module: ``column`` and ``row`` split a matrix by its outputs and by its
+inputs; ``whole_input`` gathers the whole sequence; a ``norm``, and any other module of the ``stream`` that
+works position by position, needs only its slice. Every module with parameters has a role, or is inside one
+that has."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """What of a model one pipeline stage holds."""
+class StageSpec:
+    """The modules of a model that one pipeline stage has."""
 
     layers: range
     has_embedding: bool = True
     has_head: bool = True
 
     @classmethod
-    def whole(cls, num_layers: int) -> Part:
+    def whole(cls, num_layers: int) -> StageSpec:
         return cls(range(num_layers))
 
 
 @dataclass(frozen=True)
 class PositionSlice:
-    """The positions of a sequence that a rank works on, int64."""
+    """The positions of a sequence that a rank works on, int64 tensors."""
 
     attention: Tensor
-    """Those that it has queries of."""
+    """Positions of its queries."""
     stream: Tensor
-    """Those whose residual stream it holds; fewer, where tensor-parallel ranks share them."""
+    """Positions of its residual stream; fewer with sequence parallelism."""
 
     @classmethod
     def all(cls, seq_len: int) -> PositionSlice:
-        positions = torch.arange(seq_len, device="cpu")  # also while a model without values is built
+        positions = torch.arange(seq_len, device="cpu")  # also while a model is built on the meta device
         return cls(positions, positions)
 
 
 class Model(nn.Module):
-    """A model, or the part of it that a pipeline stage has.
+    """A model, or one pipeline stage of it.
 
-    A parameter has the same name in every part. `forward(x, sample_keys)` takes token ids [B, T] where the
-    part has the embedding, else the residual stream [B, T, D]; it gives logits [B, T, vocab] where it has the
+    A parameter has the same name in every stage. `forward(x, sample_keys)` takes token ids [B, T] if the
+    stage has the embedding, else the residual stream [B, T, D]; it returns logits [B, T, vocab] if it has the
     head, else the residual stream.
     """
 
     TENSOR_PLAN: ClassVar[dict[str, Role]]
-    """Names of modules, in which ``*`` stands for one part of a name, and what is done with them."""
+    """Module names -> roles; ``*`` matches one component of a name."""
     TIED: ClassVar[dict[str, str]]
-    """Parameters that can be one weight: the name of the later one -> that of the first."""
+    """Parameters that share one weight if embeddings are tied: the later name -> the first."""
 
-    def __init__(self, shape: ModelShape, seq_len: int, part: Part | None = None) -> None:
-        """Make the modules of `part`, of the whole model if None."""
+    def __init__(self, shape: ModelShape, seq_len: int, stage: StageSpec | None = None) -> None:
+        """Create the modules of `stage`, or the whole model if None."""
         super().__init__()
         self.shape = shape
         self.is_tied = shape.tie_embeddings
@@ -67,49 +73,49 @@ class Model(nn.Module):
     @staticmethod
     @abstractmethod
     def num_params(shape: ModelShape) -> int:
-        """All parameters, tied ones once."""
+        """Number of parameters; tied ones count once."""
 
     @staticmethod
     @abstractmethod
     def flops_per_token(shape: ModelShape, seq_len: int) -> float:
-        """Floating point operations that training needs for one token, recomputation not counted."""
+        """Floating point operations of training per token, without recomputation."""
 
     @property
     @abstractmethod
     def layers(self) -> list[nn.Module]:
-        """The repeated layers of this part, in order: the unit of compiling, recomputing and sharding."""
+        """The repeated layers of this stage, in order: the units of compiling, recomputing and sharding."""
 
     @property
     @abstractmethod
     def attentions(self) -> list[nn.Module]:
-        """The modules whose `attend(q, k, v)` looks at a whole sequence; replaced where a rank has a part."""
+        """The modules whose `attend(q, k, v)` needs a whole sequence; context parallelism replaces it."""
 
     @property
     @abstractmethod
     def stream_shape(self) -> tuple[int, int]:
-        """Positions and width of the residual stream that this rank holds of one sample."""
+        """Positions and width of this rank's residual stream of one sample."""
 
     @abstractmethod
-    def see(self, seen: PositionSlice) -> None:
-        """Work on these positions of a sequence only."""
+    def set_positions(self, position_slice: PositionSlice) -> None:
+        """Restrict the model to some positions of a sequence."""
 
     @abstractmethod
-    def restore(self) -> None:
-        """Bring back what `to_empty` loses: the buffers' values, and that tied weights are one."""
+    def rebuild_buffers(self) -> None:
+        """Recompute the buffers and tie the weights again, both of which `to_empty` loses."""
 
     @abstractmethod
     def init_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values by its name; None: ones (norm weights)."""
 
     def tie(self) -> None:
-        """Make tied parameters one, where both are in this part; whatever replaces parameters loses that."""
+        """Tie parameters that are both in this stage; call again after parameters are replaced."""
         if not self.is_tied:
             return
-        here = dict(self.named_parameters(remove_duplicate=False))
+        params = dict(self.named_parameters(remove_duplicate=False))
         for later, first in self.TIED.items():
-            if later in here and first in here:
+            if later in params and first in params:
                 owner, _, name = later.rpartition(".")
-                setattr(self.get_submodule(owner), name, here[first])
+                setattr(self.get_submodule(owner), name, params[first])
 
     def canonical(self, name: str) -> str:
         """The name of a parameter in the whole model; of tied ones, that of the first."""
@@ -117,5 +123,38 @@ class Model(nn.Module):
 
     @property
     def tied_names(self) -> set[str]:
-        """Canonical names of the weights that both ends of the model use."""
+        """Canonical names of the tied weights."""
         return set(self.TIED.values()) if self.is_tied else set()
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a rank, or its shard."""
+
+    name: str
+    param: nn.Parameter
+    is_copy: bool = False
+    """Tied to a parameter of another stage, which counts it."""
+
+
+def weights_of(model_parts: Sequence[Model]) -> list[Weight]:
+    """The weights of all model parts of this rank."""
+    found = []
+    for model in model_parts:
+        for name, param in model.named_parameters():
+            canonical = model.canonical(name)
+            found.append(Weight(canonical, param, is_copy=canonical != name))
+    return found
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
+    """A shard as a DTensor that is split like `whole`; unchanged if `whole` is not split."""
+    if not isinstance(whole, DTensor):
+        return shard
+    # Not `from_local`, which would copy a tensor on the host to the device of the mesh.
+    return DTensor(shard, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]

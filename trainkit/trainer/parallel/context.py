@@ -1,8 +1,8 @@
-"""Context parallelism: every rank has a part of the sequence, and gathers the keys and values of all.
+"""Context parallelism: each rank has a slice of the sequence and gathers the keys and values of all ranks.
 
-As in Llama 3 (arXiv 2407.21783): with few key/value heads the gathering is cheap beside the attention, and
-any attention kernel can be used. A rank has one part from the front of the sequence and one from the back,
-so that all have the same number of keys to look at.
+As in Llama 3 (arXiv 2407.21783): with few key/value heads the gather is cheap compared with the attention,
+and any attention kernel can be used. Each rank has one chunk from the front of the sequence and one from the
+back, so that all ranks attend to the same number of keys.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch.distributed._functional_collectives import all_gather_single_autograd
 from trainkit.trainer.models.model import PositionSlice
 
 FLASH_MULTIPLE = 8
-"""Flash attention takes heads whose size is a multiple of it."""
+"""Flash attention requires head sizes that are multiples of it."""
 
 
-def positions_of(cp_rank: int, cp: int, seq_len: int) -> Tensor:
-    """The positions that a rank works on, int64 [seq_len / cp]."""
-    parts = torch.arange(seq_len, device="cpu").chunk(2 * cp)
-    return torch.cat((parts[cp_rank], parts[2 * cp - 1 - cp_rank]))
+def context_positions(cp_rank: int, cp: int, seq_len: int) -> Tensor:
+    """The positions of a rank, int64 [seq_len / cp]."""
+    chunks = torch.arange(seq_len, device="cpu").chunk(2 * cp)
+    return torch.cat((chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]))
 
 
-def seen_by(cp_rank: int, cp: int, tp_rank: int, tp: int, seq_len: int) -> PositionSlice:
-    """What a rank sees of a sequence; `tp` is 1 where tensor-parallel ranks all hold the residual stream."""
-    attention = positions_of(cp_rank, cp, seq_len) if cp > 1 else torch.arange(seq_len, device="cpu")
+def position_slice(cp_rank: int, cp: int, tp_rank: int, tp: int, seq_len: int) -> PositionSlice:
+    """The positions of a rank; `tp` is 1 if the residual stream is not split over tensor-parallel ranks."""
+    attention = context_positions(cp_rank, cp, seq_len) if cp > 1 else torch.arange(seq_len, device="cpu")
     return PositionSlice(attention, attention.chunk(tp)[tp_rank])
 
 
 def apply_context_parallel(attentions: list[nn.Module], group: dist.ProcessGroup, flash: bool) -> None:
-    """Let attention modules, which work on `positions_of` this rank, see the whole sequence before them."""
+    """Make attention modules gather keys and values of all ranks; a rank works on `context_positions`."""
     for attention in attentions:
-        attention.attend = partial(gathered_attention, group=group, flash=flash)  # type: ignore[assignment]
+        attention.attend = partial(all_gather_attention, group=group, flash=flash)  # type: ignore[assignment]
 
 
-def gathered_attention(
+def all_gather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, flash: bool = False
 ) -> Tensor:
     """Causal attention of this rank's queries [B, H, T, C] to the keys and values [B, K, T, C] of all.
@@ -50,28 +50,28 @@ def gathered_attention(
     keys, values = _gather(torch.stack((k, v)), group, cp)
     size = q.shape[2] // 2
     outputs = []
-    for part, queries in zip((cp_rank, 2 * cp - 1 - cp_rank), q.chunk(2, dim=2), strict=True):
-        num_keys = (part + 1) * size
-        outputs.append(_attend_to_last(queries, keys[:, :, :num_keys], values[:, :, :num_keys], flash))
+    for chunk, queries in zip((cp_rank, 2 * cp - 1 - cp_rank), q.chunk(2, dim=2), strict=True):
+        num_keys = (chunk + 1) * size
+        outputs.append(_attend_suffix(queries, keys[:, :, :num_keys], values[:, :, :num_keys], flash))
     return torch.cat(outputs, dim=2)
 
 
-def _attend_to_last(q: Tensor, k: Tensor, v: Tensor, flash: bool) -> Tensor:
-    """Causal attention of queries that stand at the last of the keys' positions."""
-    shares_heads = k.shape[1] != q.shape[1]
+def _attend_suffix(q: Tensor, k: Tensor, v: Tensor, flash: bool) -> Tensor:
+    """Causal attention of queries whose positions are the last of the keys' positions."""
+    shared_kv = k.shape[1] != q.shape[1]
     if q.shape[2] == k.shape[2]:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares_heads)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared_kv)
     if flash and q.shape[3] % FLASH_MULTIPLE == 0:
-        # No mask in memory: to this kernel "causal" means that the last query stands at the last key.
+        # Needs no mask in memory: this kernel aligns the last query with the last key.
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
         return out
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
     mask = mask.tril(k.shape[2] - q.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shares_heads)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shared_kv)
 
 
-def _gather(mine: Tensor, group: dist.ProcessGroup, cp: int) -> Tensor:
-    """Tensors [..., T, C] of all ranks, in the order of the sequence."""
-    parts = all_gather_single_autograd(mine.contiguous(), gather_dim=3, group=group).chunk(2 * cp, dim=3)
-    front, back = parts[::2], parts[1::2]
+def _gather(local: Tensor, group: dist.ProcessGroup, cp: int) -> Tensor:
+    """The tensors [..., T, C] of all ranks, in sequence order."""
+    chunks = all_gather_single_autograd(local.contiguous(), gather_dim=3, group=group).chunk(2 * cp, dim=3)
+    front, back = chunks[::2], chunks[1::2]
     return torch.cat((*front, *reversed(back)), dim=3)

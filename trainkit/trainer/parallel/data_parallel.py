@@ -1,35 +1,38 @@
-"""Data parallelism: `replicate` where every rank holds the model, `fully_shard` where it is split.
+"""Data parallelism: `replicate` if every rank has the whole model, `fully_shard` if it is sharded.
 
-Copies on CPUs are the exception: there is nothing to wrap, their gradients are averaged by `HostReduction`.
+Replicas on CPUs are not wrapped: `HostReduction` averages their gradients during the backward pass.
+`replicate` reduces on a stream of the device. A host has none, so its backward pass would stop and wait for
+the network; gloo has its own threads, so a reduction that starts early is done when the pass is.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
-from trainkit.trainer.parallel.host_reduction import HostReduction
 
-# Under tensor parallelism a block's output is a view of its DTensor; nothing here writes into one in place.
+# Under tensor parallelism a block's output is a view of its DTensor; nothing here modifies one in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 MIN_UNIT_BYTES = 25 * 2**20
-"""Blocks are grouped up to this size: smaller collectives cost more in latency than overlap gains."""
+"""Blocks are grouped up to this size: smaller collectives lose more to latency than overlap gains."""
 
 
 def communication_units(blocks: list[nn.Module], min_bytes: int = MIN_UNIT_BYTES) -> list[list[nn.Module]]:
     """Split consecutive blocks into groups of at least `min_bytes` of parameters.
 
-    What is left at the end is not a group: it belongs to the root, with the embedding and the head.
+    The rest at the end is not a group: it belongs to the root, with the embedding and the head.
     """
     units: list[list[nn.Module]] = []
     unit: list[nn.Module] = []
@@ -46,7 +49,7 @@ def communication_units(blocks: list[nn.Module], min_bytes: int = MIN_UNIT_BYTES
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Compute in `dtype`, reduce gradients in float32.
 
-    Inputs are left as they are: activations have the type already, and rotation tables must stay float32.
+    Inputs are not cast: activations already have the type, and rotation tables must stay float32.
     """
     if dtype == torch.float32:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -63,10 +66,10 @@ def apply_data_parallel(
     zero: int = 3,
     offload: bool = False,
 ) -> None:
-    """Wrap the model in place; gradients then come out averaged over the data-parallel ranks.
+    """Wrap the model in place, so that gradients are averaged over the data-parallel ranks.
 
-    Ranks that share a sequence are averaged over too: each has the gradient of its part. Where ranks share a
-    sample but there is nothing to average, wrapping is still what casts the parameters.
+    The average includes context-parallel ranks, each of which has the gradient of its slice. Without anything
+    to average, wrapping is still needed to cast the parameters.
     """
     policy = mixed_precision(dtype)
     units = communication_units(blocks)
@@ -80,23 +83,23 @@ def apply_data_parallel(
     options: dict[str, Any] = {
         "mesh": mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"],
         "mp_policy": policy,
-        # A pipeline comes back to the parameters with every microbatch.
+        # A pipeline needs the parameters for every microbatch.
         "reshard_after_forward": zero == 3 and layout.pp == 1,
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for unit in units:
         fully_shard(unit, **options)
-    # Its own parameters are needed again right after the forward pass.
+    # The root's own parameters are needed again right after the forward pass.
     fully_shard(model, **{**options, "reshard_after_forward": False})
 
 
 GradientSwitch = Callable[[bool], None]
-"""Switches off (for all but the last microbatch of a step) and on what can wait until a step is whole."""
+"""Disables gradient reduction for all but the last microbatch of a step."""
 
 
 def reduces_on_host(world: World) -> bool:
-    """Whether the model stays as it is and `HostReduction` averages its gradients."""
+    """Whether `HostReduction` averages the gradients, without wrapping the model."""
     layout = world.layout
     return (
         world.device.type == "cpu"
@@ -107,12 +110,78 @@ def reduces_on_host(world: World) -> bool:
 
 
 def gradient_switch(model: nn.Module, world: World) -> GradientSwitch:
-    """The switch of a model that is ready to train; begins to average where no wrapper does."""
+    """The gradient switch of a built model; installs `HostReduction` if the model is not wrapped."""
     if world.mesh is None:
         return lambda enabled: None
     if not isinstance(model, FSDPModule):
         return HostReduction(model, world.mesh["dp_replicate"].get_group()).set_enabled
     if world.layout.dp_shard * world.layout.cp == 1:
         return model.set_requires_gradient_sync
-    # Between shards gradients are reduced after every microbatch: whole ones would wait on every rank.
+    # Sharded gradients are reduced after every microbatch: unsharded ones would stay in memory on every rank.
     return model.set_requires_all_reduce
+
+
+MIN_BUCKET_BYTES = 4 * 2**20
+"""Small enough to start early, large enough to amortise the latency of a reduction."""
+
+
+class HostReduction:
+    """Averages the gradients of a model over a group; done when `backward` returns.
+
+    Gradients are reduced in buckets, each as soon as its last gradient is ready; all ranks reduce the buckets
+    in the same order, whatever the order of their gradients.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self._enabled = True
+        self._group = group
+        self._options = dist.AllreduceCoalescedOptions()
+        self._options.reduceOp = cast(dist.ReduceOp, dist.ReduceOp.AVG)
+        self._buckets = make_buckets([param for param in model.parameters() if param.requires_grad])
+        self._bucket_of = {param: index for index, bucket in enumerate(self._buckets) for param in bucket}
+        self._num_missing: list[int] = []
+        self._works: list[dist.Work] = []
+        for param in self._bucket_of:
+            cast(Any, param).register_post_accumulate_grad_hook(self._on_gradient)
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Whether the next backward pass averages gradients; otherwise they accumulate on each rank."""
+        self._enabled = enabled
+
+    def _on_gradient(self, param: Tensor) -> None:
+        if not self._enabled:
+            return
+        if not self._num_missing:
+            self._num_missing = [len(bucket) for bucket in self._buckets]
+            cast(Any, Variable)._execution_engine.queue_callback(self._finish)
+        self._num_missing[self._bucket_of[cast(nn.Parameter, param)]] -= 1
+        while len(self._works) < len(self._buckets) and not self._num_missing[len(self._works)]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        grads = [cast(Tensor, param.grad) for param in self._buckets[len(self._works)]]
+        self._works.append(self._group.allreduce_coalesced(grads, self._options))
+
+    def _finish(self) -> None:
+        while len(self._works) < len(self._buckets):
+            # Without a gradient on this rank; another rank may have one.
+            for param in self._buckets[len(self._works)]:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+            self._start_next()
+        for work in self._works:
+            work.wait()
+        self._works, self._num_missing = [], []
+
+
+def make_buckets(params: list[nn.Parameter], min_bytes: int = MIN_BUCKET_BYTES) -> list[list[nn.Parameter]]:
+    """Parameters from last to first, the order of their gradients, in groups of at least `min_bytes`."""
+    groups: list[list[nn.Parameter]] = [[]]
+    size = 0
+    for param in reversed(params):
+        if size >= min_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(param)
+        size += param.numel() * param.element_size()
+    return groups

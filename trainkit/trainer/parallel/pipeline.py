@@ -1,9 +1,9 @@
-"""Pipeline parallelism: consecutive layers on consecutive ranks, microbatches flowing through them."""
+"""Pipeline parallelism: consecutive layers on consecutive ranks, through which the microbatches pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,13 +12,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from trainkit.config.running import PipelineSchedule
-from trainkit.plan.layouts.schedules import num_stages, stages_of
+from trainkit.plan.layouts.schedules import num_stages, stage_layers, stages_of
 from trainkit.trainer.batches import Microbatch
 from trainkit.trainer.distributed import World
-from trainkit.trainer.forward_backward import OnLoss, StepContext
-from trainkit.trainer.parallel.stages import ForwardOnly
-from trainkit.trainer.progress import Pulse
-from trainkit.trainer.tasks import Task
+from trainkit.trainer.forward_backward import ForwardContext, OnLoss
+from trainkit.trainer.models.model import StageSpec, local_tensor
+from trainkit.trainer.progress import Progress
+from trainkit.trainer.task import Task
 
 TORCH_NAMES: dict[PipelineSchedule, str] = {
     "gpipe": "GPipe",
@@ -30,25 +30,25 @@ TORCH_NAMES: dict[PipelineSchedule, str] = {
 }
 
 
-class PipelinePasses:
-    """Passes through the stages that this rank has, in the order of a schedule."""
+class PipelineForwardBackward:
+    """ForwardBackward through the stages that this rank has, in the order of a schedule."""
 
     def __init__(
         self,
         task: Task,
-        parts: Sequence[nn.Module],
+        model_parts: Sequence[nn.Module],
         world: World,
-        context: StepContext,
-        pulse: Pulse,
+        context: ForwardContext,
+        progress: Progress,
         schedule: PipelineSchedule,
         num_microbatches: int,
         accumulation_steps: int,
     ) -> None:
         self._task = task
-        self._parts = parts
+        self._model_parts = model_parts
         self._world = world
         self._context = context
-        self._pulse = pulse
+        self._progress = progress
         self._name: PipelineSchedule = schedule
         pp, place = world.layout.pp, world.place
         self._stages = stages_of(place.pp, pp, schedule)
@@ -57,11 +57,11 @@ class PipelinePasses:
         self._has_last = self._num_stages - 1 in self._stages
         self._scale = torch.ones((), device=world.device)
         self._num_evaluated = num_microbatches
-        # A step is one run through the schedule, however much is accumulated: it has one bubble.
+        # A step is one run of the schedule whatever the accumulation, so it has one bubble.
         self._num_microbatches = num_microbatches * accumulation_steps
         self.schedule = self._make_schedule()
         group = self._schedule_group()
-        self._forward = ForwardOnly(self._stages, parts, pp, schedule, group, world.device)
+        self._forward = ForwardOnlySchedule(self._stages, model_parts, pp, schedule, group, world.device)
 
     def _schedule_group(self) -> dist.ProcessGroup:
         assert self._world.mesh is not None
@@ -71,7 +71,7 @@ class PipelinePasses:
         group = self._schedule_group()
         stages = [
             PipelineStage(part, index, self._num_stages, self._world.device, group=group)
-            for index, part in zip(self._stages, self._parts, strict=True)
+            for index, part in zip(self._stages, self._model_parts, strict=True)
         ]
         kind = get_schedule_class(TORCH_NAMES[self._name])
         return kind(
@@ -84,33 +84,33 @@ class PipelinePasses:
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self._task.nll_sum(logits, labels) * self._scale
 
-    def add_gradient(self, microbatches: list[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
-        self._pulse.enter("passes")
+    def accumulate_gradient(self, microbatches: list[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
+        self._progress.enter("forward_backward")
         whole = self._join(microbatches)
         self._scale = scale
         losses: list[Tensor] = []
-        with self._context.split():
+        with self._context.loss_parallel():
             self.schedule.step(*self._inputs(whole), losses=losses, return_outputs=False, **self._keys(whole))
         on_loss(self._share(losses) / scale)
 
     def nll_sum(self, micro: Microbatch) -> Tensor:
-        micro = self._context.take(micro)
+        micro = self._context.local_batch(micro)
         tokens, labels, keys = (
             whole.chunk(self._num_evaluated) for whole in (micro.tokens, micro.labels, micro.sample_keys)
         )
-        with self._context.split():
+        with self._context.loss_parallel():
             logits = self._forward.run(tokens, keys)
             losses = [self._task.nll_sum(*pair) for pair in zip(logits, labels, strict=False)]
         return self._share(losses)
 
     def _join(self, microbatches: list[Microbatch]) -> Microbatch:
-        """All of a step at once: the schedule cuts it up again."""
+        """All microbatches of a step as one batch, which the schedule splits again."""
         whole = Microbatch(
             torch.cat([micro.tokens for micro in microbatches]),
             torch.cat([micro.labels for micro in microbatches]),
             torch.cat([micro.sample_keys for micro in microbatches]),
         )
-        return self._context.take(whole)
+        return self._context.local_batch(whole)
 
     def _inputs(self, batch: Microbatch) -> tuple[Tensor, ...]:
         return (batch.tokens,) if self._has_first else ()
@@ -120,7 +120,115 @@ class PipelinePasses:
         return {**keys, "target": batch.labels} if self._has_last else keys
 
     def _share(self, losses: list[Tensor]) -> Tensor:
-        """What this rank tells of the loss: only the last stage knows it."""
+        """This rank's share of the loss, which only the last stage computes."""
         if not losses:
             return torch.zeros((), device=self._world.device)
-        return torch.stack([loss.detach() for loss in losses]).sum() * self._context.share
+        return torch.stack([loss.detach() for loss in losses]).sum() * self._context.loss_share
+
+
+_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def stage_specs(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> list[StageSpec]:
+    """The stages of a pipeline rank."""
+    last = num_stages(pp, schedule) - 1
+    layers = stage_layers(num_layers, last + 1)
+    return [StageSpec(layers[stage], stage == 0, stage == last) for stage in stages_of(pp_rank, pp, schedule)]
+
+
+class ForwardOnlySchedule:
+    """Sends microbatches through the stages without a backward pass.
+
+    torch's schedules support that only with one stage per rank.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[int],
+        model_parts: Sequence[nn.Module],
+        pp: int,
+        schedule: PipelineSchedule,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._local_stages = list(zip(stages, model_parts, strict=True))
+        self._rank_of = {stage: rank for rank in range(pp) for stage in stages_of(rank, pp, schedule)}
+        self._last = max(self._rank_of)
+        self._group = group
+        self._device = device
+        self._shapes: dict[int, Tensor] = {}
+        """Stage that this rank receives from -> its output as a meta tensor."""
+        self._announced: set[int] = set()
+        """Stages whose receiver has been sent the type and shape of the output."""
+
+    def run(self, inputs: Sequence[Tensor], sample_keys: Sequence[Tensor]) -> list[Tensor]:
+        """The output of the last stage for each input; empty unless this rank has that stage."""
+        outputs, works = [], []
+        for x, keys in zip(inputs, sample_keys, strict=True):
+            for stage, model in self._local_stages:
+                if stage > 0 and self._rank_of[stage - 1] != self._group.rank():
+                    x = self._receive(stage - 1)
+                x = model(x, sample_keys=keys)
+                if stage == self._last:
+                    outputs.append(x)
+                elif self._rank_of[stage + 1] != self._group.rank():
+                    works += self._send(stage, x.contiguous())
+        for work in works:
+            work.wait()
+        return outputs
+
+    def _send(self, stage: int, x: Tensor) -> list[dist.Work]:
+        receiver = self._rank_of[stage + 1]
+        works = []
+        if stage not in self._announced:
+            self._announced.add(stage)
+            header = torch.tensor([_DTYPES.index(x.dtype), *x.shape], device=self._device)
+            works.append(dist.isend(header, group=self._group, group_dst=receiver))
+        works.append(dist.isend(x, group=self._group, group_dst=receiver))
+        return [work for work in works if work is not None]
+
+    def _receive(self, stage: int) -> Tensor:
+        sender = self._rank_of[stage]
+        if stage not in self._shapes:
+            header = torch.empty(4, dtype=torch.int64, device=self._device)
+            dist.recv(header, group=self._group, group_src=sender)
+            kind, *shape = header.tolist()
+            self._shapes[stage] = torch.empty(shape, dtype=_DTYPES[kind], device="meta")
+        x = torch.empty_like(self._shapes[stage], device=self._device)
+        dist.recv(x, group=self._group, group_src=sender)
+        return x
+
+
+class TiedWeights:
+    """Keeps embedding and head equal when they are tied and on different stages.
+
+    Each has its own gradient. Both get the sum, which is the gradient of the weight, so their updates are
+    equal.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], world: World) -> None:
+        self._params = params
+        self._world = world
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of both parameters; call after the last backward pass of a step."""
+        grads = [local_tensor(cast(Tensor, param.grad)) for param in self._params]
+        if not grads:
+            return
+        if len(grads) == 2:
+            # This rank has the first and the last stage.
+            grads[0].add_(grads[1])
+            grads[1].copy_(grads[0])
+            return
+        [grad] = grads
+        received = torch.empty_like(grad)
+        assert self._world.mesh is not None
+        group = self._world.mesh["pp"].get_group()
+        other = dist.get_global_rank(group, self._world.layout.pp - 1 - self._world.place.pp)
+        exchange = [
+            dist.P2POp(dist.isend, grad, other, group),
+            dist.P2POp(dist.irecv, received, other, group),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        grad.add_(received)

@@ -1,7 +1,7 @@
-"""Tensor parallelism: the matrices of a model split over ranks, by the plan that the model declares.
+"""Tensor parallelism: splits the matrices of a model over ranks by the plan that the model declares.
 
 Megatron's scheme (arXiv 1909.08053, 2205.05198): a column split followed by a row split needs one reduction
-for both; with sequence parallelism each rank holds a part of the residual stream between them.
+for both; with sequence parallelism each rank has a slice of the residual stream between them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SEQUENCE_DIM = 1
 class VocabularyParallel(ParallelStyle):
     """Splits an embedding by rows of its table, so that a tied head can share it.
 
-    Each rank looks up what it has, and the sum over the ranks is the embedding.
+    Each rank looks up its own rows, and the sum over the ranks is the embedding.
     """
 
     def __init__(self, output: Placement) -> None:
@@ -43,17 +43,17 @@ class VocabularyParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         weight = distribute_tensor(module.get_parameter("weight").data, device_mesh, [Shard(0)])
         module.register_parameter("weight", nn.Parameter(weight))
-        module.forward = partial(_look_up, module, device_mesh, self.output)
+        module.forward = partial(_lookup, module, device_mesh, self.output)
         return module
 
 
-def _look_up(module: nn.Module, mesh: DeviceMesh, output: Placement, tokens: Tensor) -> Tensor:
+def _lookup(module: nn.Module, mesh: DeviceMesh, output: Placement, tokens: Tensor) -> Tensor:
     weight = module.weight
     assert isinstance(weight, DTensor)
     rows = weight.to_local()
     index = tokens - mesh.get_local_rank() * rows.shape[0]
-    mine = (index >= 0) & (index < rows.shape[0])
-    found = F.embedding(index.where(mine, 0), rows) * mine[..., None]
+    is_local = (index >= 0) & (index < rows.shape[0])
+    found = F.embedding(index.where(is_local, 0), rows) * is_local[..., None]
     return (
         DTensor.from_local(found, mesh, [Partial()], run_check=False)
         .redistribute(placements=[output])
@@ -69,9 +69,9 @@ def apply_tensor_parallel(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> None:
-    """Split those modules of a model that the plan names; ``*`` stands for one part of a name.
+    """Split the modules of a model that the plan names; ``*`` matches one component of a name.
 
-    With `loss_parallel` the logits come out as a DTensor that is split over the vocabulary.
+    With `loss_parallel` the logits are a DTensor that is split over the vocabulary.
     """
     stream: Placement = Shard(SEQUENCE_DIM) if sequence_parallel else Replicate()
     logits = ColwiseParallel(
@@ -90,38 +90,38 @@ def apply_tensor_parallel(
         "row": RowwiseParallel(output_layouts=stream),
         "head": logits,
     }
-    _refuse_gaps(model, plan)
+    _check_plan_is_complete(model, plan)
     found = {name: styles[role] for name, _ in model.named_modules() if (role := _role(name, plan))}
     parallelize_module(model, mesh, {name: style for name, style in found.items() if style is not None})
 
 
-def _refuse_gaps(model: nn.Module, plan: Mapping[str, Role]) -> None:
-    """Raise TrainkitError (exit code 78) for parameters of which the plan does not say what each rank has.
+def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
+    """Raise TrainkitError (exit code 78) for modules with parameters that the plan does not name.
 
-    Left alone they would get the gradient of one rank's part, and nobody would notice.
+    They would silently get the gradient of one rank's slice only.
     """
     for name, module in model.named_modules():
         has_own = next(module.parameters(recurse=False), None) is not None
         if has_own and _role(name, plan) in (None, "whole_input"):
             raise TrainkitError(
-                f"TENSOR_PLAN of {type(model).__name__} does not say how `{name}` is split",
-                hint="every module with parameters of its own needs a role; parallel.tp: 1 needs none",
+                f"TENSOR_PLAN of {type(model).__name__} does not name `{name}`",
+                hint="give every module with its own parameters a role, or set parallel.tp to 1",
                 exit_code=EXIT_NO_RESTART,
             )
 
 
 def _role(name: str, plan: Mapping[str, Role]) -> Role | None:
-    """What the plan says of a module, if anything."""
-    parts = name.split(".")
+    """The role of a module in the plan, if any."""
+    components = name.split(".")
     for pattern, role in plan.items():
-        wanted = pattern.split(".")
-        if len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted)):
+        patterns = pattern.split(".")
+        if len(patterns) == len(components) and all(map(fnmatchcase, components, patterns)):
             return role
     return None
 
 
 class _OnStream(ParallelStyle):
-    """Adds up, over the ranks that share a sequence, the gradients of a module's parameters."""
+    """Sums the gradients of a module's parameters over the tensor-parallel ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, param in list(module.named_parameters(recurse=False)):
@@ -142,10 +142,10 @@ def _on_local(module: nn.Module, forward: Callable[..., Tensor], *args: Tensor) 
 
 
 class _WholeInput(ParallelStyle):
-    """Makes a module's first argument whole on every rank; the others are already.
+    """Gathers a module's first argument on every rank; the others are already whole.
 
-    It stays a DTensor, so that the gradients that several matrices give it are added up before they are
-    reduced over the ranks, once.
+    It stays a DTensor, so that the gradients from several matrices are summed before they are reduced over
+    the ranks once.
     """
 
     def __init__(self, stream: Placement) -> None:

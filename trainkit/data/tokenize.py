@@ -1,57 +1,102 @@
-"""Tokenises one unit into its shards: what a worker process of `prepare` does."""
+"""The tokenizer, and the tokenisation of one unit into shards by a worker of `prepare`."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from trainkit import rundir
 from trainkit.data.dataset_file import SPLITS, Shard
-from trainkit.data.recipe import Recipe
-from trainkit.data.sources import Input
-from trainkit.data.tokenizer import Tokenizer, Tokens
-from trainkit.data.units import PartReader, Piece, Unit
+from trainkit.data.sources import DatasetSpec, Input
+from trainkit.data.tokenizer_identity import BYTES, identify
+from trainkit.data.units import Piece, SpanReader, Unit
 from trainkit.errors import UsageError
 
+Tokens = npt.NDArray[Any]
+"""uint16 or uint32, little endian, as stored."""
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The smallest unsigned type for all tokens."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+class Tokenizer:
+    """A tokenizer as `data.tokenizer` names it: `bytes`, or the path of a tokenizer.json."""
+
+    def __init__(self, name: str) -> None:
+        self.identity = identify(name)
+        self._library = None if name == BYTES else _load(name)
+        self._dtype = np.dtype(token_dtype(self.identity.vocab_size)).newbyteorder("<")
+
+    def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """The ids of each text, without special tokens; UnicodeDecodeError for text that is not UTF-8."""
+        if self._library is None:
+            return [np.frombuffer(text, dtype=np.uint8).astype(self._dtype) for text in texts]
+        encodings = self._library.encode_batch_fast(
+            [text.decode() for text in texts], add_special_tokens=False
+        )
+        return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
+
+
+def _load(path: str) -> Any:
+    import tokenizers  # 60 ms, not needed by the byte tokenizer
+
+    try:
+        library = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises plain Exceptions
+        raise UsageError(
+            f"tokenizer {path} cannot be loaded by tokenizers {tokenizers.__version__}: {error}",
+            hint="install a newer version of tokenizers, or save the tokenizer again",
+        ) from None
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
 WORK_FOLDER = ".work"
-"""Inside the output folder while it is not finished."""
+"""Folder inside the output folder until that is finished."""
 _BATCH_BYTES = 4 << 20
-"""Text given to the tokenizer at once, so that it can use several threads."""
+"""Text passed to the tokenizer in one call, so that it can use several threads."""
 
 
 @dataclass(frozen=True)
 class UnitJob:
-    """Everything that a worker needs to know."""
+    """One unit to tokenise, with everything a worker needs."""
 
     folder: Path
-    recipe: Recipe
+    spec: DatasetSpec
     unit: Unit
     inputs: dict[int, Input]
 
     @property
     def record_file(self) -> Path:
-        """Written when the shards of the unit are in place; absent means: not done."""
+        """Written once the shards of the unit are published."""
         return self.folder / WORK_FOLDER / f"unit-{self.unit.index:05d}.json"
 
     def shard_name(self, split: str) -> str:
         return f"{split}-{self.unit.index:05d}.bin"
 
-    def reader(self, number: int) -> PartReader:
-        part = self.unit.parts[number]
-        fraction, key = self.recipe.split_fraction, self.recipe.text_key
-        return PartReader(self.inputs[part.input], part, self.unit.index, number, fraction, key)
+    def reader(self, number: int) -> SpanReader:
+        span = self.unit.spans[number]
+        fraction, key = self.spec.split_fraction, self.spec.text_key
+        return SpanReader(self.inputs[span.input], span, self.unit.index, number, fraction, key)
 
 
 def run_unit(job: UnitJob) -> None:
-    """Tokenise a unit, publish its shards and last its record.
+    """Tokenise a unit, publish its shards, then its record.
 
-    Raises UsageError for text that cannot be used and for a source that changed, OSError where the shards
-    cannot be written.
+    Raises UsageError for unusable text and for a source that changed, OSError if the shards cannot be
+    written.
     """
     writers = {split: _ShardWriter(job.folder, job.shard_name(split)) for split in SPLITS}
     try:
@@ -64,9 +109,9 @@ def run_unit(job: UnitJob) -> None:
 
 
 def digest_unit(job: UnitJob) -> list[str]:
-    """The digests of the parts of a unit as they are on disk now."""
+    """The current digests of the spans of a unit."""
     digests = []
-    for number in range(len(job.unit.parts)):
+    for number in range(len(job.unit.spans)):
         reader = job.reader(number)
         for _ in reader:
             pass
@@ -75,11 +120,11 @@ def digest_unit(job: UnitJob) -> list[str]:
 
 
 def _tokenize(job: UnitJob, writers: dict[str, _ShardWriter]) -> list[str]:
-    tokenizer = _tokenizer(job.recipe.tokenizer)
+    tokenizer = _tokenizer(job.spec.tokenizer)
     eos = tokenizer.identity.eos_id
     digests = []
-    for number, part in enumerate(job.unit.parts):
-        source = job.inputs[part.input]
+    for number, span in enumerate(job.unit.spans):
+        source = job.inputs[span.input]
         _check_unchanged(source)
         reader = job.reader(number)
         try:
@@ -91,8 +136,8 @@ def _tokenize(job: UnitJob, writers: dict[str, _ShardWriter]) -> list[str]:
         except UnicodeDecodeError as error:
             raise UsageError(
                 f"{source.path} is not UTF-8: byte {error.object[error.start]:#04x}",
-                hint=f"`trainkit data validate {source.path}` lists every such line; "
-                "the tokenizer `bytes` takes any bytes",
+                hint=f"`trainkit data validate {source.path}` lists all such lines; "
+                "the tokenizer `bytes` accepts any bytes",
             ) from None
         except _ReadError as error:
             raise UsageError(f"{source.path} cannot be read: {error}") from None
@@ -102,7 +147,7 @@ def _tokenize(job: UnitJob, writers: dict[str, _ShardWriter]) -> list[str]:
 
 
 class _ReadError(Exception):
-    """An OSError of the source, kept apart from those of the shards."""
+    """An OSError of a source, distinct from those of the shards."""
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -138,12 +183,12 @@ def _check_unchanged(source: Input) -> None:
 
 @lru_cache(maxsize=1)
 def _tokenizer(name: str) -> Tokenizer:
-    """One for all units of a worker: loading a big vocabulary takes a second."""
+    """Shared by all units of a worker: loading a large vocabulary takes a second."""
     return Tokenizer(name)
 
 
 class _ShardWriter:
-    """Appends tokens to a file that gets its name only when it is complete."""
+    """Appends tokens to a file that is renamed to its final name once it is complete."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
@@ -161,7 +206,7 @@ class _ShardWriter:
             self.num_tokens += 1
 
     def publish(self) -> Shard | None:
-        """Give the file its name; None when there is nothing in it."""
+        """Rename the file to its final name; returns None if it is empty."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
@@ -171,7 +216,7 @@ class _ShardWriter:
         return Shard(self.name, self.num_tokens, self._hash.hexdigest())
 
     def discard(self) -> None:
-        # Closing writes what is still buffered, which fails again where the disk is full.
+        # Closing flushes the buffer, which fails again on a full disk.
         with suppress(OSError):
             self._stream.close()
         self.partial.unlink(missing_ok=True)

@@ -1,0 +1,69 @@
+"""The training task: it owns the model, the data and the loss; the loop owns everything else."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainkit.config.schema import RunConfig
+from trainkit.data.cache import has_validation
+from trainkit.data.shards import TokenShards, open_dataset
+from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.rundir import RunDir
+from trainkit.trainer.batches import IGNORE_LABEL
+from trainkit.trainer.models import load_architecture
+from trainkit.trainer.models.model import Model, StageSpec
+
+
+class Task(Protocol):
+    """The parts of a training that depend on what is learned."""
+
+    train_data: TokenShards
+    val_data: TokenShards | None
+    num_layers: int
+    num_params: int
+    flops_per_token: float
+
+    def build_model(self, stage: StageSpec | None = None) -> Model:
+        """The model, or one pipeline stage of it, on the meta device."""
+        ...
+
+    def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The negative log-likelihood, summed over the labels that count, float32 []."""
+        ...
+
+
+class CausalLM:
+    """Next-token prediction on token shards."""
+
+    def __init__(self, config: RunConfig, run: RunDir | None) -> None:
+        seq_len = config.data.seq_len
+        self.train_data = open_dataset(config.data, seq_len, "train")
+        evaluates = config.train.eval_every is not None and has_validation(config.data)
+        self.val_data = open_dataset(config.data, seq_len, "val") if evaluates else None
+        self.shape = resolve_model_shape(config.model, self.train_data.vocab_size)
+        self.num_layers = self.shape.num_layers
+        self._model_class = load_architecture(config.model.architecture, run)
+        self.num_params = self._model_class.num_params(self.shape)
+        self.flops_per_token = self._model_class.flops_per_token(self.shape, seq_len)
+        self._seq_len = seq_len
+
+    def build_model(self, stage: StageSpec | None = None) -> Model:
+        with torch.device("meta"):
+            return self._model_class(self.shape, self._seq_len, stage)
+
+    def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        nll_sum = F.cross_entropy(
+            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction="sum"
+        )
+        # With loss parallelism it is a DTensor, split over the vocabulary.
+        return nll_sum.full_tensor() if isinstance(nll_sum, DTensor) else nll_sum
+
+
+def build_task(config: RunConfig, run: RunDir | None = None) -> Task:
+    """The task of a config; a run loads its architecture from its code snapshot."""
+    return CausalLM(config, run)
