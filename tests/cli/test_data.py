@@ -76,7 +76,7 @@ def test_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     done = trainkit_data("prepare", "a.txt", "--out", ".", cwd=tmp_path)
     assert done.returncode == EXIT_USAGE
-    assert "is not empty and holds no dataset: a.txt is in it" in done.stderr
+    assert "is not empty and not a dataset: it contains a.txt" in done.stderr
 
 
 def test_validate_lists_problems_on_stdout(tmp_path):
@@ -99,7 +99,7 @@ def test_validate_a_prepared_folder(tmp_path):
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x07")
     done = trainkit_data("validate", "shards", cwd=tmp_path)
     assert done.returncode == EXIT_FAILED
-    assert "train-00000.bin: its content is not what was prepared" in done.stdout
+    assert "train-00000.bin: the content has changed since it was prepared" in done.stdout
 
 
 def test_help_needs_nothing_heavy():
@@ -233,5 +233,5 @@ def test_full_disk_exits_1(tmp_path):
     )
     assert done.returncode == EXIT_FAILED
     assert f"error: cannot write to {tmp_path}/out: File too large" in done.stderr
-    assert "goes on where it was" in done.stderr
+    assert "resumes where it stopped" in done.stderr
     assert trainkit_data("prepare", "a.jsonl", "--out", "out", cwd=tmp_path).returncode == EXIT_OK

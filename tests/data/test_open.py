@@ -98,7 +98,7 @@ def test_prepared_folder_is_used_as_it_is(data_config, tmp_path, tokenizer_json)
 def test_prepared_folder_of_another_tokenizer(data_config, tmp_path, tokenizer_json):
     (tmp_path / "a.txt").write_text("hello world\n" * 100)
     prepare(DatasetSpec((str(tmp_path / "a.txt"),)), tmp_path / "shards")
-    with pytest.raises(UsageError, match="is not the tokenizer that made"):
+    with pytest.raises(UsageError, match="is not the tokenizer of"):
         ensure_prepared(data_config(source=str(tmp_path / "shards"), tokenizer=str(tokenizer_json)))
 
 
@@ -114,7 +114,7 @@ def test_default_cache_is_the_users(data_config, tmp_path, monkeypatch):
 
 def test_cache_that_cannot_be_written(data_config, tmp_path):
     (tmp_path / "cache").write_text("a file is in the way")
-    with pytest.raises(UsageError, match=r"data cache .* cannot be written") as caught:
+    with pytest.raises(UsageError, match=r"cannot write the data cache .*") as caught:
         ensure_prepared(data_config())
     assert "data.cache_dir" in caught.value.hint
 

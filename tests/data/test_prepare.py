@@ -168,7 +168,7 @@ def test_folder_with_something_else_is_left_alone(tmp_path):
     (tmp_path / "a.txt").write_text("hello\n")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UsageError, match=r"thesis\.tex is in it"):
+    with pytest.raises(UsageError, match=r"it contains thesis\.tex"):
         made(tmp_path, tmp_path / "a.txt")
     assert content_of(tmp_path / "out") == {"thesis.tex": b"years of work"}
 
@@ -290,13 +290,13 @@ def test_source_that_changes_in_the_middle(tmp_path, monkeypatch):
 def test_cut_off_gzip(tmp_path):
     packed = gzip.compress(rows(*[f"row {number}" for number in range(5000)]).encode())
     (tmp_path / "a.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(UsageError, match=r"a\.jsonl\.gz is not a whole gzip file"):
+    with pytest.raises(UsageError, match=r"a\.jsonl\.gz is not a complete gzip file"):
         made(tmp_path, tmp_path / "a.jsonl.gz")
 
 
 def test_no_text_at_all(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n" + rows(""))
-    with pytest.raises(UsageError, match="hold no text"):
+    with pytest.raises(UsageError, match="contain no text"):
         made(tmp_path, tmp_path / "a.jsonl")
 
 
@@ -318,7 +318,7 @@ def test_full_disk(tmp_path):
         with pytest.raises(TrainkitError, match="No space left on device") as caught:
             prepare(spec, tmp_path / "out")
     assert caught.value.exit_code == 1
-    assert "goes on where it was" in caught.value.hint
+    assert "resumes where it stopped" in caught.value.hint
     assert documents_of(made(tmp_path, tmp_path / "a.txt"))["train"] == [b"hello\n"]
 
 

@@ -88,7 +88,7 @@ def test_truncated_shard_is_named(tmp_path):
     folder = write_dataset(tmp_path / "d", [50, 50])
     with (folder / "train-00001.bin").open("r+b") as stream:
         stream.truncate(60)
-    with pytest.raises(UsageError, match=r"train-00001\.bin has 60 bytes instead of 100") as caught:
+    with pytest.raises(UsageError, match=r"train-00001\.bin has 60 bytes, expected 100") as caught:
         TokenShards(folder, "train", 8)
     assert "prepare it again" in caught.value.hint
 

@@ -82,9 +82,9 @@ def test_missing_folder_is_named(tmp_path):
 
 def test_wrong_kind_and_empty_folder(tmp_path):
     (tmp_path / "a.parquet").write_text("x")
-    with pytest.raises(UsageError, match="not a kind that can be read"):
+    with pytest.raises(UsageError, match="of an unsupported kind"):
         find_inputs(DatasetSpec((str(tmp_path / "a.parquet"),)))
-    with pytest.raises(UsageError, match=r"holds no \.txt"):
+    with pytest.raises(UsageError, match=r"contains no \.txt"):
         find_inputs(DatasetSpec((str(tmp_path),)))
 
 

@@ -53,7 +53,7 @@ def test_tokenizer_config_says_which_token_ends_a_document(tmp_path):
 
 
 def test_no_end_of_document_is_no_guess(tmp_path):
-    with pytest.raises(UsageError, match="does not say which token ends a document") as caught:
+    with pytest.raises(UsageError, match="has no known end-of-document token") as caught:
         identify(write_tokenizer(tmp_path, {"a": 0}))
     assert "eos_token" in caught.value.hint
 

@@ -87,7 +87,7 @@ def refuse_a_gap(world: World) -> None:
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
     with torch.device("meta"):
         model = Forgetful(nano_shape(), SEQ_LEN)
-    with pytest.raises(TrainkitError, match="TENSOR_PLAN of Forgetful does not say how `places` is split"):
+    with pytest.raises(TrainkitError, match="TENSOR_PLAN of Forgetful does not name `places`"):
         apply_tensor_parallel(model, model.TENSOR_PLAN, mesh, sequence_parallel=True, loss_parallel=True)
 
 

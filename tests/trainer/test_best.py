@@ -37,7 +37,7 @@ class Saver:
 def trainer() -> Any:
     trainer: Any = object.__new__(Trainer)
     trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(best_metric="val_loss"))
-    trainer.progress = TrainingState()
+    trainer.state = TrainingState()
     trainer.saver = Saver()
     trainer.progress = SimpleNamespace(enter=lambda phase: None)
     trainer.metrics = SimpleNamespace(exclude=lambda seconds: None)
@@ -47,7 +47,7 @@ def trainer() -> Any:
 
 
 def reach(trainer: Any, step: int, val_loss: float, blocking: bool) -> None:
-    trainer.progress.step = step
+    trainer.state.step = step
     trainer._update_best("val_loss", val_loss)
     trainer._save("every_steps", blocking)
 
@@ -65,7 +65,7 @@ def test_a_best_one_that_could_not_be_saved_keeps_no_later_one_from_being_it(
     reach(trainer, 9, 2.2, blocking)
     trainer.saver.finish()
     assert trainer.saver.best == [5, 9]
-    assert (trainer.progress.best_value, trainer.progress.best_step) == (2.2, 9)
+    assert (trainer.state.best_value, trainer.state.best_step) == (2.2, 9)
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -74,4 +74,4 @@ def test_a_worse_one_is_not_the_best(trainer: Any, blocking: bool) -> None:
     reach(trainer, 7, 2.2, blocking)
     trainer.saver.finish()
     assert trainer.saver.best == [5]
-    assert (trainer.progress.best_value, trainer.progress.best_step) == (2.1, 5)
+    assert (trainer.state.best_value, trainer.state.best_step) == (2.1, 5)

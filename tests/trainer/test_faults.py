@@ -121,7 +121,7 @@ def test_what_a_killed_save_left_behind_is_removed(run: Path, whole: Path) -> No
     leftover = checkpoints(run) / "step-00000005.attempt-001.partial"
     shutil.copytree(checkpoints(run) / "step-00000004", leftover)
     attempt = train(run, OPTIONS)
-    assert "is a save that never finished: removed" in log_text(attempt)
+    assert "is an unfinished save: removed" in log_text(attempt)
     assert not leftover.exists()
     assert events(run, "resumed")[-1]["step"] == 4
     assert_same_curve(run, whole)
@@ -139,7 +139,7 @@ def test_when_all_are_damaged_a_person_decides(run: Path, num_procs: int) -> Non
             error = json.loads(attempt.rank_error(rank).read_text())
             assert error["type"] == "CheckpointError"
             assert "no intact checkpoint is left" in error["message"]
-            assert "bring one back from a copy, or start a new run" in error["hint"]
+            assert "restore one from a backup, or start a new run" in error["hint"]
     assert [event["step"] for event in events(run, "checkpoint_rejected")] == [4, 2]
     assert losses(run) == before, "no step was done"
 
@@ -189,7 +189,7 @@ class TestFullDisk:
             for step in (3, 4, 5, 6):
                 assert f"step={step}/6 loss=" in words, words
                 assert f"checkpoint step={step} could not be saved" in words
-            assert "metrics.jsonl could not be written" in words
+            assert "cannot write metrics.jsonl" in words
             assert "the state after step 6 could not be saved" in words
             assert codes == [1] * num_procs
             assert [c.step for c in published(checkpoints(disk / "run"))] == [1, 2]

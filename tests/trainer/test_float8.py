@@ -12,7 +12,7 @@ from trainkit.trainer.precision import apply_float8, require_float8
 
 def test_a_cpu_has_none() -> None:
     pytest.importorskip("torchao")
-    with pytest.raises(TrainkitError, match="a CPU does not multiply in float8") as error:
+    with pytest.raises(TrainkitError, match="a CPU does not support float8") as error:
         require_float8(torch.device("cpu"))
     assert error.value.exit_code == EXIT_NO_RESTART
 

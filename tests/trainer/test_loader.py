@@ -138,11 +138,11 @@ def test_when_none_is_intact_a_person_decides(run: RunDir) -> None:
         with pytest.raises(CheckpointError, match=r"no intact checkpoint is left .*: 3 set aside") as caught:
             choose_checkpoint(run, 2, ALONE)
         assert caught.value.exit_code == EXIT_NO_RESTART
-        assert "bring one back from a copy" in caught.value.hint
+        assert "restore one from a backup" in caught.value.hint
     assert len(rejections(run)) == 3
     for folder in run.checkpoints_dir.glob("*.rejected"):
         shutil.rmtree(folder)
-    with pytest.raises(CheckpointError, match=r"those that events.jsonl tells of are gone"):
+    with pytest.raises(CheckpointError, match=r"those recorded in events.jsonl are gone"):
         choose_checkpoint(run, 2, ALONE)
     run.events_file.unlink()
     assert chosen_step(run) is None
@@ -175,9 +175,9 @@ def test_a_view_that_is_late_is_waited_for(
 
     monkeypatch.setattr(loader, "published", stale)
     monkeypatch.setattr(loader, "SETTLE_S", 5.0)
-    monkeypatch.setattr(loader, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(loader, "RETRY_S", 0.01)
     assert chosen_step(run) == 3
-    assert "the checkpoint of step 3, which events.jsonl tells of, is not there; looking again" in caplog.text
+    assert "the checkpoint of step 3 is recorded in events.jsonl but not visible; retrying" in caplog.text
 
 
 def test_a_file_that_cannot_be_read_yet_is_read_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_a_file_that_cannot_be_read_yet_is_read_again(run: RunDir, monkeypatch: 
 
     monkeypatch.setattr("trainkit.manifest.file_hash", stale)
     monkeypatch.setattr(loader, "SETTLE_S", 5.0)
-    monkeypatch.setattr(loader, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(loader, "RETRY_S", 0.01)
     assert chosen_step(run) == 3
     assert rejections(run) == []
 

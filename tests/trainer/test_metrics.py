@@ -146,11 +146,11 @@ def test_a_full_disk_keeps_the_records_and_writes_them_later(
         write(metrics, step=1)
         filler = fill(disk)
         step = 1
-        while "2 records wait in memory" not in caplog.text:
+        while "2 records kept in memory" not in caplog.text:
             step += 1
             assert step < 200, "the rest of the last page is full by now"
             write(metrics, step=step)
-        assert "metrics.jsonl could not be written" in caplog.text
+        assert "cannot write metrics.jsonl" in caplog.text
         filler.unlink()
         if ends:
             metrics.flush()

@@ -49,7 +49,7 @@ def count(trainer: Trainer, marks: str) -> None:
     """Let steps pass: a `.` for a good one, a `!` for one that was not finite."""
     for mark in marks:
         report = StepReport(10, 2.0, 1.0, mark == ".", False, False, 0.0)
-        trainer._count(BATCH, report)
+        trainer._update_state(BATCH, report)
 
 
 FP32 = PrecisionConfig(dtype="fp32")
@@ -59,9 +59,7 @@ FP32 = PrecisionConfig(dtype="fp32")
 def test_the_limit_counts_steps_in_a_row(marks: str) -> None:
     found = trainer(FP32)
     count(found, marks[:-1])
-    with pytest.raises(
-        DivergedError, match=f"3 steps in a row, the last of them step {len(marks)}"
-    ) as caught:
+    with pytest.raises(DivergedError, match=f"3 consecutive steps, up to step {len(marks)}") as caught:
         count(found, marks[-1])
     assert caught.value.exit_code == EXIT_NO_RESTART
     assert "lower optimizer.lr" in caught.value.hint
@@ -123,7 +121,7 @@ def test_divergence_ends_all_ranks_and_skipped_steps_change_no_bit(tmp_path: Pat
         error = json.loads(attempt.rank_error(rank).read_text())
         assert (error["type"], error["rank"], error["step"]) == ("DivergedError", rank, 5)
         assert error["final"]
-        assert "not finite in 4 steps in a row, the last of them step 5" in error["message"]
+        assert "not finite in 4 consecutive steps, up to step 5" in error["message"]
         assert "lower optimizer.lr" in error["hint"]
     for step in (2, 3, 4, 5):
         assert f"step={step} skipped: loss or gradient is not finite" in attempt.rank_log(0).read_text()

@@ -60,7 +60,7 @@ def test_usual_step_is_the_median_of_the_last_and_knows_nothing_of_validation(cl
 def test_limits(clock):
     progress = Progress()
     assert phase_limit_s("start", progress, POLICY) is None
-    assert phase_limit_s("meet", progress, POLICY) is None
+    assert phase_limit_s("rendezvous", progress, POLICY) is None
     assert phase_limit_s("build", progress, POLICY) == SLOW_PHASE_LIMIT_S
     progress.begin_step(1)
     assert phase_limit_s("data", progress, POLICY) == SLOW_PHASE_LIMIT_S, "nothing is usual yet"

@@ -93,7 +93,7 @@ def test_validation_and_best_checkpoint_survive_a_cut(tmp_path: Path) -> None:
 def test_other_data_is_refused(tmp_path: Path, corpus: str) -> None:
     train(tmp_path / "run", ["train.steps=4", "train.stop_at_step=2"], expect=75)
     attempt = train(tmp_path / "run", ["train.steps=4", corpus, "data.val_fraction=0"], expect=78)
-    assert "the training data is not what checkpoint step-00000002 was trained on" in (
+    assert "the training data has changed: checkpoint step-00000002 cannot be resumed" in (
         attempt.rank_log(0).read_text()
     )
 
@@ -109,5 +109,5 @@ def test_another_order_of_the_data_is_refused(tmp_path: Path, change: str) -> No
 def test_another_model_is_refused(tmp_path: Path) -> None:
     train(tmp_path / "run", ["train.steps=4", "train.stop_at_step=2"], expect=75)
     attempt = train(tmp_path / "run", ["train.steps=4", "model.dim=32"], expect=78)
-    assert "is of another model" in attempt.rank_log(0).read_text()
+    assert "belongs to another model" in attempt.rank_log(0).read_text()
     assert [c.step for c in published(attempt.run.checkpoints_dir)] == [2]

@@ -72,7 +72,7 @@ def test_a_rank_that_still_prepares_is_waited_for(
 
 
 def test_one_that_does_nothing_is_not(port: int) -> None:
-    with pytest.raises(TrainkitError, match=r"1 of 2 ranks did not come within .*: rank 1$"):
+    with pytest.raises(TrainkitError, match=r"1 of 2 ranks did not start within .*: rank 1$"):
         startup_barrier(rank(0, port), StopRequest(), SOON)
 
 

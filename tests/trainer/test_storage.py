@@ -92,9 +92,9 @@ def test_metadata_that_would_run_code_is_refused(
     save(tmp_path / "saved")
     trace = tmp_path / "ran"
     (tmp_path / "saved" / METADATA_NAME).write_bytes(opcodes(module, name, f"touch {trace}"[:250], protocol))
-    with pytest.raises(pickle.UnpicklingError, match="does not belong"):
+    with pytest.raises(pickle.UnpicklingError, match="is not a class of checkpoint metadata"):
         SafeReader(tmp_path / "saved").read_metadata()
-    with pytest.raises(CheckpointException, match="does not belong"):
+    with pytest.raises(CheckpointException, match="is not a class of checkpoint metadata"):
         state_dict_loader.load(
             {"a": torch.zeros(100_000)}, storage_reader=SafeReader(tmp_path / "saved"), no_dist=True
         )
@@ -117,7 +117,7 @@ class _Reduces:
 
 def test_an_object_that_reduces_to_a_call_is_refused(tmp_path: Path) -> None:
     (tmp_path / METADATA_NAME).write_bytes(pickle.dumps(_Reduces()))
-    with pytest.raises(pickle.UnpicklingError, match=r"builtins\.exec does not belong"):
+    with pytest.raises(pickle.UnpicklingError, match=r"builtins\.exec is not a class of checkpoint metadata"):
         SafeReader(tmp_path).read_metadata()
 
 

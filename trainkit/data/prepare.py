@@ -277,7 +277,7 @@ def _make_work_folder(folder: Path) -> None:
     others = sorted(entry.name for entry in folder.iterdir() if entry.name != WORK_FOLDER)
     if others and not (folder / WORK_FOLDER / PLAN_FILE).exists():
         raise UsageError(
-            f"{folder} is not empty and contains no dataset, but {others[0]}", hint="choose another folder"
+            f"{folder} is not empty and not a dataset: it contains {others[0]}", hint="choose another folder"
         )
     (folder / WORK_FOLDER).mkdir(exist_ok=True)
 
