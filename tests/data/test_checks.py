@@ -106,7 +106,7 @@ def test_prepared_folder(data_config, tmp_path, tokenizer_json):
     assert only(data_config(source=str(folder), seq_len=5000))[0] == "data.seq_len"
     other = only(data_config(source=str(folder), tokenizer=str(tokenizer_json)))
     assert other[0] == "data.tokenizer"
-    assert "is not the tokenizer that made" in other[1]
+    assert "is not the tokenizer of" in other[1]
     elsewhere = only(data_config(source=str(folder), val_source=str(tmp_path / "no-such-file.txt")))
     assert elsewhere[0] == "data.val_source"
     assert "is a prepared dataset: its own validation split is used" in elsewhere[1]

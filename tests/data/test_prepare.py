@@ -244,7 +244,7 @@ def test_vocabulary_beyond_16_bits(tmp_path):
         (b'{"text": [1]}', "is a list, not a string"),
         (b'["text"]', "the row is a list, not an object"),
         (b'{"text": "\xff"}', "not UTF-8: byte 0xff at column 11"),
-        (b'{"text": "\\ud800"}', "half a surrogate pair"),
+        (b'{"text": "\\ud800"}', "an unpaired surrogate"),
     ],
 )
 @pytest.mark.parametrize("unit_bytes", [1 << 26, 64])
@@ -303,10 +303,10 @@ def test_no_text_at_all(tmp_path):
 def test_full_disk(tmp_path):
     """/dev/full answers every write as a full disk does."""
     (tmp_path / "a.txt").write_text("hello\n")
-    from trainkit.data import tokenize_unit
+    from trainkit.data import tokenize
 
     spec = DatasetSpec((str(tmp_path / "a.txt"),))
-    real = tokenize_unit._ShardWriter.__init__
+    real = tokenize._ShardWriter.__init__
 
     def write_to_full(self, folder, name):
         real(self, folder, name)
@@ -314,7 +314,7 @@ def test_full_disk(tmp_path):
         self._stream = Path("/dev/full").open("wb")  # noqa: SIM115
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenize_unit._ShardWriter, "__init__", write_to_full)
+        patch.setattr(tokenize._ShardWriter, "__init__", write_to_full)
         with pytest.raises(TrainkitError, match="No space left on device") as caught:
             prepare(spec, tmp_path / "out")
     assert caught.value.exit_code == 1
