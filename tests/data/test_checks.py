@@ -109,7 +109,7 @@ def test_prepared_folder(data_config, tmp_path, tokenizer_json):
     assert "is not the tokenizer of" in other[1]
     elsewhere = only(data_config(source=str(folder), val_source=str(tmp_path / "no-such-file.txt")))
     assert elsewhere[0] == "data.val_source"
-    assert "is a prepared dataset: its own validation split is used" in elsewhere[1]
+    assert "is a prepared dataset with its own validation split" in elsewhere[1]
     record = json.loads((folder / "dataset.json").read_text())
     (folder / "dataset.json").write_text(json.dumps(record | {"format_version": 99}))
     assert "format version 99" in only(data_config(source=str(folder)))[1]
