@@ -24,9 +24,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainkit.cli import launch, main
+from trainkit.cli import main
 from trainkit.job.node.rendezvous import ephemeral_range, port_pool
 from trainkit.rundir import RunDir, read_json
+from trainkit.submit import plan_run
 
 CONFIG = """\
 name: meet
@@ -89,13 +90,13 @@ def take_ports(seed: int) -> None:
 
 def run_as_rank(meet: str, go: str, arguments: list[str]) -> int:
     """`trainkit` with the meeting in the place of the trainer: `trainkit run` knows no other command."""
-    real = launch.plan_for
+    real = plan_run.plan_run
 
-    def plan_for(*args: object, **options: object) -> object:
+    def plan_with_meeting(*args: object, **options: object) -> object:
         plan = real(*args, **options)  # type: ignore[arg-type]
         return dataclasses.replace(plan, command=(sys.executable, meet, go))
 
-    launch.plan_for = plan_for  # type: ignore[assignment]
+    plan_run.plan_run = plan_with_meeting  # type: ignore[assignment]
     return main.main(arguments)
 
 

@@ -37,13 +37,15 @@ ALLOWED = {
         *("errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
         *("job.record", "job.array_tasks", "job.processes", "job.signals"),
         "data.checks",  # the size of the vocabulary, which a resume compares
+        "observe.group",  # `cancel` acts on the states that `status` shows
     },
     # How it gets there.
     "submit": {
         *("errors", "resources", "rundir", "rungroup", "tables"),
         *("manifest", "config", "cluster", "plan", "slurm", "control"),
         # submitit pickles what its jobs run, and that is the supervisor.
-        *("job.record", "job.processes", "job.supervisor"),
+        *("job.record", "job.processes", "job.supervisor", "job.signals", "job.node.slurm_step"),
+        *("observe.group", "observe.status"),  # `--after` waits for the states that `status` shows
     },
     "observe": {
         *("errors", "rundir", "rungroup", "manifest", "tables", "config", "plan", "slurm", "job.record"),

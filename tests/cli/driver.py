@@ -1,20 +1,20 @@
-"""`trainkit` with a small script in the place of the trainer: ``python driver.py WORKER ARG …``."""
+"""`trainkit` with a small script in place of the trainer: ``python driver.py WORKER ARG …``."""
 
 import dataclasses
 import sys
 
-from trainkit.cli import launch
 from trainkit.cli.main import main
+from trainkit.submit import plan_run as module
 
-real_plan_for = launch.plan_for
+real_plan_run = module.plan_run
 
 
-def plan_for(loaded, *args, **kwargs):
+def plan_run(loaded, *args, **kwargs):
     return dataclasses.replace(
-        real_plan_for(loaded, *args, **kwargs), command=(sys.executable, "-u", sys.argv[1])
+        real_plan_run(loaded, *args, **kwargs), command=(sys.executable, "-u", sys.argv[1])
     )
 
 
 if __name__ == "__main__":
-    launch.plan_for = plan_for
+    module.plan_run = plan_run
     sys.exit(main(sys.argv[2:]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import trainkit
-from trainkit.control.local import kill_job
+from trainkit.control.jobs import kill
 from trainkit.job.record import Liveness, liveness, newest_entry
 from trainkit.rundir import RunDir, read_json
 
@@ -127,4 +127,4 @@ class Desk:
             run = RunDir(job_file.parent)
             entry = newest_entry(run)
             if entry is not None and liveness(entry) is Liveness.ALIVE:
-                kill_job(run, entry)
+                kill(run, entry)

@@ -15,7 +15,7 @@ from trainkit.cli.main import main
 from trainkit.job.array_tasks import create_task_run
 from trainkit.rundir import RunDir, read_json, write_json
 from trainkit.rungroup import RunGroup
-from trainkit.submit import sbatch_backend, sweep
+from trainkit.submit import array_spec, sbatch_backend
 
 CONFIG = """
 name: small
@@ -35,7 +35,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "text.txt").write_text("line\n" * 1000)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(sweep, "show_config", dict)
+    monkeypatch.setattr(array_spec, "show_config", dict)
     monkeypatch.setattr(sbatch_backend, "submit_script", lambda *args, **more: "77")
     monkeypatch.setattr(campaign, "ask_slurm", lambda ids, warn: None)
     monkeypatch.setattr(campaign, "ASK_EVERY_S", 0.0)
@@ -83,7 +83,7 @@ def test_so_many_run_at_once_as_was_asked_for(place: Path) -> None:
 
 
 def test_what_slurm_does_not_take_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "show_config", lambda: {"MaxArraySize": "3"})
+    monkeypatch.setattr(array_spec, "show_config", lambda: {"MaxArraySize": "3"})
     assert main([*TYPED, *LENGTH]) == 2
     assert not (place / "out").exists()
 

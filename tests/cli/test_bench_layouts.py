@@ -99,7 +99,7 @@ def test_what_is_not_run_is_said(desk: Desk) -> None:
         (["--layout", "tp=2", "--layout", "tp=2,dp_shard=1"], "two --layout mean the same: tp=2"),
         (["--steps", "5"], "--steps 5: with 5 to warm up (--warmup) and 3 that are profiled"),
         (["--set", "data.source=nowhere.txt"], "nowhere.txt"),
-        (["--backend", "submitit"], "submitit has arrays of its own kind"),
+        (["--backend", "submitit"], "does not submit arrays through submitit"),
         (["--out", " "], "--out is empty"),
         (["--out", "."], "is not empty"),
     ],

@@ -166,5 +166,5 @@ def test_prune_of_a_live_run_is_refused(run: RunDir, capsys: pytest.CaptureFixtu
     job["attempts"][0]["host"] = f"not-{socket.gethostname()}"
     write_json(run.job_file, job)
     assert main(["ckpt", "prune", str(run.path), "--keep-last", "1"]) == 2
-    assert "cannot know from here" in capsys.readouterr().err
+    assert "cannot tell from here" in capsys.readouterr().err
     assert steps(run) == [10, 20, 30, 40]

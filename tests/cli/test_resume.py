@@ -77,5 +77,5 @@ def test_fork_without_a_checkpoint_is_refused(desk):
     ended_run(desk)
     done = desk.trainkit("resume", "small", "--as", "fork")
     assert done.returncode == 2
-    assert "has no intact checkpoint to go on from" in done.stderr
+    assert "has no intact checkpoint to resume from" in done.stderr
     assert not (desk.folder / "fork").exists()

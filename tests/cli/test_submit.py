@@ -51,7 +51,7 @@ def test_run_dir_that_holds_a_run_is_refused_untouched(desk):
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     done = desk.trainkit("submit", str(desk.config), "--run-dir", str(run.path))
     assert done.returncode == 2
-    assert "already holds a run" in done.stderr
+    assert "already contains a run" in done.stderr
     assert "hint: `trainkit resume" in done.stderr
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 

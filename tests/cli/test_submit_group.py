@@ -11,7 +11,7 @@ import pytest
 def test_many_runs_need_slurm(desk, args):
     done = desk.trainkit("submit", str(desk.config), *args)
     assert done.returncode == 2
-    assert "make an array of Slurm, and this would start on this machine" in done.stderr
+    assert "submit a Slurm array, and this would run on this machine" in done.stderr
     assert f"for lr in 1e-4 3e-4; do trainkit run {desk.config} --set optimizer.lr=$lr; done" in done.stderr
     assert not (desk.folder / "runs").exists()
 
@@ -24,7 +24,7 @@ def test_many_runs_need_slurm(desk, args):
         (["--array", "3-x"], "not the indices of a job array: '3-x'"),
         (["--array", "%3"], "says how many tasks run at once, but not which there are"),
         (["--sweep", "seed=1,2", "--array", "0-1"], "a sweep counts its points itself"),
-        (["--sweep", "seed=1,2", "--follow"], "--follow shows one run"),
+        (["--sweep", "seed=1,2", "--follow"], "--follow follows one run"),
         (["--after", "nobody"], "--after lets a job wait in Slurm's queue"),
     ],
 )

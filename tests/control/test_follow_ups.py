@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 
 from tests.support.runs import make_attempt
-from trainkit.control import follow_ups
 from trainkit.control import jobs as control_jobs
-from trainkit.control.follow_ups import cancel_follow_ups, submit_follow_ups, waiting_follow_ups
-from trainkit.control.jobs import life_watch, live_entry, looks, slurm_ids
+from trainkit.control.jobs import (
+    cancel_follow_ups,
+    job_statuses,
+    live_entry,
+    liveness_probe,
+    open_job_ids,
+    waiting_follow_ups,
+)
 from trainkit.control.run_registry import find_run, register
 from trainkit.errors import UsageError
 from trainkit.job.record import add_slurm_entry, read_job, submission_token
@@ -22,6 +27,8 @@ from trainkit.rundir import RunDir, write_json
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
+from trainkit.submit import sbatch_backend
+from trainkit.submit.sbatch_backend import submit_follow_ups
 
 REQUEST = SlurmRequest({"nodes": 2, "comment": "my words"})
 WAITS = JobInfo("?", JobState.PENDING, "PENDING", reason="Dependency")
@@ -43,7 +50,7 @@ class Sbatch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Path, str, Sequence[str]]] = []
         self.last = 99
-        monkeypatch.setattr(follow_ups, "submit_script", self.submit)
+        monkeypatch.setattr(sbatch_backend, "submit_script", self.submit)
 
     def submit(
         self, script: Path, *, mark: str, extra_argv: Sequence[str], is_only_job: bool, **more: Any
@@ -65,14 +72,14 @@ def sbatch(monkeypatch: pytest.MonkeyPatch) -> Sbatch:
 def cancelled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The jobs that were taken out of the queue."""
     ids: list[str] = []
-    monkeypatch.setattr(follow_ups, "cancel_waiting", ids.extend)
+    monkeypatch.setattr(control_jobs, "cancel_waiting", ids.extend)
     return ids
 
 
 def test_each_waits_for_all_before_it(run: RunDir, sbatch: Sbatch) -> None:
     said: list[str] = []
     assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3, said.append) == ["8", "9", "10"]
-    assert said == ["8, 9, 10 wait in the queue to go on after 7"]
+    assert said == ["8, 9, 10 wait in the queue to continue 7"]
     assert [argv for _, _, argv in sbatch.calls] == [
         (
             f"--comment={submission_token(run, 1, number)} my words",
@@ -102,7 +109,7 @@ def test_what_slurm_does_not_take_is_said(run: RunDir, sbatch: Sbatch) -> None:
     said: list[str] = []
     assert submit_follow_ups(run.attempt(1), "7", REQUEST, 3, said.append) == ["8"]
     assert said[0].startswith("only 1 of 3 follow-up jobs are in the queue: sbatch: Job violates")
-    assert said[1:] == ["8 waits in the queue to go on after 7"]
+    assert said[1:] == ["8 waits in the queue to continue 7"]
     assert waiting_follow_ups(run) == ["8"]
 
 
@@ -124,7 +131,7 @@ def test_one_that_carries_the_run_waits_no_more(run: RunDir, cancelled: list[str
     with_follow_ups(run, "8", "9", "10")
     add_slurm_entry(run, 2, "8", "comeback", "sbatch")
     assert waiting_follow_ups(run) == ["9", "10"]
-    cancel_follow_ups(run, but="9")
+    cancel_follow_ups(run, keep="9")
     assert cancelled == ["10"]
     cancel_follow_ups(run)
     assert cancelled == ["10"]  # job.json knows them no more
@@ -148,10 +155,10 @@ def queue(monkeypatch: pytest.MonkeyPatch, **jobs: JobInfo) -> dict[str, JobInfo
 def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     with_follow_ups(run, "8", "9")
     jobs = queue(monkeypatch, j7=ENDED, j9=WAITS)  # 8 was taken out of the queue by hand
-    assert slurm_ids([run]) == ["7", "8", "9"]
-    [look] = looks([run], jobs)
-    assert look.alive
-    assert look.job == replace(WAITS, job_id="9")
+    assert open_job_ids([run]) == ["7", "8", "9"]
+    [status] = job_statuses([run], jobs)
+    assert status.alive
+    assert status.job == replace(WAITS, job_id="9")
     entry = live_entry(run, "resume")
     assert entry is not None
     assert (entry["job_id"], entry["attempt"]) == ("9", 1)
@@ -159,8 +166,8 @@ def test_a_run_whose_follow_up_waits_is_alive(run: RunDir, monkeypatch: pytest.M
 
 def test_a_run_without_any_left_is_not(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     with_follow_ups(run, "8")
-    [look] = looks([run], queue(monkeypatch, j7=ENDED))
-    assert (look.alive, look.job) == (False, ENDED)
+    [status] = job_statuses([run], queue(monkeypatch, j7=ENDED))
+    assert (status.alive, status.job) == (False, ENDED)
     assert live_entry(run, "resume") is None
 
 
@@ -170,7 +177,7 @@ def test_follow_ups_of_a_run_that_has_ended_are_on_their_way_out(
     with_follow_ups(run, "8")
     write_json(run.attempt(1).end_file, {"action": "failed", "state": "failed"})
     queue(monkeypatch, j7=ENDED, j8=WAITS)
-    assert slurm_ids([run]) == []
+    assert open_job_ids([run]) == []
     assert live_entry(run, "resume") is None
 
 
@@ -187,8 +194,8 @@ def test_a_run_is_watched_while_its_follow_up_waits(run: RunDir, monkeypatch: py
     write_json(run.attempt(1).end_file, {"action": "follow_up", "state": "stopped", "exit_code": 75})
     queue(monkeypatch, j7=ENDED, j8=WAITS)
     said: list[str] = []
-    assert life_watch(run, said.append)() is True
-    assert said == ["8 waits: waits for the jobs that it depends on"]
+    assert liveness_probe(run, said.append)() is True
+    assert said == ["8 is pending: waits for the jobs that it depends on"]
 
 
 def test_a_run_on_another_cluster_is_not_taken_for_dead(
@@ -200,8 +207,8 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     add_slurm_entry(run, 2, "8", "submit", "sbatch")
     monkeypatch.delenv("SLURM_CLUSTERS")
     queue(monkeypatch)
-    assert slurm_ids([run]) == []
-    assert looks([run], {})[0].alive is None
-    assert life_watch(run)() is None
-    with pytest.raises(UsageError, match="job 8 is on the cluster east, and Slurm asks west from here"):
+    assert open_job_ids([run]) == []
+    assert job_statuses([run], {})[0].alive is None
+    assert liveness_probe(run)() is None
+    with pytest.raises(UsageError, match="job 8 is on the cluster east, but this is west"):
         live_entry(run, "resume")

@@ -61,7 +61,7 @@ def test_what_may_change(run: RunDir, tmp_path: Path, overrides: list[str]) -> N
             "model.architecture=mine.py:Mine",
             "model.architecture: is Mine, but step-00000100 was trained with llama",
         ),
-        ("model.preset=nano", "model: is of another shape than the one in step-00000100"),
+        ("model.preset=nano", "model: has another shape than the model of step-00000100"),
         ("train.steps=99", "train.steps: is 99, but step-00000100 is there already"),
     ],
 )

@@ -17,11 +17,12 @@ import trainkit
 from tests.support.runs import make_attempt
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
-from trainkit.control.local import kill_job, start_attempt
+from trainkit.control.jobs import kill
 from trainkit.job import allocation, claim_attempt, supervisor
 from trainkit.job.record import Liveness, liveness, newest_entry, run_lock
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.rundir import RunDir, write_json
+from trainkit.submit.local_backend import start_local_attempt
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         write_json(run.job_file, {"backend": "local", "name": "run", "cwd": str(tmp_path), "attempts": []})
         config_text = dump_effective(RunConfig.model_validate(config))
         with run_lock(run):
-            entry = start_attempt(run, config_text, json.dumps(plan.to_dict()), "submit")
+            entry = start_local_attempt(run, config_text, json.dumps(plan.to_dict()), "submit")
         jobs.append(Job(run, entry, plan))
         return jobs[-1]
 
@@ -70,7 +71,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     for job in jobs:
         entry = newest_entry(job.run) if job.run.path.is_dir() else job.entry
         if entry is not None and liveness(entry) is Liveness.ALIVE:
-            kill_job(job.run, entry)
+            kill(job.run, entry)
 
 
 @pytest.fixture

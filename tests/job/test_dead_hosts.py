@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from slurm_job import Slurm, reasons
 
-from trainkit.control.follow_ups import cancel_follow_ups
+from trainkit.control.jobs import cancel_follow_ups
 from trainkit.job.attempt_end import progress_of, write_end
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.decision import Decision, Outcome
@@ -174,7 +174,7 @@ def test_a_record_that_cannot_be_read_is_not_replaced(run: RunDir, monkeypatch: 
 
         monkeypatch.setattr(Path, "read_text", read_text)
 
-    monkeypatch.setattr("trainkit.control.follow_ups.cancel_waiting", stale)
+    monkeypatch.setattr("trainkit.control.jobs.cancel_waiting", stale)
     with pytest.raises(OSError, match="Stale"):
         cancel_follow_ups(run)
     assert run.job_file.read_bytes() == before

@@ -202,7 +202,7 @@ def test_ten_thousand_tasks_in_two_seconds_and_two_calls(login: Login) -> None:
 def test_an_array_that_is_too_large_is_refused_before_anything_is_written(login: Login) -> None:
     done = login.trainkit("submit", str(login.config), "--array", "0,10001", *LISTENS)
     assert done.returncode == 2
-    assert "the array ends with index 10,001, and the largest here is 10,000" in done.stderr
+    assert "the array ends with index 10,001; the maximum of this cluster is 10,000" in done.stderr
     assert not (login.folder / "runs").exists()
     assert login.jobs() == []
 
@@ -240,7 +240,7 @@ def test_a_group_whose_job_id_was_never_learned(login: Login) -> None:
         (["--sweep", "seed=1,2", "--array", "0-3"], "a sweep counts its points itself"),
         (["--array", "%4"], "but not which there are"),
         (["--array", "0-3", "--follow"], "--follow shows one run"),
-        (["--array", "0-3", "--backend", "submitit"], "submitit has arrays of its own kind"),
+        (["--array", "0-3", "--backend", "submitit"], "does not submit arrays through submitit"),
         (["--array", "0-3", "--backend", "local"], "would start on this machine"),
     ],
 )

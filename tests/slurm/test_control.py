@@ -75,6 +75,7 @@ def test_cancel_of_what_has_ended_is_no_error(fake: FakeSlurm) -> None:
         "scancel", "echo 'scancel: error: Kill job error on job id 12: Invalid job id specified' >&2; exit 1"
     )
     cancel(["12"], environ=fake.environ)
+    assert fake.calls == [["scancel", "12"]]
 
 
 def test_cancel_of_somebody_elses_job(fake: FakeSlurm) -> None:
@@ -89,6 +90,7 @@ def test_cancel_while_slurm_is_away(fake: FakeSlurm) -> None:
     fake.add("scancel", LOST)
     with pytest.raises(SlurmUnreachable):
         cancel(["12"], environ=fake.environ, patience_s=0)
+    assert fake.calls == [["scancel", "12"]]
 
 
 def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
@@ -97,6 +99,7 @@ def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
             cancel([job_id], environ=fake.environ)
         with pytest.raises(UsageError, match="is no job id"):
             requeue(job_id, environ=fake.environ)
+    assert fake.calls == []
 
 
 @pytest.mark.parametrize(

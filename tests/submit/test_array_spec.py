@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from trainkit.errors import UsageError
 from trainkit.slurm.job_id import array_indices
-from trainkit.submit import sweep
-from trainkit.submit.sweep import ArraySpec, parse_array, refuse_too_large
+from trainkit.submit import array_spec
+from trainkit.submit.array_spec import ArraySpec, parse_array, refuse_too_large
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ def test_arrays(text: str, indices: tuple[int, ...], limit: int | None, directiv
     [
         ("", "not the indices of a job array: ''"),
         ("a-b", "not the indices of a job array"),
-        ("0-9%", "'' is no number of tasks that run at once"),
-        ("0-9%0", "'0' is no number"),
-        ("0-9%x", "'x' is no number"),
-        ("1,1", "an index stands there twice"),
-        ("0-3,2", "an index stands there twice"),
+        ("0-9%", "'' is not a number of tasks that run at once"),
+        ("0-9%0", "'0' is not a number"),
+        ("0-9%x", "'x' is not a number"),
+        ("1,1", "an index is repeated"),
+        ("0-3,2", "an index is repeated"),
         ("9-0", "there are no tasks"),
-        ("0-200000", "these are 200,001 tasks, and 100,000 are the most"),
+        ("0-200000", "200,001 tasks; the maximum is 100,000"),
         ("-1", "not the indices of a job array"),
     ],
 )
@@ -61,20 +61,20 @@ def test_slurm_reads_the_same_indices(indices: set[int]) -> None:
     ("config", "text", "message"),
     [
         ({"MaxArraySize": "11"}, "0-10", None),
-        ({"MaxArraySize": "11"}, "0-11", "the array ends with index 11, and the largest here is 10"),
-        ({}, "0-1001", "the largest here is 1,000"),
+        ({"MaxArraySize": "11"}, "0-11", "the array ends with index 11; the maximum of this cluster is 10"),
+        ({}, "0-1001", "the maximum of this cluster is 1,000"),
         ({"SchedulerParameters": "bf_x,max_array_tasks=5"}, "0-4", None),
         (
             {"SchedulerParameters": "max_array_tasks=5,x=1"},
             "0-5",
-            "the array has 6 tasks, and the most here are 5",
+            "the array has 6 tasks; the maximum of this cluster is 5",
         ),
     ],
 )
 def test_what_the_cluster_takes(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, str], text: str, message: str | None
 ) -> None:
-    monkeypatch.setattr(sweep, "show_config", lambda: config)
+    monkeypatch.setattr(array_spec, "show_config", lambda: config)
     if message is None:
         refuse_too_large(parse_array(text))
         return

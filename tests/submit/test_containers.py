@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config.running import LaunchConfig
-from trainkit.submit.containers import container_argv, container_runtime, container_troubles, whole_image
+from trainkit.submit.containers import absolute_image, container_argv, container_problems, container_runtime
 from trainkit.submit.interpreters import Interpreter
 from trainkit.submit.job_environment import make_job_environment
 
@@ -79,31 +79,31 @@ def test_pyxis() -> None:
     )
 
 
-def troubles(folders: tuple[str, ...] = ("/r",), **launch) -> list[tuple[str, str]]:
-    return [(key, message) for key, message, _ in container_troubles(LaunchConfig(**launch), folders)]
+def problems(folders: tuple[str, ...] = ("/r",), **launch) -> list[tuple[str, str]]:
+    return [(key, message) for key, message, _ in container_problems(LaunchConfig(**launch), folders)]
 
 
 def test_nothing_is_wrong(tmp_path: Path) -> None:
     image = tmp_path / "x.sif"
     image.touch()
-    assert troubles(container=str(image), container_mounts=["/a", "/a:/b", "/a:/b:ro"]) == []
-    assert troubles() == []
+    assert problems(container=str(image), container_mounts=["/a", "/a:/b", "/a:/b:ro"]) == []
+    assert problems() == []
 
 
 def test_what_is_wrong(tmp_path: Path) -> None:
     key = "launch.container"
-    assert troubles(container_mounts=["/a"]) == [(f"{key}_mounts", "is set while launch.container is null")]
-    assert troubles(container="--pwn") == [(key, "is '--pwn', which is an option and no image")]
-    assert troubles(container="image") == [(key, "is 'image', which apptainer and pyxis could both mean")]
+    assert problems(container_mounts=["/a"]) == [(f"{key}_mounts", "is set while launch.container is null")]
+    assert problems(container="--pwn") == [(key, "is '--pwn', which is an option, not an image")]
+    assert problems(container="image") == [(key, "is 'image', which both apptainer and pyxis could run")]
     gone = f"{tmp_path}/gone.sif"
-    assert troubles(container=gone) == [(key, f"is {gone!r}, and there is no {gone}")]
-    [(_, message, _)] = container_troubles(LaunchConfig(container="gone.sif"), ["/r"], cwd="/nowhere")
+    assert problems(container=gone) == [(key, f"is {gone!r}, and there is no {gone}")]
+    [(_, message, _)] = container_problems(LaunchConfig(container="gone.sif"), ["/r"], cwd="/nowhere")
     assert message == "is 'gone.sif', and there is no /nowhere/gone.sif"
-    [(where, message)] = troubles(("/r", "/a,b"), container="docker://x")
-    assert (where, message) == (key, "cannot have '/a,b' mounted: a mount cannot be written with one of ,:\"")
+    [(where, message)] = problems(("/r", "/a,b"), container="docker://x")
+    assert (where, message) == (key, "needs '/a,b' mounted, and a mount cannot contain any of ,:\"")
     for mount in ("data", "/a:", "/a:/b:ro:x", "/a,/b", ":/b"):
-        assert troubles(container="docker://x", container_mounts=[mount]) == [
-            (f"{key}_mounts", f"has {mount!r}, which is no mount")
+        assert problems(container="docker://x", container_mounts=[mount]) == [
+            (f"{key}_mounts", f"has {mount!r}, which is not a mount")
         ]
 
 
@@ -141,4 +141,4 @@ def test_ranks_run_in_the_container_and_the_supervisor_does_not() -> None:
     ],
 )
 def test_image_is_the_same_wherever_the_step_runs(image: str, runtime: str, expected: str) -> None:
-    assert whole_image(image, runtime, "/p") == expected
+    assert absolute_image(image, runtime, "/p") == expected

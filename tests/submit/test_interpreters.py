@@ -17,8 +17,8 @@ BARE = {"PATH": "/nowhere"}
 
 def find(cwd: Path, environ: dict[str, str] | None = None, **launch: Any) -> Interpreter:
     """The interpreter of a config with which nothing is wrong."""
-    found, troubles = find_interpreter(LaunchConfig(**launch), SUBMITTING, environ or BARE, cwd)
-    assert troubles == []
+    found, problems = find_interpreter(LaunchConfig(**launch), SUBMITTING, environ or BARE, cwd)
+    assert problems == []
     return found
 
 
@@ -79,7 +79,7 @@ def test_interpreter_by_path_and_by_name(tmp_path: Path) -> None:
     environ = {"PATH": f"{tmp_path}/x/bin"}
     assert find(tmp_path, environ, python="python3.10").argv == ("python3.10",)
     [(key, message, _)] = wrong(tmp_path, python="python3.10")
-    assert (key, message) == ("launch.python", "is 'python3.10', which is no program that can be run")
+    assert (key, message) == ("launch.python", "is 'python3.10', which is not an executable program")
     assert wrong(tmp_path, python="python3.10", modules=["python/3.10"]) == []
 
 
@@ -162,7 +162,10 @@ class TestConda:
     def test_by_name_elsewhere(self, tmp_path: Path, base: Path) -> None:
         make_python(tmp_path / "shared" / "theirs")
         environ = {"PATH": f"{base}/bin", "HOME": str(tmp_path)}
-        assert wrong(tmp_path, environ, conda="theirs")[0][1] == f"is 'theirs', which {base} does not know"
+        assert (
+            wrong(tmp_path, environ, conda="theirs")[0][1]
+            == f"is 'theirs', which is not an environment of {base}"
+        )
         listed = tmp_path / ".conda" / "environments.txt"
         listed.parent.mkdir()
         listed.write_text(f"{tmp_path}/shared/theirs\n")

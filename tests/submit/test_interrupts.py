@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
+from trainkit.bench.campaign import run_here
+from trainkit.bench.record import Bench, BenchRun, Length
+from trainkit.job.record import KILLED, Liveness, liveness, newest_entry
+from trainkit.rundir import RunDir, read_end, write_json
+from trainkit.submit import local_backend
 from trainkit.submit.start import defer_sigint
 
 
@@ -45,7 +51,43 @@ def test_without_one_nothing_is_different() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_where_it_is_ignored_it_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_ignored_it_stays_so() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    done = []
     with defer_sigint():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         interrupt()
+        interrupt()
+        done.append("all of it")
+    assert done == ["all of it"]
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_run_that_was_being_started_is_known_and_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a bench starts a run arrives when job.json names its supervisor, which is then killed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "layout").mkdir()
+    run = RunDir(tmp_path / "layout")
+    write_json(run.job_file, {"backend": "local", "name": "layout", "cwd": str(tmp_path), "attempts": []})
+    bench = Bench(tmp_path, "local", "cpu", Length(1, 0), (BenchRun("dp=1", "layout", {}, 1, 1, []),))
+    steps = []
+
+    def start(index: int, item: BenchRun) -> RunDir:
+        monkeypatch.setattr(local_backend, "module_argv", lambda *args: ["sleep", "600"])
+        interrupt()
+        steps.append("interrupted")
+        local_backend.start_local_attempt(run, "", "{}", "run")
+        steps.append("started")
+        return run
+
+    with pytest.raises(KeyboardInterrupt):
+        run_here(bench, start, lambda item: steps.append("ended by itself"))
+    assert steps == ["interrupted", "started"]
+    entry = newest_entry(run)
+    assert entry is not None
+    assert liveness(entry) is Liveness.GONE
+    end = read_end(run.attempt(1))
+    assert end is not None
+    assert (end["state"], end["reason"]) == ("cancelled", KILLED)

@@ -6,7 +6,8 @@ import pytest
 
 from trainkit.config.running import LaunchConfig
 from trainkit.submit.interpreters import Interpreter
-from trainkit.submit.job_environment import JobEnvironment, launch_troubles, make_job_environment
+from trainkit.submit.job_environment import JobEnvironment, make_job_environment
+from trainkit.submit.preflight_checks import launch_problems
 
 PYTHON = Interpreter(("/v/bin/python",), ("/v/bin/python",), venv="/v")
 
@@ -38,14 +39,14 @@ def test_config_comes_after_the_cluster() -> None:
     assert dict(found.env) == {"A": "cluster", "B": "config", "C": "config"}
 
 
-def troubles(**launch: Any) -> list[tuple[str, str]]:
-    return [(key, message) for key, message, _ in launch_troubles(LaunchConfig(**launch))]
+def problems(**launch: Any) -> list[tuple[str, str]]:
+    return [(key, message) for key, message, _ in launch_problems(LaunchConfig(**launch))]
 
 
 def test_nothing_is_wrong() -> None:
-    assert troubles() == []
+    assert problems() == []
     assert (
-        troubles(modules=["cuda/12.4"], env={"_a1": "two\nlines"}, setup=["a\nb"], conda="mine", venv="x y")
+        problems(modules=["cuda/12.4"], env={"_a1": "two\nlines"}, setup=["a\nb"], conda="mine", venv="x y")
         == []
     )
 
@@ -53,29 +54,31 @@ def test_nothing_is_wrong() -> None:
 @pytest.mark.parametrize("name", ["--force", "", " ", "a b"])
 def test_names_of_modules(name: str) -> None:
     launch = LaunchConfig.model_construct(**{**dict(LaunchConfig()), "modules": (name,)})
-    assert [key for key, _, _ in launch_troubles(launch)] == ["launch.modules"]
+    assert [key for key, _, _ in launch_problems(launch)] == ["launch.modules"]
 
 
 @pytest.mark.parametrize("name", ["1A", "A-B", "A B", "", "A=B", "A;touch X", "Ä"])
 def test_names_of_variables(name: str) -> None:
-    assert troubles(env={name: "1"}) == [(f"launch.env.{name}", "is no name that a shell variable can have")]
+    assert problems(env={name: "1"}) == [(f"launch.env.{name}", "is not a valid name of a shell variable")]
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "SLURM_JOB_ID", "SRUN_CPUS_PER_TASK", "SBATCH_QOS"])
 def test_variables_that_are_not_the_users(name: str) -> None:
-    assert troubles(env={name: "1"}) == [(f"launch.env.{name}", "is set for every process when the job runs")]
+    assert problems(env={name: "1"}) == [(f"launch.env.{name}", "is set for every process by the job")]
 
 
 def test_what_nothing_can_hold() -> None:
-    assert troubles(env={"A": "\0"}) == [("launch.env.A", "has a NUL character, which no variable can hold")]
-    assert troubles(setup=["a\0"]) == [("launch.setup", "has a NUL character, which no script can hold")]
-    assert troubles(conda="-n") == [("launch.conda", "is '-n', which is an option and no environment")]
+    assert problems(env={"A": "\0"}) == [
+        ("launch.env.A", "has a NUL character, which a variable cannot contain")
+    ]
+    assert problems(setup=["a\0"]) == [("launch.setup", "has a NUL character, which a script cannot contain")]
+    assert problems(conda="-n") == [("launch.conda", "is '-n', which is an option, not an environment")]
 
 
 @pytest.mark.parametrize("key", ["venv", "conda", "uv", "python", "container", "modules", "container_mounts"])
 def test_line_breaks(key: str) -> None:
     value = ("a\nb",) if key in ("modules", "container_mounts") else "a\nb"
     launch = LaunchConfig.model_construct(**{**dict(LaunchConfig()), key: value})
-    assert (f"launch.{key}", "has 'a\\nb', with a line break or NUL in it") in [
-        (where, message) for where, message, _ in launch_troubles(launch)
+    assert (f"launch.{key}", "has 'a\\nb', which contains a line break or NUL") in [
+        (where, message) for where, message, _ in launch_problems(launch)
     ]

@@ -172,4 +172,4 @@ def test_spare_nodes_stand_in_the_script(tmp_path: Path) -> None:
     assert "#SBATCH --no-kill\n" in text
     assert "#SBATCH --no-requeue\n" in text
     assert "    --nodes=2\n" in text
-    assert "mine: 2 nodes with 1 worker each, and 1 spare, one Slurm task a gpu" in text
+    assert "mine: 2 nodes with 1 worker each, and 1 spare, one Slurm task per gpu" in text

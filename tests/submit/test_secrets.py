@@ -6,8 +6,8 @@ from urllib.parse import quote as url_quote
 import pytest
 
 from trainkit.errors import UsageError
+from trainkit.submit.preflight_checks import present_secrets, refuse_leaks, refuse_secrets
 from trainkit.submit.quoting import quote
-from trainkit.submit.secrets import present_secrets, refuse_leaks, refuse_secrets
 
 TOKEN = "hf_abcdefgh12345678"
 NAMES = ("HF_TOKEN", "WANDB_API_KEY")

@@ -14,7 +14,7 @@ from trainkit.errors import ConfigError, UsageError
 from trainkit.rundir import read_json
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.submit import sbatch_backend, sweep
-from trainkit.submit.sweep import create_group, group_script, submit_group
+from trainkit.submit.sweep import create_group, group_script, start_group
 
 LRS: dict[int, dict[str, Any]] = {index: {"optimizer.lr": 0.1 * (index + 1)} for index in range(3)}
 
@@ -104,7 +104,7 @@ def test_percent_signs_of_the_folder_are_not_slurms(tmp_path: Path) -> None:
 def test_a_backslash_would_give_all_tasks_one_log(tmp_path: Path) -> None:
     folder = tmp_path / "a\\b"
     folder.mkdir()
-    with pytest.raises(UsageError, match="cannot hold an array: with a backslash"):
+    with pytest.raises(UsageError, match="has a backslash, with which Slurm"):
         make_group(folder, LRS)
     assert not (folder / "group").exists()
 
@@ -137,14 +137,14 @@ def test_no_secret_reaches_the_record(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_folder_that_is_taken(tmp_path: Path) -> None:
     group = make_group(tmp_path, LRS)
     before = group.sweep_file.read_bytes()
-    with pytest.raises(UsageError, match="already holds a group of runs"):
+    with pytest.raises(UsageError, match="already contains a group of runs"):
         make_group(tmp_path, LRS)
     assert group.sweep_file.read_bytes() == before
 
 
 def test_the_same_script_whenever_it_is_asked_for(tmp_path: Path) -> None:
     points = planned(tmp_path, LRS)
-    group = create_group(points, "0-2", tmp_path / "group", ["trainkit"], None)
+    group, _ = create_group(points, "0-2", ["trainkit"], tmp_path / "group")
     assert group_script(group, points, "0-2", None).text == group.script_file.read_text()
 
 
@@ -167,13 +167,13 @@ def test_a_group_that_slurm_does_not_take_leaves_no_trace(
 
     monkeypatch.setattr(sbatch_backend, "submit_script", refuse)
     with pytest.raises(type(error)):
-        submit_group(group)
+        start_group(group)
     assert group.path.exists() == is_kept
 
 
 def test_ten_thousand_points_are_four_files(tmp_path: Path) -> None:
     (point,) = planned(tmp_path, {0: {"seed": 0}})
     many = [sweep.PlannedPoint(index, {"seed": index}, point.config, point.plan) for index in range(10_000)]
-    group = create_group(many, "0-9999", tmp_path / "group", ["trainkit"], None)
+    group, _ = create_group(many, "0-9999", ["trainkit"], tmp_path / "group")
     assert len(list(group.path.iterdir())) == 4
     assert len(json.loads(group.sweep_file.read_text())["points"]) == 10_000

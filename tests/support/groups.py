@@ -7,8 +7,8 @@ from typing import Any
 
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, Target
-from trainkit.config import LoadedConfig, load_config
-from trainkit.plan.launch import LaunchPlan
+from trainkit.config import load_config
+from trainkit.errors import ConfigError
 from trainkit.plan.make_plan import make_plan
 from trainkit.rungroup import RunGroup
 from trainkit.submit.sweep import PlannedPoint, check_points, create_group
@@ -18,6 +18,7 @@ CONFIG = """
 name: small
 device: cpu
 train: {device_batch_size: 1, global_batch_size: 8}
+launch: {snapshot: false}
 """
 LOGIN_NODE = Machine(4, 0, (), "a login node")
 
@@ -29,14 +30,17 @@ def planned(
     config_file = folder / "small.yaml"
     config_file.write_text(CONFIG)
 
-    def load(values: dict[str, Any]) -> LoadedConfig:
+    target = Target("sbatch", "a test", Cluster("unknown"))
+    result: dict[int, PlannedPoint | ConfigError] = {}
+    for index, values in points.items():
         flags = {key: (f"--sweep {key}={value}", value) for key, value in values.items()}
-        return load_config(config_file, flags=flags, environ={}, cwd=folder)
-
-    def plan(loaded: LoadedConfig) -> LaunchPlan:
-        return make_plan(loaded, LOGIN_NODE, Target("sbatch", "a test", Cluster("unknown")), command)
-
-    return check_points(points, load, plan)
+        try:
+            loaded = load_config(config_file, flags=flags, environ={}, cwd=folder)
+            plan = make_plan(loaded, LOGIN_NODE, target, command)
+            result[index] = PlannedPoint(index, values, loaded.config, plan)
+        except ConfigError as error:
+            result[index] = error
+    return check_points(points, result)
 
 
 def make_group(
@@ -49,6 +53,6 @@ def make_group(
     """A group at ``folder/group`` whose array is said to be a job, and what is changed in its sweep.json."""
     array = ",".join(map(str, points))
     argv = ["trainkit", "submit"]
-    group = create_group(planned(folder, points, command), array, folder / "group", argv, None)
+    group, _ = create_group(planned(folder, points, command), array, argv, folder / "group")
     group.update(job_id=job_id, submitted_at=SUBMITTED_AT, **record)
     return group

@@ -7,9 +7,16 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 
 from trainkit.bench.record import Bench, BenchRun
-from trainkit.control.groups import recall_job_id
-from trainkit.control.jobs import ask_slurm, job_status, kill, life_watch, live_entry, wait_until_gone
-from trainkit.control.local import LEAVING_S
+from trainkit.control.jobs import (
+    SUPERVISOR_EXIT_S,
+    kill,
+    live_entry,
+    liveness_probe,
+    query_job_status,
+    query_known_jobs,
+    recover_group_job_id,
+    wait_until_gone,
+)
 from trainkit.job.record import newest_entry, run_lock
 from trainkit.manifest import remove_all
 from trainkit.observe.follow import is_over
@@ -49,12 +56,12 @@ def run_here(
 
 
 def _wait(run: RunDir) -> None:
-    is_alive = life_watch(run)
+    is_alive = liveness_probe(run)
     while not is_over(run, is_alive()):
         time.sleep(POLL_S)
     entry = newest_entry(run)
     if entry is not None:
-        wait_until_gone(run, entry, LEAVING_S)  # the next one is measured alone
+        wait_until_gone(run, entry, SUPERVISOR_EXIT_S)  # the next one is measured alone
 
 
 def _end(run: RunDir) -> None:
@@ -81,7 +88,7 @@ def state_of(bench: Bench, item: BenchRun) -> tuple[str, str]:
     run = bench.run_dir(item)
     if not run.exists():
         return "not started", ""
-    status = read_status(run, job_status([run], lambda text: None)[0].alive, _now())
+    status = read_status(run, query_job_status([run], lambda text: None)[0].alive, _now())
     return _with_verdict(run, status.state, status.reason)
 
 
@@ -118,9 +125,9 @@ def is_all_over(found: Iterable[str]) -> bool:
 
 
 def _look(group: RunGroup, warn: Callable[[str], None]) -> GroupStatus:
-    recall_job_id(group)
+    recover_group_job_id(group)
     look = GroupFiles(group)
-    return look.status(ask_slurm(look.open_ids, warn), _now())
+    return look.status(query_known_jobs(look.open_ids, warn), _now())
 
 
 def _now() -> datetime:

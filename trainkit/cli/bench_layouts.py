@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from trainkit.cluster.model import Target
     from trainkit.config import LoadedConfig
     from trainkit.config.changes import Change
-    from trainkit.config.training import DataConfig
     from trainkit.plan.launch import LaunchPlan
-    from trainkit.plan.make_plan import DataLook
+    from trainkit.plan.make_plan import DataFacts
     from trainkit.submit.sweep import PlannedPoint
 
 
@@ -102,20 +101,23 @@ def _run_here(planned: PlannedBench, typed: LayoutsRequest) -> int:
     """Run the layouts one after another on this machine, and make the summary."""
     from trainkit.bench.campaign import run_here
     from trainkit.bench.record import write_bench
-    from trainkit.cli.launch import start_new_run
-    from trainkit.config import LoadedConfig
+    from trainkit.cli.start_output import print_copied
     from trainkit.control.run_registry import isolated_state
     from trainkit.rundir import RunDir
-    from trainkit.submit.create import new_place
+    from trainkit.submit.create import create_run, new_folder
+    from trainkit.submit.start import start_run
 
-    with new_place(planned.points[0].config.name, _folder(typed.out), OPTION) as (folder, _):
+    with new_folder(planned.points[0].config.name, _folder(typed.out), OPTION) as (folder, _):
         bench = _bench(planned, folder.absolute(), [item.name for item in planned.selection.layouts])
         write_bench(bench, planned.config, planned.selection, planned.changes)
 
     def start(index: int, item: BenchRun) -> RunDir:
         point = planned.points[index]
-        loaded = LoadedConfig(point.config, {})
-        return start_new_run(loaded, point.plan, str(bench.folder / item.run), "run", quiet=index > 0)[0]
+        created = create_run(point.config, point.plan, ["trainkit", *sys.argv[1:]], bench.folder / item.run)
+        if index == 0:
+            print_copied(created.code)
+        start_run(created.run, point.config, point.plan, "run")
+        return created.run
 
     shown = quote(str(bench.folder))
     click.echo(f"the runs lie in {shown}; `trainkit logs {shown}/LAYOUT -f` shows one", err=True)
@@ -132,18 +134,18 @@ def _submit(planned: PlannedBench, typed: LayoutsRequest) -> int:
     """Submit the layouts as one array, and make the summary if it is waited for."""
     from trainkit.bench.campaign import wait_for_group
     from trainkit.bench.record import write_bench
-    from trainkit.cli.launch import code_copier
-    from trainkit.submit.sweep import ArraySpec, create_group, refuse_too_large, submit_group
+    from trainkit.cli.start_output import print_copied
+    from trainkit.submit.array_spec import ArraySpec, refuse_too_large
+    from trainkit.submit.sweep import create_group, start_group
 
     spec = ArraySpec(tuple(range(len(planned.points))), typed.at_once)
     refuse_too_large(spec)
-    config = planned.points[0].config
-    copier = code_copier(config, planned.plan)
     argv = ["trainkit", *sys.argv[1:]]
-    group = create_group(planned.points, spec.directive, _folder(typed.out), argv, copier, OPTION)
+    group, code = create_group(planned.points, spec.directive, argv, _folder(typed.out), OPTION)
+    print_copied(code)
     bench = _bench(planned, group.path, [str(index) for index in spec.indices])
     write_bench(bench, planned.config, planned.selection, planned.changes)
-    job_id = submit_group(group)
+    job_id = start_group(group)
     shown = quote(str(group.path))
     if not typed.follow:
         value = {"folder": str(group.path), "job_id": job_id, "array": spec.directive}
@@ -221,25 +223,24 @@ def plan_bench(request: ConfigRequest, typed: LayoutsRequest) -> PlannedBench:
     Raises ConfigError and UsageError with what is wrong.
     """
     from trainkit.bench.record import Length, changes
-    from trainkit.cli.launch import look_once, plan_for
     from trainkit.cluster.target import make_target
     from trainkit.config.changes import with_values
+    from trainkit.plan.make_plan import inspect_data
+    from trainkit.submit.plan_run import plan_run
     from trainkit.submit.sweep import PlannedPoint
 
     length = Length(typed.steps, typed.warmup)
     loaded = request.load()
-    target, look = make_target(loaded), look_once()
+    target, data = make_target(loaded), inspect_data(loaded.config.data)
     if target.backend == "submitit":
-        raise UsageError(
-            "submitit has arrays of its own kind, which trainkit does not make", hint="add --backend sbatch"
-        )
-    site = _find_site(loaded, target, look)
+        raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")
+    site = _find_site(loaded, target, data)
     changed = changes(loaded.config, length, site.world_size, keeps_name="name" in request.flags)
     short = with_values(loaded, {change.key: change.value for change in changed}, ORIGIN)
 
     def plan(layout: BenchLayout) -> tuple[BenchLayout, LoadedConfig, LaunchPlan]:
         config = with_values(short, layout.values, f"layout {layout.name}")
-        return layout, config, plan_for(config, target=target, look=look)
+        return layout, config, plan_run(config, target=target, data=data)
 
     selection, plans = _select(short, site, typed.layouts, plan)
     points = [
@@ -275,7 +276,7 @@ def _select(
     return Selection(tuple(asked), {}, ()), [plan(item) for item in asked]
 
 
-def _find_site(loaded: LoadedConfig, target: Target, look: Callable[[DataConfig], DataLook]) -> Site:
+def _find_site(loaded: LoadedConfig, target: Target, data: DataFacts) -> Site:
     """How many processes there are, found by planning them without regard to the model and its batch."""
     from trainkit.bench.layouts import Site
     from trainkit.cluster.machine import detect_machine
@@ -293,7 +294,7 @@ def _find_site(loaded: LoadedConfig, target: Target, look: Callable[[DataConfig]
     return Site(
         world_size=plan.world_size,
         node_size=plan.workers_per_node,
-        shape=resolve_model_shape(config.model, look(config.data).vocab_size),
+        shape=resolve_model_shape(config.model, data.vocab_size),
         seq_len=config.data.seq_len,
         device_batch_size=train.device_batch_size,
         global_batch_size=train.global_batch_size or train.device_batch_size * plan.world_size,

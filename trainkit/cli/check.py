@@ -59,9 +59,9 @@ def command(
     Prints what was derived and why, and on a cluster when the job would start; every problem is listed at
     once, with exit code 2.
     """
-    from trainkit.cli.launch import plan_for
     from trainkit.cluster.target import make_target
     from trainkit.config.loaded import origin_lines
+    from trainkit.submit.plan_run import plan_run
     from trainkit.submit.queue_estimate import wait_lines
 
     if world_size is None and rank is not None:
@@ -73,7 +73,7 @@ def command(
     if world_size is not None:
         return _simulate(loaded, world_size, rank or 0, as_json)
     target = make_target(loaded)
-    plan = plan_for(loaded, target=target)
+    plan = plan_run(loaded, target=target)
     if estimate and plan.slurm is None:
         raise UsageError("--estimate asks Slurm, but this run would start here", hint="leave --estimate out")
     waits = None

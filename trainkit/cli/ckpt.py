@@ -96,14 +96,14 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
 
     Refused while the run is running. What was set aside as damaged stays.
     """
-    from trainkit.control.jobs import refuse_live
+    from trainkit.control.jobs import require_not_running
     from trainkit.control.run_registry import find_run
     from trainkit.job.record import run_lock
     from trainkit.manifest import best_step, newest_intact, published, remove, superseded
 
     run = find_run(run_name)
     with run_lock(run):
-        refuse_live(run, "ckpt prune")
+        require_not_running(run, "ckpt prune")
         there = published(run.checkpoints_dir)
         doomed = superseded(there, keep_last, best_step(run.checkpoints_dir))
         intact = newest_intact(there) if doomed else None

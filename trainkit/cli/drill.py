@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,20 +75,20 @@ def command(
     scenario that was tried passed. Only the built-in trainer is shortened: give a COMMAND few steps yourself.
     Ctrl-C cancels the current run.
     """
-    from trainkit.cli.launch import plan_for
     from trainkit.cluster.target import make_target
     from trainkit.drill.run_drill import drill_config
     from trainkit.drill.scenarios import select, skip_reason
+    from trainkit.submit.plan_run import plan_run
 
     argv = trailing_command()
     _refuse_misfits(argv, launcher, steps)
     loaded = request.load()
     target = make_target(loaded)
-    plan = plan_for(loaded, argv, launcher, target)
+    plan = plan_run(loaded, argv, launcher, target=target)
     changes: list[Change] = []
     if argv is None:
         loaded, changes = drill_config(loaded, steps or DEFAULT_STEPS, plan.device)
-        plan = plan_for(loaded, argv, launcher, target)
+        plan = plan_run(loaded, argv, launcher, target=target)
     scenarios = select(only)
     reasons = {scenario.name: skip_reason(scenario, loaded.config, plan) for scenario in scenarios}
     if only_list:
@@ -141,19 +142,24 @@ def _drill(
     seed: int,
     as_json: bool,
 ) -> int:
-    from trainkit.cli.launch import start_new_run
+    from trainkit.cli.start_output import print_copied
     from trainkit.control.run_registry import isolated_state
     from trainkit.drill.result import all_passed, result_table, summary
     from trainkit.drill.run_drill import REFERENCE, Drill, make_folder
     from trainkit.plan.launch import describe_plan
     from trainkit.rundir import RunDir, write_json
+    from trainkit.submit.create import create_run
+    from trainkit.submit.start import start_run
 
     def log_line(text: str) -> None:
         click.echo(text, err=True)
 
     def start(folder: Path) -> RunDir:
-        is_first = folder.name == REFERENCE
-        return start_new_run(loaded, plan, str(folder), "submit", quiet=not is_first)[0]
+        created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
+        if folder.name == REFERENCE:
+            print_copied(created.code)
+        start_run(created.run, loaded.config, plan, "submit")
+        return created.run
 
     log_line(describe_plan(plan, loaded.config.name))
     for change in changes:

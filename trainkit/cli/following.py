@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-from trainkit.control.jobs import life_watch, wait_until_gone
-from trainkit.control.local import LEAVING_S
+from trainkit.control.jobs import SUPERVISOR_EXIT_S, liveness_probe, wait_until_gone
 from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from trainkit.job.record import newest_entry
 from trainkit.observe.follow import LogTail, follow, last_lines
@@ -28,7 +27,7 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
     `on_poll` is called several times a second. KeyboardInterrupt passes through.
     """
     events = LogTail(run.events_file)
-    is_alive = life_watch(run, lambda text: click.echo(text, err=True))
+    is_alive = liveness_probe(run, lambda text: click.echo(text, err=True))
 
     def poll() -> bool | None:
         on_poll()
@@ -40,7 +39,7 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
     entry = newest_entry(run)
     if entry is not None:
         # So that what is typed next, `resume` for example, does not meet a supervisor on its way out.
-        wait_until_gone(run, entry, LEAVING_S)
+        wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
     _tell_events(events, attempt)
     return tell_end(run)
 

@@ -42,7 +42,7 @@ def command(
     lines: int | None,
 ) -> int:
     """Print what RUN prints: the log of rank 0, or of the ranks that are chosen."""
-    from trainkit.control.jobs import life_watch
+    from trainkit.control.jobs import liveness_probe
     from trainkit.control.run_registry import find_run
     from trainkit.observe.follow import LogTail, follow, start_of_last
 
@@ -53,7 +53,7 @@ def command(
     logs_of = _choice(rank, node, all_ranks)
     named = node is not None or all_ranks
     if following:
-        for line in follow(run, attempt.number, logs_of, life_watch(run), lines):
+        for line in follow(run, attempt.number, logs_of, liveness_probe(run), lines):
             click.echo(f"{line.source} | {line.text}" if named else line.text)
         return EXIT_OK
     paths = [path for path in logs_of(attempt) if path.exists()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import cleandoc
 from pathlib import Path
@@ -14,11 +14,11 @@ import click
 
 from trainkit.cli.completion import complete_config, complete_profile, complete_run, complete_setting
 from trainkit.cli.help import Command
-from trainkit.errors import UsageError
+from trainkit.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
-    from trainkit.submit.sweep import ArraySpec
+    from trainkit.submit.array_spec import ArraySpec
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -298,7 +298,7 @@ class GroupRequest:
         unchanged. Raises UsageError.
         """
         from trainkit.plan.sweep import combinations, parse_axes
-        from trainkit.submit.sweep import ArraySpec, parse_array
+        from trainkit.submit.array_spec import ArraySpec, parse_array
 
         spec = None if self.array is None else parse_array(self.array)
         if not self.sweeps:
@@ -319,22 +319,31 @@ class GroupRequest:
         limit = None if spec is None else spec.limit
         return ArraySpec(tuple(range(len(found))), limit), dict(enumerate(found))
 
-    def loader(self, request: ConfigRequest) -> Callable[[dict[str, Any]], LoadedConfig]:
-        """A function from the values of a point to its config; ConfigError lists its problems."""
-        from trainkit.plan.sweep import shown_value
+    def load_points(
+        self, request: ConfigRequest, values: Mapping[int, dict[str, Any]]
+    ) -> dict[int, LoadedConfig | ConfigError]:
+        """The config of each point by index, or its problems."""
+        base = None if self.sweeps else request.load()
+        configs: dict[int, LoadedConfig | ConfigError] = {}
+        for index, point in values.items():
+            try:
+                configs[index] = (
+                    _swept(request, point) if base is None else _with_seed(base, point.get("seed"))
+                )
+            except ConfigError as error:
+                configs[index] = error
+        return configs
 
-        def swept(values: dict[str, Any]) -> LoadedConfig:
-            typed = {key: (f"--sweep {key}={shown_value(value)}", value) for key, value in values.items()}
-            return replace(request, flags={**request.flags, **typed}).load()
 
-        if self.sweeps:
-            return swept
-        base = request.load()
-        return lambda values: _with_seed(base, values.get("seed"))
+def _swept(request: ConfigRequest, values: Mapping[str, Any]) -> LoadedConfig:
+    from trainkit.plan.sweep import shown_value
+
+    flags = {key: (f"--sweep {key}={shown_value(value)}", value) for key, value in values.items()}
+    return replace(request, flags={**request.flags, **flags}).load()
 
 
 def _with_seed(loaded: LoadedConfig, seed: int | None) -> LoadedConfig:
-    """The config with another seed; its origin is --array."""
+    """The config with the seed of a point of --array."""
     if seed is None:
         return loaded
     from trainkit.config.changes import with_values

@@ -72,7 +72,7 @@ def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> H
 
 def _shape(loaded: LoadedConfig) -> ModelShape:
     """The model's shape; the data is looked at only where it decides the vocabulary."""
-    from trainkit.plan.make_plan import OURS, look_at_data
+    from trainkit.plan.make_plan import OURS, inspect_data
     from trainkit.plan.model_shape import resolve_model_shape
 
     model = loaded.config.model
@@ -82,7 +82,7 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
         raise ConfigError([loaded.problem("model.architecture", message, hint)])
     vocab_size = model.vocab_size
     if vocab_size is None:
-        look = look_at_data(loaded.config.data)
+        look = inspect_data(loaded.config.data)
         if look.problems:
             raise ConfigError([loaded.problem(*problem) for problem in look.problems])
         vocab_size = look.vocab_size

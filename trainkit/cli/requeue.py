@@ -1,48 +1,37 @@
-"""``trainkit requeue``: same job again."""
+"""``trainkit requeue``: start the job of a run again."""
 
 from __future__ import annotations
 
 import json
-import signal
 
 import click
 
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option, run_argument
-from trainkit.errors import EXIT_OK, UsageError
+from trainkit.errors import EXIT_OK
 
 
 @click.command(cls=Command, epilog=examples("trainkit requeue last", "trainkit requeue last --json"))
 @run_argument
 @json_option
 def command(run_name: str, as_json: bool) -> int:
-    """Start the job of RUN again with the same config and plan, as the run's next attempt.
+    """Start the next attempt of RUN with the same config and plan.
 
-    A running job saves and stops first and comes back by itself.
+    A running job saves and stops first, and is then restarted.
     """
-    from trainkit.cli.launch import print_started, started
-    from trainkit.control.jobs import live_entry, recall, tell
+    from trainkit.cli.start_output import print_started
     from trainkit.control.run_registry import find_run
-    from trainkit.job.record import read_job, run_lock
-    from trainkit.submit.start import start_again
+    from trainkit.job.record import read_job
+    from trainkit.submit.start import requeue_run
 
     run = find_run(run_name)
+    entry, is_started = requeue_run(run)
     job = read_job(run)
-    value = {"run_dir": str(run.path), "name": job["name"]}
-    with run_lock(run):
-        recall(run)
-        entry = live_entry(run, "requeue")
-        if entry is None:
-            value |= started(start_again(run, "requeue"), str(job["backend"]))
-        else:
-            done = tell(run, entry, signal.SIGUSR2)
-    if entry is None:
-        print_started(value, as_json)
+    if is_started:
+        print_started(run, job["name"], entry, str(job["backend"]), as_json)
         return EXIT_OK
-    if done == "waiting":
-        raise UsageError(f"{entry['job_id']} waits in the queue already", hint="`trainkit status` tells why")
-    click.echo(f"{entry['job_id']} is told to save, stop and come back", err=True)
+    click.echo(f"{entry['job_id']} saves, stops and is requeued", err=True)
     if as_json:
-        value |= {"job_id": entry["job_id"], "attempt": entry["attempt"] + 1, "backend": job["backend"]}
-        click.echo(json.dumps(value, ensure_ascii=False))
+        facts = {"job_id": entry["job_id"], "attempt": entry["attempt"] + 1, "backend": job["backend"]}
+        click.echo(json.dumps({"run_dir": str(run.path), "name": job["name"], **facts}, ensure_ascii=False))
     return EXIT_OK

@@ -1,14 +1,9 @@
-"""``trainkit resume``: go on from the newest good checkpoint."""
+"""``trainkit resume``: continue from the newest intact checkpoint."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,12 +17,7 @@ from trainkit.cli.options import (
     slurm_flags,
     slurm_options,
 )
-from trainkit.errors import EXIT_OK, UsageError
-
-if TYPE_CHECKING:
-    from trainkit.config import LoadedConfig
-    from trainkit.plan.launch import LaunchPlan
-    from trainkit.rundir import RunDir
+from trainkit.errors import EXIT_OK
 
 
 @click.command(
@@ -45,9 +35,9 @@ if TYPE_CHECKING:
 @click.option(
     "--new-code",
     is_flag=True,
-    help="On Slurm: train the code as it is now, not the copy of the first submit.",
+    help="On Slurm: use the current code, not the copy of the first submit.",
 )
-@click.option("--as", "fork_dir", metavar="DIR", help="Go on in a new run folder; this run stays as it is.")
+@click.option("--as", "fork_dir", metavar="DIR", help="Resume in a new run folder and leave RUN unchanged.")
 @click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
 @json_option
 def command(
@@ -61,21 +51,31 @@ def command(
     as_json: bool,
     **slurm: object,
 ) -> int:
-    """Go on with RUN from its newest good checkpoint, possibly on another number of nodes or GPUs.
+    """Resume RUN from its newest intact checkpoint, possibly on another number of nodes or GPUs.
 
-    It goes on in the same run folder as its next attempt, or with --as in a new one.
+    It continues in the same run folder as its next attempt, or with --as in a new one.
     """
-    from trainkit.cli import launch
+    from trainkit.cli.start_output import print_copied, print_started
     from trainkit.config import load_config, read_effective
-    from trainkit.control.jobs import refuse_live
-    from trainkit.control.resume import changes, refuse_incompatible
+    from trainkit.control.jobs import require_not_running
+    from trainkit.control.resume import (
+        changes,
+        copy_newest_checkpoint,
+        newest_checkpoint_of,
+        refuse_incompatible,
+        submission_folder,
+    )
     from trainkit.control.run_registry import find_run
+    from trainkit.job.record import read_job
     from trainkit.plan.launch import LaunchPlan, describe_plan
     from trainkit.rundir import read_json
+    from trainkit.submit.create import create_run
+    from trainkit.submit.plan_run import plan_run
+    from trainkit.submit.start import resume_run, start_run
 
     source = find_run(run_name)
     if fork_dir is None:
-        refuse_live(source, "resume")
+        require_not_running(source, "resume")
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
     loaded = load_config(source.config_file, overrides=overrides, flags=flags, layers=False)
     loaded = loaded.adjusting(
@@ -85,86 +85,26 @@ def command(
     )
     before = LaunchPlan.from_dict(read_json(source.plan_file))
     fork = None if fork_dir is None else Path(fork_dir).absolute()
-    with _where_it_was_submitted(source, new_code or fork is not None) as code_dir:
-        plan = launch.plan_for(loaded, before.command, before.launcher, code_dir=code_dir)
+    with submission_folder(source, new_code or fork is not None) as code_dir:
+        plan = plan_run(loaded, before.command, before.launcher, code_dir=code_dir)
         refuse_incompatible(source, loaded)
         click.echo(describe_plan(plan, loaded.config.name), err=True)
         for change in changes(read_effective(source.config_file), loaded.config):
             click.echo(f"  changed             {change}", err=True)
-        run, value = (
-            _go_on(source, loaded, plan, new_code) if fork is None else _fork(source, fork, loaded, plan)
-        )
-    launch.print_started(value, as_json)
+        if fork is None:
+            run, name = source, str(read_job(source)["name"])
+            entry = resume_run(run, loaded.config, plan, new_code)
+        else:
+            checkpoint = newest_checkpoint_of(source)
+            created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], fork)
+            run, name = created.run, created.name
+            print_copied(created.code)
+            copy_newest_checkpoint(checkpoint, run)
+            entry = start_run(run, loaded.config, plan, "submit")
+            click.echo(f"from {checkpoint}", err=True)
+    print_started(run, name, entry, plan.backend, as_json)
     if not follow:
         return EXIT_OK
     from trainkit.cli.following import follow_detachable
 
-    return follow_detachable(run, value["attempt"], to_stderr=as_json)
-
-
-@contextmanager
-def _where_it_was_submitted(run: RunDir, takes_new_code: bool) -> Iterator[Path]:
-    """Be in the folder that a run was submitted from: what its config says is counted from there.
-
-    Gives the folder that its command is started in: in the run's own copy of the code, where it has one.
-    """
-    from trainkit.job.record import read_job
-
-    job, here = read_job(run), Path.cwd()
-    there = Path(str(job.get("cwd") or here))
-    if not there.is_dir():
-        there = here
-    code = None if takes_new_code else job.get("code")
-    os.chdir(there)
-    try:
-        yield there if code is None else Path(str(code["workdir"]))
-    finally:
-        os.chdir(here)
-
-
-def _go_on(
-    run: RunDir, loaded: LoadedConfig, plan: LaunchPlan, new_code: bool
-) -> tuple[RunDir, dict[str, Any]]:
-    from trainkit.cli.launch import started
-    from trainkit.control.jobs import recall, refuse_live
-    from trainkit.job.record import read_job, run_lock
-    from trainkit.submit.code.copy import renewed_code
-    from trainkit.submit.start import start_attempt
-
-    with run_lock(run):
-        recall(run)
-        refuse_live(run, "resume")  # again: another command may have been faster
-        with renewed_code(run, loaded.config, plan) if new_code else nullcontext():
-            entry = start_attempt(run, loaded.config, plan, "resume")
-    return run, {"run_dir": str(run.path), "name": read_job(run)["name"], **started(entry, plan.backend)}
-
-
-def _fork(
-    source: RunDir, folder: Path, loaded: LoadedConfig, plan: LaunchPlan
-) -> tuple[RunDir, dict[str, Any]]:
-    from trainkit.cli.launch import code_copier, started
-    from trainkit.control.resume import copy_checkpoint
-    from trainkit.job.record import run_lock
-    from trainkit.manifest import newest_intact, published
-    from trainkit.submit.create import create_run
-    from trainkit.submit.start import start_attempt
-
-    checkpoint = newest_intact(published(source.checkpoints_dir))
-    if checkpoint is None:
-        raise UsageError(
-            f"{source.path} has no intact checkpoint to go on from",
-            hint="`trainkit submit` starts a run from the beginning",
-        )
-    run, name = create_run(
-        loaded, folder, ["trainkit", *sys.argv[1:]], plan.backend, code_copier(loaded.config, plan)
-    )
-    try:
-        copy_checkpoint(checkpoint.path, run)
-        with run_lock(run):
-            entry = start_attempt(run, loaded.config, plan, "submit")
-    except BaseException:
-        if not run.attempt_numbers():
-            shutil.rmtree(run.path, ignore_errors=True)  # made a moment ago; a refusal leaves no trace
-        raise
-    click.echo(f"from {checkpoint.path}", err=True)
-    return run, {"run_dir": str(run.path), "name": name, **started(entry, plan.backend)}
+    return follow_detachable(run, entry["attempt"], to_stderr=as_json)

@@ -43,25 +43,24 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
 
 
 def _show_run(run: RunDir, as_json: bool) -> int:
-    from trainkit.control.jobs import job_status
+    from trainkit.control.jobs import query_job_status
     from trainkit.observe.status import read_status
     from trainkit.observe.status_text import run_details
 
-    look = job_status([run], _warn)[0]
+    look = query_job_status([run], _warn)[0]
     status = read_status(run, look.alive, _now(), look.job)
     click.echo(json.dumps(status.to_dict(), ensure_ascii=False) if as_json else run_details(status))
     return EXIT_OK
 
 
 def _show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
-    from trainkit.control.groups import recall_job_id
-    from trainkit.control.jobs import ask_slurm
+    from trainkit.control.jobs import query_known_jobs, recover_group_job_id
     from trainkit.observe.group import GroupFiles
     from trainkit.observe.status_text import group_details
 
-    recall_job_id(group)
+    recover_group_job_id(group)
     files = GroupFiles(group)
-    status = files.status(ask_slurm(files.open_ids, _warn), _now())
+    status = files.status(query_known_jobs(files.open_ids, _warn), _now())
     if as_json:
         click.echo(json.dumps(status.to_dict(), ensure_ascii=False))
     else:
@@ -97,7 +96,7 @@ def _summary(status: RunStatus | GroupStatus) -> dict[str, Any]:
 
 def _read_all() -> list[RunStatus | GroupStatus]:
     """The status of every known run and group, newest first, with one question to Slurm for all."""
-    from trainkit.control.jobs import ask_slurm, looks, slurm_ids
+    from trainkit.control.jobs import job_statuses, open_job_ids, query_known_jobs
     from trainkit.control.run_registry import known_runs
     from trainkit.observe.group import GroupFiles
     from trainkit.observe.status import read_status
@@ -105,9 +104,9 @@ def _read_all() -> list[RunStatus | GroupStatus]:
     known = known_runs()
     runs = [item.run for item in known if not item.is_group]
     groups = {item.run.path: GroupFiles(item.group) for item in known if item.is_group}
-    ids = slurm_ids(runs) + [job_id for files in groups.values() for job_id in files.open_ids]
-    jobs = ask_slurm(ids, _warn)
-    seen = {run.path: look for run, look in zip(runs, looks(runs, jobs), strict=True)}
+    ids = open_job_ids(runs) + [job_id for files in groups.values() for job_id in files.open_ids]
+    jobs = query_known_jobs(ids, _warn)
+    seen = {run.path: look for run, look in zip(runs, job_statuses(runs, jobs), strict=True)}
     statuses: list[RunStatus | GroupStatus] = []
     for item in known:
         if item.is_group:

@@ -1,11 +1,14 @@
-"""``trainkit submit``: start a run that goes on without this terminal."""
+"""``trainkit submit``: start a run that continues without this terminal."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -23,6 +26,7 @@ from trainkit.cli.options import (
     trailing_command,
 )
 from trainkit.errors import EXIT_OK, UsageError
+from trainkit.rungroup import RunGroup
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -60,90 +64,167 @@ def command(
     follow: bool,
     as_json: bool,
 ) -> int:
-    """Start a run of CONFIG that goes on without this terminal.
+    """Start a run of CONFIG that continues without this terminal.
 
-    Prints the run folder and the job id. With a COMMAND after --, that is what every rank runs in place of
-    the built-in trainer.
+    Prints the run folder and the job id. With a COMMAND after --, each rank runs it in place of the built-in
+    trainer.
 
-    With --sweep or --array these are many runs in one Slurm array: a group, whose folder has a run folder for
-    each point by its number. The values of a sweep are read as YAML between [ and ]: "a,b" is one text,
-    [1,2],[3,4] are two lists.
+    --sweep and --array start a group of runs as one Slurm array; the group's folder has a run folder for each
+    index. The values of a sweep are read as YAML between [ and ]: "a,b" is one text, [1,2],[3,4] are two
+    lists.
     """
-    from trainkit.submit.beside import beside
-
-    argv = trailing_command()
-    if argv is None and launcher != "python":
-        raise UsageError(f"--launcher {launcher} is for a COMMAND", hint="add: -- train.py …")
+    command_argv = trailing_command()
+    if command_argv is None and launcher != "python":
+        raise UsageError(f"--launcher {launcher} needs a COMMAND", hint="add: -- train.py …")
     folder = None if run_dir is None else named_folder(run_dir)
     if group:
-        from trainkit.cli.submit_group import Submission, submit_many
+        if follow:
+            raise UsageError(
+                "--follow follows one run, not a group", hint="`trainkit logs GROUP/0 -f` follows one of them"
+            )
+        options = GroupSubmission(command_argv, launcher, folder, after, dry_run, test_only, as_json)
+        return _submit_group(request, group, options)
 
-        typed = Submission(argv, launcher, folder, after, dry_run, test_only, follow, as_json)
-        return submit_many(request, group, typed)
-    if dry_run or test_only:
-        return _show(*_planned(request, argv, launcher, after), folder, test_only)
-    with beside("asking git", _provenance) as collect:
-        loaded, plan = _planned(request, argv, launcher, after)
-        from trainkit.cli.launch import print_started, start_new_run
-
-        run, value = start_new_run(loaded, plan, run_dir, "submit", collect=collect)
-    print_started(value, as_json)
-    if not follow:
-        shown = quote(str(run.path))
-        click.echo(f"`trainkit logs {shown} -f` shows it, `trainkit cancel {shown}` ends it", err=True)
-        return EXIT_OK
-    from trainkit.cli.following import follow_detachable
-
-    return follow_detachable(run, value["attempt"], to_stderr=as_json)
-
-
-def _provenance() -> dict[str, Any]:
-    from trainkit.submit.create import collect_provenance
-
-    return collect_provenance(Path.cwd())
-
-
-def _planned(
-    request: ConfigRequest, argv: tuple[str, ...] | None, launcher: str, after: tuple[str, ...]
-) -> tuple[LoadedConfig, LaunchPlan]:
-    """The config and the plan of it, which is shown."""
-    from trainkit.cli.launch import plan_for
+    from trainkit.cli.start_output import print_copied, print_started
     from trainkit.plan.launch import describe_plan
+    from trainkit.submit.create import create_run
+    from trainkit.submit.plan_run import plan_run
+    from trainkit.submit.start import start_run
 
     loaded = request.load()
-    plan = plan_for(loaded, argv, launcher)
+    plan = plan_run(loaded, command_argv, launcher)
     if after:
-        from trainkit.cli.after import find_job_ids
-        from trainkit.plan.launch import with_dependency
+        from trainkit.submit.dependency import start_after
 
-        plan = with_dependency(plan, after, find_job_ids(after) if plan.slurm is not None else ())
+        plan = start_after(plan, after, _warn)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
-    return loaded, plan
+    if dry_run or test_only:
+        return _show(loaded, plan, folder, test_only)
+    created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
+    print_copied(created.code)
+    entry = start_run(created.run, loaded.config, plan, "submit")
+    print_started(created.run, created.name, entry, plan.backend, as_json)
+    if follow:
+        from trainkit.cli.following import follow_detachable
+
+        return follow_detachable(created.run, entry["attempt"], to_stderr=as_json)
+    shown = quote(str(created.run.path))
+    click.echo(f"`trainkit logs {shown} -f` shows its log, `trainkit cancel {shown}` ends it", err=True)
+    return EXIT_OK
+
+
+def _warn(text: str) -> None:
+    click.echo(f"warning: {text}", err=True)
 
 
 def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only: bool) -> int:
-    """Print the bytes that would be submitted, or what Slurm says to them."""
-    from trainkit.submit.create import config_text, future_run, plan_text
-
+    """Print the bytes that would be submitted, or Slurm's estimate for them."""
     if plan.backend == "local":
         if test_only:
             raise UsageError("--test-only asks Slurm, and this run would start here", hint="use --dry-run")
-        click.echo(plan_text(plan), nl=False)
+        click.echo(plan.to_text(), nl=False)
         return EXIT_OK
-    from trainkit.submit.code.copy import planned_code
-    from trainkit.submit.script import script_for
-    from trainkit.submit.secrets import refuse_leaks
+    from trainkit.config import dump_effective
+    from trainkit.submit.code.snapshot import planned_code
+    from trainkit.submit.create import future_run
+    from trainkit.submit.preflight_checks import refuse_leaks
+    from trainkit.submit.start import script_of_attempt
 
-    run = future_run(loaded.config.name, folder)
-    code = planned_code(run, loaded.config, plan, Path.cwd())
-    script = script_for(run, 1, plan, loaded.config, Path.cwd(), code)
-    texts = {"the script": script.text, "plan.json": plan_text(plan), "config.yaml": config_text(loaded)}
+    config, cwd = loaded.config, Path.cwd()
+    run = future_run(config.name, folder)
+    code = planned_code(run, config, plan, cwd)
+    script = script_of_attempt(run, 1, plan, config, cwd, code)
+    texts = {
+        "the script": script.text,
+        "plan.json": plan.to_text(),
+        "config.yaml": dump_effective(config),
+    }
     for where, text in texts.items():
-        refuse_leaks(text, where, loaded.config.launch.secrets, os.environ)
-    if not test_only:
-        click.echo(script.text, nl=False)
-        return EXIT_OK
-    from trainkit.submit.sbatch_backend import ask_slurm_about
+        refuse_leaks(text, where, config.launch.secrets, os.environ)
+    return _print_script(script.text, test_only)
 
-    click.echo(ask_slurm_about(script.text))
+
+def _print_script(text: str, test_only: bool) -> int:
+    if not test_only:
+        click.echo(text, nl=False)
+        return EXIT_OK
+    from trainkit.submit.sbatch_backend import estimate_start
+
+    click.echo(estimate_start(text))
+    return EXIT_OK
+
+
+@dataclass(frozen=True)
+class GroupSubmission:
+    """The options of `submit` that also apply to a group."""
+
+    command: tuple[str, ...] | None
+    launcher: str
+    run_dir: Path | None
+    after: tuple[str, ...]
+    dry_run: bool
+    test_only: bool
+    as_json: bool
+
+
+def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: GroupSubmission) -> int:
+    """Submit a group of runs as one Slurm array, or show what would be submitted."""
+    from trainkit.cli.start_output import print_copied
+    from trainkit.plan.launch import describe_plan, with_dependency
+    from trainkit.submit.code.snapshot import planned_code
+    from trainkit.submit.create import future_run
+    from trainkit.submit.dependency import job_ids_of
+    from trainkit.submit.sweep import (
+        common_plan,
+        create_group,
+        describe_points,
+        group_script,
+        plan_points,
+        reaches_command,
+        start_group,
+    )
+
+    base = None if group_request.sweeps else request.load()
+    seed = None if base is None or options.command is not None else base.config.seed
+    spec, values = group_request.points(seed)
+    configs = group_request.load_points(request, values)
+    limited = None if options.dry_run else spec
+    points = plan_points(
+        values, configs, options.command, options.launcher, config_path=request.path, array=limited
+    )
+    if options.after:
+        job_ids = job_ids_of(options.after, _warn)
+        points = [replace(item, plan=with_dependency(item.plan, options.after, job_ids)) for item in points]
+    click.echo(describe_plan(common_plan(points), points[0].config.name), err=True)
+    click.echo(f"  {'points':<18}  {describe_points(spec, values, bool(group_request.sweeps))}", err=True)
+    if options.command is not None and group_request.sweeps and not reaches_command(values):
+        click.echo(
+            "  note: a COMMAND sees only swept launch.env.NAME; the other values are in config.yaml of the "
+            "run folder, $TRAINKIT_JOB_RUN_DIR",
+            err=True,
+        )
+    if options.dry_run or options.test_only:
+        run = future_run(points[0].config.name, options.run_dir)
+        code = planned_code(run, points[0].config, points[0].plan, Path.cwd())
+        script = group_script(RunGroup(run.path), points, spec.directive, code)
+        return _print_script(script.text, options.test_only)
+    group, code = create_group(points, spec.directive, ["trainkit", *sys.argv[1:]], options.run_dir)
+    print_copied(code)
+    job_id = start_group(group)
+    if options.as_json:
+        facts = {
+            "run_dir": str(group.path),
+            "name": group.name,
+            "job_id": job_id,
+            "backend": points[0].plan.backend,
+            "array": spec.directive,
+            "num_points": len(points),
+        }
+        click.echo(json.dumps(facts, ensure_ascii=False))
+    else:
+        click.echo(f"{group.path}\n{job_id}")
+    shown, first_run = quote(str(group.path)), quote(str(group.run(spec.indices[0]).path))
+    click.echo(
+        f"`trainkit status {shown}` shows all runs, `trainkit logs {first_run} -f` follows one", err=True
+    )
     return EXIT_OK

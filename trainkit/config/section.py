@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,9 +11,6 @@ NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-_FINDS_PLUGINS = "pydantic.plugin._loader"
-_NO_PLUGINS = ModuleType(_FINDS_PLUGINS)
-_NO_PLUGINS.__dict__["get_plugins"] = lambda: ()
 
 
 class Section(BaseModel):
@@ -30,23 +25,6 @@ class Section(BaseModel):
         # Built when first used: the whole config builds its sections anyway, and `submit` has to wait for it.
         defer_build=True,
     )
-
-    @classmethod
-    def model_rebuild(cls, **options: Any) -> bool | None:
-        """Build the model as pydantic does, without the plugins of pydantic that happen to be installed.
-
-        To find them it reads a file of every package there is, and what it finds is loaded into the command.
-        Its setting for that, PYDANTIC_DISABLE_PLUGINS, is looked at only after the reader of packages was
-        loaded, with a parser of mails and one of zip files, which takes as long as the building.
-        """
-        before = sys.modules.get(_FINDS_PLUGINS)
-        sys.modules[_FINDS_PLUGINS] = _NO_PLUGINS
-        try:
-            return super().model_rebuild(**options)
-        finally:
-            sys.modules.pop(_FINDS_PLUGINS, None)
-            if before not in (None, _NO_PLUGINS):
-                sys.modules[_FINDS_PLUGINS] = before
 
 
 def section(description: str) -> Any:

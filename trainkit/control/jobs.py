@@ -1,8 +1,12 @@
-"""Steers the job of a run, whoever carries it: a supervisor on this machine, or Slurm."""
+"""The job of a run: whether it is alive, what Slurm knows about it, and the signals that reach it.
+
+A run on this machine is carried by a supervisor process, any other one by a job of Slurm.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,8 +14,8 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
-from trainkit.control import local
 from trainkit.errors import SlurmError, TrainkitError, UsageError
+from trainkit.job.processes import descendants
 from trainkit.job.record import (
     KILLED,
     Liveness,
@@ -20,59 +24,66 @@ from trainkit.job.record import (
     is_exiting,
     is_slurm,
     newest_entry,
+    set_follow_ups,
     submission_token,
     waiting_follow_ups,
 )
 from trainkit.job.record import liveness as local_liveness
 from trainkit.rundir import RunDir, log_event, read_json, utc_now, write_json
+from trainkit.rungroup import RunGroup
 from trainkit.slurm.conf_file import cluster_name, other_cluster
-from trainkit.slurm.control import Receiver, cancel, kill_step, send_signal
+from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_step, send_signal
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import find_marked
 
-ASK_EVERY_S = 10.0
-"""Slurm's controller answers a whole cluster: a command that waits asks no more often."""
-ASK_SOON_S = 1.0
+QUERY_INTERVAL_S = 10.0
+"""How often a waiting command asks Slurm: its controller serves the whole cluster."""
+FIRST_QUERY_INTERVAL_S = 1.0
+LOCAL_POLL_S = 0.05
+SUPERVISOR_EXIT_S = 10.0
+"""How long a supervisor may take to exit after it recorded how its job ended."""
+KILL_TIMEOUT_S = 10.0
+ALIVE = {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}
 
 
 def slurm_job(entry: Mapping[str, Any]) -> JobInfo | None:
-    """What Slurm knows about the job of an entry; None when it has forgotten it.
+    """What Slurm knows about the job of an entry; None when Slurm no longer knows it.
 
-    Raises UsageError for a job of a cluster that is not asked from here.
+    Raises UsageError for a job on a cluster that cannot be queried from here.
     """
-    refuse_elsewhere(entry)
+    require_this_cluster(entry)
     job_id = str(entry["job_id"])
     return query_jobs([job_id]).get(job_id)
 
 
-def refuse_elsewhere(record: Mapping[str, Any]) -> None:
-    """Raise UsageError when the job of a record is on a cluster that is not asked from here."""
+def require_this_cluster(record: Mapping[str, Any]) -> None:
+    """Raise UsageError when the job of a record is on a cluster that cannot be queried from here."""
     cluster = other_cluster(record)
     if cluster is not None:
         raise UsageError(
-            f"job {record['job_id']} is on the cluster {cluster}, and Slurm asks {cluster_name()} from here",
-            hint=f"log in there, or `export SLURM_CLUSTERS={quote(cluster)}`",
+            f"job {record['job_id']} is on the cluster {cluster}, but this is {cluster_name()}",
+            hint=f"log in to {cluster}, or `export SLURM_CLUSTERS={quote(cluster)}`",
         )
 
 
 def liveness(entry: Mapping[str, Any]) -> Liveness:
-    """Whether the job of an entry is there: running, or waiting to run."""
+    """Whether the job of an entry is running or waiting to run."""
     if not is_slurm(entry):
         return local_liveness(entry)
     job = slurm_job(entry)
-    # What squeue does not list does not run, whatever became of it.
-    return Liveness.ALIVE if is_there(job) else Liveness.GONE
+    # A job that squeue does not list is not running, whatever its last state was.
+    return Liveness.ALIVE if in_queue(job) else Liveness.GONE
 
 
-def is_there(job: JobInfo | None) -> bool:
-    """Whether Slurm has the job in its queue, running or not."""
+def in_queue(job: JobInfo | None) -> bool:
+    """Whether Slurm has the job in its queue, pending or running."""
     return job is not None and not job.is_terminal and job.state is not JobState.UNKNOWN
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What can be seen of a run's newest job from here."""
+    """The newest job of a run, as far as this host can see it."""
 
     alive: bool | None
     """None when this host cannot know."""
@@ -80,16 +91,13 @@ class JobStatus:
     """What Slurm knows; None for a local run, and when Slurm cannot be asked."""
 
 
-def job_status(runs: Sequence[RunDir], warn: Callable[[str], None]) -> list[JobStatus]:
-    """A look at each run, with one question to Slurm for all of them; a Slurm that is away is warned of."""
-    return looks(runs, ask_slurm(slurm_ids(runs), warn))
+def query_job_status(runs: Sequence[RunDir], warn: Callable[[str], None]) -> list[JobStatus]:
+    """The job status of each run, with one query for all of them; an unreachable Slurm gives a warning."""
+    return job_statuses(runs, query_known_jobs(open_job_ids(runs), warn))
 
 
-def slurm_ids(runs: Iterable[RunDir]) -> list[str]:
-    """The newest jobs of those runs that are on Slurm and have not written how they ended.
-
-    Those that wait to go on after them too.
-    """
+def open_job_ids(runs: Iterable[RunDir]) -> list[str]:
+    """The newest Slurm jobs, with their follow-up jobs, of the runs that have not recorded their end."""
     pairs = ((run, newest_entry(run)) for run in runs)
     return [
         job_id
@@ -99,63 +107,78 @@ def slurm_ids(runs: Iterable[RunDir]) -> list[str]:
     ]
 
 
-def ask_slurm(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
-    """What Slurm knows about these jobs; None, and a warning, when it is away."""
+def query_known_jobs(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
+    """What Slurm knows about these jobs; None, and a warning, when it does not answer."""
     try:
         return query_jobs(ids)
     except TrainkitError as error:
-        warn(f"{error.message}: what Slurm does with {len(ids):,} of these runs is not known")
+        warn(f"{error.message}: the state of {len(ids):,} Slurm jobs is unknown")
         return None
 
 
-def looks(runs: Iterable[RunDir], jobs: Mapping[str, JobInfo] | None) -> list[JobStatus]:
-    """A look at each run; `jobs` is what `ask_slurm` gave."""
-    return [_look(run, newest_entry(run), jobs) for run in runs]
+def job_statuses(runs: Iterable[RunDir], jobs: Mapping[str, JobInfo] | None) -> list[JobStatus]:
+    """The job status of each run; `jobs` is the result of `query_known_jobs`."""
+    return [_job_status(run, newest_entry(run), jobs) for run in runs]
 
 
-def _look(run: RunDir, entry: Mapping[str, Any] | None, jobs: Mapping[str, JobInfo] | None) -> JobStatus:
+def _job_status(
+    run: RunDir, entry: Mapping[str, Any] | None, jobs: Mapping[str, JobInfo] | None
+) -> JobStatus:
     if entry is None:
         return JobStatus(None)
     if not is_slurm(entry):
-        return JobStatus(
-            {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}[local_liveness(entry)]
-        )
+        return JobStatus(ALIVE[local_liveness(entry)])
     if jobs is None or other_cluster(entry):
         return JobStatus(None)
     job = jobs.get(str(entry["job_id"]))
-    if not is_there(job):
-        # Nobody has asked for follow-ups of a run that has written its end.
-        job = next((item for item in map(jobs.get, waiting_follow_ups(run)) if is_there(item)), job)
-    return JobStatus(is_there(job), job)
+    if not in_queue(job):
+        # `jobs` has no follow-ups of a run that recorded its end.
+        job = next((item for item in map(jobs.get, waiting_follow_ups(run)) if in_queue(item)), job)
+    return JobStatus(in_queue(job), job)
 
 
-def live_entry(run: RunDir, what: str) -> dict[str, Any] | None:
-    """The newest attempt's entry when its job is there, None when it has ended.
+def live_entry(run: RunDir, command: str) -> dict[str, Any] | None:
+    """The newest attempt's entry while its job is alive, None when it has ended.
 
-    Raises UsageError when this host cannot know; `what` is the command that needs to.
+    Raises UsageError when this host cannot know; `command` is the subcommand that needs to.
     """
     entry = newest_entry(run)
-    if entry is None or not is_slurm(entry):
-        return local.live_entry(run, what)
+    if entry is None:
+        return None
+    if not is_slurm(entry):
+        return _live_local_entry(run, entry, command)
     try:
-        return entry if liveness(entry) is Liveness.ALIVE else _following(run, entry)
+        return entry if liveness(entry) is Liveness.ALIVE else _follow_up_entry(run, entry)
     except SlurmError:
         if is_exiting(run, entry):
             return None
         raise
 
 
-def _following(run: RunDir, entry: dict[str, Any]) -> dict[str, Any] | None:
-    """The entry of an attempt whose job is gone, with the job that waits to go on in its place."""
+def _live_local_entry(run: RunDir, entry: dict[str, Any], command: str) -> dict[str, Any] | None:
+    if is_exiting(run, entry):
+        # The supervisor only has to exit; a signal would be lost.
+        _wait_until_process_gone(entry, SUPERVISOR_EXIT_S)
+    state = local_liveness(entry)
+    if state is Liveness.UNKNOWN:
+        raise UsageError(
+            f"cannot tell from here whether {run.path} is running: it was started on {entry.get('host')}",
+            hint=f"run `trainkit {command} {quote(str(run.path))}` on that host",
+        )
+    return entry if state is Liveness.ALIVE else None
+
+
+def _follow_up_entry(run: RunDir, entry: dict[str, Any]) -> dict[str, Any] | None:
+    """The entry of an attempt whose job has ended, with the follow-up job that waits to continue it."""
     waiting = [] if is_exiting(run, entry) else waiting_follow_ups(run)
     jobs = query_jobs(waiting)
-    return next(({**entry, "job_id": job_id} for job_id in waiting if is_there(jobs.get(job_id))), None)
+    return next(({**entry, "job_id": job_id} for job_id in waiting if in_queue(jobs.get(job_id))), None)
 
 
-def recall(run: RunDir) -> None:
+def recover_job_id(run: RunDir) -> None:
     """Find the job of the newest attempt where the command that submitted it never learned its id.
 
-    Writes it into job.json; call with the lock held. Raises SlurmUnreachable when nobody can tell.
+    Writes it to job.json; call with the lock held. Raises SlurmUnreachable when Slurm does not answer.
     """
     attempt = run.attempt(max(run.attempt_numbers(), default=0))
     if not attempt.script_file.exists() or attempt.end_file.exists() or find_entry(run, attempt.number):
@@ -167,9 +190,19 @@ def recall(run: RunDir) -> None:
         add_slurm_entry(run, attempt.number, job_id, "submit", backend)
 
 
-def refuse_live(run: RunDir, what: str) -> None:
-    """Raise UsageError when the run has a job that runs or waits."""
-    entry = live_entry(run, what)
+def recover_group_job_id(group: RunGroup) -> str | None:
+    """The id of a group's array, searched in Slurm where the command that submitted it never learned it."""
+    if group.job_id is None:
+        written = group.script_file.stat().st_mtime
+        found = find_marked(submission_token(RunDir(group.path), 1), since=written)
+        if found is not None:
+            group.update(job_id=found)
+    return group.job_id
+
+
+def require_not_running(run: RunDir, command: str) -> None:
+    """Raise UsageError when the run has a pending or running job."""
+    entry = live_entry(run, command)
     if entry is not None:
         raise UsageError(
             f"{run.path} is running as {entry['job_id']}",
@@ -178,14 +211,14 @@ def refuse_live(run: RunDir, what: str) -> None:
         )
 
 
-def tell(run: RunDir, entry: Mapping[str, Any], number: signal.Signals) -> str:
-    """Ask a job to save and end (SIGTERM) or to save and come back (SIGUSR2).
+def signal_job(run: RunDir, entry: Mapping[str, Any], number: signal.Signals) -> str:
+    """Ask a job to save and end (SIGTERM) or to save and requeue (SIGUSR2).
 
-    Gives what was done: ``told``; ``cancelled`` or ``waiting`` for one that had not started.
+    Returns ``signalled``, or for a job that had not started ``cancelled`` or ``waiting``.
     """
     if not is_slurm(entry):
-        local.send(dict(entry), number)
-        return "told"
+        signal_supervisor(entry, number)
+        return "signalled"
     job = slurm_job(entry)
     if job is not None and job.state.is_waiting:
         if number == signal.SIGUSR2:
@@ -194,25 +227,49 @@ def tell(run: RunDir, entry: Mapping[str, Any], number: signal.Signals) -> str:
         write_cancelled(run, entry, "cancelled before it started")
         return "cancelled"
     send_signal([str(entry["job_id"])], number.name, Receiver.STEPS)
-    return "told"
+    return "signalled"
+
+
+def signal_supervisor(entry: Mapping[str, Any], number: signal.Signals) -> None:
+    """Send a signal to the supervisor of a local run, unless it has just ended."""
+    if local_liveness(entry) is Liveness.ALIVE:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(entry["pid"], number)
 
 
 def kill(run: RunDir, entry: Mapping[str, Any]) -> None:
-    """End a job at once, without saving, and write down that it was."""
+    """End a job at once, without saving, and record that."""
     if not is_slurm(entry):
-        local.kill_job(run, dict(entry))
+        _kill_processes(run, entry)
         return
     job_id, step_id = str(entry["job_id"]), step_of(run, entry)
     if step_id is not None:
-        # Slurm gives the job that it cancels SIGTERM first, and then its ranks would begin to save.
+        # scancel sends the job SIGTERM first, at which its ranks would start to save.
         with contextlib.suppress(UsageError):
             kill_step(job_id, step_id)
     cancel([job_id])
     write_cancelled(run, entry, KILLED)
 
 
+def _kill_processes(run: RunDir, entry: Mapping[str, Any]) -> None:
+    """SIGKILL the supervisor and all its descendants, and write the end.json that it no longer can."""
+    for pid in (entry["pid"], *descendants(entry["pid"])):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if not _wait_until_process_gone(entry, KILL_TIMEOUT_S):
+        raise TrainkitError(
+            f"{entry['job_id']} did not end within {KILL_TIMEOUT_S:g} s of SIGKILL",
+            hint=f"`ps -o pid,stat,wchan {entry['pid']}` shows what it waits for",
+        )
+    try:
+        write_cancelled(run, entry, KILLED)
+    except OSError as error:
+        message = f"{entry['job_id']} was killed, but that could not be recorded ({error})"
+        raise TrainkitError(message) from None
+
+
 def step_of(run: RunDir, entry: Mapping[str, Any]) -> str | None:
-    """The number of the step that the ranks of an attempt are; None where they have not met yet."""
+    """The number of the Slurm step of an attempt's ranks; None before their rendezvous."""
     if "step_id" in entry:
         return str(entry["step_id"])
     try:
@@ -223,7 +280,7 @@ def step_of(run: RunDir, entry: Mapping[str, Any]) -> str | None:
 
 
 def write_cancelled(run: RunDir, entry: Mapping[str, Any], reason: str) -> None:
-    """Write the end of an attempt whose supervisor cannot do it."""
+    """Write the end of an attempt whose supervisor cannot."""
     attempt = run.attempt(entry["attempt"])
     end = {
         "state": "cancelled",
@@ -238,53 +295,77 @@ def write_cancelled(run: RunDir, entry: Mapping[str, Any], reason: str) -> None:
 
 
 def wait_until_gone(run: RunDir, entry: Mapping[str, Any], timeout_s: float) -> bool:
-    """Whether the job has ended within the time."""
+    """Wait for the job to end; False when it is still alive after `timeout_s`."""
     if not is_slurm(entry):
-        return local.wait_until_gone(dict(entry), timeout_s)
+        return _wait_until_process_gone(entry, timeout_s)
     deadline_s = time.monotonic() + timeout_s
     while not is_exiting(run, entry) and liveness(entry) is Liveness.ALIVE:
         if time.monotonic() > deadline_s:
             return False
-        time.sleep(ASK_SOON_S)
+        time.sleep(FIRST_QUERY_INTERVAL_S)
     return True
 
 
-def life_watch(run: RunDir, say: Callable[[str], None] = lambda text: None) -> Callable[[], bool | None]:
-    """A function that tells whether a run's newest job is there, for asking often; None when unknown.
+def _wait_until_process_gone(entry: Mapping[str, Any], timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while local_liveness(entry) is Liveness.ALIVE:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(LOCAL_POLL_S)
+    return True
 
-    Slurm is asked every `ASK_EVERY_S` at most, and what a waiting job waits for is said when it changes.
+
+def liveness_probe(
+    run: RunDir, notify: Callable[[str], None] = lambda text: None
+) -> Callable[[], bool | None]:
+    """A function for polling whether a run's newest job is alive; it returns None when that is unknown.
+
+    It asks Slurm at most every `QUERY_INTERVAL_S`. `notify` gets the reason why a job is pending whenever it
+    changes.
     """
-    asked_s, alive, said = float("-inf"), None, ""
+    asked_s, alive, notified = float("-inf"), None, ""
 
-    def ask() -> bool | None:
-        nonlocal asked_s, alive, said
+    def probe() -> bool | None:
+        nonlocal asked_s, alive, notified
         entry = newest_entry(run)
         if entry is None:
             return None
         if not is_slurm(entry):
-            return {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}[local_liveness(entry)]
+            return ALIVE[local_liveness(entry)]
         if other_cluster(entry):
             return None
-        waits = said != "" or alive is None
-        if time.monotonic() - asked_s < (ASK_SOON_S if waits and asked_s < 0 else ASK_EVERY_S):
+        is_pending = notified != "" or alive is None
+        interval_s = FIRST_QUERY_INTERVAL_S if is_pending and asked_s < 0 else QUERY_INTERVAL_S
+        if time.monotonic() - asked_s < interval_s:
             return alive
         asked_s = time.monotonic()
         try:
             job = slurm_job(entry)
-            alive = is_there(job)
+            alive = in_queue(job)
             if not alive and not is_exiting(run, entry):
-                following = filter(is_there, query_jobs(waiting_follow_ups(run)).values())
-                job = next(following, job)
-                alive = is_there(job)
+                follow_ups = filter(in_queue, query_jobs(waiting_follow_ups(run)).values())
+                job = next(follow_ups, job)
+                alive = in_queue(job)
         except SlurmError as error:
-            if str(error) != said:
-                said = str(error)
-                say(f"{error.message}; asking again")
+            if str(error) != notified:
+                notified = str(error)
+                notify(f"{error.message}; asking again")
             return alive
-        words = job.sentence if job is not None and job.state.is_waiting else ""
-        if job is not None and words and words != said:
-            say(f"{job.job_id} waits: {words}")
-        said = words
+        reason = job.sentence if job is not None and job.state.is_waiting else ""
+        if job is not None and reason and reason != notified:
+            notify(f"{job.job_id} is pending: {reason}")
+        notified = reason
         return alive
 
-    return ask
+    return probe
+
+
+def cancel_follow_ups(run: RunDir, keep: str = "") -> None:
+    """Remove the follow-up jobs, except `keep`, from the queue; call with the run's lock held.
+
+    Raises SlurmUnreachable.
+    """
+    waiting = [job_id for job_id in waiting_follow_ups(run) if job_id != keep]
+    if waiting:
+        cancel_waiting(waiting)
+        set_follow_ups(run, [])

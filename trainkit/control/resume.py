@@ -1,10 +1,11 @@
-"""Whether a run can go on with a config, asked before an attempt is opened: a mistake leaves no trace."""
+"""Resuming a run: whether its newest checkpoint fits a changed config, and copies of that checkpoint."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,25 @@ from typing import Any
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.training import ModelConfig
 from trainkit.data.checks import tokenizer_vocab_size
-from trainkit.errors import ConfigError, Problem
-from trainkit.manifest import published
+from trainkit.errors import ConfigError, Problem, UsageError
+from trainkit.job.record import read_job
+from trainkit.manifest import newest_intact, published
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.rundir import PARTIAL_SUFFIX, RunDir
 
 FIXED = ("seed", "data.seq_len", "data.shuffle")
-"""What decides which sample stands at a position; the trainer compares the data itself as well."""
+"""The keys that decide which sample is at a position; the trainer compares the data itself as well."""
 
 
 def refuse_incompatible(run: RunDir, loaded: LoadedConfig) -> None:
-    """Raise ConfigError with everything in a config that the run's newest checkpoint cannot go on with."""
+    """Raise ConfigError with all values of a config that do not fit the run's newest checkpoint."""
     found = published(run.checkpoints_dir)
     if not found:
         return
     try:
         manifest = found[-1].manifest()
     except (OSError, ValueError):
-        return  # damaged: the trainer takes the one before it, and judges that one
+        return  # damaged: the trainer checks the one before it
     problems = list(_problems(manifest, loaded, found[-1].path.name))
     if problems:
         raise ConfigError(problems)
@@ -37,12 +39,12 @@ def refuse_incompatible(run: RunDir, loaded: LoadedConfig) -> None:
 
 def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> Iterator[Problem]:
     config = loaded.config
-    hint = "leave it as it was, or start a new run"
+    hint = "use the old value, or start a new run"
     for key in FIXED:
         before, now = manifest.get("data", {}).get(key), _value(config, key)
         if before is not None and before != now:
             yield loaded.problem(key, f"is {now}, but {name} was trained with {before}", hint)
-    # A file of one's own may have moved meanwhile.
+    # The path of a custom architecture may have changed.
     before = str(manifest.get("model", {}).get("architecture", "")).rpartition(":")[2]
     now = config.model.architecture.rpartition(":")[2]
     if before not in ("", now):
@@ -51,14 +53,14 @@ def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> I
     if "model" in manifest:
         before_shape = _shape(ModelConfig(**manifest["model"]), vocab_size)
         if before_shape != _shape(config.model, vocab_size):
-            yield loaded.problem("model", f"is of another shape than the one in {name}", hint)
+            yield loaded.problem("model", f"has another shape than the model of {name}", hint)
     if config.train.steps is not None and config.train.steps < manifest["step"]:
         message = f"is {config.train.steps}, but {name} is there already"
         yield loaded.problem("train.steps", message, "give the number of steps of the whole run")
 
 
 def _shape(model: ModelConfig, vocab_size: int) -> ModelShape:
-    """The shape as far as a checkpoint holds it: dropout may change."""
+    """The shape of the parameters: dropout may change."""
     return replace(resolve_model_shape(model, vocab_size), dropout=0.0)
 
 
@@ -84,10 +86,47 @@ def _value(config: RunConfig, key: str) -> Any:
     return _flat(config)[key]
 
 
-def copy_checkpoint(checkpoint: Path, run: RunDir) -> Path:
-    """Publish a copy of a checkpoint in another run, as hard links where the filesystem allows.
+@contextmanager
+def submission_folder(run: RunDir, takes_new_code: bool) -> Iterator[Path]:
+    """Change to the folder that a run was submitted from, which paths in its config are relative to.
 
-    A published checkpoint is never written again, so both runs can hold the same files.
+    Yields the working directory of its command: in the run's copy of the code, if it has one.
+    """
+    job, here = read_job(run), Path.cwd()
+    submitted = Path(str(job.get("cwd") or here))
+    if not submitted.is_dir():
+        submitted = here
+    code = None if takes_new_code else job.get("code")
+    os.chdir(submitted)
+    try:
+        yield submitted if code is None else Path(str(code["workdir"]))
+    finally:
+        os.chdir(here)
+
+
+def newest_checkpoint_of(run: RunDir) -> Path:
+    """The newest intact checkpoint of a run; UsageError when there is none."""
+    checkpoint = newest_intact(published(run.checkpoints_dir))
+    if checkpoint is None:
+        raise UsageError(
+            f"{run.path} has no intact checkpoint to resume from", hint="`trainkit submit` starts a new run"
+        )
+    return checkpoint.path
+
+
+def copy_newest_checkpoint(checkpoint: Path, run: RunDir) -> None:
+    """Copy a checkpoint to a run that was just created; the run folder is removed when that fails."""
+    try:
+        copy_checkpoint(checkpoint, run)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+
+
+def copy_checkpoint(checkpoint: Path, run: RunDir) -> Path:
+    """Publish a copy of a checkpoint in another run, as hard links where the filesystem supports them.
+
+    Published checkpoints never change, so both runs can share the files.
     """
     target = run.checkpoints_dir / checkpoint.name
     partial = target.with_name(target.name + PARTIAL_SUFFIX)

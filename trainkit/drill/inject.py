@@ -12,8 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trainkit.control.follow_ups import cancel_follow_ups
-from trainkit.control.jobs import ASK_SOON_S, kill, live_entry, liveness, recall, slurm_job, step_of, tell
+from trainkit.control.jobs import (
+    FIRST_QUERY_INTERVAL_S,
+    cancel_follow_ups,
+    kill,
+    live_entry,
+    liveness,
+    recover_job_id,
+    signal_job,
+    slurm_job,
+    step_of,
+)
 from trainkit.errors import UsageError
 from trainkit.job.node.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.processes import descendants, parent_pid
@@ -176,7 +185,7 @@ def injector_for(run: RunDir, backend: str) -> FaultInjector:
 def notify(run: RunDir) -> bool:
     """Signal a run to save and requeue; False when it no longer runs."""
     entry = newest_entry(run)
-    return entry is not None and tell(run, entry, signal.SIGUSR2) == "told"
+    return entry is not None and signal_job(run, entry, signal.SIGUSR2) == "signalled"
 
 
 def requeue_job(run: RunDir) -> bool:
@@ -197,18 +206,18 @@ def kill_job(run: RunDir) -> bool:
     Returns when all of its processes are gone.
     """
     with run_lock(run):
-        recall(run)
+        recover_job_id(run)
         entry = live_entry(run, "cancel")
         if entry is None:
             return False
         mark_cancelled(run)
         # First, because they start when the killed job has not ended well.
-        cancel_follow_ups(run, but=str(entry["job_id"]))
+        cancel_follow_ups(run, keep=str(entry["job_id"]))
         kill(run, entry)
     # The end is recorded by now; Slurm takes a while to clear the nodes.
     deadline_s = time.monotonic() + GONE_WITHIN_S
     while liveness(entry) is Liveness.ALIVE and time.monotonic() < deadline_s:
-        time.sleep(ASK_SOON_S)
+        time.sleep(FIRST_QUERY_INTERVAL_S)
     return True
 
 

@@ -22,7 +22,7 @@ from trainkit.manifest import find_damage, published, remove_all
 from trainkit.observe.text import failure_line
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir, parse_time, read_end, read_jsonl, seconds_between
-from trainkit.submit.create import new_place
+from trainkit.submit.create import new_folder
 from trainkit.submit.start import defer_sigint
 
 REFERENCE = "uninterrupted"
@@ -148,7 +148,7 @@ def make_folder() -> Path:
 
     Raises UsageError when it cannot be written.
     """
-    with new_place(datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S"), None) as (folder, _):
+    with new_folder(datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S"), None) as (folder, _):
         return folder.absolute()
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trainkit.control.jobs import recall, refuse_live
+from trainkit.control.jobs import recover_job_id, require_not_running
 from trainkit.drill.inject import FaultInjector, flip_bytes, kill_job, notify, requeue_job
 from trainkit.drill.run_watch import RunWatch
 from trainkit.drill.scenarios import Scenario, Target
@@ -151,8 +151,8 @@ class ScenarioRunner:
     def _resume(self) -> None:
         """Resume the run as a person would, with `trainkit resume`."""
         with run_lock(self.run_dir):
-            recall(self.run_dir)
-            refuse_live(self.run_dir, "resume")
+            recover_job_id(self.run_dir)
+            require_not_running(self.run_dir, "resume")
             start_again(self.run_dir, "resume")
         self.watch.expect_life()
         self.record.restarted_by = "resume"

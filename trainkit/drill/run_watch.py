@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.control.jobs import life_watch, slurm_job
+from trainkit.control.jobs import liveness_probe, slurm_job
 from trainkit.drill.loss_curve import points_of
 from trainkit.job.record import is_slurm, newest_entry
 from trainkit.manifest import partials, published
@@ -50,7 +50,7 @@ class RunWatch:
 
     def expect_life(self) -> None:
         """Watch for the liveness of a new job; call after the run was started again."""
-        self._is_alive = life_watch(self.run, self._log_line)
+        self._is_alive = liveness_probe(self.run, self._log_line)
         self._checked_s, self._is_over = float("-inf"), False
         self._progress_s = time.monotonic()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -108,18 +108,18 @@ ANY_VOCABULARY = 1
 
 
 @dataclass(frozen=True)
-class DataLook:
-    """What was seen of the data of a config."""
+class DataFacts:
+    """What the files of a config's data say."""
 
     problems: tuple[tuple[str, str, str], ...]
     """Dotted key, message with the value, hint."""
     vocab_size: int
 
 
-def look_at_data(data: DataConfig) -> DataLook:
-    """A look at the data: takes as long as listing its files."""
+def inspect_data(data: DataConfig) -> DataFacts:
+    """Check the data of a config; takes as long as listing its files."""
     problems = tuple(data_problems(data))
-    return DataLook(problems, ANY_VOCABULARY if problems else tokenizer_vocab_size(data))
+    return DataFacts(problems, ANY_VOCABULARY if problems else tokenizer_vocab_size(data))
 
 
 def check_config(
@@ -128,12 +128,12 @@ def check_config(
     target: Target = LOCAL,
     command: Sequence[str] | None = None,
     launcher: str = "python",
-    look: Callable[[DataConfig], DataLook] = look_at_data,
+    data: DataFacts | None = None,
 ) -> LaunchPlan:
     """The plan of a config whose layout, model, memory and data were all looked at.
 
-    With a `command` there is no model and no data of ours to look at. Who checks many configs can give a
-    `look` that remembers.
+    With a `command` there is no model and no data of ours to check. `data` is the result of `inspect_data`
+    for callers that have it already.
     Raises ConfigError with every problem.
     """
     plan, problems = None, []
@@ -145,7 +145,7 @@ def check_config(
         if plan is None:
             raise ConfigError(problems)
         return plan
-    data = look(loaded.config.data)
+    data = data or inspect_data(loaded.config.data)
     problems += [loaded.problem(key, message, hint) for key, message, hint in data.problems]
     shape = None
     try:

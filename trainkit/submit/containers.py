@@ -1,4 +1,4 @@
-"""The container that the ranks run in: what stands before their command, or among srun's options."""
+"""The container of the ranks: a prefix of their command (Apptainer), or options of srun (pyxis)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from trainkit.config.running import LaunchConfig
-from trainkit.submit.interpreters import Trouble
+from trainkit.submit.interpreters import LaunchProblem
 
 _APPTAINER_SCHEMES = ("docker://", "library://", "oras://", "shub://", "docker-archive:", "oci:")
 _SQUASHED = (".sqsh", ".squashfs")
-_NOT_IN_A_MOUNT = ',:"'
+_FORBIDDEN_IN_MOUNTS = ',:"'
 
 
 def container_runtime(launch: LaunchConfig, available: Sequence[str] = ()) -> str | None:
-    """``apptainer`` or ``pyxis``; None when neither the config, the image nor the cluster tells.
+    """``apptainer`` or ``pyxis``; None when config, image and cluster leave it open.
 
-    `available` is what the cluster has.
+    `available` are the container programs of the cluster.
     """
     image = launch.container
     if image is None:
@@ -33,21 +33,21 @@ def container_runtime(launch: LaunchConfig, available: Sequence[str] = ()) -> st
 
 
 def container_program(launch: LaunchConfig, available: Sequence[str]) -> str | None:
-    """What runs the image: the runtime, by the older of its two names where the cluster has only that."""
+    """The program that runs the image; apptainer is ``singularity`` where the cluster has only that."""
     runtime = container_runtime(launch, runtimes(available))
     older = "singularity" in available and "apptainer" not in available
     return "singularity" if runtime == "apptainer" and older else runtime
 
 
 def runtimes(available: Sequence[str]) -> tuple[str, ...]:
-    """The runtimes among what a cluster has; singularity is the older name of apptainer."""
+    """The runtimes for the container programs of a cluster; singularity is the old name of apptainer."""
     return tuple(dict.fromkeys("apptainer" if name == "singularity" else name for name in available))
 
 
-def whole_image(image: str, runtime: str, cwd: str) -> str:
-    """An image as the step can name it wherever it runs: a file's path becomes whole, a name stays.
+def absolute_image(image: str, runtime: str, cwd: str) -> str:
+    """An image with an absolute path, if it is a file; a name stays as it is.
 
-    Apptainer takes everything without a scheme for a path, pyxis only what begins like one.
+    Apptainer reads everything without a scheme as a path, pyxis only what starts like one.
     """
     if image.startswith(_APPTAINER_SCHEMES):
         return image
@@ -67,15 +67,15 @@ def container_argv(
     program: str = "apptainer",
     variables: Iterable[str] = (),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(srun options, prefix of the step's command) that put the ranks into the container.
+    """(srun options, command prefix) that run the ranks in the container.
 
-    `folders` are mounted at their own paths: the run folder and whatever the job reads. The step runs in
-    `workdir`, and the path of an image is counted from `cwd`. `variables` keep the value of the job where the
-    image has one of its own; Apptainer needs no list, it keeps the job's. `program` is apptainer's name on
-    this cluster, which can be singularity.
+    `folders`, the run folder and what the job reads, are mounted at the same paths. The step runs in
+    `workdir`; the path of an image is relative to `cwd`. `variables` keep the job's value where the image
+    sets its own; Apptainer always keeps it. `program` is apptainer's name on this cluster: it can be
+    singularity.
     """
     assert launch.container is not None
-    image = whole_image(launch.container, runtime, cwd)
+    image = absolute_image(launch.container, runtime, cwd)
     mounts = [*_own_mounts(folders), *map(_full_mount, launch.container_mounts)]
     if runtime == "pyxis":
         names = tuple(dict.fromkeys(variables))
@@ -90,44 +90,46 @@ def container_argv(
     return (), prefix
 
 
-def container_troubles(
+def container_problems(
     launch: LaunchConfig, folders: Sequence[str], available: Sequence[str] = (), cwd: str = "."
-) -> Iterator[Trouble]:
-    """What is wrong with the container before anything is submitted; paths of images count from `cwd`."""
+) -> Iterator[LaunchProblem]:
+    """Problems of the container settings; paths of images are relative to `cwd`."""
     image = launch.container
     if image is None:
         if launch.container_mounts:
-            yield "launch.container_mounts", "is set while launch.container is null", "name an image"
+            yield "launch.container_mounts", "is set while launch.container is null", "set launch.container"
         return
     runtime = container_runtime(launch, available)
     if image.startswith("-"):
-        yield "launch.container", f"is {image!r}, which is an option and no image", "name an image"
+        yield (
+            "launch.container",
+            f"is {image!r}, which is an option, not an image",
+            "give the path or URI of an image",
+        )
     elif runtime is None:
-        message = f"is {image!r}, which apptainer and pyxis could both mean"
+        message = f"is {image!r}, which both apptainer and pyxis could run"
         yield "launch.container", message, "set launch.container_runtime to apptainer or pyxis"
     else:
-        whole = whole_image(image, runtime, str(Path(cwd).absolute()))
+        whole = absolute_image(image, runtime, str(Path(cwd).absolute()))
         if whole.startswith("/") and not Path(whole).exists():
             yield (
                 "launch.container",
                 f"is {image!r}, and there is no {whole}",
-                "write URIs in full: docker://…",
+                "a URI needs its scheme: docker://…",
             )
     for folder in folders:
-        if any(char in _NOT_IN_A_MOUNT for char in folder):
-            message = (
-                f"cannot have {folder!r} mounted: a mount cannot be written with one of {_NOT_IN_A_MOUNT}"
-            )
-            yield "launch.container", message, "choose a folder without it, or do without the container"
+        if any(char in _FORBIDDEN_IN_MOUNTS for char in folder):
+            message = f"needs {folder!r} mounted, and a mount cannot contain any of {_FORBIDDEN_IN_MOUNTS}"
+            yield "launch.container", message, "choose another folder, or use no container"
     for mount in launch.container_mounts:
         parts = mount.split(":")
         if "," in mount or '"' in mount or len(parts) > 3 or not all(parts) or not parts[0].startswith("/"):
-            hint = "write SRC, SRC:DST or SRC:DST:ro with whole paths"
-            yield "launch.container_mounts", f"has {mount!r}, which is no mount", hint
+            hint = "use SRC, SRC:DST or SRC:DST:ro with absolute paths"
+            yield "launch.container_mounts", f"has {mount!r}, which is not a mount", hint
 
 
 def _own_mounts(folders: Sequence[str]) -> list[str]:
-    """The folders at their own paths, without those that lie in another one of them."""
+    """The folders at the same paths, without those inside another one of them."""
     unique = list(dict.fromkeys(folders))
     return [
         f"{folder}:{folder}"
@@ -137,5 +139,5 @@ def _own_mounts(folders: Sequence[str]) -> list[str]:
 
 
 def _full_mount(mount: str) -> str:
-    """pyxis wants the target too."""
+    """A mount with its target, which pyxis requires."""
     return mount if ":" in mount else f"{mount}:{mount}"

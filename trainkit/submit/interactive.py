@@ -53,11 +53,11 @@ def shell_start_file(config: RunConfig, cwd: Path) -> str:
 
     The shell itself is outside of any container, like salloc and srun.
     """
-    interpreter, troubles = find_interpreter(config.launch, sys.executable, os.environ, cwd)
-    if troubles:
+    interpreter, problems = find_interpreter(config.launch, sys.executable, os.environ, cwd)
+    if problems:
         from trainkit.errors import Problem
 
-        raise ConfigError([Problem(key, message, hint) for key, message, hint in troubles])
+        raise ConfigError([Problem(key, message, hint) for key, message, hint in problems])
     launch = config.launch.model_copy(update={"container": None})
     around = make_job_environment(launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
     bin_folder = str(Path(sys.executable).parent)

@@ -1,6 +1,6 @@
-"""How a value is written into a batch script: as a shell word, in an #SBATCH line, in a comment.
+"""Quoting of values in a batch script: as a word of bash, in an #SBATCH line, in a comment.
 
-Three readers with three grammars: bash, sbatch's own parser of directives, and people.
+bash and sbatch, which parses its directives itself, quote differently.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ _SHORT_ESCAPES = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t", "\r": "\\r
 
 
 def quote(value: object) -> str:
-    """One word of bash that stands for exactly this value, on one line.
+    """One word of bash with exactly this value, on one line.
 
-    Control characters, and bytes of file names that are no UTF-8, become escapes in ``$'…'``: a newline
-    within a plain quoted string would be right too, but a person would not see where the value ends.
-    Raises UsageError for NUL, which no argument or variable can hold.
+    Control characters, and bytes of file names that are not UTF-8, become escapes in ``$'…'``: a plain quoted
+    newline would be correct too, but hard to read. Raises UsageError for NUL, which no argument can contain.
     """
     text = _text(value)
     if text.isprintable():
@@ -30,22 +29,22 @@ def quote(value: object) -> str:
 
 
 def words(values: Iterable[object], separator: str = " ") -> str:
-    """Several words, for example an argv."""
+    """Several words of bash, for example an argv."""
     return separator.join(quote(value) for value in values)
 
 
 def directive(value: object) -> str:
     """The value of a long option in an ``#SBATCH --option=VALUE`` line.
 
-    sbatch splits such a line by itself: quotes group, a backslash takes the next character as it is even
-    within single quotes, ``#`` begins a comment, and nothing is expanded.
-    Raises UsageError for what a line cannot hold.
+    sbatch splits such a line itself: quotes group, a backslash escapes the next character even within single
+    quotes, ``#`` starts a comment, and nothing is expanded.
+    Raises UsageError for characters that such a line cannot contain.
     """
     text = _text(value)
     broken = next((char for char in text if char in "\n\r" or _is_byte(char)), None)
     if broken is not None:
         raise UsageError(
-            f"{text!a} cannot be written into an #SBATCH line: it has {_in_words(broken)}",
+            f"{text!a} cannot be written in an #SBATCH line: it has {_describe(broken)}",
             hint="choose a name or a folder without it",
         )
     if _PLAIN_DIRECTIVE.fullmatch(text):
@@ -54,15 +53,15 @@ def directive(value: object) -> str:
 
 
 def log_path(path: str) -> str:
-    """A path for --output and its like, where Slurm would fill in ``%j``, written so that it stays itself.
+    """A path for --output and similar options, escaped so that Slurm expands no ``%j`` in it.
 
-    With a backslash anywhere Slurm fills in nothing, and takes the character behind each as it is.
+    If the path has a backslash, Slurm expands nothing and removes one level of backslashes.
     """
     return path.replace("\\", "\\\\") if "\\" in path else path.replace("%", "%%")
 
 
 def comment(value: object) -> str:
-    """A value as a person reads it behind a ``#``: what does not print becomes an escape."""
+    """A value for a comment after ``#``: unprintable characters become escapes."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(value)
     )
@@ -70,13 +69,13 @@ def comment(value: object) -> str:
 
 def _text(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
-        # An undefined variable of a template says so itself when it is made a string of.
-        raise UsageError(f"{type(value).__name__} {str(value)!r} is no value that a script can hold")
+        # str() of an undefined template variable raises the error that names it.
+        raise UsageError(f"{type(value).__name__} {str(value)!r} cannot be written in a script")
     text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
     if not isinstance(text, str):
         text = os.fsdecode(text)
     if "\0" in text:
-        raise UsageError(f"{text!a} cannot be written into a script: it has a NUL character")
+        raise UsageError(f"{text!a} cannot be written in a script: it has a NUL character")
     return text
 
 
@@ -89,9 +88,9 @@ def _escaped(char: str) -> str:
 
 
 def _is_byte(char: str) -> bool:
-    """Whether this is one of the characters that Python makes of bytes that are no UTF-8."""
+    """Whether this character stands for a byte that is not UTF-8 (surrogateescape)."""
     return "\udc80" <= char <= "\udcff"
 
 
-def _in_words(char: str) -> str:
-    return "bytes that are no UTF-8" if _is_byte(char) else "a line break"
+def _describe(char: str) -> str:
+    return "bytes that are not UTF-8" if _is_byte(char) else "a line break"

@@ -1,4 +1,4 @@
-"""Starts the next attempt of a run as a Slurm job."""
+"""Submits the job of a run with sbatch, and the follow-up jobs that may continue it."""
 
 from __future__ import annotations
 
@@ -7,133 +7,99 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from trainkit.control.follow_ups import cancel_follow_ups, submit_follow_ups
-from trainkit.control.run_registry import register
-from trainkit.errors import TrainkitError, UsageError
-from trainkit.job.record import (
-    add_slurm_entry,
-    discard_attempt,
-    next_attempt_number,
-    open_attempt,
-    read_job,
-    submission_token,
-)
-from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, log_event, write_atomic
+from trainkit.errors import TrainkitError
+from trainkit.job.record import copy_submitit_files, set_follow_ups, submission_token, submitit_file
+from trainkit.plan.slurm_request import SlurmRequest
+from trainkit.rundir import AttemptDir
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel
 from trainkit.slurm.submit import find_marked, submit_script, would_start
-from trainkit.submit.create import plan_text
-from trainkit.submit.script import JobScript
 
 
-def start_slurm_attempt(
-    run: RunDir,
-    config_text: str,
-    plan: LaunchPlan,
-    script: JobScript,
-    reason: str,
-    follow_ups: int = 0,
-) -> dict[str, Any]:
-    """Submit a run's next attempt and give its job.json entry; call with the run's lock held.
-
-    `follow_ups` more jobs wait in the queue to go on after it; those of earlier attempts are taken out of it.
-    A refused submission leaves the run as it was. One whose answer was lost leaves the attempt: the job may
-    exist. Raises UsageError when the run folder cannot be written.
-    """
-    assert plan.slurm is not None
-    cancel_follow_ups(run)
-    attempt = _write_attempt(run, config_text, plan_text(plan), script)
-    mark = submission_token(run, attempt.number)
-    try:
-        with removed_unless_submitted(attempt.path, mark):
-            if plan.backend == "submitit":
-                from trainkit.submit.submitit_backend import submit_with_submitit
-
-                job_id = submit_with_submitit(run, script, mark, _say)
-            else:
-                job_id = submit_file(attempt.script_file, mark, run.path)
-    except BaseException:
-        if not attempt.path.exists():
-            discard_attempt(attempt)
-        raise
-    try:
-        entry = add_slurm_entry(run, attempt.number, job_id, reason, plan.backend)
-        log_event(run, attempt.number, "submitted", job_id=job_id, reason=reason)
-        submit_follow_ups(attempt, job_id, plan.slurm, follow_ups, _say)
-    except OSError as error:
-        raise TrainkitError(
-            f"{job_id} was submitted, but {run.path} cannot be written: {error.strerror}",
-            hint=f"make space there: the job needs it too; `scancel {job_id}` takes it back",
-        ) from error
-    register(run, str(read_job(run)["name"]))
-    return entry
-
-
-def _write_attempt(run: RunDir, config_text: str, plan_text: str, script: JobScript) -> AttemptDir:
-    """The run's next attempt with all its files; nothing of it is left when they cannot be written."""
-    attempt = run.attempt(next_attempt_number(run))
-    try:
-        open_attempt(run, config_text, plan_text)
-        for file in (attempt.script_file, run.script_file):
-            write_atomic(file, script.text)
-    except FileExistsError:
-        raise  # another command was faster: it is not ours
-    except OSError as error:
-        discard_attempt(attempt)
-        raise UsageError(
-            f"{run.path} cannot be written: {error.strerror or error}; nothing was submitted",
-            hint="check its disk and your quota, or name another place with --run-dir",
-        ) from error
-    return attempt
-
-
-def submit_file(script: Path, mark: str, cwd: Path) -> str:
-    """Submit a script once and give its job id; what takes long is said on stderr."""
-    return submit_script(script, mark=mark, environ=os.environ, cwd=cwd, notify=_say)
+def submit_file(script: Path, token: str, cwd: Path) -> str:
+    """Submit a script once and return its job id; prints to stderr while Slurm does not answer."""
+    return submit_script(script, mark=token, environ=os.environ, cwd=cwd, notify=_print)
 
 
 @contextmanager
-def removed_unless_submitted(folder: Path, mark: str) -> Iterator[None]:
-    """Remove a folder when the job that is submitted within surely does not exist; pass the error on."""
+def removed_unless_submitted(folder: Path, token: str) -> Iterator[None]:
+    """Remove a folder when the job submitted within the block certainly does not exist."""
     began = time.time()
     try:
         yield
     except BaseException as error:
-        arrived = isinstance(error, SlurmUnreachable) and error.may_have_arrived
+        may_exist = isinstance(error, SlurmUnreachable) and error.may_have_arrived
         if isinstance(error, KeyboardInterrupt):
-            arrived = not _taken_back(mark, began)
-        if not arrived:
+            may_exist = not _cancel_interrupted(token, began)
+        if not may_exist:
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _taken_back(mark: str, since: float) -> bool:
-    """After Ctrl-C: whether it is sure that no job with the mark is left."""
+def _cancel_interrupted(token: str, since: float) -> bool:
+    """Cancel the job with this token after Ctrl-C; False when Slurm does not say whether there is one."""
     try:
-        found = find_marked(mark, since=since)
+        found = find_marked(token, since=since)
         if found is not None:
             cancel([found])
-            _say(f"{found} had been submitted already, and is cancelled")
+            _print(f"{found} had been submitted already, and is cancelled")
     except TrainkitError as error:
-        _say(f"whether the job was submitted is not known: {error.message}")
+        _print(f"cannot tell whether the job was submitted: {error.message}")
         return False
     return True
 
 
-def ask_slurm_about(script: str) -> str:
-    """What Slurm expects of a script that is not submitted, in one sentence.
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
-    Raises SlurmRefused when it would not take it.
+
+def submit_follow_ups(
+    attempt: AttemptDir, job_id: str, request: SlurmRequest, count: int, notify: Callable[[str], None]
+) -> list[str]:
+    """Submit the script of an attempt `count` times more, as jobs that continue it; returns their ids.
+
+    Call with the run's lock held. A refused submission is no error, since the run has started: `notify` gets
+    it.
+    """
+    run = attempt.run
+    submitits = submitit_file(run, job_id, "submission.sh")
+    script = submitits if submitits.exists() else attempt.script_file
+    ids: list[str] = []
+    for number in range(1, count + 1):
+        token = submission_token(run, attempt.number, number)
+        comment = " ".join(filter(None, (token, str(request.sbatch.get("comment") or ""))))
+        # Slurm counts a job that was removed from the queue as failed, so each names all before it.
+        dependency = ",".join(f"afternotok:{before}" for before in (job_id, *ids))
+        options = (f"--comment={comment}", f"--dependency={dependency}", "--kill-on-invalid-dep=yes")
+        try:
+            new_id = submit_script(
+                script,
+                mark=token,
+                environ=os.environ,
+                cwd=run.path,
+                extra_argv=options,
+                is_only_job=False,
+                notify=notify,
+            )
+        except TrainkitError as error:
+            notify(f"only {len(ids)} of {count} follow-up jobs are in the queue: {error.message}")
+            break
+        copy_submitit_files(run, job_id, new_id)
+        ids.append(new_id)
+        set_follow_ups(run, ids)
+    if ids:
+        notify(f"{', '.join(ids)} {'waits' if len(ids) == 1 else 'wait'} in the queue to continue {job_id}")
+    return ids
+
+
+def estimate_start(script: str) -> str:
+    """Slurm's estimate for a script that is not submitted, in one sentence.
+
+    Raises SlurmRefused when Slurm would not take it.
     """
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         path = Path(folder) / "submit.sbatch"

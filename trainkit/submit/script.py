@@ -1,4 +1,4 @@
-"""The batch script of a Slurm job: a function of the plan, the config and where the run is."""
+"""The batch script of a Slurm job, as a function of plan, config and run folder."""
 
 from __future__ import annotations
 
@@ -21,33 +21,28 @@ from trainkit.rungroup import RunGroup
 from trainkit.submit.interpreters import find_interpreter
 from trainkit.submit.job_environment import JobEnvironment, make_job_environment
 from trainkit.submit.quoting import log_path, quote
-from trainkit.submit.templates import compile_ahead, render
+from trainkit.submit.templates import render
 
 TEMPLATE = "submit.sbatch.j2"
 SETUP_TEMPLATE = "partials/environment.sh.j2"
-"""The part of it that makes the environment; submitit writes the rest by itself."""
+"""The part of the script that sets up the environment; submitit writes the rest itself."""
 
 
 @dataclass(frozen=True)
 class JobScript:
-    """A batch script and what it is made of."""
+    """A batch script and its parts."""
 
     text: str
     directives: Options
-    """The options of the `#SBATCH` lines by name; True stands for one without a value."""
+    """The options of the `#SBATCH` lines by name; True for an option without a value."""
     setup: str
-    """The shell lines between the directives and the step, where submitit writes the others; else empty."""
+    """For submitit, the shell lines between the directives and the step; else empty."""
     step: tuple[str, ...]
     """The argv of the step that starts the ranks."""
     host_python: tuple[str, ...]
-    """What runs the supervisor."""
+    """The argv prefix of Python for the supervisor."""
     own_templates: tuple[Path, ...]
-    """Templates of the project that took the place of shipped ones."""
-
-
-def compile_templates(cwd: Path) -> None:
-    """Do ahead what `script_for` needs and does not depend on the run."""
-    compile_ahead((TEMPLATE, SETUP_TEMPLATE), cwd)
+    """Templates of the project that shadow shipped ones."""
 
 
 def script_for(
@@ -61,60 +56,56 @@ def script_for(
 ) -> JobScript:
     """The script that Slurm gets for an attempt; `cwd` is where the run was submitted.
 
-    `code` is what is known about the snapshot of the code; None when there is none. With an `array`, such as
-    ``0-9%4``, the folder is that of a group, and every task finds its own run in it.
-    Templates below `cwd` come before the shipped ones. Raises UsageError for what a script cannot hold.
+    `code` describes the copy of the code; None without one. With an `array`, such as ``0-9%4``, `run` is the
+    folder of a group, in which each task finds its run. Templates in ``cwd/templates`` shadow the shipped
+    ones.
+    For submitit the text is that of `setup` only. Raises UsageError for values that a script cannot contain.
     """
     assert plan.slurm is not None
-    around = _surroundings(run, plan, config, cwd, code)
-    agent = (*around.rank_python, "-m", "trainkit.job.node.agent", str(run.path))
-    step = ("srun", *option_argv(plan.slurm.srun), *around.srun_options, *agent)
+    environment = _job_environment(run, plan, config, cwd, code)
+    agent = (*environment.rank_python, "-m", "trainkit.job.node.agent", str(run.path))
+    step = ("srun", *option_argv(plan.slurm.srun), *environment.srun_options, *agent)
     context: dict[str, Any] = {
         "version": __version__,
         "summary": _summary(run, plan),
         "directives": directives(run, attempt, plan.slurm, array),
-        "workdir": around.workdir,
+        "workdir": environment.workdir,
         "run_dir": str(run.path),
         "is_array": array is not None,
         "per": plan.per,
         "step": step[:-1],
-        "supervisor": (*around.host_python, "-m", "trainkit.job.supervisor"),
-        **around.context,
+        "supervisor": (*environment.host_python, "-m", "trainkit.job.supervisor"),
+        **environment.context,
     }
     by_submitit = plan.backend == "submitit"
     rendered = render(SETUP_TEMPLATE if by_submitit else TEMPLATE, context, cwd)
-    script = JobScript(
+    return JobScript(
         text=rendered.text,
         directives=context["directives"],
-        setup=f"cd -- {quote(around.workdir)} || exit 2\n{rendered.text}" if by_submitit else "",
+        setup=f"cd -- {quote(environment.workdir)} || exit 2\n{rendered.text}" if by_submitit else "",
         step=step,
-        host_python=around.host_python,
+        host_python=environment.host_python,
         own_templates=tuple(used.path for used in rendered.own_templates),
     )
-    if not by_submitit:
-        return script
-    from trainkit.submit.submitit_backend import submitit_text
-
-    return replace(script, text=submitit_text(run, script))
 
 
-def _surroundings(
+def _job_environment(
     run: RunDir, plan: LaunchPlan, config: RunConfig, cwd: Path, code: Mapping[str, Any] | None
 ) -> JobEnvironment:
     launch = config.launch
     interpreter, _ = find_interpreter(launch, sys.executable, os.environ, cwd)
     if plan.command is not None and launch.container is None:
-        # A command may have an environment that knows nothing of trainkit; the agent has its own.
+        # trainkit need not be installed in the environment of a command: its agent uses this interpreter.
         ours: Any = {"argv": (sys.executable,), "options": PYTHON_OPTIONS}
         interpreter = replace(interpreter, **ours, host_argv=ours["argv"], host_options=ours["options"])
     program = plan.container_program
     workdir, python_path, folders = str(cwd), (), [str(cwd)]
     if code is not None:
-        folders.append(str(code["code"]))  # of a point it lies in the folder of the group
+        folders.append(str(code["code"]))  # for a point of a group, it is in the folder of the group
         python_path = tuple(code["import_path"])
         workdir = str(code["workdir"]) if plan.command is not None else workdir
     if plan.command is None:
-        folders += _data_outside(config)
+        folders += _data_paths(config)
     return make_job_environment(
         launch,
         interpreter,
@@ -131,8 +122,8 @@ def _surroundings(
     )
 
 
-def _data_outside(config: RunConfig) -> list[str]:
-    """What the job reads that a container has to be given: texts or shards, tokenizer and cache."""
+def _data_paths(config: RunConfig) -> list[str]:
+    """The paths that a container must mount: texts or shards, tokenizer and cache."""
     data = config.data
     listed = [[value] if isinstance(value, str) else value or [] for value in (data.source, data.val_source)]
     named = [*listed[0], *listed[1], data.tokenizer, data.cache_dir]
@@ -141,24 +132,24 @@ def _data_outside(config: RunConfig) -> list[str]:
 
 
 def directives(run: RunDir, attempt: int, request: SlurmRequest, array: str | None = None) -> Options:
-    """The options of the `#SBATCH` lines by name; True stands for one without a value."""
+    """The options of the `#SBATCH` lines by name; True for an option without a value."""
     comment = " ".join(
         filter(None, (submission_token(run, attempt), str(request.sbatch.get("comment") or "")))
     )
     log = log_path(str(run.attempt(attempt).supervisor_log))
     options = {**request.sbatch, "comment": comment, "output": log, "open-mode": "append"}
     if array is not None:
-        options |= {"array": array, "output": _log_of_each_task(RunGroup(run.path))}
+        options |= {"array": array, "output": _array_log(RunGroup(run.path))}
     if attempt > 1:
-        options.pop("dependency", None)  # what the first attempt waited for is long over
+        options.pop("dependency", None)  # that of the first attempt was satisfied
     return {name: value for name, value in options.items() if value is not False}
 
 
-def _log_of_each_task(group: RunGroup) -> str:
+def _array_log(group: RunGroup) -> str:
     if "\\" in str(group.path):
         raise UsageError(
-            f"{group.path} cannot hold an array: with a backslash in its path Slurm gives all tasks one log",
-            hint="choose a folder without it with --run-dir",
+            f"{group.path} has a backslash, with which Slurm gives all tasks of an array the same log",
+            hint="choose a folder without one with --run-dir",
         )
     return f"{log_path(str(group.logs_dir))}/{group.log_file('%a').name}"
 
@@ -167,4 +158,4 @@ def _summary(run: RunDir, plan: LaunchPlan) -> str:
     nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
     each = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
     spare = f", and {plan.spare_nodes} spare" if plan.spare_nodes else ""
-    return f"{run.name}: {nodes} with {each} each{spare}, one Slurm task a {plan.per}"
+    return f"{run.name}: {nodes} with {each} each{spare}, one Slurm task per {plan.per}"

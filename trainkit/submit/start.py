@@ -1,56 +1,164 @@
-"""Starts the next attempt of a run with the backend that its plan names."""
+"""Starts attempts of a run with the backend that its plan names: sbatch, submitit or this machine."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainkit.config import RunConfig, dump_effective, read_effective
-from trainkit.errors import UsageError
-from trainkit.job.record import newest_entry, next_attempt_number, read_job
+from trainkit.control.jobs import (
+    cancel_follow_ups,
+    live_entry,
+    recover_job_id,
+    require_not_running,
+    signal_job,
+)
+from trainkit.control.run_registry import register
+from trainkit.errors import TrainkitError, UsageError
+from trainkit.job.record import (
+    add_slurm_entry,
+    discard_attempt,
+    newest_entry,
+    next_attempt_number,
+    open_attempt,
+    read_job,
+    run_lock,
+    submission_token,
+)
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, read_json
-from trainkit.submit.create import plan_text
-from trainkit.submit.secrets import refuse_leaks
+from trainkit.rundir import AttemptDir, RunDir, log_event, read_json, write_atomic
+from trainkit.submit.code.snapshot import renewed_code
+from trainkit.submit.preflight_checks import refuse_leaks
+
+if TYPE_CHECKING:
+    from trainkit.submit.script import JobScript
+
+
+def start_run(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> dict[str, Any]:
+    """Start the first attempt of a run that was just created and return its job.json entry.
+
+    With the reason ``run`` a local run ends with this process. The run folder is removed when its attempt
+    cannot be started.
+    """
+    try:
+        with run_lock(run):
+            return start_attempt(run, config, plan, reason, foreground=reason == "run")
+    except BaseException:
+        if not run.attempt_numbers():
+            shutil.rmtree(run.path, ignore_errors=True)
+        raise
 
 
 def start_attempt(
     run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str, foreground: bool = False
 ) -> dict[str, Any]:
-    """Start a run's next attempt and give its job.json entry; call with the run's lock held.
+    """Start a run's next attempt and return its job.json entry; call with the run's lock held.
 
     `reason` is one of ``submit run requeue resume``; `foreground` is for local runs only.
     """
-    config_text = dump_effective(config)
-    for text, where in ((config_text, run.config_file), (plan_text(plan), run.plan_file)):
+    config_text, plan_text = dump_effective(config), plan.to_text()
+    for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
         refuse_leaks(text, str(where), config.launch.secrets, os.environ)
     if plan.backend == "local":
-        from trainkit.control import local
+        from trainkit.submit.local_backend import start_local_attempt
 
-        return local.start_attempt(run, config_text, plan_text(plan), reason, foreground)
-    # Only the side that starts it is loaded.
-    from trainkit.submit.sbatch_backend import start_slurm_attempt
-    from trainkit.submit.script import script_for
+        return start_local_attempt(run, config_text, plan_text, reason, foreground)
+    return _start_on_slurm(run, config, plan, reason)
 
+
+def _start_on_slurm(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> dict[str, Any]:
+    """Submit a run's next attempt; those of its follow-up jobs that still wait are cancelled.
+
+    A refused submission leaves the run unchanged. One whose answer was lost keeps the attempt: the job may
+    exist. Raises UsageError when the run folder cannot be written.
+    """
+    from trainkit.submit.sbatch_backend import removed_unless_submitted, submit_file, submit_follow_ups
+
+    assert plan.slurm is not None
     job = read_job(run)
     if "cwd" not in job:
         raise UsageError(
-            f"{run.job_file} cannot be read, so where the run was submitted and with which code is not known",
-            hint=f"`trainkit resume {quote(str(run.path))} --as DIR` goes on in a new folder",
+            f"{run.job_file} cannot be read, so the working directory and the code of the run are unknown",
+            hint=f"`trainkit resume {quote(str(run.path))} --as DIR` resumes in a new folder",
         )
-    script = script_for(run, next_attempt_number(run), plan, config, Path(str(job["cwd"])), job.get("code"))
+    number = next_attempt_number(run)
+    script = script_of_attempt(run, number, plan, config, Path(str(job["cwd"])), job.get("code"))
     refuse_leaks(script.text, str(run.script_file), config.launch.secrets, os.environ)
-    return start_slurm_attempt(run, config_text, plan, script, reason, config.requeue.follow_ups)
+    cancel_follow_ups(run)
+    attempt = _write_attempt(run, dump_effective(config), plan.to_text(), script)
+    token = submission_token(run, attempt.number)
+    try:
+        with removed_unless_submitted(attempt.path, token):
+            if plan.backend == "submitit":
+                from trainkit.submit.submitit_backend import submit_with_submitit
+
+                job_id = submit_with_submitit(run, script, token, _print)
+            else:
+                job_id = submit_file(attempt.script_file, token, run.path)
+    except BaseException:
+        if not attempt.path.exists():
+            discard_attempt(attempt)
+        raise
+    try:
+        entry = add_slurm_entry(run, attempt.number, job_id, reason, plan.backend)
+        log_event(run, attempt.number, "submitted", job_id=job_id, reason=reason)
+        submit_follow_ups(attempt, job_id, plan.slurm, config.requeue.follow_ups, _print)
+    except OSError as error:
+        raise TrainkitError(
+            f"{job_id} was submitted, but {run.path} cannot be written: {error.strerror}",
+            hint=f"free some space: the job needs it too; or `scancel {job_id}`",
+        ) from error
+    register(run, str(read_job(run)["name"]))
+    return entry
+
+
+def script_of_attempt(
+    run: RunDir, attempt: int, plan: LaunchPlan, config: RunConfig, cwd: Path, code: Mapping[str, Any] | None
+) -> JobScript:
+    """The batch script of an attempt, with the text that the backend of the plan submits."""
+    from trainkit.submit.script import script_for
+
+    script = script_for(run, attempt, plan, config, cwd, code)
+    if plan.backend != "submitit":
+        return script
+    from trainkit.submit.submitit_backend import submitit_text
+
+    return replace(script, text=submitit_text(run, script))
+
+
+def _write_attempt(run: RunDir, config_text: str, plan_text: str, script: JobScript) -> AttemptDir:
+    """Write the run's next attempt with all its files, or nothing of it."""
+    attempt = run.attempt(next_attempt_number(run))
+    try:
+        open_attempt(run, config_text, plan_text)
+        for file in (attempt.script_file, run.script_file):
+            write_atomic(file, script.text)
+    except FileExistsError:
+        raise  # the attempt of another command, which was faster
+    except OSError as error:
+        discard_attempt(attempt)
+        raise UsageError(
+            f"{run.path} cannot be written: {error.strerror or error}; nothing was submitted",
+            hint="check its disk and your quota, or choose another folder with --run-dir",
+        ) from error
+    return attempt
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def start_again(run: RunDir, reason: str) -> dict[str, Any]:
-    """Start an ended run's next attempt with the bytes of its newest one; call with the run's lock held.
+    """Start an ended run's next attempt from the files of its newest one; call with the run's lock held.
 
     Raises UsageError for a run that was never started.
     """
@@ -63,12 +171,40 @@ def start_again(run: RunDir, reason: str) -> dict[str, Any]:
     return start_attempt(run, read_effective(attempt.config_file), plan, reason)
 
 
+def requeue_run(run: RunDir) -> tuple[dict[str, Any], bool]:
+    """Requeue a run; returns its job.json entry and whether a new attempt was started.
+
+    A running job is signalled to save and requeue itself. Raises UsageError for a job that is still pending.
+    """
+    with run_lock(run):
+        recover_job_id(run)
+        entry = live_entry(run, "requeue")
+        if entry is None:
+            return start_again(run, "requeue"), True
+        outcome = signal_job(run, entry, signal.SIGUSR2)
+    if outcome == "waiting":
+        raise UsageError(f"{entry['job_id']} is already pending", hint="`trainkit status` shows the reason")
+    return entry, False
+
+
+def resume_run(run: RunDir, config: RunConfig, plan: LaunchPlan, new_code: bool) -> dict[str, Any]:
+    """Start an ended run's next attempt with another config and plan; returns its job.json entry.
+
+    `new_code` replaces the run's copy of the code. Raises UsageError when the run is running.
+    """
+    with run_lock(run):
+        recover_job_id(run)
+        require_not_running(run, "resume")  # under the lock: another command may have started it
+        with renewed_code(run, config, plan) if new_code else nullcontext():
+            return start_attempt(run, config, plan, "resume")
+
+
 @contextmanager
 def defer_sigint() -> Iterator[None]:
-    """Within, SIGINT waits for the end of the block and is raised there; a second one is raised at once.
+    """Raise KeyboardInterrupt for a SIGINT at the end of the block; a second SIGINT raises it at once.
 
-    For the main thread; where SIGINT is ignored, it stays so. What is started within and belongs to the
-    terminal hears of it by itself.
+    For the main thread. An ignored SIGINT stays ignored. Processes of the terminal's foreground group receive
+    Ctrl-C themselves.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield

@@ -1,4 +1,4 @@
-"""Starts the next attempt of a run through submitit."""
+"""Submits the job of a run through submitit."""
 
 from __future__ import annotations
 
@@ -14,49 +14,48 @@ from trainkit.rundir import RunDir, write_json
 from trainkit.slurm.client import SlurmUnreachable, scrubbed
 from trainkit.slurm.submit import submit_once
 from trainkit.submit.quoting import directive
+from trainkit.submit.script import JobScript
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor
 
-    from trainkit.submit.script import JobScript
 
-
-OUTLIVE_SIGNALS = (
-    "# When Slurm ends this shell, the supervisor that it waits for has still to write how the job ended.",
+IGNORE_SIGNALS = (
+    "# When Slurm ends this shell, its supervisor still has to record how the job ended.",
     "trap : TERM INT USR2",
 )
-"""Our own script needs none of this: there the supervisor takes the place of the shell."""
+"""The script of the sbatch backend does not need this: there the supervisor replaces the shell."""
 
 
 def make_executor(run: RunDir, script: JobScript) -> AutoExecutor:
-    """submitit's executor with everything that the sbatch backend writes into its script.
+    """submitit's executor with the options and setup of a script.
 
-    Raises UsageError when submitit cannot express it.
+    Raises UsageError for options that submitit cannot pass.
     """
     from submitit import AutoExecutor
 
     for name, value in script.directives.items():
         if value is not True:
-            directive(value)  # refuses what no #SBATCH line can hold, whoever writes it
+            directive(value)  # refuses values that an #SBATCH line cannot contain
         if "\\" in str(value):
             raise UsageError(
-                f"submitit cannot pass --{name}={value!r} on: it has a backslash",
-                hint="--backend sbatch can, or choose a name without it",
+                f"submitit cannot pass --{name}={value!r}, which has a backslash",
+                hint="use --backend sbatch, or choose a name without a backslash",
             )
     try:
         executor = AutoExecutor(
             folder=_folder(run), cluster="slurm", slurm_python=shlex.join(script.host_python)
         )
     except RuntimeError as error:
-        raise UsageError(f"submitit: {error}", hint="start from a login node of the cluster") from None
-    # submitit writes --open-mode=append itself, and knows options by names with underscores.
+        raise UsageError(f"submitit: {error}", hint="submit from a login node of the cluster") from None
+    # submitit writes --open-mode=append itself, and spells options with underscores.
     options = {
         name.replace("-", "_"): value for name, value in script.directives.items() if name != "open-mode"
     }
     executor.update_parameters(
         slurm_additional_parameters=options,
-        slurm_setup=[*script.setup.rstrip("\n").split("\n"), *OUTLIVE_SIGNALS],
-        # The step with the ranks is started by our supervisor: one srun, as in the sbatch backend.
+        slurm_setup=[*script.setup.rstrip("\n").split("\n"), *IGNORE_SIGNALS],
+        # The supervisor starts the step of the ranks, as in the sbatch backend.
         slurm_use_srun=False,
         slurm_stderr_to_stdout=True,
     )
@@ -71,11 +70,11 @@ def submitit_text(run: RunDir, script: JobScript) -> str:
 
 
 def submit_with_submitit(
-    run: RunDir, script: JobScript, mark: str, notify: Callable[[str], None] = lambda text: None
+    run: RunDir, script: JobScript, token: str, notify: Callable[[str], None] = lambda text: None
 ) -> str:
-    """Submit, and give the job id; `notify` gets a sentence when that takes long.
+    """Submit a script and return the job id; `notify` gets a sentence while Slurm does not answer.
 
-    Raises TrainkitError when Slurm refuses, SlurmUnreachable when it may or may not have taken the job.
+    Raises TrainkitError when Slurm refuses, SlurmUnreachable when the job may exist.
     """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
@@ -90,18 +89,18 @@ def submit_with_submitit(
             with _environment(clean):
                 return str(executor.submit(SubmititJob(str(run.path))).job_id)
         except FailedJobError as error:
-            raise _failure(error) from None
+            raise _submission_error(error) from None
         except FailedSubmissionError as error:  # sbatch printed no job id
             raise SlurmUnreachable(f"submitit: {error}", may_have_arrived=True) from None
 
-    job_id = submit_once(submit, mark=mark, environ=clean, notify=notify)
-    _put_in_place(run, job_id)
+    job_id = submit_once(submit, mark=token, environ=clean, notify=notify)
+    _rename_files(run, job_id)
     return job_id
 
 
 @contextmanager
 def _environment(environ: Mapping[str, str]) -> Iterator[None]:
-    """Another environment for a while, in place of this process's own."""
+    """Replace the environment of this process within the block."""
     inherited = dict(os.environ)
     os.environ.clear()
     os.environ.update(environ)
@@ -112,10 +111,10 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(inherited)
 
 
-def _put_in_place(run: RunDir, job_id: str) -> None:
-    """Give submitit's files the names that its job looks for, for 60 s.
+def _rename_files(run: RunDir, job_id: str) -> None:
+    """Rename submitit's files as its job expects, which waits for them for 60 s.
 
-    It does so itself, unless the answer with the job's id was lost.
+    submitit has done so unless the answer with the job id was lost.
     """
     from submitit.core.utils import JobPaths
 
@@ -134,11 +133,11 @@ def _folder(run: RunDir) -> Path:
     return run.path / "submitit"
 
 
-def _failure(error: Exception) -> TrainkitError:
+def _submission_error(error: Exception) -> TrainkitError:
     from trainkit.slurm.client import Answer, failure
 
-    words = str(error).strip()
-    known = failure("sbatch", 1, Answer(b"", words))
+    message = str(error).strip()
+    known = failure("sbatch", 1, Answer(b"", message))
     if isinstance(known, SlurmUnreachable):
         return known
     return UsageError(f"submitit: {known.message}", hint=known.hint)

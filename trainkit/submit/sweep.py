@@ -1,39 +1,42 @@
-"""Submits a group of runs as one Slurm array: every point is checked before anything is written."""
+"""Submits a group of runs as one Slurm array; all points are checked before anything is written."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
+from trainkit.cluster.model import Target
+from trainkit.cluster.target import make_target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.control.run_registry import register
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.job.record import submission_token
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.make_plan import DataFacts, inspect_data
 from trainkit.plan.slurm_request import option_argv
-from trainkit.plan.sweep import MAX_POINTS, difference, shown, shown_value
+from trainkit.plan.sweep import difference, shown, shown_value
 from trainkit.rundir import RunDir, utc_now, write_atomic, write_json
 from trainkit.rungroup import GROUP_VERSION, Point, RunGroup
-from trainkit.slurm.control import show_config
-from trainkit.slurm.job_id import array_indices
-from trainkit.submit.create import CodeCopier, new_place, write_origin
+from trainkit.submit.array_spec import ArraySpec, refuse_too_large
+from trainkit.submit.create import new_folder, write_origin
+from trainkit.submit.plan_run import plan_run
+from trainkit.submit.preflight_checks import refuse_leaks
 from trainkit.submit.sbatch_backend import removed_unless_submitted, submit_file
 from trainkit.submit.script import JobScript, script_for
-from trainkit.submit.secrets import refuse_leaks
 
 MAX_SHOWN = 10
-"""Problems that are shown one by one."""
+"""The number of problems that are listed."""
 
 
 @dataclass(frozen=True)
 class PlannedPoint:
-    """A point that was checked."""
+    """A point with its config and plan."""
 
     index: int
     values: dict[str, Any]
@@ -41,54 +44,134 @@ class PlannedPoint:
     plan: LaunchPlan
 
 
-def check_points(
-    points: Mapping[int, dict[str, Any]],
-    load: Callable[[dict[str, Any]], LoadedConfig],
-    plan: Callable[[LoadedConfig], LaunchPlan],
+def plan_points(
+    values: Mapping[int, dict[str, Any]],
+    configs: Mapping[int, LoadedConfig | ConfigError],
+    command: Sequence[str] | None = None,
+    launcher: str = "python",
+    *,
+    config_path: str,
+    array: ArraySpec | None = None,
 ) -> list[PlannedPoint]:
-    """Every point with its config and plan.
+    """Plan each point of a group; `values` and `configs`, which were loaded from `config_path`, are by index.
 
-    `points` are values by index. Raises ConfigError with the problems of all of them, each with the first
-    point that has it, and UsageError when one array cannot hold them.
+    An `array` that exceeds the limits of the cluster is refused before its points are planned. Raises
+    ConfigError with the problems of all points, and UsageError when one array cannot run them.
     """
-    checked: list[PlannedPoint] = []
-    found: dict[Problem, list[int]] = {}
-    for index, values in points.items():
+    planned: dict[int, PlannedPoint | ConfigError] = {}
+    target: Target | None = None
+    data: dict[str, DataFacts] = {}  # by data section: most sweeps read the same data
+    for index, loaded in configs.items():
+        if isinstance(loaded, ConfigError):
+            planned[index] = loaded
+            continue
+        if target is None:
+            target = make_target(loaded)
+            _refuse_other_backends(target, config_path)
+            if array is not None:
+                refuse_too_large(array)
+        key = loaded.config.data.model_dump_json()
+        if command is None and key not in data:
+            data[key] = inspect_data(loaded.config.data)
         try:
-            loaded = load(values)
-            checked.append(PlannedPoint(index, values, loaded.config, plan(loaded)))
+            plan = plan_run(loaded, command, launcher, target=target, data=data.get(key))
+            planned[index] = PlannedPoint(index, values[index], loaded.config, plan)
         except ConfigError as error:
-            for problem in error.problems:
-                found.setdefault(problem, []).append(index)
+            planned[index] = error
+    return check_points(values, planned)
+
+
+def check_points(
+    values: Mapping[int, dict[str, Any]], planned: Mapping[int, PlannedPoint | ConfigError]
+) -> list[PlannedPoint]:
+    """The points of a group, if all have a plan and one array can run them.
+
+    Raises ConfigError with the problems of all points, each with the first point that has it, and UsageError
+    when the points need different jobs.
+    """
+    found: dict[Problem, list[int]] = {}
+    points: list[PlannedPoint] = []
+    for index, point in planned.items():
+        if isinstance(point, PlannedPoint):
+            points.append(point)
+            continue
+        for problem in point.problems:
+            found.setdefault(problem, []).append(index)
     if found:
-        raise ConfigError(list(_named(found, points)))
-    if checked[0].config.requeue.follow_ups:
+        raise ConfigError(list(_with_points(found, values)))
+    if points[0].config.requeue.follow_ups:
         raise UsageError(
-            f"requeue.follow_ups is {checked[0].config.requeue.follow_ups}, and these are many runs",
+            f"requeue.follow_ups is {points[0].config.requeue.follow_ups}, which a group of runs cannot have",
             hint="follow-up jobs wait for one job, not for a task of an array: set it to 0",
         )
-    job = _job_of(checked[0])
-    for point in checked[1:]:
-        _refuse_other_job(checked[0], job, point)
-    return checked
+    job = _job_of(points[0])
+    for point in points[1:]:
+        _refuse_other_job(points[0], job, point)
+    return points
 
 
-def _named(found: Mapping[Problem, list[int]], points: Mapping[int, dict[str, Any]]) -> Iterator[Problem]:
-    """The problems, each with the point that has it; one that all points have is the config's own."""
+def _refuse_other_backends(target: Target, config_path: str) -> None:
+    """Raise UsageError for a backend without Slurm arrays."""
+    if target.backend == "local":
+        raise UsageError(
+            f"--sweep and --array submit a Slurm array, and this would run on this machine ({target.reason})",
+            hint="run them one after another in a shell loop: "
+            f"for lr in 1e-4 3e-4; do trainkit run {quote(config_path)} --set optimizer.lr=$lr; done",
+        )
+    if target.backend == "submitit":
+        raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")
+
+
+def common_plan(points: Sequence[PlannedPoint]) -> LaunchPlan:
+    """The plan of the first point; its reasons note where other points differ."""
+    first = points[0].plan
+    others = [point.plan.reasons for point in points[1:]]
+    reasons = {
+        key: text
+        if all(other.get(key) == text for other in others)
+        else f"differs; for the first point: {text}"
+        for key, text in first.reasons.items()
+    }
+    return dataclasses.replace(first, reasons=reasons)
+
+
+def describe_points(spec: ArraySpec, values: Mapping[int, dict[str, Any]], is_sweep: bool) -> str:
+    """The points of a group in one line."""
+    first_index, first = next(iter(values.items()))
+    if is_sweep:
+        axes = {key: dict.fromkeys(shown_value(point[key]) for point in values.values()) for key in first}
+        differs = " x ".join(f"{key}={','.join(texts)}" for key, texts in axes.items())
+    elif "seed" in first:
+        differs = f"seed is {first['seed'] - first_index} + the index"
+    else:
+        differs = "SLURM_ARRAY_TASK_ID is the index"
+    limit = "" if spec.limit is None else f"; at most {spec.limit:,} at once"
+    return f"{len(values):,} run{'s' if len(values) > 1 else ''}: {differs}{limit}"
+
+
+def reaches_command(values: Mapping[int, dict[str, Any]]) -> bool:
+    """Whether a COMMAND sees all swept values, which are then environment variables."""
+    return all(key.startswith("launch.env.") for point in values.values() for key in point)
+
+
+def _with_points(
+    found: Mapping[Problem, list[int]], values: Mapping[int, dict[str, Any]]
+) -> Iterator[Problem]:
+    """The problems with their points; a problem of all points is one of the config."""
     for problem, indices in list(found.items())[:MAX_SHOWN]:
-        if len(indices) == len(points):
+        if len(indices) == len(values):
             yield problem
             continue
         others = f" and {len(indices) - 1:,} more" if len(indices) > 1 else ""
-        who = f"point {indices[0]} ({shown(points[indices[0]])}){others}"
-        origin = f"{who}: {problem.origin}" if problem.origin else who
+        points = f"point {indices[0]} ({shown(values[indices[0]])}){others}"
+        origin = f"{points}: {problem.origin}" if problem.origin else points
         yield Problem(problem.key, problem.message, origin, problem.hint)
     if len(found) > MAX_SHOWN:
         yield Problem("", f"and {len(found) - MAX_SHOWN:,} more problems like these")
 
 
 def _refuse_other_job(first: PlannedPoint, before: Mapping[str, str], point: PlannedPoint) -> None:
-    """One array has one script: what is asked of Slurm and what surrounds the ranks is the same for all."""
+    """Refuse a point that needs another script: an array has one, with one Slurm request and environment."""
     now = _job_of(point)
     differing = [
         f"{before.get(name, f'no {name}')} or {now.get(name, f'no {name}')}"
@@ -99,16 +182,16 @@ def _refuse_other_job(first: PlannedPoint, before: Mapping[str, str], point: Pla
         raise UsageError(
             f"point {point.index} ({shown(point.values)}) needs another job than point {first.index}: "
             + ", ".join(differing),
-            hint="an array is one script with one size: submit a run, or a sweep, for each of these",
+            hint="an array has one script and one size: submit a run, or a sweep, for each of these",
         )
 
 
 def _job_of(point: PlannedPoint) -> dict[str, str]:
-    """What the script of a point is made of, by name and as a person reads it."""
+    """The parts of the script of a point, by name, as they are shown to the user."""
     plan = point.plan
     options = {} if plan.slurm is None else {**plan.slurm.srun, **plan.slurm.sbatch}
     script = {f"--{name}": "".join(option_argv({name: value})) for name, value in options.items()}
-    # Variables and network are set by the agents.
+    # The agents set variables and network.
     launch = point.config.launch.model_dump(mode="json", exclude={"env", "network"})
     return {
         **script,
@@ -120,9 +203,9 @@ def _job_of(point: PlannedPoint) -> dict[str, str]:
 def group_script(
     group: RunGroup, points: Sequence[PlannedPoint], array: str, code: Mapping[str, Any] | None
 ) -> JobScript:
-    """The script of the array; UsageError when a secret would stand in it."""
+    """The script of the array; UsageError when it would contain a secret."""
     config, plan = points[0].config, points[0].plan
-    # Variables that differ are set by the agents of each point.
+    # The agents of each point set the variables that differ.
     launch = config.launch.model_copy(update={"env": _common(point.config.launch.env for point in points)})
     config = config.model_copy(update={"launch": launch})
     plan = dataclasses.replace(plan, env=_common(point.plan.env for point in points))
@@ -132,7 +215,7 @@ def group_script(
 
 
 def _common(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """What all mappings hold alike, in the order of the first."""
+    """The items that all mappings share, in the order of the first."""
     first, *others = mappings
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
@@ -140,25 +223,25 @@ def _common(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
 def create_group(
     points: Sequence[PlannedPoint],
     array: str,
-    run_dir: Path | None,
     argv: Sequence[str],
-    copier: CodeCopier | None,
+    run_dir: Path | None = None,
     option: str = "--run-dir",
-) -> RunGroup:
-    """Make the folder of a group with everything but its job; `option` is what names `run_dir`.
+) -> tuple[RunGroup, dict[str, Any] | None]:
+    """Create the folder of a group with everything except its job; returns also the copy of the code.
 
-    Raises UsageError when `run_dir` is not empty, the place cannot be written, or a secret would be.
+    `option` is the command-line option of `run_dir`. Raises UsageError when `run_dir` is not empty or cannot
+    be written, or a secret would be written.
     """
-    config = points[0].config
-    with new_place(config.name, run_dir, option) as (folder, name):
+    config, plan = points[0].config, points[0].plan
+    with new_folder(config.name, run_dir, option) as (folder, name):
         group = RunGroup(folder)
         group.logs_dir.mkdir(mode=0o700)
-        code = write_origin(RunDir(group.path), argv, config.launch.secrets, "sbatch", copier)
+        code = write_origin(RunDir(group.path), config, plan, argv)
         record = _record(name, points, array, code)
         refuse_leaks(json.dumps(record), str(group.sweep_file), config.launch.secrets, os.environ)
         write_atomic(group.script_file, group_script(group, points, array, code).text)
         write_json(group.sweep_file, record)
-    return group
+    return group, code
 
 
 def _record(
@@ -201,91 +284,14 @@ def _compact(point: Point) -> dict[str, Any]:
     return {key: value for key, value in dataclasses.asdict(point).items() if value != {} or key == "values"}
 
 
-def submit_group(group: RunGroup) -> str:
-    """Submit the array of a group, and give its job id; when Slurm does not take it, the group is removed.
+def start_group(group: RunGroup) -> str:
+    """Submit the array of a group and return its job id; a refused group is removed.
 
-    Raises SlurmRefused, and SlurmUnreachable, which leaves the group when Slurm may have taken it.
+    Raises SlurmRefused, and SlurmUnreachable, which keeps the group when the job may exist.
     """
-    mark = submission_token(RunDir(group.path), 1)
-    with removed_unless_submitted(group.path, mark):
-        job_id = submit_file(group.script_file, mark, group.path)
+    token = submission_token(RunDir(group.path), 1)
+    with removed_unless_submitted(group.path, token):
+        job_id = submit_file(group.script_file, token, group.path)
     group.update(job_id=job_id, submitted_at=utc_now())
     register(RunDir(group.path), group.name)
     return job_id
-
-
-DEFAULT_MAX_ARRAY_SIZE = 1001
-_LIMIT = re.compile(r"[1-9][0-9]*", re.ASCII)
-_MAX_TASKS = re.compile(r"(?:^|,)max_array_tasks=(?P<count>\d+)")
-
-
-@dataclass(frozen=True)
-class ArraySpec:
-    """What ``0-9,20%4`` says."""
-
-    indices: tuple[int, ...]
-    """Empty when only the limit was given."""
-    limit: int | None
-    """How many tasks run at once; None leaves that to Slurm."""
-
-    @property
-    def directive(self) -> str:
-        """The value of ``#SBATCH --array``."""
-        limit = "" if self.limit is None else f"%{self.limit}"
-        return ",".join(_spans(self.indices)) + limit
-
-
-def parse_array(text: str) -> ArraySpec:
-    """The array of ``--array``: ``0-9``, ``1,3,5``, ``0-99:10``, each with ``%4``, or ``%4`` alone.
-
-    Raises UsageError.
-    """
-    spec, percent, limit = text.strip().partition("%")
-    if percent and not _LIMIT.fullmatch(limit):
-        raise UsageError(
-            f"--array {text}: {limit!r} is no number of tasks that run at once",
-            hint="for example --array 0-9%4",
-        )
-    indices = array_indices(spec) if spec or not percent else []
-    if len(indices) > MAX_POINTS:
-        raise UsageError(
-            f"--array {text}: these are {len(indices):,} tasks, and {MAX_POINTS:,} are the most",
-            hint="for example --array 0-9",
-        )
-    if len(set(indices)) < len(indices):
-        raise UsageError(
-            f"--array {text}: an index stands there twice", hint="every task is a run of its own"
-        )
-    if spec and not indices:
-        raise UsageError(f"--array {text}: there are no tasks", hint="for example --array 0-9")
-    return ArraySpec(tuple(sorted(indices)), int(limit) if percent else None)
-
-
-def refuse_too_large(spec: ArraySpec) -> None:
-    """Raise UsageError when the cluster does not take such an array; asks Slurm once."""
-    config = show_config()
-    size = int(config.get("MaxArraySize") or DEFAULT_MAX_ARRAY_SIZE)
-    if spec.indices[-1] >= size:
-        raise UsageError(
-            f"the array ends with index {spec.indices[-1]:,}, and the largest here is {size - 1:,} "
-            f"(MaxArraySize is {size})",
-            hint="submit it in parts",
-        )
-    most = _MAX_TASKS.search(config.get("SchedulerParameters", ""))
-    if most is not None and len(spec.indices) > int(most["count"]):
-        raise UsageError(
-            f"the array has {len(spec.indices):,} tasks, and the most here are {int(most['count']):,} "
-            "(max_array_tasks)",
-            hint="submit it in parts",
-        )
-
-
-def _spans(indices: tuple[int, ...]) -> list[str]:
-    """Ascending indices with what follows each other written as one span."""
-    spans: list[list[int]] = []
-    for index in indices:
-        if spans and spans[-1][1] == index - 1:
-            spans[-1][1] = index
-        else:
-            spans.append([index, index])
-    return [str(first) if first == last else f"{first}-{last}" for first, last in spans]

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cli.resume import _where_it_was_submitted
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster, Target
 from trainkit.config import load_config
+from trainkit.control.resume import submission_folder
 from trainkit.errors import UsageError
 from trainkit.job.record import read_job
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.rundir import RunDir, write_json
-from trainkit.submit.code.copy import copy_code, renewed_code
+from trainkit.submit.code.snapshot import copy_code, renewed_code
 
 
 @pytest.fixture
@@ -80,15 +80,15 @@ def test_an_attempt_that_may_have_been_submitted_keeps_its_code(
     assert (submitted.code_dir / "train.py").read_text() == "new\n"
 
 
-def test_a_run_is_judged_where_it_was_submitted(submitted: RunDir, project: Path, tmp_path: Path) -> None:
+def test_a_run_is_judgedsubmission_folder(submitted: RunDir, project: Path, tmp_path: Path) -> None:
     here = Path.cwd()
-    with _where_it_was_submitted(submitted, takes_new_code=False) as code_dir:
+    with submission_folder(submitted, takes_new_code=False) as code_dir:
         assert (Path.cwd(), code_dir) == (project, submitted.code_dir)
-    with _where_it_was_submitted(submitted, takes_new_code=True) as code_dir:
+    with submission_folder(submitted, takes_new_code=True) as code_dir:
         assert code_dir == project
     assert Path.cwd() == here
     project.rename(tmp_path / "moved")
-    with _where_it_was_submitted(submitted, takes_new_code=True) as code_dir:
+    with submission_folder(submitted, takes_new_code=True) as code_dir:
         assert (Path.cwd(), code_dir) == (here, here)
     assert Path.cwd() == here
 
@@ -99,5 +99,6 @@ def test_a_script_that_is_named_past_the_copy(run: RunDir, project: Path, loaded
     code = copy_code(run, past, project)
     assert code is not None
     assert code["notes"] == [
-        f"{project}/train.py is used as it then is; named from {project} it would be the copy"
+        f"{project}/train.py is used from the source, which may change; name it relative to {project} "
+        "to use the copy"
     ]

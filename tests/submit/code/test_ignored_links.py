@@ -10,7 +10,7 @@ import pytest
 from tests.support.folders import content, git, names
 from trainkit.errors import UsageError
 from trainkit.rundir import RunDir
-from trainkit.submit.code import ignored_links
+from trainkit.submit.code import source_tree
 from trainkit.submit.code.snapshot import take_snapshot
 
 
@@ -49,10 +49,10 @@ def test_without_git(project: Path) -> None:
 
 
 def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ignored_links, "MAX_LINKS", 2)
+    monkeypatch.setattr(source_tree, "MAX_LINKS", 2)
     for number in range(3):
         (project / f"{number}.jpg").touch()
-    with pytest.raises(UsageError, match=r"3 files lie between the code in .* and are no code"):
+    with pytest.raises(UsageError, match=r"has 3 files next to its code that are not code"):
         take_snapshot(project, run, {}, links=True)
     assert take_snapshot(project, run, {}).num_files == 0
 

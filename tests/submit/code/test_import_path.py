@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.rundir import RunDir
-from trainkit.submit.code.import_path import find_import_path
-from trainkit.submit.code.snapshot import take_snapshot
+from trainkit.submit.code.snapshot import find_import_path, take_snapshot
 
 
 def find(*files: str, subfolder: str = "", inherited: str | None = None) -> tuple[str, ...]:
@@ -40,7 +39,7 @@ def test_what_pythonpath_has_of_the_source() -> None:
 def test_a_module_that_would_take_the_place_of_pythons_own(name: str) -> None:
     found, [note] = find_import_path("/source", [name, "logging/x.txt", "sub/io.py"], "/code", "", None)
     assert found == ()
-    assert f"its {name.partition('/')[0]} would take the place of Python's own module" in note
+    assert f"its {name.partition('/')[0]} would shadow the standard library's" in note
 
 
 def test_folders_that_only_sound_like_modules_of_python() -> None:
@@ -50,7 +49,7 @@ def test_folders_that_only_sound_like_modules_of_python() -> None:
 def test_colon() -> None:
     found, [note] = find_import_path("/source", ["a.py"], "/code:1", "", None)
     assert found == ()
-    assert note.endswith("/code:1: PYTHONPATH cannot hold a folder with a colon")
+    assert note.endswith("/code:1 is not on PYTHONPATH, which cannot contain a folder with a colon")
 
 
 def test_modules_come_from_the_copy(project: Path, run: RunDir) -> None:

@@ -175,10 +175,10 @@ def test_repository_of_somebody_else(repository: Path, monkeypatch: pytest.Monke
     with pytest.raises(UsageError) as caught:
         repository_tree(str(repository), "/nowhere")
     assert caught.value.message == (
-        f"cannot tell which files of {repository} are code: git says "
-        f"\"detected dubious ownership in repository at '{repository}'\""
+        f"cannot list the code of {repository}: git failed: "
+        f"detected dubious ownership in repository at '{repository}'"
     )
-    assert caught.value.hint.startswith(f"`git -C {repository} status` has to work; ")
+    assert caught.value.hint.startswith(f"`git -C {repository} status` must work; ")
 
 
 class TestPatterns:
@@ -224,16 +224,16 @@ class TestPatterns:
             tree = pattern_tree(str(tmp_path), "/nowhere")
         assert tree.files == {}
         assert [(item.path, item.reason) for item in tree.left_out] == [
-            ("pipe.py", "is no plain file"),
-            ("socket.py", "is no plain file"),
+            ("pipe.py", "is not a regular file"),
+            ("socket.py", "is not a regular file"),
         ]
 
     def test_no_project(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(source_tree, "MAX_LOOKED_AT", 10)
+        monkeypatch.setattr(source_tree, "MAX_SEARCHED", 10)
         write(tmp_path, *(f"{number}.bin" for number in range(10)))
         assert pattern_tree(str(tmp_path), "/nowhere").files == {}
         write(tmp_path, "more.bin")
-        with pytest.raises(UsageError, match="holds more than 10 files: that is no project to copy"):
+        with pytest.raises(UsageError, match="has more than 10 files, too many for a project"):
             pattern_tree(str(tmp_path), "/nowhere")
 
 

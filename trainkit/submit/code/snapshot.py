@@ -1,26 +1,30 @@
-"""Copies the code of a run into its folder, so that editing after submit changes nothing."""
+"""Copies the code of a run into its folder, so that edits after submit do not change the run."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from stat import S_IMODE, S_ISLNK
 from typing import Any
 
+from trainkit.config import RunConfig
 from trainkit.errors import UsageError
-from trainkit.rundir import RunDir
-from trainkit.submit.code.ignored_links import find_links, links_notes, make_links
-from trainkit.submit.code.import_path import find_import_path
+from trainkit.job.record import read_job
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import RunDir, write_json
 from trainkit.submit.code.source_tree import (
     LeftOut,
     SourceTree,
     below,
+    find_links,
     pattern_tree,
     printable,
     repository_tree,
@@ -29,38 +33,34 @@ from trainkit.submit.code.source_tree import (
 MAX_BYTES = 500_000_000
 MAX_FILES = 50_000
 MAX_LISTED = 100
-"""Files that were left out and are named one by one."""
-NUM_COPIERS = 8
-"""Files copied at a time where each takes long."""
-TAKES_LONG_S = 0.001
-"""A shared file system takes milliseconds for a file; on a disk of this machine threads only cost."""
-NUM_TIMED = 32
-"""The first files, by which that is told."""
+"""How many of the files left out job.json names."""
+NUM_THREADS = 8
+"""A shared file system takes milliseconds for each file."""
 _CHUNK = 1 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of the code as it was at one moment."""
+    """A copy of the code at one moment."""
 
     source: str
-    """Root of what was copied: of the git work tree, or the working directory."""
+    """The root that was copied: of the git work tree, or the working directory."""
     code: str
-    """The copy of it."""
+    """The root of the copy."""
     subfolder: str
-    """The working directory within both; empty when it is the root."""
+    """The working directory below both roots; empty for the root."""
     kind: str
     """``git`` or ``pattern``."""
     num_files: int
     num_bytes: int
     left_out: tuple[LeftOut, ...]
     links: tuple[str, ...]
-    """What is in the copy as a link to the source, which may change."""
+    """Paths that are links to the source, which may change."""
     import_path: tuple[str, ...]
-    """Folders of the copy for PYTHONPATH, so that modules come from it and not from the source."""
+    """Folders of the copy for PYTHONPATH, so that modules are imported from the copy."""
     notes: tuple[str, ...]
-    """What a person should know, a sentence each."""
+    """Sentences for the user."""
 
     @property
     def workdir(self) -> Path:
@@ -68,7 +68,7 @@ class Snapshot:
         return Path(self.code, self.subfolder)
 
     def to_dict(self) -> dict[str, Any]:
-        """The snapshot as JSON; bytes of names that are no UTF-8 become ``\\xNN``."""
+        """The snapshot as JSON; bytes of names that are not UTF-8 become ``\\xNN``."""
         value = asdict(self) | {"workdir": str(self.workdir)}
         value["num_left_out"] = len(self.left_out)
         for key in ("left_out", "links"):
@@ -76,10 +76,86 @@ class Snapshot:
         return {key: _as_text(item) for key, item in value.items()}
 
 
+def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
+    """Whether a run gets a copy: a job that waits in a queue must not see later edits."""
+    return config.launch.snapshot and plan.slurm is not None
+
+
+def planned_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> dict[str, Any] | None:
+    """What `copy_code` would return now; writes nothing."""
+    if not wants_copy(config, plan):
+        return None
+    return _describe(plan_snapshot(cwd, run, links=_runs_in_copy(plan)), plan)
+
+
+def copy_code(run: RunDir, plan: LaunchPlan, cwd: Path) -> dict[str, Any]:
+    """Copy the code around `cwd` into the run; returns the description for job.json.
+
+    Raises UsageError when the code is too large or cannot be read, or there is no space.
+    """
+    return _describe(take_snapshot(cwd, run, links=_runs_in_copy(plan)), plan)
+
+
+@contextmanager
+def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[None]:
+    """Replace the run's copy of the code by the current code; the old copy stays as ``code.001`` and so on.
+
+    Call with the run's lock held. When the block fails to start an attempt, the old copy is restored. Raises
+    UsageError as `copy_code` does.
+    """
+    job, attempts = read_job(run), run.attempt_numbers()
+    candidates = (run.path / f"code.{number:03d}" for number in range(1, 1000))
+    kept = next(folder for folder in candidates if not folder.exists())
+    had_one = run.code_dir.exists()
+    if had_one:
+        run.code_dir.rename(kept)
+    try:
+        code = copy_code(run, plan, Path(str(job["cwd"]))) if wants_copy(config, plan) else None
+    except BaseException:
+        if had_one:
+            kept.rename(run.code_dir)
+        raise
+    write_json(run.job_file, {**job, "code": code})
+    try:
+        yield
+    except BaseException:
+        if run.attempt_numbers() == attempts:
+            shutil.rmtree(run.code_dir, ignore_errors=True)
+            if had_one:
+                kept.rename(run.code_dir)
+            write_json(run.job_file, job)
+        raise
+
+
+def _runs_in_copy(plan: LaunchPlan) -> bool:
+    """Whether the ranks run in the copy, from which they must reach the files that git ignores."""
+    return plan.command is not None
+
+
+def _describe(snapshot: Snapshot, plan: LaunchPlan) -> dict[str, Any]:
+    kept = snapshot.to_dict()
+    # Python imports the modules beside such a script from the source, too.
+    outside_copy = [word for word in plan.command or () if Path(word).is_relative_to(kept["source"])]
+    return {
+        **kept,
+        "notes": [
+            *kept["notes"],
+            *(
+                f"{word} is used from the source, which may change; name it relative to {kept['source']} "
+                "to use the copy"
+                for word in outside_copy
+                if Path(word).is_file()
+            ),
+        ],
+        "workdir": str(snapshot.workdir),
+        "import_path": list(snapshot.import_path),
+    }
+
+
 def plan_snapshot(
     cwd: Path, run: RunDir, environ: Mapping[str, str] = os.environ, links: bool = False
 ) -> Snapshot:
-    """The snapshot that `take_snapshot` would make now; nothing is copied.
+    """The snapshot that `take_snapshot` would take now; copies nothing.
 
     Raises UsageError when it would be too large.
     """
@@ -89,28 +165,28 @@ def plan_snapshot(
 def take_snapshot(
     cwd: Path, run: RunDir, environ: Mapping[str, str] = os.environ, links: bool = False
 ) -> Snapshot:
-    """Copy the code around a working directory to the run's code/.
+    """Copy the code around a working directory to the run's code/, completely or not at all.
 
-    Modes and symlinks are kept: a link within what is copied leads into the copy, any other one to where it
-    led. With `links` what is ignored can be reached from the copy too, as it is when the job runs: a command
-    works in the copy and may expect its data there. The copy is complete or not there.
-    Raises UsageError when it is too large, a file cannot be read, or the run folder cannot be written.
+    Modes and symlinks are kept: a link to a copied file points to its copy, any other one to its old target.
+    With `links` the copy has links to the files that were not copied: a command that runs in the copy may
+    expect its data there, as in ``python train.py --data data/train.jsonl``.
+    Raises UsageError when the code is too large, a file cannot be read, or the run folder cannot be written.
     """
     snapshot, tree = _plan(cwd, run, environ, links)
     if run.code_dir.exists():
-        raise UsageError(f"{run.code_dir} exists already", hint="every run has a code folder of its own")
+        raise UsageError(f"{run.code_dir} exists already", hint="every run has its own code folder")
     try:
         stage = tempfile.mkdtemp(prefix=".code.", dir=run.path)
         try:
             _copy_all(tree, stage)
-            make_links(tree, snapshot.links, stage)
+            _make_links(tree, snapshot.links, stage)
             Path(stage, snapshot.subfolder).mkdir(parents=True, exist_ok=True)
             Path(stage).rename(run.code_dir)
         except BaseException:
             shutil.rmtree(stage, ignore_errors=True)
             raise
     except OSError as error:
-        raise _in_words(error, run) from error
+        raise _copy_error(error, run) from error
     return snapshot
 
 
@@ -133,13 +209,13 @@ def _plan(cwd: Path, run: RunDir, environ: Mapping[str, str], links: bool) -> tu
         left_out=tuple(tree.left_out),
         import_path=import_path,
         links=linked,
-        notes=(*_left_out_notes(tree.left_out), *links_notes(linked), *notes),
+        notes=(*_left_out_notes(tree.left_out), *_links_notes(linked), *notes),
     )
     return snapshot, tree
 
 
 def _find_tree(cwd: str, run_dir: str) -> SourceTree:
-    """What git knows; what looks like sources where there is no git, or where it ignores the whole folder."""
+    """The files that git knows; without git, or where it ignores the folder, those that look like sources."""
     known = repository_tree(cwd, run_dir)
     if known is None:
         return pattern_tree(cwd, run_dir)
@@ -156,15 +232,15 @@ def _refuse_too_large(tree: SourceTree, num_bytes: int) -> None:
     largest = sorted(tree.files, key=lambda path: tree.files[path].st_size, reverse=True)[:5]
     named = ", ".join(f"{printable(path)} ({_size(tree.files[path].st_size)})" for path in largest)
     raise UsageError(
-        f"the code in {tree.root} is {len(tree.files):,} files of together {_size(num_bytes)}; a run takes"
-        f" {MAX_FILES:,} files and {_size(MAX_BYTES)} at most; the largest: {named}",
-        hint="put data into .gitignore or elsewhere, or train from the files as they are with --no-snapshot",
+        f"the code in {tree.root} has {len(tree.files):,} files, {_size(num_bytes)} in total; the limit is"
+        f" {MAX_FILES:,} files and {_size(MAX_BYTES)}; the largest: {named}",
+        hint="add data to .gitignore or move it, or use the files in place with --no-snapshot",
     )
 
 
 def _copy_all(tree: SourceTree, target: str) -> None:
     folders = {parent for path in tree.files for parent in _parents(path)}
-    for folder in sorted(folders):  # so a folder comes before what is in it
+    for folder in sorted(folders):  # parents first
         Path(target, folder).mkdir(mode=0o700)
     plain = []
     for path, found in tree.files.items():
@@ -172,18 +248,9 @@ def _copy_all(tree: SourceTree, target: str) -> None:
             Path(target, path).symlink_to(_link_target(tree, folders, path))
         else:
             plain.append(path)
-    first, rest = plain[:NUM_TIMED], plain[NUM_TIMED:]
-    began_s = time.monotonic()
-    _copy_files(tree.root, target, first)
-    if time.monotonic() - began_s < TAKES_LONG_S * len(first):
-        _copy_files(tree.root, target, rest)
-        return
-    from concurrent.futures import ThreadPoolExecutor
-
-    shares = [rest[index::NUM_COPIERS] for index in range(NUM_COPIERS)]
-    with ThreadPoolExecutor(NUM_COPIERS) as copiers:
-        for _ in copiers.map(lambda share: _copy_files(tree.root, target, share), shares):
-            pass
+    shares = [plain[index::NUM_THREADS] for index in range(NUM_THREADS)]
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        list(threads.map(lambda share: _copy_files(tree.root, target, share), shares))
 
 
 def _parents(path: str) -> Iterator[str]:
@@ -199,12 +266,12 @@ def _copy_files(root: str, target: str, paths: Iterable[str]) -> None:
 
 
 def _copy_file(source: str, target: str) -> None:
-    """A copy with the mode of the file; its own bytes, since an editor may write into the source in place."""
+    """Copy bytes and mode; no hard link, since an editor may write to the source in place."""
     try:
-        # Not through a link that has just taken the place of the file, and not waiting for a pipe.
+        # Do not follow a link, or wait for a pipe, that has just replaced the file.
         reading = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        return  # deleted a moment ago
+        return  # deleted since it was listed
     try:
         found = os.fstat(reading)
         share = min(found.st_size + 1, _CHUNK)
@@ -221,7 +288,7 @@ def _copy_file(source: str, target: str) -> None:
 
 
 def _link_target(tree: SourceTree, folders: set[str], path: str) -> str:
-    """What the copy of a symlink has to say to lead into the copy, or else to where the source leads."""
+    """The target for the copy of a symlink: within the copy, or else the old target."""
     text = str(Path(tree.root, path).readlink())
     parent = path.rpartition("/")[0]
     whole = os.path.normpath(text if text.startswith("/") else f"{tree.root}/{parent}/{text}")
@@ -232,7 +299,7 @@ def _link_target(tree: SourceTree, folders: set[str], path: str) -> str:
 
 
 def _left_out_notes(left_out: Iterable[LeftOut]) -> Iterator[str]:
-    """One sentence for every reason, with the first few names."""
+    """One sentence for each reason, with the first few names."""
     by_reason: dict[str, list[str]] = {}
     for item in left_out:
         by_reason.setdefault(item.reason, []).append(printable(item.path))
@@ -241,16 +308,16 @@ def _left_out_notes(left_out: Iterable[LeftOut]) -> Iterator[str]:
         yield f"not in the copy of the code: {', '.join(names[:3])}{more} ({reason})"
 
 
-def _in_words(error: OSError, run: RunDir) -> UsageError:
+def _copy_error(error: OSError, run: RunDir) -> UsageError:
     if error.errno in _NO_SPACE:
         return UsageError(
             f"there is no space for the code in {run.path}: {error.strerror}",
-            hint="free some space or quota, or train from the files as they are with --no-snapshot",
+            hint="free some space or quota, or use the files in place with --no-snapshot",
         )
     name = printable(os.fsdecode(error.filename)) if error.filename else str(run.path)
     return UsageError(
         f"cannot copy the code: {name}: {error.strerror or error}",
-        hint="make it readable or put it into .gitignore, or use --no-snapshot",
+        hint="make it readable or add it to .gitignore, or use --no-snapshot",
     )
 
 
@@ -264,3 +331,90 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_as_text(item) for item in value]
     return {key: _as_text(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _make_links(tree: SourceTree, paths: Iterable[str], target: str) -> None:
+    """Create the links in a copy, each with the absolute path of the source."""
+    for path in paths:
+        link = Path(target, path)
+        link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        link.symlink_to(Path(tree.root, path))
+
+
+def _links_notes(paths: Sequence[str]) -> Iterator[str]:
+    """One sentence about the links, if there are any."""
+    if paths:
+        named = ", ".join(printable(path) for path in paths[:3])
+        more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
+        yield f"linked into the copy of the code, not copied: {named}{more}"
+
+
+_PROJECT_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
+
+
+def find_import_path(
+    source: str, files: Iterable[str], code: str, subfolder: str, inherited: str | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(folders of the copy for PYTHONPATH, notes about folders that cannot be on it).
+
+    `files` are the paths below `source` that are copied to `code`.
+
+    A project installed with ``pip install -e`` would be imported from the source, which can change after the
+    submission; folders on PYTHONPATH come first. They are the working directory, the folder that each project
+    file around it installs, and the copies of the folders of `inherited` (PYTHONPATH) below the source.
+    """
+    taken: list[str] = []
+    notes: list[str] = []
+    tree = _Listing(files, subfolder)
+    for inside in dict.fromkeys(_candidates(source, tree, subfolder, inherited or "")):
+        if inside not in tree.folders:
+            continue
+        folder = str(Path(code, inside))
+        shadowing = tree.shadowing(inside)
+        if shadowing is not None:
+            notes.append(
+                f"{folder} is not on PYTHONPATH: its {shadowing} would shadow the standard library's; "
+                "rename it"
+            )
+        elif os.pathsep in folder:
+            notes.append(f"{folder} is not on PYTHONPATH, which cannot contain a folder with a colon")
+        else:
+            taken.append(folder)
+    return tuple(taken), tuple(notes)
+
+
+class _Listing:
+    """Files and folders by their paths below a root; the path of the root is empty."""
+
+    def __init__(self, files: Iterable[str], subfolder: str) -> None:
+        self.files = set(files)
+        self.folders = {"", subfolder}
+        for path in self.files:
+            while (path := path.rpartition("/")[0]) and path not in self.folders:
+                self.folders.add(path)
+
+    def shadowing(self, folder: str) -> str | None:
+        """A module in this folder with the name of a standard library module; None if there is none."""
+        prefix = f"{folder}/" if folder else ""
+        for path in sorted(path for path in self.files if path.startswith(prefix)):
+            name, _, rest = path.removeprefix(prefix).partition("/")
+            is_module = rest == "__init__.py" or (not rest and name.endswith(".py"))
+            if is_module and name.removesuffix(".py") in sys.stdlib_module_names:
+                return name
+        return None
+
+
+def _candidates(source: str, tree: _Listing, subfolder: str, inherited: str) -> Iterator[str]:
+    yield subfolder
+    folder = subfolder
+    while True:
+        prefix = f"{folder}/" if folder else ""
+        if any(f"{prefix}{name}" in tree.files for name in _PROJECT_FILES):
+            yield f"{prefix}src" if f"{prefix}src" in tree.folders else folder
+        if not folder:
+            break
+        folder = folder.rpartition("/")[0]
+    for entry in inherited.split(os.pathsep):
+        inside = below(source, os.path.realpath(entry)) if entry.startswith("/") else ""
+        if inside:
+            yield inside

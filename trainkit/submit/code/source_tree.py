@@ -1,4 +1,4 @@
-"""The files of a project that make up its code, and what git knows about them."""
+"""The files of a project: which are its code, and which a copy of the code links to."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A file or folder that is not in a snapshot although it could have been."""
+    """A file or folder that was left out of a snapshot, and why."""
 
     path: str
     reason: str
@@ -59,7 +59,7 @@ class LeftOut:
 
 @dataclass
 class SourceTree:
-    """The files of a project, by their paths below its root; names keep bytes that are no UTF-8."""
+    """The files of a project by their paths below its root; names keep bytes that are not UTF-8."""
 
     root: str
     kind: str
@@ -69,20 +69,20 @@ class SourceTree:
     left_out: list[LeftOut] = field(default_factory=list)
 
     def add(self, path: str, found: os.stat_result) -> None:
-        """Take a file in, unless it is none."""
+        """Add a regular file or a symlink; anything else is left out."""
         if S_ISREG(found.st_mode) or S_ISLNK(found.st_mode):
             self.files[path] = found
         else:
-            self.left_out.append(LeftOut(path, "is no plain file"))
+            self.left_out.append(LeftOut(path, "is not a regular file"))
 
 
 def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
-    """The code of the git work tree around a folder; None when there is none, or no git.
+    """The code of the git work tree around a folder; None without a work tree or git.
 
-    That is what is tracked, or is neither tracked nor ignored, also in submodules and in clones that nobody
-    ignores. Files that look like keys or passwords are left out unless they are tracked: those have been
-    given to everybody who has the repository, and the code may rely on them. Nothing of a run's folder is in
-    it. Both paths are real ones. Raises UsageError when git refuses.
+    These are the files that are tracked, or neither tracked nor ignored, also in submodules and nested
+    clones. Untracked files that look like keys or passwords are left out; tracked ones are in the repository
+    anyway, and the code may need them. Folders of runs are left out. Both paths are real paths. Raises
+    UsageError when git fails.
     """
     root = _work_tree(cwd)
     if root is None:
@@ -93,18 +93,18 @@ def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
 
 
 def below(root: str, path: str) -> str:
-    """A path as it is called within `root`; empty when it is not below it."""
+    """A path relative to `root`; empty when it is not below it."""
     prefix = root.rstrip("/") + "/"
     return path.removeprefix(prefix) if path.startswith(prefix) else ""
 
 
 def printable(path: str) -> str:
-    """A path as text: bytes of its name that are no UTF-8 become ``\\xNN``."""
+    """A path as text: bytes that are not UTF-8 become ``\\xNN``."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def is_run(folder: str) -> bool:
-    """Whether a folder is that of a run, whose files are no code."""
+    """Whether a folder is a run folder, whose files are not code."""
     return Path(folder, "job.json").is_file() and Path(folder, "attempts").is_dir()
 
 
@@ -138,15 +138,15 @@ def _git(folder: str, *args: str) -> subprocess.CompletedProcess[bytes]:
     except subprocess.TimeoutExpired:
         raise UsageError(
             f"git took more than {GIT_LIMIT_S:g} s to list the files of {folder}",
-            hint="put folders with many files into .gitignore, or use --no-snapshot",
+            hint="add folders with many files to .gitignore, or use --no-snapshot",
         ) from None
 
 
 def _refused(folder: str, said: str) -> UsageError:
     reason = next((line for line in said.splitlines() if line.startswith("fatal:")), said.strip())
     return UsageError(
-        f"cannot tell which files of {folder} are code: git says {reason.removeprefix('fatal: ')!r}",
-        hint=f"`git -C {quote(folder)} status` has to work; --no-snapshot trains from the files as they are",
+        f"cannot list the code of {folder}: git failed: {reason.removeprefix('fatal: ')}",
+        hint=f"`git -C {quote(folder)} status` must work; --no-snapshot uses the files in place",
     )
 
 
@@ -158,13 +158,13 @@ def _names(folder: str, *args: str) -> list[str]:
 
 
 def ignored_names(root: str) -> list[str]:
-    """What git ignores in a work tree, a folder of which nothing is known as one name."""
+    """The paths that git ignores in a work tree; a folder that is ignored as a whole is one path."""
     names = _names(root, "--others", "--ignored", "--exclude-standard", "--directory")
     return [name.rstrip("/") for name in names]
 
 
 def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) -> None:
-    """The files of one repository and of those in it; what is tracked in `runs_dir` is code all the same."""
+    """Add the files of a repository and of those nested in it; files tracked in `runs_dir` are code too."""
     folder = f"{tree.root}/{prefix}"
     patterns = [
         f"--exclude=/{_as_pattern(path[len(prefix) :])}"
@@ -182,7 +182,7 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
             try:
                 found = os.lstat(f"{tree.root}/{path}")
             except (FileNotFoundError, NotADirectoryError):
-                continue  # deleted, and git has not been told
+                continue  # deleted, but still in the index
             if S_ISDIR(found.st_mode):
                 if Path(tree.root, path, ".git").exists():
                     _add_repository(tree, f"{path}/", run_dir, runs_dir)
@@ -195,7 +195,7 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
 
 
 def _as_pattern(path: str) -> str:
-    """A path as .gitignore has it, with what would be a wildcard taken literally."""
+    """A path as a literal .gitignore pattern."""
     return re.sub(r"([*?\[\]\\ ])", r"\\\1", path)
 
 
@@ -204,7 +204,7 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def _in_a_run(root: str, path: str, known: dict[str, bool]) -> bool:
-    """Whether a file lies in the folder of some run; `known` remembers folders."""
+    """Whether a file is in a run folder; `known` caches the answer for folders."""
     parent = path.rpartition("/")[0]
     if not parent:
         return False
@@ -213,28 +213,28 @@ def _in_a_run(root: str, path: str, known: dict[str, bool]) -> bool:
     return known[parent]
 
 
-MAX_LOOKED_AT = 200_000
-"""Files after which the search gives up: this is no project."""
+MAX_SEARCHED = 200_000
+"""The search fails after this number of files: the folder is not a project."""
 MAX_FILE_BYTES = 50_000_000
-"""Larger files are taken for data."""
+"""Larger files count as data."""
 NOT_SOURCES = frozenset(
     {"__pycache__", "node_modules", "runs", "checkpoints", "wandb", "mlruns", "lightning_logs"}
 )
-"""Folders that no search by pattern goes into; hidden ones and environments neither."""
+"""Folders that the search by pattern skips, as it skips hidden folders and environments."""
 
 
 def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
-    """The code below a folder: files whose names are those of sources, and all symlinks.
+    """The code below a folder: files with the names of sources, and all symlinks.
 
-    Hidden folders, environments, and folders of runs and caches are passed over; files that look like keys
-    or passwords, and very large ones, are left out. Both paths are real ones.
-    Raises UsageError when the folder is far too large to be a project.
+    Hidden folders, environments, runs and caches are skipped; files that look like keys or passwords, and
+    very large files, are left out. Both paths are real paths.
+    Raises UsageError when the folder is too large to be a project.
     """
     tree = SourceTree(cwd, "pattern")
     for num_before, entry in enumerate(_entries(tree, run_dir)):
-        if num_before >= MAX_LOOKED_AT:
+        if num_before >= MAX_SEARCHED:
             raise UsageError(
-                f"{cwd} holds more than {MAX_LOOKED_AT:,} files: that is no project to copy",
+                f"{cwd} has more than {MAX_SEARCHED:,} files, too many for a project",
                 hint="submit from the folder of your project, or use --no-snapshot",
             )
         path = below(cwd, entry.path)
@@ -252,25 +252,25 @@ def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
 
 
 def _entries(tree: SourceTree, run_dir: str) -> Iterator[os.DirEntry[str]]:
-    """Everything below the root that is no folder, without what lies in folders that hold no sources."""
+    """All files below the root, except those in folders without sources."""
     waiting = [tree.root]
     while waiting:
         folder = waiting.pop()
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except FileNotFoundError:
-            continue  # deleted a moment ago
+            continue  # deleted since it was listed
         except PermissionError:
             tree.left_out.append(LeftOut(below(tree.root, folder), "cannot be read"))
             continue
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
                 yield entry
-            elif entry.path != run_dir and not _holds_no_sources(entry):
+            elif entry.path != run_dir and not _has_no_sources(entry):
                 waiting.append(entry.path)
 
 
-def _holds_no_sources(entry: os.DirEntry[str]) -> bool:
+def _has_no_sources(entry: os.DirEntry[str]) -> bool:
     if entry.name.startswith(".") or entry.name in NOT_SOURCES:
         return True
     folder = Path(entry.path)
@@ -278,4 +278,57 @@ def _holds_no_sources(entry: os.DirEntry[str]) -> bool:
         is_environment = (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
         return is_environment or is_run(entry.path)
     except PermissionError:
-        return False  # and is said to be left out when it is opened
+        return False  # reported as left out when it is opened
+
+
+MAX_LINKS = 10_000
+_NEVER_LINKED = frozenset({"__pycache__", ".git"})
+
+
+def find_links(tree: SourceTree, cwd: str, run_dir: str) -> tuple[str, ...]:
+    """The files and folders next to the copied ones that a copy links to, by their paths below the root.
+
+    Keys, passwords, run folders and caches of Python are not linked. Raises UsageError when there are more
+    than `MAX_LINKS`.
+    """
+    uncopied = ignored_names(tree.root) if tree.kind == "git" else _uncopied(tree)
+    places = (run_dir, f"{cwd}/{RUNS_FOLDER}", cwd)
+    reserved = [place for place in (below(tree.root, place) for place in places) if place]
+    left_out = {item.path for item in tree.left_out}
+    found = sorted(
+        path
+        for path in uncopied
+        if path not in left_out
+        and _is_linked(tree.root, path)
+        and not any(f"{place}/".startswith(f"{path}/") for place in reserved)
+    )
+    if len(found) > MAX_LINKS:
+        raise UsageError(
+            f"{tree.root} has {len(found):,} files next to its code that are not code; at most {MAX_LINKS:,} "
+            "can be linked",
+            hint="move them to a separate folder, or use --no-snapshot",
+        )
+    return tuple(found)
+
+
+def _is_linked(root: str, path: str) -> bool:
+    name = path.rpartition("/")[2]
+    if name in _NEVER_LINKED or name.endswith(".pyc") or looks_secret(name):
+        return False
+    return not is_run(f"{root}/{path}")
+
+
+def _uncopied(tree: SourceTree) -> Iterator[str]:
+    """Without git: the entries of the folders of copied files that were not copied."""
+    folders = {""} | {parent for path in tree.files for parent in _parents(path)}
+    for folder in folders:
+        prefix = f"{folder}/" if folder else ""
+        for entry in os.scandir(f"{tree.root}/{folder}"):
+            path = f"{prefix}{entry.name}"
+            if path not in tree.files and path not in folders:
+                yield path
+
+
+def _parents(path: str) -> Iterator[str]:
+    while path := path.rpartition("/")[0]:
+        yield path

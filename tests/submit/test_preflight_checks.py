@@ -9,7 +9,7 @@ import pytest
 
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
-from trainkit.submit.job_environment import refuse_missing
+from trainkit.submit.preflight_checks import refuse_missing
 
 LAUNCH = RunConfig().launch
 

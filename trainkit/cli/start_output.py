@@ -1,0 +1,29 @@
+"""What commands print about a run that they create and start."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from trainkit.rundir import RunDir
+
+
+def print_copied(code: dict[str, Any] | None) -> None:
+    """Print on stderr which code was copied to the run, if any."""
+    if code is None:
+        return
+    click.echo(f"  code                {code['num_files']:,} files of {code['source']} copied", err=True)
+    for note in code["notes"]:
+        click.echo(f"  note: {note}", err=True)
+
+
+def print_started(run: RunDir, name: str, entry: dict[str, Any], backend: str, as_json: bool) -> None:
+    """Print the run folder and the job id; `entry` is that of job.json."""
+    if as_json:
+        facts = {"job_id": entry["job_id"], "attempt": entry["attempt"], "backend": backend}
+        click.echo(json.dumps({"run_dir": str(run.path), "name": name, **facts}, ensure_ascii=False))
+    else:
+        click.echo(str(run.path))
+        click.echo(entry["job_id"])

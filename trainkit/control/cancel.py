@@ -1,0 +1,191 @@
+"""Cancels a run, or all runs of a group: they save and end, or are killed at once."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from shlex import quote
+from typing import Any
+
+from trainkit.control.jobs import (
+    cancel_follow_ups,
+    in_queue,
+    kill,
+    live_entry,
+    recover_group_job_id,
+    recover_job_id,
+    signal_job,
+    step_of,
+    wait_until_gone,
+    write_cancelled,
+)
+from trainkit.errors import UsageError
+from trainkit.job.record import KILLED, mark_cancelled, newest_entry, run_lock
+from trainkit.observe.group import GroupFiles
+from trainkit.plan.launch import WAITED_FOR, LaunchPlan
+from trainkit.rundir import RunDir, read_json, utc_now
+from trainkit.rungroup import RunGroup
+from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_steps, send_signal
+from trainkit.slurm.jobs import query_jobs
+
+WAIT_MARGIN_S = 30.0
+"""How much longer than the grace time ``--wait`` waits."""
+GROUP_POLL_S = 2.0
+
+
+@dataclass(frozen=True)
+class CancelResult:
+    """What `cancel_run` or `cancel_group` did."""
+
+    state: str
+    """``ended`` before, ``cancelled`` now, or ``cancelling``: it saves and then ends."""
+    message: str
+    facts: Mapping[str, Any]
+    """For ``--json``."""
+
+
+def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None]) -> CancelResult:
+    """Tell a run to save and end, or with `now` kill it; `wait` returns when it has ended.
+
+    Raises UsageError when this host cannot reach it, SlurmUnreachable when Slurm does not answer.
+    """
+    outcome = ""
+    with run_lock(run):
+        recover_job_id(run)
+        entry = live_entry(run, "cancel")
+        if entry is not None:
+            try:
+                mark_cancelled(run, now=now)
+            except OSError as error:
+                # A full disk must not keep a run alive.
+                warn(f"the cancellation could not be recorded ({error})")
+            # First, because a cancelled job has not ended well: the follow-up jobs would start.
+            cancel_follow_ups(run, keep=str(entry["job_id"]))
+            if now:
+                kill(run, entry)
+            else:
+                outcome = signal_job(run, entry, signal.SIGTERM)
+    if entry is None:
+        return _run_result(run, None, "ended", f"{run.path} has ended already")
+    job_id = entry["job_id"]
+    if now:
+        return _run_result(run, job_id, "cancelled", f"{job_id} is killed")
+    if outcome == "cancelled":
+        return _run_result(run, job_id, "cancelled", f"{job_id} is removed from the queue")
+    grace_s = LaunchPlan.from_dict(read_json(run.plan_file)).grace_s
+    if not wait:
+        return _run_result(run, job_id, "cancelling", f"{job_id} saves and ends within {grace_s:g} s")
+    if wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
+        return _run_result(run, job_id, "cancelled", f"{job_id} has ended")
+    message = f"{job_id} is still running; `trainkit cancel {quote(str(run.path))} --now` kills it"
+    return _run_result(run, job_id, "cancelling", message)
+
+
+def _run_result(run: RunDir, job_id: str | None, state: str, message: str) -> CancelResult:
+    return CancelResult(state, message, {"run_dir": str(run.path), "job_id": job_id, "state": state})
+
+
+def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
+    """Cancel all runs of a group that have not ended, with two calls of Slurm for all of them.
+
+    Pending runs never start; running ones save and end, or with `now` are killed. Raises UsageError for a
+    group whose array is not known.
+    """
+    array = recover_group_job_id(group)
+    if array is None:
+        raise UsageError(
+            f"{group.sweep_file} has no job id, so it is not known whether {group.path} was submitted",
+            hint="`squeue --me` lists your jobs",
+        )
+    points = GroupFiles(group)
+    jobs = query_jobs(points.open_ids)
+    status = points.status(jobs, datetime.now(timezone.utc))
+    alive = [point for point in status.points if point.state in WAITED_FOR and point.job_id is not None]
+    pending = [point.index for point in alive if jobs[str(point.job_id)].state.is_waiting]
+    running = [point.index for point in alive if point.index not in set(pending)]
+    job_ids = [str(point.job_id) for point in alive]
+    if alive:
+        # A point that was resumed has a job of its own, outside of the array.
+        _cancel_points(group, running, pending, [id for id in job_ids if not id.startswith(f"{array}_")], now)
+    state = "cancelled" if alive else "ended"
+    grace_s = float(group.record["plan"]["grace_s"])
+    if running and not now:
+        ended = wait and _wait_until_jobs_gone(job_ids, grace_s + WAIT_MARGIN_S)
+        state = "cancelled" if ended else "cancelling"
+    facts = {
+        "run_dir": str(group.path),
+        "job_id": array,
+        "state": state,
+        "num_running": len(running),
+        "num_waiting": len(pending),
+    }
+    return CancelResult(state, _group_message(group, len(running), len(pending), now, state, grace_s), facts)
+
+
+def _group_message(
+    group: RunGroup, num_running: int, num_pending: int, now: bool, state: str, grace_s: float
+) -> str:
+    if state == "ended":
+        return f"all runs of {group.path} have ended already"
+    plural = "run is" if num_running == 1 else "runs are"
+    done = {
+        "cancelled": f"{plural} killed" if now else f"{plural} ended",
+        "cancelling": f"{'run saves and ends' if num_running == 1 else 'runs save and end'} "
+        f"within {grace_s:g} s",
+    }[state]
+    parts = [f"{num_running:,} {done}"] if num_running else []
+    if num_pending:
+        parts.append(f"{num_pending:,} {'run is' if num_pending == 1 else 'runs are'} removed from the queue")
+    hint = f"; `trainkit status {quote(str(group.path))}` shows them" if state == "cancelling" else ""
+    return f"{', '.join(parts)}{hint}"
+
+
+def _cancel_points(
+    group: RunGroup, running: Sequence[int], pending: Sequence[int], own_jobs: Sequence[str], now: bool
+) -> None:
+    """Cancel points by their index; `own_jobs` are the jobs of points outside of the array."""
+    group.update(cancelled_at=utc_now())
+    created = [group.run(index) for index in (*running, *pending) if group.run(index).exists()]
+    for run in created:
+        with run_lock(run):
+            mark_cancelled(run, now=now)
+    jobs = [*([] if group.job_id is None else [group.job_id]), *own_jobs]
+    if now:
+        # scancel sends the jobs SIGTERM first, at which their ranks would start to save.
+        with contextlib.suppress(UsageError):
+            kill_steps(_steps([run for run in created if int(run.name) in running]))
+        cancel(jobs)
+    else:
+        cancel_waiting(jobs)
+        if running:
+            send_signal(jobs, "TERM", Receiver.STEPS)
+    for run in created:
+        entry = newest_entry(run)
+        # These have no supervisor that could write the end of its attempt.
+        if entry is not None and (now or int(run.name) in pending):
+            write_cancelled(run, entry, KILLED if now else "cancelled before it started")
+
+
+def _steps(runs: Sequence[RunDir]) -> list[tuple[str, str]]:
+    """Job and step of the ranks of each run, after their rendezvous."""
+    found = []
+    for run in runs:
+        entry = newest_entry(run)
+        step_id = None if entry is None else step_of(run, entry)
+        if entry is not None and step_id is not None:
+            found.append((str(entry["job_id"]), step_id))
+    return found
+
+
+def _wait_until_jobs_gone(job_ids: Sequence[str], timeout_s: float) -> bool:
+    """Wait for all of these jobs to leave Slurm's queue; False when some have not after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while any(in_queue(job) for job in query_jobs(job_ids).values()):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(GROUP_POLL_S)
+    return True

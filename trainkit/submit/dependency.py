@@ -1,0 +1,53 @@
+"""The Slurm jobs that ``--after RUN`` waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+
+from trainkit.control.jobs import query_job_status
+from trainkit.control.run_registry import find_run_or_group
+from trainkit.observe.group import GroupFiles
+from trainkit.observe.status import read_status
+from trainkit.plan.launch import Awaited, LaunchPlan, ids_to_wait_for, with_dependency
+from trainkit.rundir import RunDir
+from trainkit.rungroup import RunGroup
+from trainkit.slurm.jobs import query_jobs
+
+
+def start_after(plan: LaunchPlan, names: Sequence[str], warn: Callable[[str], None]) -> LaunchPlan:
+    """The plan of a job that starts when the newest attempts of these runs and groups have finished.
+
+    Raises UsageError for a run that has failed, is unknown or runs on this machine, and for a plan without
+    Slurm.
+    """
+    if plan.slurm is None:
+        return with_dependency(plan, names, ())
+    return with_dependency(plan, names, job_ids_of(names, warn))
+
+
+def job_ids_of(names: Sequence[str], warn: Callable[[str], None]) -> list[str]:
+    """The jobs that have to end well before these runs and groups have finished.
+
+    Raises UsageError for a run that has failed, is unknown or runs on this machine.
+    """
+    ids: list[str] = []
+    for name in names:
+        found = find_run_or_group(name)
+        if isinstance(found, RunDir):
+            ids += ids_to_wait_for(name, [_run(found, warn)])
+        else:
+            ids += ids_to_wait_for(name, _points(found), found.job_id)
+    return ids
+
+
+def _run(run: RunDir, warn: Callable[[str], None]) -> Awaited:
+    job_status = query_job_status([run], warn)[0]
+    status = read_status(run, job_status.alive, datetime.now(timezone.utc), job_status.job)
+    return Awaited(str(run.path), status.state, status.job_id, status.reason)
+
+
+def _points(group: RunGroup) -> list[Awaited]:
+    points = GroupFiles(group)
+    status = points.status(query_jobs(points.open_ids), datetime.now(timezone.utc))
+    return [Awaited(point.run_dir, point.state, point.job_id, point.reason) for point in status.points]

@@ -1,0 +1,53 @@
+"""Starts the next attempt of a run on this machine, under a supervisor process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from trainkit.control.run_registry import register
+from trainkit.job.processes import dies_with, module_argv
+from trainkit.job.record import add_entry, open_attempt, read_job
+from trainkit.job.signals import NOTICE_SIGNALS
+from trainkit.rundir import RunDir, log_event
+
+
+def start_local_attempt(
+    run: RunDir, config_text: str, plan_text: str, reason: str, foreground: bool = False
+) -> dict[str, Any]:
+    """Start a run's next attempt and return its job.json entry; call with the run's lock held.
+
+    Detached, it survives the terminal. In the foreground it saves and ends when this process dies.
+    `reason` is one of ``submit run requeue resume``.
+    """
+    attempt = open_attempt(run, config_text, plan_text)
+    argv = module_argv("trainkit.job.supervisor", str(run.path), "--attempt", str(attempt.number))
+    job = read_job(run)
+    # A stop signal stays pending while the supervisor's interpreter starts.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE_SIGNALS)
+    try:
+        with attempt.supervisor_log.open("ab") as log:
+            supervisor = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=_working_dir(job),
+                start_new_session=True,
+                preexec_fn=dies_with(os.getpid(), signal.SIGTERM) if foreground else None,
+            )
+        entry = add_entry(run, attempt.number, supervisor.pid, reason)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    log_event(run, attempt.number, "submitted", job_id=entry["job_id"], reason=reason)
+    register(run, str(job["name"]))
+    return entry
+
+
+def _working_dir(job: dict[str, Any]) -> str:
+    """Where the run was submitted, so that relative paths mean the same when it is resumed elsewhere."""
+    cwd = job.get("cwd")
+    return cwd if isinstance(cwd, str) and Path(cwd).is_dir() else str(Path.cwd())

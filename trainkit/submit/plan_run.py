@@ -1,0 +1,59 @@
+"""Plans a run: checks its config against this machine, the cluster and the data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainkit.cluster.machine import detect_machine
+from trainkit.cluster.model import Target
+from trainkit.cluster.target import make_target
+from trainkit.config import LoadedConfig
+from trainkit.errors import ConfigError, Problem
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.make_plan import DataFacts, check_config
+from trainkit.submit.containers import container_program
+from trainkit.submit.preflight_checks import (
+    check_name,
+    command_python,
+    find_launch_problems,
+    refuse_missing,
+    refuse_secrets,
+)
+
+
+def plan_run(
+    loaded: LoadedConfig,
+    command: Sequence[str] | None = None,
+    launcher: str = "python",
+    *,
+    target: Target | None = None,
+    data: DataFacts | None = None,
+    code_dir: Path | None = None,
+) -> LaunchPlan:
+    """The launch plan of a config on this machine or the cluster.
+
+    `target` and `data` are what is already known about the cluster and the data; `code_dir` is the working
+    directory of the command, by default the current one. Raises ConfigError with all problems.
+    """
+    check_name(loaded.config.name)
+    launch, cwd = loaded.config.launch, Path.cwd()
+    target = target or make_target(loaded)
+    containers = () if target.cluster is None else target.cluster.containers
+    problems: list[Problem] = []
+    if target.backend in ("sbatch", "submitit"):
+        problems = [loaded.problem(*found) for found in find_launch_problems(launch, cwd, containers)]
+    try:
+        plan = check_config(loaded, detect_machine(), target, command, launcher, data)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    if launch.container is not None and target.cluster is not None:
+        plan = dataclasses.replace(plan, container_program=container_program(launch, containers))
+    if command is not None:
+        refuse_missing(command, launch, launcher, code_dir or cwd)
+        refuse_secrets(command, launch.secrets)
+        plan = dataclasses.replace(plan, python=command_python(launch, cwd))
+    return plan

@@ -1,0 +1,150 @@
+"""Checks before a run is created: its name, launch section and command, and secrets in files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path, PurePath
+from urllib.parse import quote as url_quote
+
+from trainkit.config.running import LaunchConfig
+from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
+from trainkit.errors import UsageError
+from trainkit.submit.containers import container_problems, runtimes
+from trainkit.submit.interpreters import LaunchProblem, find_interpreter
+from trainkit.submit.job_environment import RANK_VARIABLES
+from trainkit.submit.quoting import quote
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SLURM_VARIABLE = re.compile(r"(SLURM|SBATCH|SRUN)_\w+")
+
+
+RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
+
+
+def check_name(name: str) -> None:
+    """Refuse a run name that RUN on a command line would read as something else."""
+    if RESERVED_NAME.fullmatch(name):
+        raise UsageError(
+            f"a run cannot be called {name!r}",
+            hint="`last` and job ids are reserved where a run is named; choose another --name",
+        )
+
+
+def launch_problems(launch: LaunchConfig) -> Iterator[LaunchProblem]:
+    """Problems of the values themselves, independent of the disk: key, message and hint."""
+    for name in launch.modules:
+        if name.startswith("-") or len(name.split()) != 1:
+            hint = "list one name per entry; put other `module` commands in launch.setup"
+            yield "launch.modules", f"has {name!r}, which is not a module name", hint
+    if launch.conda is not None and launch.conda.startswith("-"):
+        yield "launch.conda", f"is {launch.conda!r}, which is an option, not an environment", ""
+    for name, value in launch.env.items():
+        key = f"launch.env.{name}"
+        if not _VARIABLE.fullmatch(name):
+            yield key, "is not a valid name of a shell variable", "use letters, digits and _"
+        elif name in RANK_VARIABLES or _SLURM_VARIABLE.fullmatch(name):
+            yield key, "is set for every process by the job", "leave it out"
+        elif "\0" in value:
+            yield key, "has a NUL character, which a variable cannot contain", ""
+    for line in launch.setup:
+        if "\0" in line:
+            yield "launch.setup", "has a NUL character, which a script cannot contain", ""
+    for key in ("modules", "venv", "conda", "uv", "python", "container", "container_mounts"):
+        value = getattr(launch, key)
+        for text in (value,) if isinstance(value, str) else value or ():
+            if "\n" in text or "\0" in text:
+                yield (
+                    f"launch.{key}",
+                    f"has {text!r}, which contains a line break or NUL",
+                    "write it on one line",
+                )
+
+
+SHELLS = ("sh", "bash", "dash", "zsh")
+
+
+def command_python(launch: LaunchConfig, cwd: Path) -> tuple[str, ...]:
+    """The interpreter of a launcher such as torchrun."""
+    return find_interpreter(launch, sys.executable, os.environ, cwd)[0].argv
+
+
+def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, cwd: Path) -> None:
+    """Raise UsageError when a command certainly cannot start in `cwd`, where it will run."""
+    elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
+    as_it_is = launcher == "python" and not any(elsewhere) and not launch.modules and not launch.setup
+    if as_it_is and shutil.which(command[0], path=os.environ.get("PATH", os.defpath)) is None:
+        raise UsageError(
+            f"there is no program {command[0]!r} on PATH",
+            hint="give its path, or set launch.venv, conda, modules or container in the config",
+        )
+    script = _script_of(command)
+    # A line of launch.setup may change the folder or create the script.
+    as_submitted = launch.container is None and not launch.setup
+    if script is not None and as_submitted and not (cwd / script).exists():
+        raise UsageError(f"there is no {script} in {cwd}", hint="the command is started in this folder")
+
+
+def _script_of(command: Sequence[str]) -> str | None:
+    """The Python script that a command starts; None when it starts something else, or that is unclear."""
+    if PurePath(command[0]).name in SHELLS:
+        return None  # the argument is a shell program, which may name any files
+    before = takewhile(lambda word: word not in ("-m", "-c"), command)
+    return next((word for word in before if word.endswith(".py")), None)
+
+
+def find_launch_problems(
+    launch: LaunchConfig, cwd: Path, containers: Sequence[str]
+) -> Iterator[LaunchProblem]:
+    """(key, message, hint) for everything that would fail in the job: modules, interpreter, container.
+
+    `containers` are the container programs of the cluster.
+    """
+    yield from launch_problems(launch)
+    yield from find_interpreter(launch, sys.executable, os.environ, cwd)[1]
+    yield from container_problems(launch, [str(cwd)], runtimes(containers), cwd=str(cwd))
+
+
+def present_secrets(names: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The named variables that are set, so that the job inherits them."""
+    return tuple(name for name in names if environ.get(name))
+
+
+def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise UsageError when a text that will be written contains the value of a named variable.
+
+    `where` names the text, for example ``submit.sbatch``. The value is searched for as it is, and as it is
+    spelled in scripts, JSON and URLs; the error names only the variable.
+    """
+    for name in present_secrets(names, environ):
+        # For a key of several lines, its longest line: the text may indent the lines.
+        line = max(environ[name].strip().splitlines() or [""], key=len)
+        if len(line) >= MIN_SECRET_CHARS and any(spelling in text for spelling in _spellings(line)):
+            raise UsageError(
+                f"the value of {name} would be written into {where}",
+                hint=f"remove it from config and command line: the job inherits {name} from this shell",
+            )
+
+
+def refuse_secrets(command: Sequence[str], names: Sequence[str]) -> None:
+    """Raise UsageError when a command sets a secret: the command is written to plan.json."""
+    found = [name for word in command for name in written_secrets(word, names)]
+    if found:
+        raise UsageError(
+            f"the command sets {found[0]}, which looks like a secret, and would be written to plan.json",
+            hint=f"export {found[0]} in the shell instead: the job inherits it",
+        )
+
+
+def _spellings(value: str) -> Iterator[str]:
+    yield value
+    yield json.dumps(value)[1:-1]
+    yield json.dumps(value, ensure_ascii=False)[1:-1]
+    yield value.replace("'", "'\"'\"'")  # within a quoted word of bash
+    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # within one with escapes
+    yield url_quote(value, safe="")
