@@ -37,7 +37,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(array_spec, "show_config", dict)
     monkeypatch.setattr(sbatch_backend, "submit_script", lambda *args, **more: "77")
-    monkeypatch.setattr(campaign, "ask_slurm", lambda ids, warn: None)
+    monkeypatch.setattr(campaign, "query_known_jobs", lambda ids, warn: None)
     monkeypatch.setattr(campaign, "ASK_EVERY_S", 0.0)
     return tmp_path
 
@@ -132,7 +132,7 @@ def test_an_end_that_this_host_sees_late_is_waited_for(
             write_json(group.run(1).attempt(1).end_file, END)
         return {}
 
-    monkeypatch.setattr(campaign, "ask_slurm", ask)
+    monkeypatch.setattr(campaign, "query_known_jobs", ask)
     typed = [*TYPED, *LENGTH, "--layout", "tp=2", "--layout", "pp=2", "--follow", "--json"]
     assert main(typed) == 0
     out, err = capsys.readouterr()

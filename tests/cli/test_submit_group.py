@@ -22,8 +22,8 @@ def test_many_runs_need_slurm(desk, args):
         (["--sweep", "optimizer.lrr=1,2"], "there is no key optimizer.lrr"),
         (["--sweep", "seed=1,1"], "1 stands there twice"),
         (["--array", "3-x"], "not the indices of a job array: '3-x'"),
-        (["--array", "%3"], "says how many tasks run at once, but not which there are"),
-        (["--sweep", "seed=1,2", "--array", "0-1"], "a sweep counts its points itself"),
+        (["--array", "%3"], "limits how many tasks run at once, but names no tasks"),
+        (["--sweep", "seed=1,2", "--array", "0-1"], "--sweep numbers its points itself"),
         (["--sweep", "seed=1,2", "--follow"], "--follow follows one run"),
         (["--after", "nobody"], "--after lets a job wait in Slurm's queue"),
     ],
@@ -46,5 +46,5 @@ def test_a_group_is_one_line_of_status_without_slurm_too(desk, tmp_path):
     done = desk.trainkit("status")
     assert done.returncode == 0
     (row,) = [line for line in done.stdout.splitlines() if "2 unknown" in line]
-    assert row.endswith(str(desk.folder / "runs/lr"))
-    assert "what Slurm does with 2 of these runs is not known" in done.stderr
+    assert row.startswith("runs/lr ")
+    assert "the state of 2 Slurm jobs is unknown" in done.stderr
