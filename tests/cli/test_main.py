@@ -67,6 +67,11 @@ def test_every_command_has_help_with_examples(name, capsys):
     [
         (["sumbit"], "there is no command 'sumbit'", "did you mean `trainkit submit`?"),
         (["watch"], "there is no command 'watch'", "`trainkit --help` lists the commands"),
+        (
+            ["submit", "--nodes", "two"],
+            "--nodes is two, which is not a whole number",
+            "for example: --nodes 2",
+        ),
         (["qqq"], "there is no command 'qqq'", "`trainkit --help` lists the commands"),
         (["status", "--jsn"], "there is no option --jsn", "did you mean --json?"),
         (["logs"], "missing argument 'RUN'", "see `trainkit logs --help`"),

@@ -10,6 +10,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -188,6 +189,9 @@ def _report(error: TrainkitError, as_json: bool) -> int:
     return error.exit_code
 
 
+NOT_A_NUMBER = re.compile(r"'(?P<value>.*)' is not a valid integer")
+
+
 def _from_click(error: click.ClickException) -> TrainkitError:
     """A click error as ours; most are usage errors and exit with 2."""
     message = error.format_message().rstrip(".")
@@ -195,6 +199,12 @@ def _from_click(error: click.ClickException) -> TrainkitError:
     if isinstance(error, click.NoSuchOption) and error.possibilities:
         message = f"there is no option {error.option_name}"
         hint = f"did you mean {' or '.join(sorted(error.possibilities))}?"
+    elif (
+        isinstance(error, click.BadParameter) and (found := NOT_A_NUMBER.match(error.message)) and error.param
+    ):
+        option = max(error.param.opts, key=len)
+        message = f"{option} is {found['value']}, which is not a whole number"
+        hint = f"for example: {option} 2"
     elif isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"see `{error.ctx.command_path} --help`"
     return TrainkitError(message[:1].lower() + message[1:], hint, error.exit_code or EXIT_FAILED)

@@ -40,8 +40,16 @@ def without(entry: Entry, paths: list[tuple[str, ...]]) -> Entry:
     return Entry(kept, entry.origin)
 
 
+FUTURE = ("lora",)
+"""Keys and sections that people look for and that this release does not have."""
+
+
 def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
     """The problem of a key that does not exist, with the one that was probably meant."""
+    if any(part in FUTURE for part in path):
+        return Problem(
+            ".".join(path), "is not in this release", entry.origin, "`trainkit schema` prints every key"
+        )
     match = meant(path)
     hint = f"did you mean {match}?" if match else "`trainkit schema` prints every key"
     if path[-1] in all_keys():
