@@ -24,7 +24,7 @@ EXIT_TRY_AGAIN = 3
 EXIT_STUCK = 70
 """A rank left by itself before the deadline because its peers did not answer."""
 EXIT_STOPPED = 75
-"""The state is saved and the run wants to go on."""
+"""The state is saved and the run wants to continue."""
 EXIT_NO_RESTART = 78
 """Starting again cannot help: the config is wrong or the run diverged."""
 EXIT_INTERRUPTED = 130

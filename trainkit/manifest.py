@@ -157,7 +157,7 @@ def _size_damage(checkpoint: Checkpoint, files: Mapping[str, Mapping[str, Any]])
 def seal(manifest: Mapping[str, Any]) -> str:
     """The SHA-256 of everything else in a manifest, which belongs into it as `SEAL`.
 
-    The files have their hashes in it; this one is for the numbers that training goes on from.
+    It protects the numbers that training resumes from, as the hashes of the files protect the tensors.
     """
     sealed = {key: value for key, value in manifest.items() if key != SEAL}
     return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()

@@ -75,7 +75,7 @@ class RunGroup:
         return RunDir(self.path / str(index))
 
     def exists(self) -> bool:
-        """True when this folder holds a group."""
+        """True when this folder contains a group."""
         return self.sweep_file.is_file()
 
     @cached_property

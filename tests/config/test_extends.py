@@ -73,9 +73,9 @@ def test_shipped_configs_are_found_from_anywhere(tmp_path: Path) -> None:
 def test_missing(tmp_path: Path) -> None:
     assert message(tmp_path, {"run.yaml": "name: x\nextends:\n  - model/tiny.yaml\n  - zzz.yaml\n"}) == (
         "2 problems\n\n"
-        "run.yaml:2: extends: model/tiny.yaml is neither beside this file nor among the configs that ship "
+        "run.yaml:2: extends: model/tiny.yaml is neither next to this file nor among the configs that ship "
         "with trainkit\n  hint: did you mean models/tiny.yaml?\n"
-        "run.yaml:2: extends: zzz.yaml is neither beside this file nor among the configs that ship "
+        "run.yaml:2: extends: zzz.yaml is neither next to this file nor among the configs that ship "
         "with trainkit"
     )
 

@@ -51,10 +51,10 @@ def test_byte_order_mark_and_crlf(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "a.yaml: the file is empty\n  hint: a config holds at least one key"),
-        (b"# only words\n", "a.yaml: the file is empty\n  hint: a config holds at least one key"),
-        (b"- 1\n", 'a.yaml: the file holds no keys\n  hint: write lines like "seed: 1"'),
-        (b"hello\n", 'a.yaml: the file holds no keys\n  hint: write lines like "seed: 1"'),
+        (b"", "a.yaml: the file is empty\n  hint: a config needs at least one key"),
+        (b"# only words\n", "a.yaml: the file is empty\n  hint: a config needs at least one key"),
+        (b"- 1\n", 'a.yaml: the file has no keys\n  hint: write lines like "seed: 1"'),
+        (b"hello\n", 'a.yaml: the file has no keys\n  hint: write lines like "seed: 1"'),
         (
             b"seed: \xff\n",
             "a.yaml: this is not UTF-8 text: byte 0xff at offset 6\n  hint: a config is a YAML text file",
@@ -104,7 +104,7 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_folder(tmp_path: Path) -> None:
     assert problem(tmp_path).endswith("this is a folder, not a file\n  hint: give a YAML file")
     (tmp_path / "a.yaml").touch()
-    assert problem(tmp_path).endswith("this is a folder, not a file\n  hint: it holds a.yaml")
+    assert problem(tmp_path).endswith("this is a folder, not a file\n  hint: it contains a.yaml")
 
 
 @pytest.mark.parametrize("text", ["a # b", "#x", "[1, 2] # c"])

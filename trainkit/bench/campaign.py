@@ -39,7 +39,7 @@ def run_here(
 ) -> None:
     """Start the runs of a bench one after another; `tell` is called with each that has ended.
 
-    However this ends, none of them goes on.
+    However this ends, no run is left running.
     """
     for index, item in enumerate(bench.runs):
         run: RunDir | None = None
@@ -51,7 +51,7 @@ def run_here(
             if run is not None:
                 _end(run)
             raise
-        remove_all(run.checkpoints_dir)  # nobody goes on from a bench
+        remove_all(run.checkpoints_dir)  # no bench run is resumed
         tell(item)
 
 

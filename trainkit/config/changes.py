@@ -40,7 +40,7 @@ def _shown(value: Any) -> str:
 
 
 def short_training(config: RunConfig, num_steps: int, what: str) -> Iterator[Change]:
-    """What makes a training one of so many steps, all of which are looked at; `what` is a word for it."""
+    """Changes for a training of `num_steps` steps that logs every step; `what` names it in the reasons."""
     train, schedule = config.train, config.schedule
     yield Change("train.steps", num_steps, train.steps, f"a {what} is short")
     yield Change("train.epochs", None, train.epochs, "train.steps ends it")

@@ -108,17 +108,17 @@ class Layers:
         return [(name, extends.origin) for name in names]
 
     def _find_extended(self, path: Path, name: str, origin: str) -> Path | None:
-        beside = path.parent / Path(name).expanduser()
-        if beside.is_file():
-            return beside
-        for candidate in (find_shipped_config(name), shipped_configs() / name, beside):
+        relative = path.parent / Path(name).expanduser()
+        if relative.is_file():
+            return relative
+        for candidate in (find_shipped_config(name), shipped_configs() / name, relative):
             if candidate is not None and candidate.exists():
                 return candidate
         known = [str(item.relative_to(shipped_configs())) for item in shipped_configs().glob("*/*.yaml")]
-        if beside.parent.is_dir():
-            known += [str(Path(name).parent / item.name) for item in beside.parent.iterdir()]
+        if relative.parent.is_dir():
+            known += [str(Path(name).parent / item.name) for item in relative.parent.iterdir()]
         match = near_yaml(name, known)
-        message = f"{name} is neither beside this file nor among the configs that ship with trainkit"
+        message = f"{name} is neither next to this file nor among the configs that ship with trainkit"
         self.problem("extends", message, origin, f"did you mean {match}?" if match else "")
         return None
 
@@ -133,7 +133,7 @@ class Layers:
         known = sorted({item.stem for folder in folders for item in folder.glob("*.yaml")})
         match = near(name, known)
         hint = f"did you mean {match}? " if match else ""
-        hint += f"profiles here: {', '.join(known)}" if known else "put it into profiles/ beside the config"
+        hint += f"profiles here: {', '.join(known)}" if known else "put it into profiles/ next to the config"
         self.problem("", f"there is no profile {name!r}", f"--profile {name}", hint)
         return EMPTY
 
@@ -193,7 +193,7 @@ class Layers:
 
 
 def without_empty_sections(entry: Entry) -> Entry:
-    """The tree without sections that hold nothing: ``train:`` with every line commented out asks nothing."""
+    """The tree without empty sections: ``train:`` with every line commented out sets nothing."""
     kept = {
         key: value for key, value in entry.value.items() if not (key in sections() and value.value is None)
     }

@@ -27,7 +27,7 @@ from trainkit.resources import shipped_configs
 
 PROJECT_FILE = "trainkit.yaml"
 DATA_PATHS = {"source": "stdlib", "val_source": "stdlib", "tokenizer": "bytes", "cache_dir": None}
-"""Data keys that hold paths, and the value of each that is a name."""
+"""Data keys whose values are paths, and the value of each that is a name."""
 
 
 def load_config(
@@ -44,8 +44,8 @@ def load_config(
     """The config of a file, or of the name of a shipped config, with everything around it.
 
     `overrides` are the texts of ``--set``; `flags` maps a key to what was typed and the value it gives.
-    `layers` False leaves out ./trainkit.yaml, the user's config and the environment. `below` is told
-    the config and gives what is laid below all of it, such as the settings of the cluster that it names.
+    `layers` False leaves out ./trainkit.yaml, the user's config and the environment. `below` maps
+    the config to the values below all others, such as the defaults of the cluster that it names.
 
     Raises ConfigError with every problem of every layer.
     """

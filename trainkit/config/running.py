@@ -73,9 +73,7 @@ class CheckpointConfig(Section):
         description="Metric whose lowest value marks the best checkpoint; null keeps no best. `loss` is that"
         " of the step at which a checkpoint is due.",
     )
-    async_save: bool = Field(
-        default=True, alias="async", description="Write checkpoints while training goes on."
-    )
+    async_save: bool = Field(default=True, alias="async", description="Write checkpoints in the background.")
 
 
 class ResourcesConfig(Section):
@@ -179,12 +177,15 @@ class RequeueConfig(Section):
     )
     grace_s: Positive = Field(default=120.0, description="Seconds from that signal to the end.")
     hang_factor: Positive | None = Field(
-        default=20.0, description="A step hangs when it takes so many times as long as usual; null for never."
+        default=20.0,
+        description="A step hangs when it takes this many times as long as usual; null for never.",
     )
-    hang_min_s: Positive = Field(default=300.0, description="No step hangs before it took so many seconds.")
+    hang_min_s: Positive = Field(
+        default=300.0, description="No step counts as hanging before this many seconds."
+    )
     follow_ups: NotNegative = Field(
         default=0,
-        description="Jobs that wait in the queue to go on one after another, where nodes have no scontrol.",
+        description="Jobs that wait in the queue to continue the run, for nodes without scontrol.",
     )
 
 

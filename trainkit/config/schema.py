@@ -27,7 +27,7 @@ from trainkit.config.training import (
 
 CONFIG_VERSION: Literal[1] = 1
 EXTENDS_SCHEMA = {
-    "description": "Files merged before this one, in order: beside this file, or shipped with trainkit.",
+    "description": "Files merged before this one, in order: next to this file, or shipped with trainkit.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 

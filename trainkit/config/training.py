@@ -76,7 +76,7 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long training goes on and how large a step is."""
+    """The length of the run and the size of a step."""
 
     steps: AtLeastOne | None = Field(
         default=200, description="Optimizer steps of the whole run; null when epochs is given."

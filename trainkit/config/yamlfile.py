@@ -107,7 +107,7 @@ def merge(low: Entry, high: Entry) -> Entry:
 
 
 def entry_at(path: tuple[str, ...], value: Any, origin: str) -> Entry:
-    """A tree that holds one value, for example of a flag."""
+    """A tree with one value, for example of a flag."""
     entry = _entries(value, origin)
     for key in reversed(path):
         entry = Entry({key: entry}, origin)
@@ -138,11 +138,11 @@ def read_yaml_file(path: Path, shown: str) -> Entry:
     except RecursionError:
         raise ConfigError([Problem("", "the values are nested too deeply", shown)]) from None
     if node is None:
-        raise ConfigError([Problem("", "the file is empty", shown, "a config holds at least one key")])
+        raise ConfigError([Problem("", "the file is empty", shown, "a config needs at least one key")])
     builder = _Builder(shown)
     entry = builder.entry(node, ())
     if not entry.is_mapping:
-        builder.problems.append(Problem("", "the file holds no keys", shown, 'write lines like "seed: 1"'))
+        builder.problems.append(Problem("", "the file has no keys", shown, 'write lines like "seed: 1"'))
     if builder.problems:
         raise ConfigError(builder.problems)
     return entry
@@ -191,7 +191,7 @@ def _read_text(path: Path, shown: str) -> str:
     except IsADirectoryError:
         files = sorted(item.name for item in path.glob("*.yaml"))
         message = "this is a folder, not a file"
-        problem_hint = f"it holds {', '.join(files)}" if files else "give a YAML file"
+        problem_hint = f"it contains {', '.join(files)}" if files else "give a YAML file"
     except UnicodeDecodeError as error:
         message = f"this is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset {error.start}"
         problem_hint = "a config is a YAML text file"

@@ -88,7 +88,7 @@ class RequeuePolicy:
     max: int = 100
     max_crashes: int = 3
     hang_factor: float | None = 20.0
-    """A step hangs when it takes so many times as long as the median step; None for never."""
+    """A step hangs when it takes this many times as long as the median step; None for never."""
     hang_min_s: float = 300.0
 
 
@@ -246,7 +246,7 @@ def _why_not(text: str, wrong: Sequence[Awaited], count: int) -> str:
 def _hint(wrong: Awaited) -> str:
     if wrong.state == "unknown":
         return f"`trainkit status {quote(wrong.who)}` says why; without --after it starts at once"
-    return f"`trainkit resume {quote(wrong.who)}` goes on with it; then it can be waited for"
+    return f"`trainkit resume {quote(wrong.who)}` resumes it; then it can be waited for"
 
 
 def with_dependency(plan: LaunchPlan, texts: Sequence[str], job_ids: Sequence[str]) -> LaunchPlan:

@@ -165,7 +165,7 @@ class SlurmDraft(LaunchDraft):
 
     @property
     def _gpu_type(self) -> str | None:
-        """The type that was asked for, where any node has it: that none has is told once."""
+        """The requested type if any node has it: that none has is reported once."""
         gpu_type = self.loaded.config.resources.gpu_type
         return gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
 
@@ -251,7 +251,7 @@ class SlurmDraft(LaunchDraft):
         return device == "cuda" or (device == "auto" and any(kind.num_gpus() for kind in self.nodes))
 
     def lead_s(self) -> int:
-        """How many seconds before the time limit the job is told, so that it can save."""
+        """How many seconds before the time limit the job gets its notice, so that it can save."""
         grace_s, limit_s = math.ceil(self.loaded.config.requeue.grace_s), self._time_limit_s()
         if limit_s is None or grace_s <= limit_s // SHARE_OF_TIME:
             return grace_s

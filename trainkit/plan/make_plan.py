@@ -156,17 +156,17 @@ def check_config(
         message = f"is true, and it would run on CPUs: {plan.reasons['device']}"
         problems.append(loaded.problem("precision.float8", message, "only GPUs have float8"))
     if plan is not None and shape is not None:
-        plan, found = _held_against_model(loaded, plan, shape, machine, target)
+        plan, found = _check_model(loaded, plan, shape, machine, target)
         problems += found
     if plan is None or problems:
         raise ConfigError(problems)
     return plan
 
 
-def _held_against_model(
+def _check_model(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine, target: Target
 ) -> tuple[LaunchPlan, list[Problem]]:
-    """The plan with what it takes, and everything because of which the model cannot be trained so."""
+    """The plan with its memory, and all problems that rule out training the model with it."""
     config, size, steps = loaded.config, plan.batch.device_batch_size, plan.batch.accumulation_steps
     seq_len, parallel = config.data.seq_len, parallel_with(config.parallel, plan.batch)
     if config.model.architecture != OURS:

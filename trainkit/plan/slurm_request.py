@@ -95,7 +95,7 @@ def make_request(
     """The request of a config.
 
     `gpu_option` is how the cluster wants GPUs to be asked for: ``gpus-per-node`` or ``gres``. `lead_s` is how
-    many seconds before the time limit the job is told. `expedite`: by the expedited requeue of Slurm 25.11.
+    many seconds before the time limit the notice comes. `expedite`: by the expedited requeue of Slurm 25.11.
     """
     resources = config.resources
     sbatch: Options = {

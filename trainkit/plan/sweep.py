@@ -14,7 +14,7 @@ from trainkit.config.yamlfile import parse_value
 from trainkit.errors import UsageError
 
 MAX_POINTS = 100_000
-"""More is a typing error: no Slurm that is known to us takes so many tasks at once."""
+"""More is a typing error: no known Slurm takes more tasks at once."""
 NOT_SWEPT = {"name": "every point has the name of its group", "config_version": "it says how a file is read"}
 
 
@@ -76,9 +76,7 @@ def parse_axes(texts: Sequence[str]) -> tuple[Axis, ...]:
         raise UsageError(f"--sweep {twice} stands there twice", hint="write all of its values into one")
     count = math.prod(len(axis.values) for axis in axes)
     if count > MAX_POINTS:
-        raise UsageError(
-            f"these are {count:,} combinations, and {MAX_POINTS:,} are the most", hint="sweep fewer values"
-        )
+        raise UsageError(f"{count:,} combinations; the maximum is {MAX_POINTS:,}", hint="sweep fewer values")
     return axes
 
 

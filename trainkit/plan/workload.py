@@ -46,7 +46,7 @@ class Workload:
     def keeps_gathered(self) -> bool:
         """Whether what was gathered for the forward pass stays until the backward pass.
 
-        Copies have nothing to gather, and a pipeline comes back with every microbatch.
+        Copies have nothing to gather, and a pipeline needs them again for every microbatch.
         """
         copies = self.shards == 1 and self.layout.dp_replicate > 1 and not self.parallel.offload
         return copies or self.parallel.zero == 2 or self.layout.pp > 1

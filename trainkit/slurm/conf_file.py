@@ -26,8 +26,8 @@ def conf_file(environ: Mapping[str, str] = os.environ) -> Path | None:
     sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath))
     # A Slurm of one's own build is configured below its own prefix.
     prefix = [] if sbatch is None else [Path(os.path.realpath(sbatch)).parent.parent / "etc"]
-    beside = [folder / name for folder in prefix for name in ("slurm.conf", "slurm/slurm.conf")]
-    return next((path for path in (*map(Path, CONFIG_FILES), *beside) if path.exists()), None)
+    own_build = [folder / name for folder in prefix for name in ("slurm.conf", "slurm/slurm.conf")]
+    return next((path for path in (*map(Path, CONFIG_FILES), *own_build) if path.exists()), None)
 
 
 def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -96,7 +96,7 @@ def cancel_waiting(
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """End those of the jobs, and of an array the tasks, that wait in the queue; what runs goes on."""
+    """End those of the jobs, and of an array the tasks, that wait in the queue; running ones continue."""
     _scancel(["--state=PENDING"], job_ids, patience_s, environ)
 
 

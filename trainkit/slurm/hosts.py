@@ -130,7 +130,7 @@ def tasks_per_node(text: str) -> list[int]:
 ASK_TIMEOUT_S = 10.0
 _NOT_RESPONDING = "*"
 _OUT = re.compile(r"down|fail|unk|error", re.IGNORECASE)
-"""States in which no step can run. A host that drains goes on with the job that it has."""
+"""States in which no step can run. A draining host finishes the job that it has."""
 
 
 def node_states(

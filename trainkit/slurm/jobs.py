@@ -156,7 +156,7 @@ def _ask_queue(selection: Sequence[str], environ: Mapping[str, str] | None, time
 
 
 def parse_queue(text: str) -> dict[str, JobInfo]:
-    """What squeue printed, by job id; tasks of an array that wait share a record and are told apart here."""
+    """What squeue printed, by job id; tasks of an array that wait share a record and are separated here."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_QUEUE_FIELDS)):
         number, array, task, word, reason, partition, nodes, num_nodes = fields[:8]

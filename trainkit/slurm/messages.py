@@ -173,7 +173,7 @@ def trouble_of(stderr: str) -> Trouble:
 
 
 def hint_of(stderr: str, trouble: Trouble) -> str:
-    """What a person can do about it; empty when that cannot be told."""
+    """What a person can do about it; empty when unknown."""
     hints = REFUSAL_HINTS if trouble is Trouble.REFUSED else UNREACHABLE_HINTS
     for pattern, hint in hints:
         if re.search(pattern, stderr):

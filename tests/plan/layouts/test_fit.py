@@ -110,7 +110,7 @@ def test_no_memory_for_the_copies_that_are_saved_while_training_goes_on(tmp_path
     options = ("resources.nodes=2", "train.device_batch_size=1", "parallel.dp_replicate=2")
     found = problem(tmp_path, cluster("h200"), *options, "resources.mem=64G")
     assert found.render() == (
-        "--set resources.mem=64G: resources.mem: is 64G: saving while training goes on takes 75.3 GiB "
+        "--set resources.mem=64G: resources.mem: is 64G: saving in the background takes 75.3 GiB "
         "of the memory of a node\n  hint: checkpoint.async: false needs no memory for copies"
     )
     check(tmp_path, cluster("h200"), *options, "resources.mem=96G")

@@ -1,4 +1,4 @@
-"""The layouts of so many GPUs that a model can be trained on, the fastest first. Pure."""
+"""The layouts of N GPUs on which a model can be trained, the fastest first. Pure."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def batches(work: Workload, global_batch_size: int | None) -> Iterator[Workload]
 
 
 def _with_batch(work: Workload, samples: int, passes: int) -> Workload | None:
-    """A workload that computes so many samples at once, so many times a step; None where that cannot be."""
+    """The workload with `samples` at once and `passes` a step; None if it is refused."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
         return None if is_refused(made) else made
@@ -172,7 +172,7 @@ def _with_zero_2(choice: Choice) -> Choice:
 def configured_layout(
     loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
 ) -> tuple[Choice | None, list[Problem]]:
-    """What the config asks for, or everything because of which that cannot be on so many GPUs."""
+    """The layout of the config, or all problems that rule it out on this hardware."""
     config = loaded.config
     seq_len = config.data.seq_len
     try:

@@ -27,11 +27,11 @@ class Flow:
     activations and their gradients."""
     num_bytes: int
     calls: int
-    """In so many collectives."""
+    """Number of collectives."""
     ranks: int
-    """Between so many ranks."""
+    """Number of ranks in a group."""
     stride: int
-    """Of which one is so many ranks away from the next."""
+    """Distance in ranks between neighbours of a group."""
 
     def crosses_nodes(self, node_size: int) -> bool:
         """Whether some of it goes over the network."""
@@ -159,7 +159,7 @@ class Cost:
 
 
 def cost_of(work: Workload, gpu: Gpu, node_size: int) -> Cost:
-    """The cost of a step on GPUs of one type, so many of them in a node."""
+    """The cost of a step on GPUs of one type, `node_size` of them per node."""
     compute_s = _compute_s(work, gpu)
     recompute_s = compute_s * recompute_share(work)
     flows = traffic(work)

@@ -27,7 +27,7 @@ class Advice:
     """A change after which it fits."""
 
     what: str
-    """Which change, as it is told."""
+    """The change, as a hint names it."""
     choice: Choice
 
 

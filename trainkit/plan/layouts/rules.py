@@ -19,7 +19,7 @@ def layout_problems(
     seq_len: int,
     accumulation_steps: int = 1,
 ) -> Iterator[Problem]:
-    """Everything because of which a model cannot be split so."""
+    """All problems that rule out a layout for a model."""
     yield from _tensor_problems(layout, parallel, shape, seq_len)
     stages = num_stages(layout.pp, parallel.pp_schedule)
     if layout.pp > 1 and stages > shape.num_layers:
@@ -36,7 +36,7 @@ def batch_problems(
     seq_len: int,
     accumulation_steps: int = 1,
 ) -> Iterator[Problem]:
-    """Everything because of which the batch of no model whatever can be split so."""
+    """All problems that rule out a layout for the batch, whatever the model."""
     if parallel.offload and layout.world_size == 1:
         hint = "it works where parameters are sharded or a sample is split: with two processes or more"
         yield Problem("parallel.offload", "is true, and there is one process", hint=hint)

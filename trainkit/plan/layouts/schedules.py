@@ -21,7 +21,7 @@ STAGES_PER_RANK: dict[PipelineSchedule, int] = {
     "dualpipe_v": 2,
 }
 V_SHAPED: tuple[PipelineSchedule, ...] = ("zbv", "dualpipe_v")
-"""Schedules in which the stages go down the ranks and come back up: the first rank has also the last."""
+"""Schedules whose stages go down the ranks and up again: the first rank also has the last stage."""
 
 TWO_BACKWARDS: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
 """Schedules that compute the gradients of inputs and of weights at different times (zero bubble)."""
@@ -70,7 +70,7 @@ class InFlight:
     half: int = 0
     """Passes of which the gradients of inputs were computed, and those of weights not."""
     summed: int = 0
-    """Of its stages, the last so many have gradients of weights from earlier passes."""
+    """How many of its last stages have gradients of weights from earlier passes."""
     has_latest: bool = False
     """Whether those of the latest pass of each are not among them yet."""
 

@@ -127,7 +127,7 @@ class MemoryPeaks:
         return self._always().plus(gradients=0 if self.work.parallel.offload else self._all_reduced)
 
     def _backward_after(self, units_done: int) -> Parts:
-        """The backward pass of a block begins, so many units after the last one."""
+        """The start of the backward pass of a block, when `units_done` units are done."""
         work = self.work
         done = units_done * self._unit_blocks
         left = self.held.num_layers - done

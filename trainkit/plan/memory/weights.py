@@ -17,7 +17,7 @@ from trainkit.plan.layouts.schedules import num_stages, stage_layers, stages_of
 from trainkit.plan.model_shape import ModelShape, num_params
 
 MIN_UNIT_BYTES = 25 * 2**20
-"""Blocks are gathered in groups of at least so many bytes of float32."""
+"""Blocks are gathered in groups of at least this many bytes of float32."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def staged_bytes(shape: ModelShape, optimizer: str, plan: LaunchPlan) -> float:
 def staging_problem(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
 ) -> Problem | None:
-    """What is wrong if a node has certainly too little memory to save while training goes on."""
+    """The problem if a node has too little memory to save in the background."""
     config, need = loaded.config, staged_bytes(shape, loaded.config.optimizer.name, plan)
     if not config.checkpoint.async_save:
         return None
@@ -143,7 +143,7 @@ def staging_problem(
         is_what = f"is {config.resources.mem}"
     if have is None or need <= have:
         return None
-    message = f"{is_what}: saving while training goes on takes {gib(need)} of the memory of a node"
+    message = f"{is_what}: saving in the background takes {gib(need)} of the memory of a node"
     return loaded.problem(key, message, "checkpoint.async: false needs no memory for copies")
 
 
