@@ -149,7 +149,7 @@ def test_every_cheap_command_works(page: str, sandbox: Path) -> None:
     run_all(commands(page_named(page), "console"), sandbox)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=50)
 @pytest.mark.parametrize("page", pages_with("console slow"))
 def test_every_command_works_in_the_order_of_the_text(page: str, sandbox: Path) -> None:
     run_all(commands(page_named(page), "console", "console slow"), sandbox, **SHORT)
@@ -165,7 +165,7 @@ def losses(run_folder: Path) -> dict[int, object]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=50)
 @pytest.mark.parametrize("page", pages_with("console slurm"))
 def test_every_slurm_command_works(page: str, sandbox: Path, cluster: Cluster) -> None:
     # The GPUs of the cluster are not real.

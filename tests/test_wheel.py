@@ -28,7 +28,7 @@ for name in names:
 print(trainkit.__file__, len(names))
 """
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
 
 
 def command(*argv: object, cwd: Path, **env: str) -> str:
@@ -81,11 +81,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin/ of a new environment with the wheel, and with the packages of this one but for trainkit."""
     folder = tmp_path_factory.mktemp("installed")
-    command(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    command(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     python = folder / "venv" / "bin" / "python"
     site = command(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
     options = ("--no-deps", "--no-index", "--disable-pip-version-check")
-    command(python, "-m", "pip", "install", *options, wheel, cwd=folder)
+    command(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=folder)
     # After what the wheel brought, and without the .pth files there, of which one may lead to the checkout.
     (Path(site) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python.parent

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.on_slurm.login import Login, settings
 from tests.support.two_lines import two_lines
 from trainkit.rundir import RunDir, read_jsonl
@@ -49,6 +51,7 @@ def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
     assert not (login.folder / ".state").exists()  # the user's own list of runs
 
 
+@pytest.mark.slow(seconds=60)
 def test_the_built_in_trainer_survives_the_loss_of_a_save(login: Login) -> None:
     ways = ("--only", "mid-save", "--only", "damaged-checkpoint")
     found = drill(login, *NANO, "--steps", "100", "--seed", "1", "--per", "node", *ways)

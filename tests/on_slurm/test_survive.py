@@ -15,6 +15,8 @@ from tests.on_slurm.survival import COMEBACK_S, Curve, wait_for_steps, wait_unti
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.errors import EXIT_NO_RESTART
 
+pytestmark = pytest.mark.xdist_group("survive")
+
 
 @pytest.fixture(scope="module")
 def expected(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Curve:
@@ -30,6 +32,7 @@ def config(login: Login) -> Path:
     return survival.survivor_config(login.folder)
 
 
+@pytest.mark.slow(seconds=70)
 def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) -> None:
     """With submitit; `test_signals` preempts sbatch, and the time limit below takes its run to the end."""
     run = login.submit("--partition", "low", "--backend", "submitit", "--per", "node", config=config)
@@ -45,6 +48,7 @@ def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) 
     login.wait_until_idle()
 
 
+@pytest.mark.slow(seconds=70)
 def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
     limits = settings("resources.time='1'", "requeue.grace_s=15")
     run = login.submit(*limits, config=config)
@@ -63,6 +67,7 @@ def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
     assert survival.curve(run) == expected
 
 
+@pytest.mark.slow(seconds=70)
 def test_a_rank_and_then_a_host_die(login: Login, config: Path, expected: Curve) -> None:
     run = login.submit(*settings("resources.spare_nodes=1"), config=config)
     wait_for_steps(run, 1, 25)
@@ -83,6 +88,7 @@ def test_a_rank_and_then_a_host_die(login: Login, config: Path, expected: Curve)
     assert survival.curve(run) == expected
 
 
+@pytest.mark.slow(seconds=40)
 def test_what_must_not_start_again(login: Login, config: Path) -> None:
     """A person's scancel, and failures that would only come again: those end with the verdict."""
     login.script(survival.BUGS, "sitecustomize.py")

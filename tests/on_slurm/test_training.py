@@ -18,6 +18,8 @@ SHORT = settings(
 )
 TIMEOUT_S = 600.0
 
+pytestmark = pytest.mark.xdist_group("quickstart on Slurm")
+
 
 def quickstart(login: Login, *args: str) -> RunDir:
     """A run of the quickstart with four ranks, when it has finished."""

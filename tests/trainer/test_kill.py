@@ -11,7 +11,7 @@ import pytest
 CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "kill_campaign.py"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=120)
 def test_killed_at_random_moments_the_curve_stays_the_same(tmp_path: Path) -> None:
     argv = [sys.executable, str(CAMPAIGN), "--rounds", "2", "--seed", "7", "--keep", str(tmp_path / "runs")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=1800)
