@@ -160,6 +160,8 @@ def test_built_in_trainer_in_slices_on_two_nodes(desk):
         "train.log_every=1",
         "data.seq_len=64",
         "train.eval_every=3",
+        "train.eval_batches=2",
+        "model.preset=nano",
     ]
     first = ["submit", str(desk.config), "--nodes", "2", *(part for s in settings for part in ("--set", s))]
     options = {"cwd": desk.folder, "env": desk.environ, "capture_output": True, "text": True, "timeout": 400}
