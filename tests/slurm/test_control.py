@@ -94,6 +94,8 @@ def test_cancel_while_slurm_is_away(fake: FakeSlurm) -> None:
 
 
 def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
+    for program in ("scancel", "scontrol"):
+        fake.add(program)
     for job_id in ("--user=me", "", "12 13"):
         with pytest.raises(UsageError, match="is no job id"):
             cancel([job_id], environ=fake.environ)
