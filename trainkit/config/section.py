@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +12,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+DISABLE_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 class Section(BaseModel):
@@ -25,6 +27,24 @@ class Section(BaseModel):
         # Built when first used: the whole config builds its sections anyway, and `submit` has to wait for it.
         defer_build=True,
     )
+
+    @classmethod
+    def model_rebuild(cls, **options: Any) -> bool | None:
+        """Build the model without the plugins of pydantic that other packages install.
+
+        The one trick for the start of a command: pydantic reads the metadata of every installed package to
+        find plugins, which takes longer than all models of a config. Its own switch for that is a variable,
+        which must not reach the job: it is set only while a model of trainkit is built.
+        """
+        before = os.environ.get(DISABLE_PLUGINS)
+        os.environ[DISABLE_PLUGINS] = "__all__"
+        try:
+            return super().model_rebuild(**options)
+        finally:
+            if before is None:
+                del os.environ[DISABLE_PLUGINS]
+            else:
+                os.environ[DISABLE_PLUGINS] = before
 
 
 def section(description: str) -> Any:
