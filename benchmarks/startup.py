@@ -25,10 +25,16 @@ def command(name: str) -> str:
 
 
 COMMANDS = {
+    "python -c pass": [sys.executable, "-c", "pass"],
     "trainkit --help": [command("trainkit"), "--help"],
     "trainkit submit --dry-run": [command("trainkit"), "submit", str(CONFIG), "--nodes", "2", "--dry-run"],
     "torchrun --help": [command("torchrun"), "--help"],
 }
+
+
+PASS_MS = 35
+BUDGETS_MS = {"trainkit --help": 100, "trainkit submit --dry-run": 300}
+"""Where `python -c pass` takes `PASS_MS`; scaled by what it takes here."""
 
 
 def main() -> None:
@@ -48,6 +54,12 @@ def main() -> None:
     for name, values in times_ms.items():
         counted = values[1:]
         print(f"| `{name}` | {statistics.median(counted):.0f} | {min(counted):.0f} | {max(counted):.0f} |")
+    scale = statistics.median(times_ms["python -c pass"][1:]) / PASS_MS
+    for name, budget_ms in BUDGETS_MS.items():
+        took_ms = statistics.median(times_ms[name][1:])
+        print(
+            f"`{name}`: {took_ms:.0f} ms of {budget_ms * scale:.0f} ms, plus Slurm's slowest answer if it asks"
+        )
 
 
 if __name__ == "__main__":
