@@ -1,4 +1,4 @@
-"""`trainkit ckpt`: what a run has saved, whether it is intact, and what of it may go."""
+"""`trainkit ckpt`: list, verify and prune the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command() -> None:
 @run_argument
 @json_option
 def ls(run_name: str, as_json: bool) -> int:
-    """List the checkpoints of RUN, with those that were rejected and saves that never finished.
+    """List the checkpoints of RUN, including rejected ones and unfinished saves.
 
     Sizes are compared with the manifest; `trainkit ckpt verify` reads every byte.
     """
@@ -71,7 +71,7 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
     for checkpoint in _wanted(find_run(run_name), step):
         damage = find_damage(checkpoint)
         if not checkpoint.path.is_dir():
-            continue  # the run is going on, and has deleted it as superseded meanwhile
+            continue  # deleted meanwhile by the run, as superseded
         results.append({"step": checkpoint.step, "path": str(checkpoint.path), "damage": damage or None})
         if not as_json:
             click.echo(f"{checkpoint.path.name}  {f'damaged: {damage}' if damage else 'intact'}")
@@ -87,14 +87,18 @@ def verify(run_name: str, step: int | None, as_json: bool) -> int:
 )
 @run_argument
 @click.option(
-    "--keep-last", type=click.IntRange(min=1), metavar="N", required=True, help="So many of the newest stay."
+    "--keep-last",
+    type=click.IntRange(min=1),
+    metavar="N",
+    required=True,
+    help="Number of newest checkpoints to keep.",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @json_option
 def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
-    """Delete the checkpoints of RUN but for the newest N, the best one, and the newest that is intact.
+    """Delete the checkpoints of RUN except the newest N, the best one, and the newest intact one.
 
-    Refused while the run is running. What was set aside as damaged stays.
+    Refused while the run is running. Checkpoints set aside as damaged are kept.
     """
     from trainkit.control.jobs import require_not_running
     from trainkit.control.run_registry import find_run

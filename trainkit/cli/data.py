@@ -1,4 +1,4 @@
-"""`trainkit data`: make token shards out of texts, and check texts."""
+"""`trainkit data`: tokenise texts into shards, and validate texts and shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _text_key_option = click.option(
     "--text-key",
     default="text",
     metavar="KEY",
-    help="Field of a .jsonl row that holds the text (default: text).",
+    help="Field of a .jsonl row with the text (default: text).",
 )
 
 
@@ -51,7 +51,7 @@ def command() -> None:
     help="Share of the text kept for validation (default: 0.01).",
 )
 @_text_key_option
-@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes (default: one a core).")
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes (default: one per core).")
 @json_option
 def prepare(
     sources: tuple[str, ...],
@@ -62,11 +62,11 @@ def prepare(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Turn texts into token shards that training opens at once.
+    """Tokenise texts into shards that training reads directly.
 
     SRC is a .txt, .jsonl, .txt.gz or .jsonl.gz file, a folder of them, or stdlib for the Python sources
-    that came with the interpreter. A prepare that was interrupted goes on when it is started again; the
-    result does not depend on that, nor on the number of processes.
+    of the interpreter. Run the same command again to resume an interrupted preparation; the result depends
+    neither on that nor on the number of processes.
     """
     from trainkit.data.prepare import prepare as prepare_folder
     from trainkit.data.prepare import show_progress
@@ -95,7 +95,7 @@ def prepare(
         click.echo(json.dumps(value, ensure_ascii=False))
         return
     if done.was_there:
-        click.echo(f"{out} holds this dataset already: nothing to do", err=True)
+        click.echo(f"{out} already contains this dataset: nothing to do", err=True)
     used = file.tokenizer
     click.echo(
         f"tokenizer {used.name}: {used.vocab_size:,} tokens, {used.eos_token} ends a document", err=True
@@ -117,10 +117,10 @@ def prepare(
 @_text_key_option
 @json_option
 def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: bool) -> int:
-    """Read texts from end to end and name every line that prepare would refuse.
+    """Read all of the texts and report every line that `prepare` would refuse.
 
-    SRC is what `trainkit data prepare` takes, or a folder that it made: then every shard is checked
-    against its hash. Exit code 1 when there are problems.
+    SRC is what `trainkit data prepare` takes, or a folder that it made, whose shards are compared
+    with their hashes. Exit code 1 when there are problems.
     """
     from trainkit.data.dataset_file import is_dataset
     from trainkit.data.sources import DatasetSpec, find_inputs

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainkit.rundir import AttemptDir, RunDir
 
 WAIT_S = 20.0
-"""Agents look every two seconds, give their ranks three, and a network filesystem takes its own time."""
+"""Agents poll every two seconds and allow their ranks three; a network filesystem adds its delay."""
 
 
 @click.command(
@@ -50,12 +50,12 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     except OSError as error:
         raise UsageError(
             f"{attempt.path} cannot be written: {error.strerror}",
-            hint="who may write to the folder of a run can ask for its stacks",
+            hint="requesting stacks requires write access to the run folder",
         ) from error
     if not replies:
         raise TrainkitError(
             f"no rank of {run.path} answered within {WAIT_S:.0f} s",
-            hint=f"`trainkit status {quote(str(run.path))}` tells whether it still runs",
+            hint=f"`trainkit status {quote(str(run.path))}` shows whether it still runs",
         )
     asked = range(world_size) if rank is None else (rank,)
     silent = sorted(set(asked) - {reply.rank for reply in replies})
@@ -76,7 +76,7 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
         if reply.problem:
             click.echo(f"rank {reply.rank} on {reply.host}, process {reply.pid}: {reply.problem}")
     if silent:
-        click.echo(f"no answer from {_ranks(silent)}: ended, or the host does not answer")
+        click.echo(f"no answer from {_ranks(silent)}: ended, or the host does not respond")
     return EXIT_OK
 
 
@@ -87,13 +87,13 @@ def _running_attempt(run: RunDir) -> AttemptDir:
     entry = live_entry(run, "stacks")
     if entry is None:
         raise UsageError(
-            f"{run.path} is not running", hint=f"`trainkit status {quote(str(run.path))}` tells how it ended"
+            f"{run.path} is not running", hint=f"`trainkit status {quote(str(run.path))}` shows how it ended"
         )
     attempt = run.attempt(entry["attempt"])
     if not any(attempt.logs_dir.glob("rank-*.log")):
         raise UsageError(
             f"no rank of attempt {attempt.number} of {run.path} has been started yet",
-            hint=f"`trainkit status {quote(str(run.path))}` tells what it waits for",
+            hint=f"`trainkit status {quote(str(run.path))}` shows what it waits for",
         )
     return attempt
 
