@@ -19,6 +19,7 @@ from trainkit.manifest import (
     find_plain_damage,
     hash_damage,
     newest_intact,
+    obsolete,
     partials,
     point_best_at,
     published,
@@ -26,7 +27,6 @@ from trainkit.manifest import (
     remove,
     seal,
     set_aside,
-    superseded,
 )
 
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
@@ -118,7 +118,7 @@ DAMAGES: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "no sizes": (lambda c: change(c, files={SHARDS[0]: {}}), "__0_0.distcp has 1,200 bytes instead of None"),
     "a number was changed": (
         lambda c: tamper(c, progress={"samples_seen": 32}),
-        "manifest.json is not what was written (its own SHA-256 differs)",
+        "manifest.json was changed after it was written (its own SHA-256 differs)",
     ),
     "no seal": (
         lambda c: write(c, {"version": 1, "step": 7, "files": c.manifest()["files"]}),
@@ -138,18 +138,18 @@ def test_damage_that_shows_without_reading_tensors(checkpoint: Checkpoint, kind:
 def test_flipped_byte(checkpoint: Checkpoint) -> None:
     flip(shard(checkpoint))
     assert find_plain_damage(checkpoint) == ""
-    assert find_damage(checkpoint) == "__1_0.distcp is not what was written (its SHA-256 differs)"
+    assert find_damage(checkpoint) == "__1_0.distcp was changed after it was written (its SHA-256 differs)"
 
 
 def test_no_hash(checkpoint: Checkpoint) -> None:
     change(checkpoint, files={SHARDS[0]: {"bytes": 1200}})
-    assert find_damage(checkpoint) == "__0_0.distcp is not what was written (its SHA-256 differs)"
+    assert find_damage(checkpoint) == "__0_0.distcp was changed after it was written (its SHA-256 differs)"
 
 
 def test_ranks_share_the_reading(checkpoint: Checkpoint) -> None:
     flip(shard(checkpoint))
     found = [hash_damage(checkpoint, part, 3) for part in range(3)]
-    assert found == ["", "__1_0.distcp is not what was written (its SHA-256 differs)", ""]
+    assert found == ["", "__1_0.distcp was changed after it was written (its SHA-256 differs)", ""]
 
 
 def test_no_flipped_byte_of_a_manifest_goes_unseen(checkpoint: Checkpoint) -> None:
@@ -209,9 +209,9 @@ def test_remove_interrupted_leaves_nothing_that_looks_published(
     ("keep_last", "best", "gone"),
     [(1, None, [1, 2, 3]), (2, None, [1, 2]), (2, 1, [2]), (1, 4, [1, 2, 3]), (4, None, []), (9, 2, [])],
 )
-def test_superseded(keep_last: int, best: int | None, gone: list[int]) -> None:
+def test_obsolete(keep_last: int, best: int | None, gone: list[int]) -> None:
     checkpoints = [Checkpoint(Path("x"), step) for step in (3, 1, 4, 2)]
-    assert [item.step for item in superseded(checkpoints, keep_last, best)] == gone
+    assert [item.step for item in obsolete(checkpoints, keep_last, best)] == gone
 
 
 def test_newest_intact(tmp_path: Path) -> None:

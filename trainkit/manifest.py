@@ -1,7 +1,8 @@
-"""Published checkpoints: the manifest that makes one trustworthy, and what is done with those that are not.
+"""Published checkpoints: the manifest that verifies one, and the handling of damaged ones.
 
 A checkpoint is written into a folder whose name ends in `.partial` and published by one rename, after its
-manifest. So `step-00001000` without a suffix was complete once; whether it still is, the hashes tell.
+manifest. So `step-00001000` without a suffix was complete when it was published; the hashes show whether it
+still is.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def file_hash(path: Path) -> str:
 
 
 def find_damage(checkpoint: Checkpoint) -> str:
-    """What is wrong with a checkpoint, in words; empty when every file is as it was written."""
+    """The damage of a checkpoint as a sentence; empty when every file matches its manifest."""
     try:
         return plain_damage(checkpoint) or hash_damage(checkpoint)
     except OSError as error:
@@ -90,7 +91,7 @@ def find_damage(checkpoint: Checkpoint) -> str:
 
 
 def find_plain_damage(checkpoint: Checkpoint) -> str:
-    """As `find_damage`, but only what shows without reading the tensors: the manifest and the sizes."""
+    """As `find_damage`, but without reading the tensors: checks the manifest and the file sizes."""
     try:
         return plain_damage(checkpoint)
     except OSError as error:
@@ -98,14 +99,14 @@ def find_plain_damage(checkpoint: Checkpoint) -> str:
 
 
 def unreadable(error: OSError) -> str:
-    """A file that cannot be read just now, in words."""
+    """The sentence for a file that cannot be read at the moment."""
     return f"{Path(error.filename or '').name} cannot be read ({error.strerror or error})"
 
 
 def plain_damage(checkpoint: Checkpoint) -> str:
-    """What the manifest and the files' sizes tell.
+    """The damage that the manifest and the file sizes show; empty without one.
 
-    Raises OSError for what cannot be read: that may be the fault of this host and not of the checkpoint.
+    Raises OSError for a file that cannot be read: the host may be at fault, not the checkpoint.
     """
     try:
         manifest = checkpoint.manifest()
@@ -117,14 +118,14 @@ def plain_damage(checkpoint: Checkpoint) -> str:
 
 
 def hash_damage(checkpoint: Checkpoint, part: int = 0, num_parts: int = 1) -> str:
-    """What the hashes of every `num_parts`-th file from `part` on tell: many ranks can share the reading.
+    """The damage that the hashes of every `num_parts`-th file from `part` on show, to share the work.
 
-    Raises OSError for what cannot be read.
+    Raises OSError for a file that cannot be read.
     """
     files = checkpoint.manifest()["files"]
     for name in sorted(files)[part::num_parts]:
         if file_hash(checkpoint.path / name) != files[name].get("sha256"):
-            return f"{name} is not what was written (its SHA-256 differs)"
+            return f"{name} was changed after it was written (its SHA-256 differs)"
     return ""
 
 
@@ -141,7 +142,7 @@ def _manifest_damage(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> str
     if SEAL not in manifest:
         return f"{MANIFEST_NAME} has no SHA-256 of its own"
     if manifest[SEAL] != seal(manifest):
-        return f"{MANIFEST_NAME} is not what was written (its own SHA-256 differs)"
+        return f"{MANIFEST_NAME} was changed after it was written (its own SHA-256 differs)"
     return ""
 
 
@@ -155,7 +156,7 @@ def _size_damage(checkpoint: Checkpoint, files: Mapping[str, Mapping[str, Any]])
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
-    """The SHA-256 of everything else in a manifest, which belongs into it as `SEAL`.
+    """The SHA-256 of everything else in a manifest, stored in it as `SEAL`.
 
     It protects the numbers that training resumes from, as the hashes of the files protect the tensors.
     """
@@ -164,7 +165,7 @@ def seal(manifest: Mapping[str, Any]) -> str:
 
 
 def is_newer(checkpoint: Checkpoint) -> bool:
-    """Whether a newer trainkit wrote it: not damaged, but not for this one to judge either."""
+    """Whether a newer trainkit wrote it: this version cannot tell whether it is damaged."""
     try:
         version = checkpoint.manifest().get("version")
     except (OSError, ValueError):
@@ -173,13 +174,13 @@ def is_newer(checkpoint: Checkpoint) -> bool:
 
 
 def newest_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-    """The newest checkpoint of which every file is as it was written; reads until it has found one."""
+    """The newest undamaged checkpoint; reads checkpoints until it has found one."""
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
     return next((checkpoint for checkpoint in ordered if not find_damage(checkpoint)), None)
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:
-    """Take a damaged checkpoint out of the list without deleting anything; returns where it is now."""
+    """Rename a damaged checkpoint so that it is no longer listed; returns its new path."""
     target = checkpoint.path.with_name(checkpoint.path.name + REJECTED_SUFFIX)
     number = 1
     while target.exists():
@@ -190,9 +191,9 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint's folder so that a kill half-way never leaves one that looks published.
+    """Delete a checkpoint's folder; a kill during the deletion never leaves one that looks published.
 
-    What it does leave then looks like a save that never finished, which the next attempt deletes.
+    It leaves what looks like an unfinished save, which the next attempt deletes.
     """
     if not path.name.endswith(PARTIAL_SUFFIX):
         doomed = path.with_name(f"{path.name}.deleted-{os.getpid()}{PARTIAL_SUFFIX}")
@@ -202,20 +203,20 @@ def remove(path: Path) -> None:
 
 
 def remove_all(checkpoints_dir: Path) -> None:
-    """Delete everything that a run has saved, also what was never published."""
+    """Delete all checkpoints of a run, including unpublished ones."""
     if checkpoints_dir.is_dir():
         for path in checkpoints_dir.iterdir():
             path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
-def superseded(checkpoints: Iterable[Checkpoint], keep_last: int, best_step: int | None) -> list[Checkpoint]:
-    """The checkpoints that may go: all but the newest `keep_last` and the best one."""
+def obsolete(checkpoints: Iterable[Checkpoint], keep_last: int, best_step: int | None) -> list[Checkpoint]:
+    """The checkpoints that can be deleted: all but the newest `keep_last` and the best one."""
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     return [checkpoint for checkpoint in ordered[:-keep_last] if checkpoint.step != best_step]
 
 
 def point_best_at(checkpoint: Checkpoint) -> None:
-    """Let the link `best` name this checkpoint."""
+    """Point the link `best` at this checkpoint."""
     link = checkpoint.path.with_name(BEST_LINK)
     staged = checkpoint.path.with_name(f".{BEST_LINK}-{os.getpid()}")
     staged.unlink(missing_ok=True)
@@ -224,7 +225,7 @@ def point_best_at(checkpoint: Checkpoint) -> None:
 
 
 def best_step(checkpoints_dir: Path) -> int | None:
-    """The step that the link `best` names, None without one."""
+    """The step of the checkpoint that the link `best` points at; None without one."""
     link = checkpoints_dir / BEST_LINK
     if not link.is_symlink():
         return None

@@ -1,8 +1,8 @@
-"""A group is a folder of runs that were submitted as one Slurm array: its points, counted by their index.
+"""A group is a folder of runs submitted as one Slurm array: the points of a sweep, one array task each.
 
-``sweep.json submit.sbatch provenance.json code/ logs/INDEX.log`` and one run folder ``INDEX/`` a point.
-A point's folder is made when its task starts or a command needs it, so that submitting ten thousand of them
-takes no longer than submitting ten.
+``sweep.json submit.sbatch provenance.json code/ logs/INDEX.log`` and one run folder ``INDEX/`` per
+point. A point's folder is created when its task starts or a command needs it, so that submitting ten thousand
+points takes no longer than submitting ten.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ GROUP_VERSION = 1
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a group, as `sweep.json` has it."""
+    """One run of a group, as `sweep.json` describes it."""
 
     index: int
     """Its number in the Slurm array, and the name of its folder."""
     values: dict[str, Any]
-    """What it tries, by dotted key."""
+    """The values of the swept keys, by dotted key."""
     config: dict[str, Any]
-    """How its config differs from the group's, as `trainkit.plan.sweep.difference` tells it."""
+    """How its config differs from the group's, as `trainkit.plan.sweep.difference` computes it."""
     plan: dict[str, Any]
     """How its plan differs from the group's."""
 
 
 class RunGroup:
-    """The paths of one group, and what its `sweep.json` says."""
+    """The paths of one group, and the content of its `sweep.json`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -58,20 +58,20 @@ class RunGroup:
 
     @property
     def code_dir(self) -> Path:
-        """The code as it was when the group was submitted; its points have links to it."""
+        """The code snapshot of the group; its runs link to it."""
         return self.path / "code"
 
     @property
     def logs_dir(self) -> Path:
-        """What the first start of every task prints, from its first line on; points have links to it."""
+        """The output of each task's first start, from its first line on; the runs link to it."""
         return self.path / "logs"
 
     def log_file(self, index: int | str) -> Path:
-        """Where Slurm puts what a task prints; it writes ``%a`` for the index."""
+        """The log of a task; Slurm replaces ``%a`` by the index."""
         return self.logs_dir / f"{index}.log"
 
     def run(self, index: int) -> RunDir:
-        """The run of a point, whose folder need not be there yet."""
+        """The run of a point, whose folder may not exist yet."""
         return RunDir(self.path / str(index))
 
     def exists(self) -> bool:
@@ -80,7 +80,7 @@ class RunGroup:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """What `sweep.json` holds, as it was when it was first asked for.
+        """The content of `sweep.json`, cached at the first access.
 
         Raises UsageError when it cannot be read or a newer trainkit wrote it.
         """
@@ -89,10 +89,10 @@ class RunGroup:
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"{self.sweep_file} cannot be read: {error}",
-                hint="each of its runs can still be named by its folder",
+                hint="name one of its runs by its folder",
             ) from error
         if not isinstance(record, dict) or not isinstance(record.get("points"), list):
-            raise UsageError(f"{self.sweep_file} is not what trainkit writes there")
+            raise UsageError(f"{self.sweep_file} was not written by trainkit")
         if record.get("version", 0) > GROUP_VERSION:
             raise UsageError(
                 f"{self.sweep_file} has version {record['version']}; this trainkit knows {GROUP_VERSION}",
@@ -112,7 +112,7 @@ class RunGroup:
 
     @property
     def job_id(self) -> str | None:
-        """The id of the whole array; None before Slurm has told it."""
+        """The id of the whole array; None before it is known."""
         found = self.record.get("job_id")
         return None if found is None else str(found)
 
@@ -123,7 +123,7 @@ class RunGroup:
         return {point.index: point for point in made}
 
     def point(self, index: int) -> Point:
-        """A point; UsageError when there is none of this index."""
+        """The point of an index; UsageError when there is none."""
         if index not in self.points:
             indices = sorted(self.points)
             raise UsageError(
@@ -137,7 +137,7 @@ class RunGroup:
 
 
 def group_of(run: RunDir) -> tuple[RunGroup, int] | None:
-    """The group and the index of a run that is a point, whether its folder is there yet or not."""
+    """The group and the index of a run that is a point of one, whether its folder exists or not."""
     group = RunGroup(run.path.parent)
     if not is_index(run.name) or not group.exists():
         return None
@@ -145,7 +145,7 @@ def group_of(run: RunDir) -> tuple[RunGroup, int] | None:
 
 
 def is_index(text: str) -> bool:
-    """Whether a folder in a group is named as a point's is."""
+    """Whether a folder of a group has the name of a point's run."""
     return text.isascii() and text.isdigit() and str(int(text)) == text
 
 

@@ -50,7 +50,7 @@ def test_a_host_that_fails_a_check_is_given_up_and_left_out_from_then_on(login: 
     assert end["action"] == "restart"
     verdict = end["verdict"]
     assert (verdict["type"], verdict["host"]) == ("PreflightFailed", second)
-    assert verdict["message"] == f"{small} on {second} has 8.0 MiB left"
+    assert verdict["message"] == f"{small} on {second} has only 8.0 MiB free"
     assert log_of(run, rank=1) == ""  # of attempt 1: it was never started
     assert [host for _, host in agents_of(run, attempt=2)] == [first, third]
     assert list(excluded(login.cluster.name, environ=login.env)) == [second]

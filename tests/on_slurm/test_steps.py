@@ -125,7 +125,7 @@ def test_a_heterogeneous_step_is_refused_and_one_component_of_it_is_not(login: L
         done = login.run([*components, "--het-group=0,1", "trainkit", *command])
         assert done.returncode == 2
         assert "error: this step spans components of a heterogeneous job" in done.stderr
-        assert "hint: ask for nodes of one kind" in done.stderr
+        assert "hint: request nodes of one kind" in done.stderr
     done = login.run([*components, "--het-group=1", "trainkit", "env", "--json"])
     assert [one["world_size"] for one in env_of(done.stdout)] == [2, 2]
     assert not (login.folder / "runs").exists()
@@ -138,13 +138,13 @@ def test_a_heterogeneous_step_is_refused_and_one_component_of_it_is_not(login: L
             "gpu",
             "--ntasks=4",
             "--ntasks=3",
-            "2 nodes with 2 tasks each (--per gpu), but Slurm gave 2 nodes with 2,1 tasks",
+            "2 nodes with 2 tasks each (--per gpu), but Slurm started 2 nodes with 2,1 tasks",
         ),
         (
             "node",
             "--ntasks=2",
             "--ntasks=4",
-            "2 nodes with 1 task each (--per node), but Slurm gave 2 nodes with 2 tasks each",
+            "2 nodes with 1 task each (--per node), but Slurm started 2 nodes with 2 tasks each",
         ),
     ],
 )

@@ -216,7 +216,7 @@ class TestManifest:
         head, progress = checkpoint.manifest_file.read_text().split('"progress"')
         assert old in progress
         checkpoint.manifest_file.write_text(f'{head}"progress"{progress.replace(old, new, 1)}')
-        assert "manifest.json is not what was written" in find_damage(checkpoint)
+        assert "manifest.json was changed after it was written" in find_damage(checkpoint)
 
     def test_any_flipped_byte_anywhere_is_noticed(self, tmp_path: Path, make_saver: Any) -> None:
         """But for a byte in the name of the seal, which holds nothing."""

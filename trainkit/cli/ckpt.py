@@ -103,13 +103,13 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     from trainkit.control.jobs import require_not_running
     from trainkit.control.run_registry import find_run
     from trainkit.job.record import run_lock
-    from trainkit.manifest import best_step, newest_intact, published, remove, superseded
+    from trainkit.manifest import best_step, newest_intact, obsolete, published, remove
 
     run = find_run(run_name)
     with run_lock(run):
         require_not_running(run, "ckpt prune")
         there = published(run.checkpoints_dir)
-        doomed = superseded(there, keep_last, best_step(run.checkpoints_dir))
+        doomed = obsolete(there, keep_last, best_step(run.checkpoints_dir))
         intact = newest_intact(there) if doomed else None
         doomed = [checkpoint for checkpoint in doomed if checkpoint != intact]
         for checkpoint in doomed:

@@ -27,11 +27,11 @@ from trainkit.manifest import (
     SEAL,
     Checkpoint,
     best_step,
+    obsolete,
     point_best_at,
     published,
     remove,
     seal,
-    superseded,
 )
 from trainkit.rundir import PARTIAL_SUFFIX, RunDir, write_json
 from trainkit.trainer.checkpoint.storage import HashingWriter
@@ -76,17 +76,17 @@ class _PublishingWriter(HashingWriter):
         self._partial.rename(self._target)
         try:
             _sync_folder(self._target.parent)
-            self._delete_superseded()
+            self._delete_obsolete()
         except OSError as error:
             # The checkpoint is published nevertheless.
             log.error(f"cannot clean up after checkpoint {self._target.name}: {error}")
 
-    def _delete_superseded(self) -> None:
-        """Update `best` and delete superseded checkpoints; in this thread, so that no step waits for it."""
+    def _delete_obsolete(self) -> None:
+        """Update `best` and delete obsolete checkpoints; in this thread, so that no step waits for it."""
         if self._request.is_best:
             point_best_at(Checkpoint(self._target, self._request.step))
         folder = self._target.parent
-        for old in superseded(published(folder), self._keep_last, best_step(folder)):
+        for old in obsolete(published(folder), self._keep_last, best_step(folder)):
             remove(old.path)
 
 
