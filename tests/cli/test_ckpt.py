@@ -94,7 +94,7 @@ def test_verify(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == (
         "step-00000010  intact\n"
         "step-00000020  intact\n"
-        "step-00000030  damaged: __1_0.distcp is not what was written (its SHA-256 differs)\n"
+        "step-00000030  damaged: __1_0.distcp was changed after it was written (its SHA-256 differs)\n"
         "step-00000040  intact\n"
     )
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
