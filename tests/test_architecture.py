@@ -57,7 +57,7 @@ ALLOWED = {
     },
     # Runs a config in many ways, as its owner could by hand, and compares them.
     "bench": {
-        *("errors", "rundir", "rungroup", "manifest", "tables", "config", "plan"),
+        *("errors", "rundir", "rungroup", "manifest", "tables", "config", "cluster", "plan"),
         *("control", "submit", "observe", "job.record"),
     },
     # The only one with torch. It is named in argv, never imported.

@@ -9,14 +9,14 @@ import pytest
 from tests.support.models import nano_shape
 from trainkit.bench.layouts import (
     BenchLayout,
-    Site,
+    LayoutConstraints,
     all_layouts,
-    asked_layout,
-    every_layout,
+    enumerate_layouts,
+    fill_degrees,
     parse_layout,
-    refuse_twice,
+    refuse_duplicates,
+    requested_layout,
     select,
-    with_all_degrees,
 )
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError, Problem, UsageError
@@ -24,7 +24,7 @@ from trainkit.plan.launch import Layout
 from trainkit.plan.layouts.choices import LONG_SEQUENCE
 
 
-def site(world_size: int = 4, **changes: Any) -> Site:
+def site(world_size: int = 4, **changes: Any) -> LayoutConstraints:
     """Processes on one node, and the nano model with so many layers and heads that they can be split."""
     values = {
         "world_size": world_size,
@@ -35,7 +35,7 @@ def site(world_size: int = 4, **changes: Any) -> Site:
         "global_batch_size": 16,
         **changes,
     }
-    return Site(**values)
+    return LayoutConstraints(**values)
 
 
 def names(world_size: int = 4, parallel: dict[str, Any] | None = None, **changes: Any) -> list[str]:
@@ -46,8 +46,8 @@ def names(world_size: int = 4, parallel: dict[str, Any] | None = None, **changes
 def asked(
     text: str, world_size: int = 4, parallel: dict[str, Any] | None = None, **changes: Any
 ) -> BenchLayout:
-    values = {**(parallel or {}), **with_all_degrees(parse_layout(text))}
-    return asked_layout(text, ParallelConfig(**values), site(world_size, **changes))
+    values = {**(parallel or {}), **fill_degrees(parse_layout(text))}
+    return requested_layout(text, ParallelConfig(**values), site(world_size, **changes))
 
 
 def test_every_way_to_split_four_processes() -> None:
@@ -61,14 +61,14 @@ def test_every_way_to_split_four_processes() -> None:
 
 def test_each_layout_is_there_once_and_has_all_processes() -> None:
     for world_size in (1, 6, 8, 12):
-        found = list(every_layout(world_size, world_size, splits_sequence=True))
+        found = list(enumerate_layouts(world_size, world_size, splits_sequence=True))
         assert len(found) == len(set(found))
         assert {layout.world_size for layout in found} == {world_size}
-    assert len(list(every_layout(8, 8, splits_sequence=True))) == 35
+    assert len(list(enumerate_layouts(8, 8, splits_sequence=True))) == 35
 
 
 def test_tensor_parallelism_stays_within_a_node() -> None:
-    assert {layout.tp for layout in every_layout(8, 2, splits_sequence=False)} == {1, 2}
+    assert {layout.tp for layout in enumerate_layouts(8, 2, splits_sequence=False)} == {1, 2}
 
 
 def test_sequences_are_split_when_they_are_long_or_the_config_does_it() -> None:
@@ -106,7 +106,7 @@ def test_a_smaller_share_makes_a_smaller_batch() -> None:
     (item,) = (item for item in all_layouts(ParallelConfig(), site(8))[0] if item.name == "dp_shard=8")
     assert item.values["train.device_batch_size"] == 2
     assert item.notes == (
-        "train.device_batch_size: 2 instead of 4: each of 8 data-parallel has 2 of the 16 samples",
+        "train.device_batch_size: 2 instead of 4: each of 8 data-parallel processes gets 2 of 16 samples",
     )
 
 
@@ -117,7 +117,7 @@ def test_a_batch_that_does_not_fit_becomes_smaller_not_larger() -> None:
 def test_processes_that_cannot_share_a_step() -> None:
     found, impossible = all_layouts(ParallelConfig(), site(3))
     assert [item.name for item in found] == ["pp=3"]
-    why = "train.global_batch_size is 16, which 3 data-parallel processes cannot share evenly"
+    why = "train.global_batch_size is 16, which does not divide among 3 data-parallel processes"
     assert impossible["dp_shard=3"] == why
 
 
@@ -125,7 +125,7 @@ def test_a_pipeline_gets_the_microbatches_that_it_needs() -> None:
     item = asked("pp=2", 2, {"pp_microbatches": 3})
     assert item.values["parallel.pp_microbatches"] == 2
     assert item.values["train.device_batch_size"] == 4
-    why = "of a batch of 4 1f1b over 2 ranks can have 1 or 2 or 4"
+    why = "a batch of 4 allows 1 or 2 or 4"
     assert item.notes == (f"parallel.pp_microbatches: 2 instead of 3: {why}",)
 
 
@@ -145,7 +145,7 @@ def test_microbatches_that_were_asked_for_stay() -> None:
     assert item.name == "pp=2,pp_microbatches=8"
     assert item.values["parallel.pp_microbatches"] == 8
     assert item.values["train.device_batch_size"] == 8
-    assert item.notes[0] == "train.device_batch_size: 8 instead of 4: it is cut into 8 microbatches"
+    assert item.notes[0] == "train.device_batch_size: 8 instead of 4: it is split into 8 microbatches"
 
 
 def test_what_is_left_out_is_what_a_config_would_take() -> None:
@@ -159,10 +159,10 @@ def test_what_is_left_out_is_what_a_config_would_take() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp", "--layout tp: 'tp' is no KEY=VALUE"),
-        ("tp=2,,pp=2", "--layout tp=2,,pp=2: '' is no KEY=VALUE"),
+        ("tp", "--layout tp: 'tp' is not KEY=VALUE"),
+        ("tp=2,,pp=2", "--layout tp=2,,pp=2: '' is not KEY=VALUE"),
         ("tq=2", "--layout tq=2: the section parallel has no key tq"),
-        ("tp=2,tp=4", "--layout tp=2,tp=4: tp stands there twice"),
+        ("tp=2,tp=4", "--layout tp=2,tp=4: tp appears twice"),
         ("tp=[", "--layout tp=[: tp: "),
     ],
 )
@@ -188,13 +188,13 @@ def test_an_impossible_layout_that_was_asked_for(text: str, problem: str) -> Non
 
 
 def test_two_that_mean_the_same() -> None:
-    with pytest.raises(UsageError, match=r"two --layout mean the same: dp_shard=2,tp=2"):
-        refuse_twice([asked("tp=2"), asked("dp_shard=2,tp=2")])
+    with pytest.raises(UsageError, match=r"two --layout are the same: dp_shard=2,tp=2"):
+        refuse_duplicates([asked("tp=2"), asked("dp_shard=2,tp=2")])
 
 
 def test_a_bench_ends_soon() -> None:
     found, impossible = all_layouts(ParallelConfig(), site())
-    selection, plans = select(found, impossible, lambda item: item.name, most=3)
+    selection, plans = select(found, impossible, lambda item: item.name, limit=3)
     assert plans == [item.name for item in selection.layouts] == ["dp_shard=4", "dp_replicate=4", "tp=4"]
     assert selection.left_out == tuple(item.name for item in found[3:])
 
@@ -205,7 +205,7 @@ def test_one_that_cannot_be_planned_makes_room_for_the_next() -> None:
             raise ConfigError([Problem("parallel.dp_shard", "is 1: too large for a GPU")])
         return item.name
 
-    selection, plans = select(all_layouts(ParallelConfig(), site())[0], {}, plan, most=2)
+    selection, plans = select(all_layouts(ParallelConfig(), site())[0], {}, plan, limit=2)
     assert plans == [item.name for item in selection.layouts] == ["dp_shard=4", "tp=4"]
     assert selection.impossible == {"dp_replicate=4": "parallel.dp_shard is 1: too large for a GPU"}
 

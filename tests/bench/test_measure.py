@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
+from trainkit.bench.bench_file import Bench
 from trainkit.bench.measure import by_speed, measured, row_of
-from trainkit.bench.record import Bench
 from trainkit.bench.summary import COLUMNS, csv_text, summary_table
 from trainkit.rundir import read_metrics
 
@@ -53,8 +53,8 @@ def test_exposed_communication_is_the_mean_of_the_ranks_in_the_last_two_steps(be
     # The first of the profiled steps, 8, ends after one second: what is before does not count.
     profile_made_up(run, 0, (0.2, 0.8), (1.5, 1.7))
     profile_made_up(run, 1, (0.5, 1.1), (2.0, 2.3))
-    row, why = row_of(bench, item, "finished", "")
-    assert why == ""
+    row, missing = row_of(bench, item, "finished", "")
+    assert missing == ""
     assert row["exposed_comm_s"] == pytest.approx((0.2 / 2 + 0.4 / 2) / 2)
 
 
@@ -62,9 +62,9 @@ def test_a_profile_that_is_missing_is_said(bench: Bench) -> None:
     item = bench.runs[0]
     train_made_up(bench.run_dir(item))
     profile_made_up(bench.run_dir(item), 0)
-    row, why = row_of(bench, item, "finished", "")
+    row, missing = row_of(bench, item, "finished", "")
     assert row["exposed_comm_s"] is None
-    assert "rank-0001.json cannot be read" in why
+    assert "rank-0001.json cannot be read" in missing
 
 
 def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communication(bench: Bench) -> None:
@@ -73,9 +73,9 @@ def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communicatio
     train_made_up(run, num_steps=9)
     for rank in range(2):
         profile_made_up(run, rank)
-    row, why = row_of(bench, item, "failed", "rank 1 failed first")
+    row, missing = row_of(bench, item, "failed", "rank 1 failed first")
     assert (row["steps"], row["tokens_per_s"], row["exposed_comm_s"]) == (5, 2048.0, None)
-    assert why == "it did not come to its end"
+    assert missing == "the run did not reach its last step"
 
 
 def test_one_that_never_started_is_a_row_too(bench: Bench) -> None:

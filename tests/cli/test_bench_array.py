@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.benches import train_made_up
-from trainkit.bench import campaign
-from trainkit.bench.record import read_bench
+from trainkit.bench import run_bench
+from trainkit.bench.bench_file import read_bench
 from trainkit.cli.main import main
 from trainkit.job.array_tasks import create_task_run
 from trainkit.rundir import RunDir, read_json, write_json
@@ -37,8 +37,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(array_spec, "show_config", dict)
     monkeypatch.setattr(sbatch_backend, "submit_script", lambda *args, **more: "77")
-    monkeypatch.setattr(campaign, "query_known_jobs", lambda ids, warn: None)
-    monkeypatch.setattr(campaign, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(run_bench, "query_known_jobs", lambda ids, warn: None)
+    monkeypatch.setattr(run_bench, "ASK_EVERY_S", 0.0)
     return tmp_path
 
 
@@ -113,7 +113,7 @@ def test_the_summary_of_an_array(place: Path, capsys: pytest.CaptureFixture[str]
         ("dp_replicate=2", "unknown"),
     ]
     assert rows[2]["verdict"] == "rank 1 failed first: OutOfMemoryError: no memory"
-    assert "1 of 4 have not ended" in err
+    assert "1 of 4 runs have not ended" in err
     assert [path for index in (0, 2, 3) for path in group.run(index).checkpoints_dir.iterdir()] == []
 
 
@@ -132,7 +132,7 @@ def test_an_end_that_this_host_sees_late_is_waited_for(
             write_json(group.run(1).attempt(1).end_file, END)
         return {}
 
-    monkeypatch.setattr(campaign, "query_known_jobs", ask)
+    monkeypatch.setattr(run_bench, "query_known_jobs", ask)
     typed = [*TYPED, *LENGTH, "--layout", "tp=2", "--layout", "pp=2", "--follow", "--json"]
     assert main(typed) == 0
     out, err = capsys.readouterr()

@@ -111,7 +111,7 @@ def test_an_own_layout_that_cannot_be(config: str, capsys: pytest.CaptureFixture
         (["--gpu-type", "h100", "--gpus", "12"], "--gpus 12 are not whole nodes of 8"),
         (
             ["--gpus", "8", "--nodes", "2", "--gpus-per-node", "4"],
-            "--gpus says what --nodes and --gpus-per-node do",
+            "--gpus conflicts with --nodes and --gpus-per-node",
         ),
         (
             ["--gpu-type", "h100", "--gpus", "8", "--set", "model.num_heads=3"],

@@ -96,7 +96,7 @@ def test_ctrl_c_detaches(desk):
     follower.send_signal(signal.SIGINT)
     _, words = follower.communicate(timeout=120)
     assert follower.returncode == 130
-    assert "detached: the job goes on" in words
+    assert "detached; the job continues" in words
     assert desk.status(run)["state"] in ("starting", "running")
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from job_tree import wait_for
 
-from trainkit.bench.campaign import run_here
+from trainkit.bench.run_bench import run_here
 from trainkit.drill.run_drill import Drill
 from trainkit.job.record import Liveness, liveness, newest_entry
 from trainkit.rundir import RunDir, read_end

@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-
 from trainkit.bench.campaign import run_here
 from trainkit.bench.record import Bench, BenchRun, Length
+
 from trainkit.job.record import KILLED, Liveness, liveness, newest_entry
 from trainkit.rundir import RunDir, read_end, write_json
 from trainkit.submit import local_backend

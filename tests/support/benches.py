@@ -6,12 +6,12 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+from trainkit.bench.bench_file import Bench, BenchLength, bench_runs, write_bench
 from trainkit.bench.layouts import BenchLayout, Selection
-from trainkit.bench.record import Bench, Length, bench_runs, write_bench
 from trainkit.plan.launch import Layout
 from trainkit.rundir import RunDir, append_jsonl, write_json
 
-LENGTH = Length(steps=10, warmup=2)
+LENGTH = BenchLength(steps=10, warmup=2)
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TWO = (Layout(1, 2), Layout(1, 1, tp=2))
 
@@ -26,10 +26,10 @@ def made_up_bench(folder: Path, layouts: tuple[Layout, ...] = TWO) -> Bench:
 
 
 def made_up_layout(layout: Layout) -> BenchLayout:
-    from trainkit.bench.layouts import name_of
+    from trainkit.bench.layouts import layout_name
 
     values = {"train.device_batch_size": 4, "parallel.pp_microbatches": 4}
-    return BenchLayout(name_of(layout, {}), layout, values)
+    return BenchLayout(layout_name(layout, {}), layout, values)
 
 
 def train_made_up(run: RunDir, num_steps: int = 10, step_s: float = 0.5, **end: Any) -> None:

@@ -1,1 +1,1 @@
-"""Benches: a config run in many ways for a few steps each, and what each of them cost."""
+"""Benches: a config run on many layouts for a few steps each, and what each costs."""

@@ -1,4 +1,4 @@
-"""Which layouts a bench runs: those that were asked for, or all ways to split the processes. Pure."""
+"""The layouts of a bench: the requested ones, or all ways to split the processes. Pure."""
 
 from __future__ import annotations
 
@@ -18,90 +18,94 @@ from trainkit.plan.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
-class Site:
-    """What all layouts of a bench have in common."""
+class LayoutConstraints:
+    """What all layouts of a bench have in common and have to fit."""
 
     world_size: int
     node_size: int
-    """Processes of a node."""
+    """Processes per node."""
     shape: ModelShape
     seq_len: int
     device_batch_size: int
-    """As the config has it."""
+    """That of the config."""
     global_batch_size: int
     """Samples of a step, the same on every layout."""
 
 
 @dataclass(frozen=True)
 class FittedBatch:
-    """What one process reads at once on a layout."""
+    """The batch of one process on a layout."""
 
     device_batch_size: int
     microbatches: int
     notes: tuple[str, ...]
-    """What differs from the config, and why."""
+    """What differs from the config, and why; one sentence each."""
 
 
-def fit(layout: Layout, parallel: ParallelConfig, site: Site, microbatches: int | None) -> FittedBatch:
-    """The batch of a process that shares the samples of a step evenly and that the layout can be run with.
+def fit_batch(
+    layout: Layout, parallel: ParallelConfig, constraints: LayoutConstraints, microbatches: int | None
+) -> FittedBatch:
+    """A batch per process that divides the samples of a step evenly and that the layout allows.
 
-    `microbatches` is a number that was asked for. Raises ConfigError when there is none.
+    `microbatches` fixes their number. Raises ConfigError when there is no such batch.
     """
-    if site.global_batch_size % layout.dp:
-        message = (
-            f"is {site.global_batch_size}, which {layout.dp} data-parallel processes cannot share evenly"
-        )
-        raise ConfigError([Problem("train.global_batch_size", message, hint=_sizes(site, layout))])
-    share = site.global_batch_size // layout.dp
+    if constraints.global_batch_size % layout.dp:
+        total = constraints.global_batch_size
+        message = f"is {total}, which does not divide among {layout.dp} data-parallel processes"
+        raise ConfigError([Problem("train.global_batch_size", message, hint=_sizes(constraints, layout))])
+    share = constraints.global_batch_size // layout.dp
     problems: list[Problem] = []
-    for size in _nearest(share, site.device_batch_size):
+    for size in _nearest(share, constraints.device_batch_size):
         for number in _microbatches(layout, size, parallel.pp_microbatches, microbatches):
             tried = parallel.model_copy(update={"pp_microbatches": number})
-            found = list(layout_problems(layout, tried, site.shape, size, site.seq_len, share // size))
+            found = list(
+                layout_problems(layout, tried, constraints.shape, size, constraints.seq_len, share // size)
+            )
             if not found:
-                return FittedBatch(size, number, tuple(_notes(layout, parallel, site, size, number)))
+                return FittedBatch(size, number, tuple(_notes(layout, parallel, constraints, size, number)))
             problems = problems or found
     raise ConfigError(problems)
 
 
-def _sizes(site: Site, layout: Layout) -> str:
-    below = site.global_batch_size // layout.dp * layout.dp
-    return f"{' or '.join(str(size) for size in (below, below + layout.dp) if size)} would do"
+def _sizes(constraints: LayoutConstraints, layout: Layout) -> str:
+    below = constraints.global_batch_size // layout.dp * layout.dp
+    return f"{' or '.join(str(size) for size in (below, below + layout.dp) if size)} would fit"
 
 
 def _nearest(share: int, wanted: int) -> list[int]:
-    """The divisors of a share, those that take no more memory than what is wanted first, nearest first."""
+    """The divisors of a share: up to `wanted`, which need no more memory, then larger; nearest first."""
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     return sorted(sizes, key=lambda size: (size > wanted, abs(size - wanted)))
 
 
-def _microbatches(layout: Layout, size: int, wanted: int, asked: int | None) -> Iterator[int]:
-    """How a batch can be cut: what was asked for, else as nearly as possible what the config has."""
-    if asked is not None or layout.pp == 1:
-        yield wanted if asked is None else asked
+def _microbatches(layout: Layout, size: int, wanted: int, fixed: int | None) -> Iterator[int]:
+    """The possible numbers of microbatches: the fixed one, else the nearest to the config's first."""
+    if fixed is not None or layout.pp == 1:
+        yield wanted if fixed is None else fixed
         return
     cuts = [number for number in range(1, size + 1) if size % number == 0]
     yield from sorted(cuts, key=lambda number: (abs(number - wanted), number))
 
 
 def _notes(
-    layout: Layout, parallel: ParallelConfig, site: Site, size: int, microbatches: int
+    layout: Layout, parallel: ParallelConfig, constraints: LayoutConstraints, size: int, microbatches: int
 ) -> Iterator[str]:
-    wanted, share = site.device_batch_size, site.global_batch_size // layout.dp
+    wanted, share = constraints.device_batch_size, constraints.global_batch_size // layout.dp
     if size != wanted:
         if share % wanted:
-            why = f"each of {layout.dp} data-parallel has {share} of the {site.global_batch_size} samples"
+            total = constraints.global_batch_size
+            reason = f"each of {layout.dp} data-parallel processes gets {share} of {total} samples"
         else:
-            why = f"it is cut into {microbatches} microbatches"
-        yield f"train.device_batch_size: {size} instead of {wanted}: {why}"
+            reason = f"it is split into {microbatches} microbatches"
+        yield f"train.device_batch_size: {size} instead of {wanted}: {reason}"
     if microbatches != parallel.pp_microbatches:
-        why = f"of a batch of {size} {parallel.pp_schedule} over {layout.pp} ranks can have {divisors(size)}"
-        yield f"parallel.pp_microbatches: {microbatches} instead of {parallel.pp_microbatches}: {why}"
+        reason = f"a batch of {size} allows {divisors(size)}"
+        yield f"parallel.pp_microbatches: {microbatches} instead of {parallel.pp_microbatches}: {reason}"
 
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
-MOST_LAYOUTS = 16
-"""Layouts that are run without being named: a bench is meant to end soon."""
+MAX_LAYOUTS = 16
+"""How many layouts run without being requested, so that a bench ends soon."""
 
 
 Planned = TypeVar("Planned")
@@ -109,30 +113,30 @@ Planned = TypeVar("Planned")
 
 @dataclass(frozen=True)
 class BenchLayout:
-    """One layout of a bench: what is changed in the config for it."""
+    """One layout of a bench, and its changes to the config."""
 
     name: str
-    """Its degrees above 1 and what else was asked for, as ``--layout`` takes them."""
+    """Its degrees above 1 and other requested keys, as ``--layout`` takes them."""
     layout: Layout
     values: Mapping[str, Any]
     """By dotted key."""
     notes: tuple[str, ...] = ()
-    """What had to be adapted to it, one sentence each."""
+    """What was adapted to it, one sentence each."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The layouts of a bench, and those that are not among them."""
+    """The layouts of a bench, and those that it does not run."""
 
     layouts: tuple[BenchLayout, ...]
     impossible: Mapping[str, str]
-    """Name of a layout that cannot be run -> why."""
+    """Name of an impossible layout -> why."""
     left_out: tuple[str, ...]
-    """Names of those that could be run and are not."""
+    """Names of possible layouts beyond the maximum."""
 
 
 def parse_layout(text: str) -> dict[str, Any]:
-    """What ``--layout tp=2,dp_shard=2`` says: keys of the section `parallel` with their values.
+    """The keys of the section `parallel` and their values in ``--layout tp=2,dp_shard=2``.
 
     Raises UsageError.
     """
@@ -141,62 +145,68 @@ def parse_layout(text: str) -> dict[str, Any]:
         key, equals, raw = (piece.strip() for piece in part.partition("="))
         if not equals or not raw:
             raise UsageError(
-                f"{origin}: {part.strip()!r} is no KEY=VALUE", hint="for example --layout tp=2,dp_shard=2"
+                f"{origin}: {part.strip()!r} is not KEY=VALUE", hint="for example --layout tp=2,dp_shard=2"
             )
         if key not in ParallelConfig.model_fields:
             match = near(key, ParallelConfig.model_fields)
             hint = (
-                f"did you mean {match}?" if match else f"there are {', '.join(ParallelConfig.model_fields)}"
+                f"did you mean {match}?"
+                if match
+                else f"its keys are {', '.join(ParallelConfig.model_fields)}"
             )
             raise UsageError(f"{origin}: the section parallel has no key {key}", hint=hint)
         if key in values:
-            raise UsageError(f"{origin}: {key} stands there twice", hint="every key has one value")
+            raise UsageError(f"{origin}: {key} appears twice", hint="give each key once")
         try:
             values[key] = parse_value(raw)
         except ValueError as error:
-            raise UsageError(f"{origin}: {key}: {error}", hint="values are those of a config") from None
+            raise UsageError(f"{origin}: {key}: {error}", hint="values are written as in a config") from None
     return values
 
 
-def with_all_degrees(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A typed layout with the degrees that were left out, which are those of a config without any."""
+def fill_degrees(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A typed layout with the defaults of the degrees that it leaves out."""
     missing = dict.fromkeys(DEGREES, 1)
     if values.get("dp_replicate") != -1:
         missing["dp_shard"] = -1  # takes what is left
     return {**missing, **values}
 
 
-def asked_layout(text: str, parallel: ParallelConfig, site: Site) -> BenchLayout:
+def requested_layout(text: str, parallel: ParallelConfig, constraints: LayoutConstraints) -> BenchLayout:
     """The layout of a ``--layout`` whose values are in `parallel`.
 
-    Raises ConfigError when it cannot be run.
+    Raises ConfigError when it is impossible.
     """
     typed = parse_layout(text)
     try:
-        layout = make_layout(parallel, site.world_size)[0]
+        layout = make_layout(parallel, constraints.world_size)[0]
         fixed = parallel.pp_microbatches if "pp_microbatches" in typed else None
-        return _fitted(layout, parallel, site, typed, fixed)
+        return _fitted(layout, parallel, constraints, typed, fixed)
     except ConfigError as error:
         origin = f"--layout {text}"
         problems = [Problem(item.key, item.message, origin, item.hint) for item in error.problems]
         raise ConfigError(problems) from None
 
 
-def all_layouts(parallel: ParallelConfig, site: Site) -> tuple[list[BenchLayout], dict[str, str]]:
-    """The layouts that the model and the batch allow, the simplest first, and why the others are not."""
+def all_layouts(
+    parallel: ParallelConfig, constraints: LayoutConstraints
+) -> tuple[list[BenchLayout], dict[str, str]]:
+    """The layouts that the model and the batch allow, simplest first, and why the others are impossible."""
     found: list[BenchLayout] = []
     impossible: dict[str, str] = {}
-    splits_sequence = parallel.cp > 1 or site.seq_len >= LONG_SEQUENCE
-    for layout in sorted(every_layout(site.world_size, site.node_size, splits_sequence), key=_complexity):
+    splits_sequence = parallel.cp > 1 or constraints.seq_len >= LONG_SEQUENCE
+    for layout in sorted(
+        enumerate_layouts(constraints.world_size, constraints.node_size, splits_sequence), key=_complexity
+    ):
         try:
-            found.append(_fitted(layout, parallel, site, {}, None))
+            found.append(_fitted(layout, parallel, constraints, {}, None))
         except ConfigError as error:
-            impossible[name_of(layout, {})] = reason(error)
+            impossible[layout_name(layout, {})] = first_problem(error)
     return found, impossible
 
 
-def reason(error: ConfigError) -> str:
-    """Why a layout cannot be run, in one line."""
+def first_problem(error: ConfigError) -> str:
+    """Why a layout is impossible, in one line."""
     return f"{error.problems[0].key} {error.problems[0].message}"
 
 
@@ -204,11 +214,11 @@ def select(
     found: Sequence[BenchLayout],
     impossible: Mapping[str, str],
     plan: Callable[[BenchLayout], Planned],
-    most: int = MOST_LAYOUTS,
+    limit: int = MAX_LAYOUTS,
 ) -> tuple[Selection, list[Planned]]:
-    """The first layouts that can be planned, and what was planned for each.
+    """The first layouts that can be planned, with the plan of each.
 
-    Raises ConfigError, that of the first, when there is none.
+    Raises the ConfigError of the first layout when none can.
     """
     chosen: list[BenchLayout] = []
     plans: list[Planned] = []
@@ -216,7 +226,7 @@ def select(
     left_out: list[str] = []
     errors: list[ConfigError] = []
     for item in found:
-        if len(chosen) == most:
+        if len(chosen) == limit:
             left_out.append(item.name)
             continue
         try:
@@ -224,14 +234,14 @@ def select(
             chosen.append(item)
         except ConfigError as error:
             errors.append(error)
-            refused[item.name] = reason(error)
+            refused[item.name] = first_problem(error)
     if errors and not chosen:
         raise errors[0]
     return Selection(tuple(chosen), refused, tuple(left_out)), plans
 
 
-def every_layout(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:
-    """All ways to split processes; tensor parallelism stays within a node of `node_size` processes."""
+def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:
+    """All ways to split processes; tensor parallelism stays within a node."""
     factors = [number for number in range(1, world_size + 1) if world_size % number == 0]
     tps = [number for number in factors if number <= node_size]
     cps = factors if splits_sequence else [1]
@@ -241,7 +251,7 @@ def every_layout(world_size: int, node_size: int, splits_sequence: bool) -> Iter
 
 
 def _complexity(layout: Layout) -> tuple[int, ...]:
-    """How many kinds of parallelism, then the usual ones first."""
+    """The number of kinds of parallelism, then common ones first."""
     degrees = (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp)
     return (sum(degree > 1 for degree in degrees), *(-degree for degree in degrees))
 
@@ -249,24 +259,24 @@ def _complexity(layout: Layout) -> tuple[int, ...]:
 def _fitted(
     layout: Layout,
     parallel: ParallelConfig,
-    site: Site,
+    constraints: LayoutConstraints,
     typed: Mapping[str, Any],
     microbatches: int | None,
 ) -> BenchLayout:
-    batch = fit(layout, parallel, site, microbatches)
+    batch = fit_batch(layout, parallel, constraints, microbatches)
     others = {key: value for key, value in typed.items() if key not in DEGREES}
     values = {
         **{f"parallel.{name}": getattr(layout, name) for name in DEGREES},
         **{f"parallel.{key}": value for key, value in others.items()},
-        "train.global_batch_size": site.global_batch_size,
+        "train.global_batch_size": constraints.global_batch_size,
         "train.device_batch_size": batch.device_batch_size,
         "parallel.pp_microbatches": batch.microbatches,
     }
-    return BenchLayout(name_of(layout, others), layout, values, batch.notes)
+    return BenchLayout(layout_name(layout, others), layout, values, batch.notes)
 
 
-def name_of(layout: Layout, others: Mapping[str, Any]) -> str:
-    """A layout as ``--layout`` takes it: degrees above 1, then what else differs from the config."""
+def layout_name(layout: Layout, others: Mapping[str, Any]) -> str:
+    """A layout as ``--layout`` takes it: degrees above 1, then other keys."""
     degrees = {name: getattr(layout, name) for name in DEGREES if getattr(layout, name) > 1}
     words = [f"{key}={_yaml(value)}" for key, value in {**degrees, **others}.items()]
     return ",".join(words) or "dp_shard=1"
@@ -276,9 +286,9 @@ def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def refuse_twice(layouts: Sequence[BenchLayout]) -> None:
-    """Raise UsageError when two ``--layout`` mean the same."""
+def refuse_duplicates(layouts: Sequence[BenchLayout]) -> None:
+    """Raise UsageError when two ``--layout`` are the same."""
     names = [item.name for item in layouts]
-    twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
-    if twice is not None:
-        raise UsageError(f"two --layout mean the same: {twice}", hint="leave one of them out")
+    duplicate = next((name for index, name in enumerate(names) if name in names[:index]), None)
+    if duplicate is not None:
+        raise UsageError(f"two --layout are the same: {duplicate}", hint="remove one of them")

@@ -1,4 +1,4 @@
-"""What the runs of a bench measured: a row for each, from the files of its folder."""
+"""Measurements of the runs of a bench: one row each, from the files of its folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from trainkit.bench.record import COUNTED_PROFILED_STEPS, Bench, BenchRun, profiled_ranks
+from trainkit.bench.bench_file import COUNTED_PROFILED_STEPS, Bench, BenchRun, profiled_ranks
 from trainkit.rundir import parse_time, read_metrics
 
 MICROSECOND = 1e-6
@@ -23,23 +23,23 @@ COMMUNICATING_OPS = ("c10d::", "_c10d_functional::wait_tensor")
 Span = tuple[float, float]
 
 
-def exposed_s(trace: Mapping[str, Any], device: str, since_s: float = 0.0) -> float | None:
-    """Seconds of exposed communication in a trace of torch's profiler, from a time (seconds since 1970) on.
+def trace_exposed_comm_s(trace: Mapping[str, Any], device: str, since_s: float = 0.0) -> float | None:
+    """Seconds of exposed communication in a trace of torch's profiler from `since_s` (Unix time) on.
 
-    `device` is ``cpu`` or ``cuda``. None when nothing that computes was recorded, as of a GPU whose counters
-    may not be read.
+    `device` is ``cpu`` or ``cuda``. None when no computation was recorded, as on a GPU whose counters may not
+    be read.
     """
     events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
-    talking, computing = _of_gpu(events) if device == "cuda" else _of_cpu(events)
+    communicating, computing = _of_gpu(events) if device == "cuda" else _of_cpu(events)
     if not computing:
         return None
     begin = since_s / MICROSECOND - float(trace.get("baseTimeNanoseconds") or 0) * NANOSECOND / MICROSECOND
-    exposed = without(talking, computing)
+    exposed = subtract(communicating, computing)
     return sum(max(0.0, end - max(start, begin)) for start, end in exposed) * MICROSECOND
 
 
-def lean(value: dict[str, Any]) -> dict[str, Any]:
-    """What `exposed_s` needs of a JSON object of a trace; an ``object_hook`` for large ones."""
+def keep_needed(value: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a trace that `trace_exposed_comm_s` needs; an ``object_hook`` that saves memory."""
     if "ph" not in value:
         return value
     is_needed = value.get("cat") in ("kernel", "cpu_op") or str(value.get("name")).startswith(WORK_OF_GLOO)
@@ -47,13 +47,13 @@ def lean(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_gpu(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
-    talking: list[Span] = []
+    communicating: list[Span] = []
     computing: list[Span] = []
     for event in events:
         if event.get("cat") == "kernel":
-            talks = KERNEL_OF_NCCL in str(event["name"]).lower()
-            (talking if talks else computing).append(_span(event))
-    return union(talking), union(computing)
+            communicates = KERNEL_OF_NCCL in str(event["name"]).lower()
+            (communicating if communicates else computing).append(_span(event))
+    return union(communicating), union(computing)
 
 
 def _of_cpu(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
@@ -65,11 +65,11 @@ def _of_cpu(events: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span]
         if name.startswith(WORK_OF_GLOO):
             in_flight.append(_span(event))
         elif event.get("cat") == "cpu_op" and event.get("tid") == event.get("pid"):
-            # The training thread is the process's first; what gloo's own threads do is not training.
+            # The training thread is the first of the process; gloo's own threads do not train.
             (inside if name.startswith(COMMUNICATING_OPS) else ops).append(_span(event))
-    talking = union(inside)
+    communicating = union(inside)
     # An operation on a split tensor is recorded around the communication that it needs.
-    return union([*in_flight, *talking]), list(without(union(ops), talking))
+    return union([*in_flight, *communicating]), list(subtract(union(ops), communicating))
 
 
 def _span(event: Mapping[str, Any]) -> Span:
@@ -78,7 +78,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Spans that overlap or touch as one, in their order."""
+    """Merge spans that overlap or touch; sorted."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -88,8 +88,8 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def without(spans: Iterable[Span], others: list[Span]) -> Iterator[Span]:
-    """What of some spans none of the others covers; both as `union` gives them."""
+def subtract(spans: Iterable[Span], others: list[Span]) -> Iterator[Span]:
+    """The parts of spans that no other span covers; both as `union` returns them."""
     index = 0
     for begin, end in spans:
         start = begin
@@ -106,14 +106,14 @@ def without(spans: Iterable[Span], others: list[Span]) -> Iterator[Span]:
 
 
 Row = dict[str, Any]
-"""A value for every column; None where it is not known."""
+"""A value for every column; None where unknown."""
 MEDIANS = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "step_s", "data_wait_s")
 
 
-def row_of(bench: Bench, item: BenchRun, status: str, verdict: str) -> tuple[Row, str]:
-    """The row of a run, and why its exposed communication is not known; empty when it is."""
+def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row, str]:
+    """The row of a run, and why its exposed communication is unknown; empty when it is known."""
     records = read_metrics(bench.run_dir(item))
-    exposed, why = exposed_comm_s(bench, item, records)
+    exposed, missing = exposed_comm_s(bench, item, records)
     row: Row = {
         "layout": item.layout,
         **item.degrees,
@@ -123,14 +123,14 @@ def row_of(bench: Bench, item: BenchRun, status: str, verdict: str) -> tuple[Row
         "exposed_comm_s": exposed,
         "loss": records[-1].get("loss") if records else None,
         "status": status,
-        "verdict": verdict or None,
+        "verdict": failure or None,
         "run": item.run,
     }
-    return row, why
+    return row, missing
 
 
 def measured(records: Sequence[Mapping[str, Any]], steps: range) -> Row:
-    """The medians over some steps of a training curve, and the peak of memory at the last of them."""
+    """The medians over some steps of the metrics, and the peak memory at the last of them."""
     counted = [record for record in records if record["step"] in steps]
     row: Row = {"steps": len(counted), "samples_per_s": _median(_samples_per_s(records, steps))}
     for name in MEDIANS:
@@ -141,7 +141,7 @@ def measured(records: Sequence[Mapping[str, Any]], steps: range) -> Row:
 
 def _samples_per_s(records: Sequence[Mapping[str, Any]], steps: range) -> Iterator[float]:
     for before, record in pairwise([{"step": 0, "samples_seen": 0}, *records]):
-        # Only a step right after the one before tells how many samples it read.
+        # Only consecutive steps tell how many samples were read.
         if record["step"] in steps and record["step"] == before["step"] + 1:
             yield (record["samples_seen"] - before["samples_seen"]) / record["step_s"]
 
@@ -154,12 +154,12 @@ def _median(values: Any) -> float | None:
 def exposed_comm_s(
     bench: Bench, item: BenchRun, records: Sequence[Mapping[str, Any]]
 ) -> tuple[float | None, str]:
-    """Seconds a step of exposed communication, the mean over the ranks that were profiled; else why not."""
+    """Exposed communication in seconds per step, the mean over the profiled ranks; or why it is unknown."""
     ends = {record["step"]: parse_time(record.get("time")) for record in records}
-    # The ranks begin the first of these steps when each has started its profiler.
+    # The ranks start the first profiled step together, once each has started its profiler.
     begin = ends.get(bench.length.first_profiled)
     if begin is None or bench.length.steps not in ends:
-        return None, "it did not come to its end"
+        return None, "the run did not reach its last step"
     run = bench.run_dir(item)
     attempt = run.attempt(run.attempt_numbers()[-1])
     found = []
@@ -168,22 +168,24 @@ def exposed_comm_s(
         trace = _read_trace(file)
         if isinstance(trace, str):
             return None, trace
-        seconds = exposed_s(trace, bench.device, begin.timestamp())
+        seconds = trace_exposed_comm_s(trace, bench.device, begin.timestamp())
         if seconds is None:
-            what = "kernels: the counters of this GPU may not be read" if bench.device == "cuda" else "steps"
-            return None, f"{file} has no {what}"
+            missing = (
+                "kernels: the counters of this GPU may not be read" if bench.device == "cuda" else "steps"
+            )
+            return None, f"{file} has no {missing}"
         found.append(seconds / COUNTED_PROFILED_STEPS)
     return fmean(found), ""
 
 
 def _read_trace(file: Path) -> dict[str, Any] | str:
     try:
-        trace = json.loads(file.read_bytes(), object_hook=lean)
+        trace = json.loads(file.read_bytes(), object_hook=keep_needed)
     except (OSError, ValueError) as error:
         return f"{file} cannot be read ({error})"
-    return trace if isinstance(trace, dict) else f"{file} is no trace"
+    return trace if isinstance(trace, dict) else f"{file} is not a trace"
 
 
 def by_speed(rows: Sequence[Row]) -> list[Row]:
-    """Rows in the order in which they are read: what finished, the fastest first, then the others."""
+    """Rows by speed: finished runs, fastest first, then the others."""
     return sorted(rows, key=lambda row: (row["status"] != "finished", -(row["tokens_per_s"] or 0.0)))

@@ -1,27 +1,64 @@
-"""The summary of a bench as text: the lines of summary.csv, and a table to read."""
+"""The summary of a bench: summary.csv, a table for the terminal, and plots."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trainkit.bench.measure import Row
+from trainkit.bench.bench_file import Bench
+from trainkit.bench.measure import Row, by_speed, row_of
+from trainkit.bench.run_bench import have_ended, run_states
+from trainkit.manifest import remove_all
+from trainkit.rundir import write_atomic
 from trainkit.tables import table
 
+
+@dataclass(frozen=True)
+class Summary:
+    """What a bench has measured so far."""
+
+    rows: list[Row]
+    """By speed."""
+    num_open: int
+    """Runs that have not ended."""
+
+    @property
+    def has_measurements(self) -> bool:
+        """Whether any step was measured."""
+        return any(row["steps"] for row in self.rows)
+
+
+def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
+    """Write summary.csv from what has been measured so far."""
+    rows: list[Row] = []
+    states = run_states(bench, warn)
+    for item, (state, failure) in zip(bench.runs, states, strict=True):
+        row, missing = row_of(bench, item, state, failure)
+        rows.append(row)
+        if missing and state == "finished":
+            warn(f"{item.layout}: no exposed_comm_s: {missing}")
+        if have_ended([state]):
+            remove_all(bench.run_dir(item).checkpoints_dir)  # a bench is never resumed
+    rows = by_speed(rows)
+    write_atomic(bench.summary_file, csv_text(rows))
+    return Summary(rows, sum(not have_ended([state]) for state, _ in states))
+
+
 PLOTS = {
-    "samples_per_s": "samples a second",
-    "tokens_per_s": "tokens a second",
+    "samples_per_s": "samples per second",
+    "tokens_per_s": "tokens per second",
     "mfu": "model FLOPs utilization",
     "mem_gib_peak": "peak memory of rank 0, GiB",
-    "data_wait_s": "waiting for data, seconds a step",
-    "exposed_comm_s": "exposed communication, seconds a step",
+    "data_wait_s": "wait for data, seconds per step",
+    "exposed_comm_s": "exposed communication, seconds per step",
 }
-"""Column -> what its axis says."""
-HOW_TO_GET = "pip install 'trainkit[bench]'"
+"""Column -> label of its axis."""
+INSTALL_HINT = "pip install 'trainkit[bench]'"
 
 
 def can_plot() -> bool:
@@ -30,7 +67,7 @@ def can_plot() -> bool:
 
 
 def write_plots(rows: Sequence[Row], folder: Path) -> tuple[list[Path], list[str]]:
-    """Draw every column of which there is a value; gives the files, and the columns without any value.
+    """Plot every column that has values; returns the files, and the columns without values.
 
     Raises OSError when the folder cannot be written.
     """
@@ -39,7 +76,7 @@ def write_plots(rows: Sequence[Row], folder: Path) -> tuple[list[Path], list[str
     for column, label in PLOTS.items():
         file = folder / f"{column}.png"
         if all(row[column] is None for row in rows):
-            file.unlink(missing_ok=True)  # drawn from what was known before
+            file.unlink(missing_ok=True)  # a plot of an earlier summary
             empty.append(column)
             continue
         _draw(rows, column, label, file)
@@ -52,7 +89,7 @@ def _draw(rows: Sequence[Row], column: str, label: str, file: Path) -> None:
 
     figure = Figure(figsize=(8.0, 1.2 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    shown = list(reversed(rows))  # the first stands on top
+    shown = list(reversed(rows))  # the first row on top
     bars = axes.barh([row["layout"] for row in shown], [row[column] or 0.0 for row in shown])
     axes.bar_label(bars, labels=[_mark(row, column) for row in shown], padding=3)
     axes.margins(x=0.15)
@@ -66,40 +103,39 @@ def _mark(row: Row, column: str) -> str:
 
 
 COLUMNS = {
-    "layout": "as --layout takes it: degrees above 1, and what else was asked for",
+    "layout": "as --layout takes it: degrees above 1 and other requested keys",
     "dp_replicate": "degree",
     "dp_shard": "degree",
     "tp": "degree",
     "pp": "degree",
     "cp": "degree",
     "device_batch_size": "samples that a process reads at once",
-    "pp_microbatches": "parts that these are cut into; empty without a pipeline",
-    "steps": "steps that were measured: without those to warm up and those profiled",
-    "samples_per_s": "of all processes; this and what follows is the median over these steps",
+    "pp_microbatches": "microbatches of a batch; empty without a pipeline",
+    "steps": "number of measured steps, without warm-up and profiled ones",
+    "samples_per_s": "of all processes; like the following columns the median over the measured steps",
     "tokens_per_s": "of all processes",
-    "tokens_per_s_per_gpu": "of one process where there are no GPUs",
-    "mfu": "model FLOPs utilization, 0 to 1; empty where the peak of the device is not known, as of CPUs",
-    "step_s": "seconds of an optimizer step",
-    "data_wait_s": "seconds a step that waited for data, the mean over all ranks",
-    "mem_gib_peak": "GiB at most, on rank 0 only: of its GPU, else resident memory of the process",
-    "exposed_comm_s": "seconds a step that a rank waited for communication, with nothing to compute "
-    "meanwhile: the mean over up to 4 ranks, in the last two steps, which the profiler slows; empty where no "
-    "profile was written",
+    "tokens_per_s_per_gpu": "per process on a machine without GPUs",
+    "mfu": "model FLOPs utilization, 0 to 1; empty where the peak of the device is unknown, as for CPUs",
+    "step_s": "seconds per optimizer step",
+    "data_wait_s": "seconds per step spent waiting for data, mean over all ranks",
+    "mem_gib_peak": "peak memory in GiB on rank 0: of its GPU, else resident memory of the process",
+    "exposed_comm_s": "seconds per step spent waiting for communication without computing: the mean over up "
+    "to 4 ranks in the last two steps, which the profiler slows; empty without a profile",
     "loss": "of the last step",
-    "status": "finished, failed, or what else became of the run",
-    "verdict": "what failed first; empty for what finished",
-    "run": "its folder in that of the bench",
+    "status": "finished, failed, or another state of the run",
+    "verdict": "the first failure; empty for a finished run",
+    "run": "folder of the run in that of the bench",
 }
 
 
-LONGEST_VERDICT = 70
-# Column, heading, how its values are written.
+MAX_FAILURE = 70
+# Column, heading, format of its values.
 _SHOWN = (
     ("layout", "LAYOUT", ""),
     ("device_batch_size", "BATCH", ""),
     ("samples_per_s", "SAMPLES/S", ",.1f"),
     ("tokens_per_s", "TOKENS/S", ",.0f"),
-    ("tokens_per_s_per_gpu", "A GPU", ",.0f"),
+    ("tokens_per_s_per_gpu", "PER GPU", ",.0f"),
     ("mfu", "MFU", ".1%"),
     ("step_s", "STEP S", ".4f"),
     ("data_wait_s", "DATA S", ".4f"),
@@ -111,7 +147,7 @@ _SHOWN = (
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """The bytes of summary.csv: numbers with six digits, an empty cell for what is not known."""
+    """The text of summary.csv: numbers with six digits, empty cells for unknown values."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -126,7 +162,7 @@ def _cell(value: Any) -> str:
 
 
 def summary_table(rows: Sequence[Row]) -> str:
-    """One line a layout, and below them why some have no numbers."""
+    """One line per layout, and below them the failures."""
     heading = [heading for _, heading, _ in _SHOWN]
     values = [[_shown(row[name], spec) for name, _, spec in _SHOWN] for row in rows]
     lines = [table([heading, *values])]
@@ -140,4 +176,4 @@ def _shown(value: Any, spec: str) -> str:
 
 def _cut(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= LONGEST_VERDICT else line[: LONGEST_VERDICT - 1] + "…"
+    return line if len(line) <= MAX_FAILURE else line[: MAX_FAILURE - 1] + "…"

@@ -18,7 +18,7 @@ from trainkit.errors import UsageError
     "--node", type=click.IntRange(min=0), metavar="N", help="This node of the job; default: the first."
 )
 def command(run_name: str, node: int | None) -> int:
-    """Open a shell on a node of the job of RUN, beside what runs there."""
+    """Open a shell on a node of the job of RUN, next to its processes."""
     from trainkit.control.jobs import slurm_job
     from trainkit.control.run_registry import find_run
     from trainkit.job.record import is_slurm, newest_entry

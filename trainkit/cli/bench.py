@@ -1,4 +1,4 @@
-"""``trainkit bench``: a config run in many ways for a few steps each."""
+"""``trainkit bench``: measures a config on many layouts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ WIDTH = 100
     ),
 )
 def command() -> None:
-    """Run a config in many ways for a few steps each, and compare what they cost."""
+    """Measure a config in many ways, for a few steps each."""
 
 
 def _columns() -> str:
-    """What summary.csv says, for the help."""
+    """The columns of summary.csv, for the help."""
     width = max(map(len, COLUMNS)) + 4
     lines = []
     for name, text in COLUMNS.items():
@@ -55,17 +55,21 @@ def _columns() -> str:
     "layouts",
     multiple=True,
     metavar="KEY=N,KEY=N,…",
-    help="A layout, by keys of the section parallel; repeatable. Default: all that can be run.",
+    help="Layout, by keys of the section parallel; repeatable. Default: all possible ones.",
 )
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=STEPS, metavar="N", help=f"Steps of a run; {STEPS}."
+    "--steps",
+    type=click.IntRange(min=1),
+    default=STEPS,
+    metavar="N",
+    help=f"Steps per layout; default: {STEPS}.",
 )
 @click.option(
     "--warmup",
     type=click.IntRange(min=0),
     default=WARMUP,
     metavar="K",
-    help=f"First steps, which are not measured; {WARMUP}.",
+    help=f"Warm-up steps, not measured; default: {WARMUP}.",
 )
 @click.option("--out", metavar="DIR", help="Folder of the bench, new or empty; default: runs/NAME-layouts.")
 @click.option(
@@ -73,22 +77,22 @@ def _columns() -> str:
     type=click.IntRange(min=1),
     default=1,
     metavar="N",
-    help="On Slurm: so many run at once; 1, so that none disturbs another.",
+    help="On Slurm: number of layouts that run at once; default: 1, so that none disturbs another.",
 )
-@click.option("--follow", is_flag=True, help="On Slurm: wait for the runs and make the summary.")
-@click.option("--dry-run", is_flag=True, help="Print the layouts that would be run; start nothing.")
-@click.option("--collect", metavar="DIR", help="Make the summary of the bench in DIR; nothing is run.")
+@click.option("--follow", is_flag=True, help="On Slurm: wait for the runs and write the summary.")
+@click.option("--dry-run", is_flag=True, help="Print the layouts that would run; start nothing.")
+@click.option("--collect", metavar="DIR", help="Write the summary of the bench in DIR; run nothing.")
 @json_option
 def layouts(request: ConfigRequest | None, collect: str | None, as_json: bool, **typed: Any) -> int:
     """Run CONFIG on many layouts for a few steps each; write summary.csv and plots.
 
-    Without --layout these are all layouts that the number of processes, the model and the batch allow, the
-    simplest first; parallel.cp only where the config has it or the sequence is longer than 16,000 tokens.
-    train.global_batch_size is the same for all; train.device_batch_size and
-    parallel.pp_microbatches are adapted where a layout needs it.
+    Without --layout it runs all layouts that the number of processes, the model and the batch allow, simplest
+    first; parallel.cp only where the config sets it or sequences are longer than 16,000 tokens.
+    train.global_batch_size is the same for all; train.device_batch_size and parallel.pp_microbatches are
+    adapted where a layout needs it.
 
-    On this machine they run one after another, and Ctrl-C ends the one that runs. On Slurm they are one
-    array, and --follow, or --collect DIR later, makes the summary. Exit code 1 when nothing was measured.
+    On this machine the layouts run one after another, and Ctrl-C ends the current one. On Slurm they are one
+    array; --follow, or --collect DIR later, writes the summary. Exit code 1 when nothing was measured.
     """
     from trainkit.cli.bench_layouts import LayoutsRequest, bench_layouts, summarize_folder
 
@@ -100,7 +104,7 @@ def layouts(request: ConfigRequest | None, collect: str | None, as_json: bool, *
 
 
 def _refuse_others() -> None:
-    """Refuse whatever else was typed beside --collect: it would have no effect."""
+    """Refuse other options with --collect, where they have no effect."""
     context = click.get_current_context()
     typed = [
         parameter.opts[0] if isinstance(parameter, click.Option) else "CONFIG"
@@ -110,6 +114,6 @@ def _refuse_others() -> None:
     ]
     if typed:
         raise UsageError(
-            f"--collect makes the summary of what has run, and {', '.join(typed)} would have no effect",
-            hint="leave it out",
+            f"{', '.join(typed)} would have no effect with --collect",
+            hint="remove it",
         )

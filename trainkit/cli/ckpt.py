@@ -38,7 +38,7 @@ def command() -> None:
 def ls(run_name: str, as_json: bool) -> int:
     """List the checkpoints of RUN, including rejected ones and unfinished saves.
 
-    Sizes are compared with the manifest; `trainkit ckpt verify` reads every byte.
+    Compares file sizes with the manifest; `trainkit ckpt verify` reads every byte.
     """
     from trainkit.control.run_registry import find_run
     from trainkit.observe.checkpoints import list_checkpoints
@@ -62,7 +62,7 @@ def ls(run_name: str, as_json: bool) -> int:
 def verify(run_name: str, step: int | None, as_json: bool) -> int:
     """Compare every file of RUN's published checkpoints with its hash; exit code 1 when one differs.
 
-    Nothing is changed: a resume sets damaged checkpoints aside by itself.
+    Changes nothing: resuming skips damaged checkpoints.
     """
     from trainkit.control.run_registry import find_run
     from trainkit.manifest import find_damage

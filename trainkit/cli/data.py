@@ -41,7 +41,9 @@ def command() -> None:
     )
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SRC...")
-@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder to make.")
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder to create."
+)
 @_tokenizer_option
 @click.option(
     "--val-fraction",

@@ -1,4 +1,4 @@
-"""``trainkit env``: which rank a process started here would be, or why it would be none."""
+"""``trainkit env``: the rank environment of a process started here."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trainkit.errors import EXIT_OK
 
 
 @dataclass(frozen=True)
-class Found:
-    """The answer; None where there is no value."""
+class FoundRank:
+    """The rank environment, None where there is no value; or why this is not a rank."""
 
     is_rank: bool
     reason: str
@@ -42,13 +42,13 @@ class Found:
 )
 @json_option
 def command(as_json: bool) -> int:
-    """Print the rank environment that a process started here would train with, or why this is no rank."""
-    found = look()
+    """Print the rank environment that a process started here would get, or why it is not a rank."""
+    found = find_rank()
     if as_json:
         click.echo(json.dumps(found.to_dict(), ensure_ascii=False))
         return EXIT_OK
     if not found.is_rank:
-        click.echo(f"no rank: {found.reason}")
+        click.echo(f"not a rank: {found.reason}")
         return EXIT_OK
     port = "chosen when the ranks start" if found.master_port is None else str(found.master_port)
     click.echo(
@@ -59,8 +59,8 @@ def command(as_json: bool) -> int:
     return EXIT_OK
 
 
-def look() -> Found:
-    """What this process would be: a rank by its own variables, a task of a Slurm step, or nothing.
+def find_rank() -> FoundRank:
+    """The rank of this process, by its variables or as a task of a Slurm step, or none.
 
     Raises UsageError when variables contradict each other.
     """
@@ -70,9 +70,9 @@ def look() -> Found:
 
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         env = find_rank_env()
-        return Found(
+        return FoundRank(
             is_rank=True,
-            reason="RANK and its companions are set",
+            reason="RANK is set",
             source=env.source,
             rank=env.rank,
             local_rank=env.local_rank,
@@ -85,12 +85,12 @@ def look() -> Found:
         )
     task = find_slurm_task()
     if task is None:
-        return Found(is_rank=False, reason=str(reason_not_a_task()))
-    return Found(
+        return FoundRank(is_rank=False, reason=str(reason_not_a_task()))
+    return FoundRank(
         is_rank=True,
         reason=f"task {task.task} of Slurm step {task.job_id}.{task.step_id}",
         source="slurm",
-        # Counted node by node, as training does, whatever order srun gave its tasks.
+        # Counted node by node, as in training, whatever the order of srun's tasks.
         rank=sum(task.tasks[: task.node_rank]) + task.local_task,
         local_rank=task.local_task,
         world_size=task.num_tasks,

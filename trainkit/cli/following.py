@@ -22,7 +22,7 @@ END_S = 3.0
 
 
 def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[], None] = lambda: None) -> int:
-    """Print rank 0's log and the run's events until it ends, then how it ended; the exit code of that.
+    """Print rank 0's log and the run's events until it ends, then how it ended; returns the exit code.
 
     `on_poll` is called several times a second. KeyboardInterrupt passes through.
     """
@@ -31,26 +31,26 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
 
     def poll() -> bool | None:
         on_poll()
-        _tell_events(events, attempt)
+        _print_events(events, attempt)
         return is_alive()
 
     for line in follow(run, attempt, _first_rank, poll):
         click.echo(line.text, err=to_stderr)
     entry = newest_entry(run)
     if entry is not None:
-        # So that what is typed next, `resume` for example, does not meet a supervisor on its way out.
+        # Otherwise the next command, for example `resume`, could find the supervisor still running.
         wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
-    _tell_events(events, attempt)
-    return tell_end(run)
+    _print_events(events, attempt)
+    return print_end(run)
 
 
 def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
-    """`follow_run`, which Ctrl-C leaves while the job goes on (130)."""
+    """`follow_run`, which Ctrl-C leaves without ending the job (exit code 130)."""
     try:
         return follow_run(run, attempt, to_stderr)
     except KeyboardInterrupt:
         click.echo(
-            f"\ndetached: the job goes on; `trainkit logs {quote(str(run.path))} -f` shows it, "
+            f"\ndetached; the job continues: `trainkit logs {quote(str(run.path))} -f` follows it, "
             f"`trainkit cancel {quote(str(run.path))}` ends it",
             err=True,
         )
@@ -72,10 +72,10 @@ LOGGED_EVENTS = {
     "checkpoint_rejected",
     "checkpoint_failed",
 }
-"""Events of the trainer, which rank 0's log tells of as well."""
+"""Events of the trainer, which rank 0's log contains too."""
 
 
-def _tell_events(events: LogTail, attempt: int) -> None:
+def _print_events(events: LogTail, attempt: int) -> None:
     for text in events.read():
         try:
             event = json.loads(text)
@@ -88,7 +88,7 @@ def _tell_events(events: LogTail, attempt: int) -> None:
 
 
 def _end_soon(run: RunDir) -> dict[str, Any] | None:
-    """How the newest attempt ended; `cancel --now` writes that a moment after the supervisor is gone."""
+    """end.json of the newest attempt; `cancel --now` writes it shortly after killing the supervisor."""
     deadline_s = time.monotonic() + END_S
     while True:
         end = read_end(run.attempt(run.attempt_numbers()[-1]))
@@ -98,13 +98,15 @@ def _end_soon(run: RunDir) -> dict[str, Any] | None:
         time.sleep(0.05)
 
 
-def tell_end(run: RunDir) -> int:
-    """Say on stderr how a run's newest attempt ended: 0 finished or stopped as asked, 1 anything else."""
+def print_end(run: RunDir) -> int:
+    """Print on stderr how the newest attempt ended; returns 0 if it finished or was stopped, else 1."""
     end = _end_soon(run)
     if end is None:
         log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
-        last_words = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")
-        click.echo(f"died: the supervisor is gone without a word; {log} ends with: {last_words}", err=True)
+        last_line = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")
+        click.echo(
+            f"died: the supervisor is gone and recorded no end; {log} ends with: {last_line}", err=True
+        )
         return EXIT_FAILED
     click.echo(f"{end['state']}: {end['reason']}", err=True)
     if end.get("verdict"):
@@ -113,5 +115,5 @@ def tell_end(run: RunDir) -> int:
             command = f"trainkit logs {quote(str(run.path))} --rank {end['verdict']['rank']}"
             click.echo(f"`{command}` shows what it printed", err=True)
     if end["state"] == "stopped":
-        click.echo(f"`trainkit resume {quote(str(run.path))}` goes on from here", err=True)
+        click.echo(f"`trainkit resume {quote(str(run.path))}` continues from here", err=True)
     return EXIT_OK if end["exit_code"] in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED

@@ -1,4 +1,4 @@
-"""``trainkit logs``: what a run prints."""
+"""``trainkit logs``: the output of a run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     epilog=examples("trainkit logs last", "trainkit logs last -f", "trainkit logs last --rank 1 --lines 20"),
 )
 @run_argument
-@click.option("-f", "--follow", "following", is_flag=True, help="Go on, over attempts, until the run ends.")
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="This rank instead of rank 0.")
 @click.option(
-    "--node", type=click.IntRange(min=0), metavar="N", help="All ranks of this node, and its agent."
+    "-f", "--follow", "following", is_flag=True, help="Follow the log, across attempts, until the run ends."
 )
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Rank; default: 0.")
+@click.option("--node", type=click.IntRange(min=0), metavar="N", help="All ranks of this node and its agent.")
 @click.option("--all", "all_ranks", is_flag=True, help="All ranks, agents and the supervisor.")
-@click.option("--attempt", "number", type=click.IntRange(min=1), metavar="A", help="Default: the newest.")
+@click.option(
+    "--attempt", "number", type=click.IntRange(min=1), metavar="A", help="Attempt; default: the newest."
+)
 @click.option("--lines", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
 def command(
     run_name: str,
@@ -41,7 +43,7 @@ def command(
     number: int | None,
     lines: int | None,
 ) -> int:
-    """Print what RUN prints: the log of rank 0, or of the ranks that are chosen."""
+    """Print the log of rank 0 of RUN, or of the chosen ranks."""
     from trainkit.control.jobs import liveness_probe
     from trainkit.control.run_registry import find_run
     from trainkit.observe.follow import LogTail, follow, start_of_last
@@ -59,8 +61,8 @@ def command(
     paths = [path for path in logs_of(attempt) if path.exists()]
     if not paths:
         raise UsageError(
-            f"attempt {attempt.number} of {run.path} has no such log",
-            hint=f"`trainkit status {quote(str(run.path))}` tells how far it came; "
+            f"attempt {attempt.number} of {run.path} has not written this log",
+            hint=f"`trainkit status {quote(str(run.path))}` shows its progress; "
             f"its logs are in {attempt.logs_dir}",
         )
     for path in paths:
@@ -83,7 +85,7 @@ def _attempt(run: RunDir, number: int | None) -> AttemptDir:
 
 
 def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:
-    """Which logs of an attempt are meant."""
+    """A function from an attempt to the chosen logs."""
 
     def logs_of(attempt: AttemptDir) -> list[Path]:
         if all_ranks:

@@ -30,24 +30,29 @@ if TYPE_CHECKING:
 )
 @config_options
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Total number of GPUs, in full nodes.")
-@click.option("--gpu-type", metavar="TYPE", help="Type of the GPUs; default: that of the run.")
-@click.option("--all", "show_all", is_flag=True, help="List the layouts that do not fit too.")
+@click.option("--gpu-type", metavar="TYPE", help="GPU type; default: that of the run.")
+@click.option("--all", "show_all", is_flag=True, help="List layouts that do not fit, too.")
 @click.option(
-    "--limit", type=click.IntRange(min=1), default=10, show_default=True, metavar="N", help="Most layouts."
+    "--limit",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="Maximum number of layouts.",
 )
 @json_option
 def command(
     request: ConfigRequest, gpus: int | None, gpu_type: str | None, show_all: bool, limit: int, as_json: bool
 ) -> int:
-    """List the parallel layouts on which the model of CONFIG can be trained, the fastest first.
+    """List the parallel layouts that can train the model of CONFIG, fastest first.
 
-    Memory is that of the GPU that needs most, in GiB: what each part takes at its largest, and the peak,
-    which is less than the sum, since they do not all come at once. Batch is samples at once x passes a step;
-    sent is GiB that a GPU sends in a step; time is a rough estimate next to the first row. The samples of a
-    step stay as they are. A star marks the config's own layout. Exit code 1: nothing fits.
+    Memory is in GiB on the GPU that needs most: the maximum of each part, and the peak, which is less than
+    their sum because the maxima do not coincide. Batch is samples per pass x passes per step; sent is GiB
+    sent per GPU and step; time is an estimate relative to the first row. The global batch size is the same
+    for all. A star marks the config's own layout. Exit code 1 when nothing fits.
     """
     if gpus is not None and {"resources.nodes", "resources.gpus_per_node"} <= set(request.flags):
-        raise UsageError("--gpus says what --nodes and --gpus-per-node do", hint="leave one of them out")
+        raise UsageError("--gpus conflicts with --nodes and --gpus-per-node", hint="leave one of them out")
     loaded = request.load()
     hardware = _hardware(loaded, gpus, gpu_type)
     planned = _Planned(request, loaded, _shape(loaded), hardware)

@@ -115,7 +115,7 @@ SRUN_READ_S = 1.0
 
 def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) -> int:
     """Run CONFIG as this task of the step; returns the exit code of this task."""
-    from trainkit.cli.following import tell_end
+    from trainkit.cli.following import print_end
     from trainkit.job.step_run import (
         announce,
         await_announcement,
@@ -145,7 +145,7 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) ->
         stream.flush()
         os.dup2(kept, stream.fileno())
     withdraw(folder, task)
-    tell_end(announced.run)
+    print_end(announced.run)
     return _exit_code(exit_code_of(decision, announced.run.attempt(announced.attempt)))
 
 

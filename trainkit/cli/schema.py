@@ -19,7 +19,7 @@ from trainkit.cli.help import Command, examples
 def command() -> None:
     """Print the JSON schema of the config, for editors that complete and check YAML.
 
-    An editor with the YAML language server finds it by a first line in the config:
+    For editors with the YAML language server, start the config with the line
     "# yaml-language-server: $schema=trainkit.schema.json".
     """
     from trainkit.config import RunConfig

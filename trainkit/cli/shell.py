@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from trainkit.cli.completion import complete_profile
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import (
     ConfigRequest,
@@ -31,7 +32,9 @@ from trainkit.errors import UsageError
     ),
 )
 @config_argument
-@click.option("--profile", metavar="NAME", help="Profile laid over the config.")
+@click.option(
+    "--profile", metavar="NAME", shell_complete=complete_profile, help="Profile applied over the config."
+)
 @set_option
 @slurm_options
 @shape_options
@@ -45,9 +48,9 @@ def command(
     dry_run: bool,
     **slurm: object,
 ) -> int:
-    """Ask Slurm for nodes and open a shell on the first of them, with the environment of a job.
+    """Allocate nodes and open a shell on the first of them, with the environment of a job.
 
-    In it, `srun trainkit run CONFIG` trains on all its nodes.
+    In it, `srun trainkit run CONFIG` trains on all of its nodes.
     """
     from trainkit.submit.interactive import shell_argv, shell_start_file
 
@@ -55,7 +58,7 @@ def command(
     loaded = ConfigRequest(config or "shell", profile, overrides, flags).load()
     start_file = shell_start_file(loaded.config, Path.cwd())
     if loaded.config.launch.container is not None:
-        click.echo("note: the shell is outside of launch.container", err=True)
+        click.echo("note: the shell runs outside launch.container", err=True)
     if dry_run:
         click.echo(shlex.join(shell_argv(loaded, "START_FILE")))
         click.echo(start_file, nl=False)

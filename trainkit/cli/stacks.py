@@ -27,13 +27,13 @@ WAIT_S = 20.0
     epilog=examples("trainkit stacks last", "trainkit stacks last --rank 1", "trainkit stacks last --json"),
 )
 @run_argument
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="All threads of this rank.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Print all threads of this rank.")
 @json_option
 def command(run_name: str, rank: int | None, as_json: bool) -> int:
-    """Ask the ranks of RUN where they are, and print the stacks of those that train in one place together.
+    """Print the Python stacks of the ranks of RUN; ranks with the same stack are printed once.
 
-    The training goes on meanwhile. A rank that cannot answer, and the ranks of another program than the
-    built-in trainer, are looked at with py-spy where it is installed.
+    Training continues. Ranks that cannot answer, and the ranks of a COMMAND, are inspected with py-spy where
+    it is installed.
     """
     from trainkit.control.run_registry import find_run
     from trainkit.job.failure.stacks import gather, group_replies

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.bench.record import PROFILED_STEPS, Length, changes, profiled_ranks
+from trainkit.bench.bench_file import PROFILED_STEPS, BenchLength, bench_changes, profiled_ranks
 from trainkit.config import LoadedConfig, load_config
 from trainkit.config.changes import with_values
 from trainkit.errors import UsageError
@@ -20,7 +20,7 @@ def load(folder: Path, *settings: str) -> LoadedConfig:
 
 def test_only_training_is_left(tmp_path: Path) -> None:
     loaded = load(tmp_path, "train.epochs=3", "checkpoint.every_minutes=5", "train.stop_at_step=7")
-    found = changes(loaded.config, Length(30, 5), 2, keeps_name=False)
+    found = bench_changes(loaded.config, BenchLength(30, 5), 2, keep_name=False)
     values = {change.key: change.value for change in found}
     assert values == {
         "name": "mine-layouts",
@@ -40,34 +40,34 @@ def test_only_training_is_left(tmp_path: Path) -> None:
         "profiler.ranks": [0, 1],
     }
     short = with_values(loaded, values, "trainkit bench").config
-    assert changes(short, Length(30, 5), 2, keeps_name=True) == []
+    assert bench_changes(short, BenchLength(30, 5), 2, keep_name=True) == []
 
 
 def test_a_name_that_was_typed_stays(tmp_path: Path) -> None:
-    found = changes(load(tmp_path).config, Length(30, 5), 1, keeps_name=True)
+    found = bench_changes(load(tmp_path).config, BenchLength(30, 5), 1, keep_name=True)
     assert "name" not in [change.key for change in found]
 
 
 def test_a_decay_that_is_longer_than_the_bench(tmp_path: Path) -> None:
     wsd = ("schedule.name=wsd", "schedule.warmup_steps=20", "schedule.decay_steps=40", "train.steps=100")
     for steps, expected in ((30, True), (60, False)):
-        found = changes(load(tmp_path, *wsd).config, Length(steps, 5), 1, keeps_name=True)
+        found = bench_changes(load(tmp_path, *wsd).config, BenchLength(steps, 5), 1, keep_name=True)
         assert ("schedule.decay_steps" in [change.key for change in found]) == expected
 
 
 def test_every_step_is_of_one_kind() -> None:
-    length = Length(30, 5)
+    length = BenchLength(30, 5)
     assert list(length.measured) == list(range(6, 28))
     assert length.first_profiled == 28
     assert length.first_profiled + PROFILED_STEPS - 1 == length.steps
-    assert length.words == "30 steps each: 5 to warm up, 22 measured, 3 profiled"
+    assert length.text == "30 per layout: 5 warm-up, 22 measured, 3 profiled"
 
 
 def test_one_step_has_to_be_measured() -> None:
-    assert len(Length(5 + PROFILED_STEPS + 1, 5).measured) == 1
+    assert len(BenchLength(5 + PROFILED_STEPS + 1, 5).measured) == 1
     with pytest.raises(UsageError) as caught:
-        Length(5 + PROFILED_STEPS, 5)
-    assert caught.value.message.startswith("--steps 8: with 5 to warm up (--warmup) and 3 that are profiled")
+        BenchLength(5 + PROFILED_STEPS, 5)
+    assert caught.value.message.startswith("--steps 8: 5 warm-up steps (--warmup) and 3 profiled")
     assert caught.value.hint == "at least --steps 9"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.bench.measure import exposed_s, lean, union, without
+from trainkit.bench.measure import keep_needed, subtract, trace_exposed_comm_s, union
 
 MAIN, GLOO = 7, 9
 """Threads: the first of the process, and one of gloo's."""
@@ -36,7 +36,7 @@ def test_on_a_gpu_only_what_no_other_kernel_covers_counts() -> None:
         event("aten::mm", 0.0, 9.0),
         event("cudaDeviceSynchronize", 6.0, 8.0, "cuda_runtime"),
     )
-    assert exposed_s(found, "cuda") == pytest.approx(1.0 + 0.5 + 1.0)
+    assert trace_exposed_comm_s(found, "cuda") == pytest.approx(1.0 + 0.5 + 1.0)
 
 
 def test_two_kernels_of_nccl_at_a_time_are_counted_once() -> None:
@@ -45,7 +45,7 @@ def test_two_kernels_of_nccl_at_a_time_are_counted_once() -> None:
         kernel("ncclDevKernel_AllReduce", 1.0, 4.0, stream=20),
         kernel("ncclDevKernel_ReduceScatter", 2.0, 5.0, stream=24),
     )
-    assert exposed_s(found, "cuda") == pytest.approx(4.0)
+    assert trace_exposed_comm_s(found, "cuda") == pytest.approx(4.0)
 
 
 def test_on_a_cpu_gloo_beside_an_operation_is_hidden() -> None:
@@ -55,7 +55,7 @@ def test_on_a_cpu_gloo_beside_an_operation_is_hidden() -> None:
         event("aten::add_", 1.0, 5.0, tid=GLOO),  # of the reduction itself: nobody trains there
         event("aten::mm", 4.0, 6.0),
     )
-    assert exposed_s(found, "cpu") == pytest.approx(1.0)
+    assert trace_exposed_comm_s(found, "cpu") == pytest.approx(1.0)
 
 
 def test_what_waits_inside_an_operation_computes_nothing() -> None:
@@ -65,7 +65,7 @@ def test_what_waits_inside_an_operation_computes_nothing() -> None:
         event("c10d::allreduce_", 7.0, 8.0),
         event("aten::copy_", 7.2, 7.8),  # a part of the collective
     )
-    assert exposed_s(found, "cpu") == pytest.approx(4.0)
+    assert trace_exposed_comm_s(found, "cpu") == pytest.approx(4.0)
 
 
 def test_a_receive_that_was_posted_early_is_exposed_only_when_nothing_else_is_done() -> None:
@@ -74,7 +74,7 @@ def test_a_receive_that_was_posted_early_is_exposed_only_when_nothing_else_is_do
         event("gloo:recv", 0.1, 5.0, "user_annotation"),
         event("aten::mm", 0.1, 3.0),
     )
-    assert exposed_s(found, "cpu") == pytest.approx(0.1 + 2.0)
+    assert trace_exposed_comm_s(found, "cpu") == pytest.approx(0.1 + 2.0)
 
 
 def test_nothing_before_the_given_time_counts() -> None:
@@ -82,12 +82,12 @@ def test_nothing_before_the_given_time_counts() -> None:
         kernel("gemm", 0.0, 1.0), kernel("ncclA", 1.0, 3.0, stream=20), kernel("ncclB", 4.0, 5.0, stream=20)
     )
     base = {"baseTimeNanoseconds": 1_700_000_000_000_000_000}
-    assert exposed_s({**found, **base}, "cuda", 1_700_000_002.5) == pytest.approx(1.5, abs=1e-3)
-    assert exposed_s({**found, **base}, "cuda", 1_700_000_009.0) == 0.0
+    assert trace_exposed_comm_s({**found, **base}, "cuda", 1_700_000_002.5) == pytest.approx(1.5, abs=1e-3)
+    assert trace_exposed_comm_s({**found, **base}, "cuda", 1_700_000_009.0) == 0.0
 
 
 def test_alone_nothing_is_exposed() -> None:
-    assert exposed_s(trace(event("aten::mm", 0.0, 3.0)), "cpu") == 0.0
+    assert trace_exposed_comm_s(trace(event("aten::mm", 0.0, 3.0)), "cpu") == 0.0
 
 
 def test_a_trace_is_read_without_what_takes_most_of_its_space() -> None:
@@ -98,20 +98,20 @@ def test_a_trace_is_read_without_what_takes_most_of_its_space() -> None:
         kernel("ncclDevKernel_AllReduce", 1.0, 2.0),
         event("cudaLaunchKernel", 0.0, 1.0, "cuda_runtime"),
     )
-    read = json.loads(json.dumps(found), object_hook=lean)
-    assert [exposed_s(read, device) for device in ("cpu", "cuda")] == [
-        exposed_s(found, device) for device in ("cpu", "cuda")
+    read = json.loads(json.dumps(found), object_hook=keep_needed)
+    assert [trace_exposed_comm_s(read, device) for device in ("cpu", "cuda")] == [
+        trace_exposed_comm_s(found, device) for device in ("cpu", "cuda")
     ]
-    assert exposed_s(read, "cpu") == pytest.approx(2.0)
+    assert trace_exposed_comm_s(read, "cpu") == pytest.approx(2.0)
     assert "args" not in json.dumps(read)
     assert "cudaLaunchKernel" not in json.dumps(read)
 
 
 def test_without_kernels_it_is_not_known() -> None:
     on_host = trace(event("aten::mm", 0.0, 3.0), event("nccl:all_reduce", 1.0, 2.0, "user_annotation"))
-    assert exposed_s(on_host, "cuda") is None
-    assert exposed_s(trace(), "cpu") is None
-    assert exposed_s({}, "cpu") is None
+    assert trace_exposed_comm_s(on_host, "cuda") is None
+    assert trace_exposed_comm_s(trace(), "cpu") is None
+    assert trace_exposed_comm_s({}, "cpu") is None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_without_kernels_it_is_not_known() -> None:
     ],
 )
 def test_without(spans: list[Any], others: list[Any], expected: list[Any]) -> None:
-    assert list(without(spans, others)) == expected
+    assert list(subtract(spans, others)) == expected
 
 
 def test_union() -> None:
@@ -166,7 +166,7 @@ def late_all_reduce(world: Any) -> None:
         file = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(file))
         found = json.loads(file.read_text())
-    since = [exposed_s(found, "cpu", begin) for begin in begins]
+    since = [trace_exposed_comm_s(found, "cpu", begin) for begin in begins]
     assert None not in since
     seconds = statistics.median(a - b for a, b in itertools.pairwise([*since, 0.0]))
     assert (seconds > 0.25) == (world.rank == 0), f"rank {world.rank}: {seconds}"

@@ -1,4 +1,4 @@
-"""What a bench wrote down about itself before its first run: bench.json."""
+"""bench.json, which describes a bench, and the changes that a bench makes to its config."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trainkit.errors import UsageError
 from trainkit.rundir import RunDir, read_json, write_json
 
 PROFILED_STEPS = 3
-"""The last steps, which the profiler records: they are slower, so none of them is measured."""
+"""The last steps are profiled; the profiler slows them, so they are not measured."""
 COUNTED_PROFILED_STEPS = PROFILED_STEPS - 1
-"""In the first of them the ranks wait for each other to start their profilers."""
+"""In the first profiled step the ranks wait for each other to start their profilers."""
 PROFILED_RANKS = 4
-"""A profile of every rank of a large job would take long to write and to read."""
+"""Profiles of all ranks of a large job would take long to write and read."""
 
 
 @dataclass(frozen=True)
-class Length:
+class BenchLength:
     """The steps of every run of a bench, from 1 on: to warm up, to be measured, to be profiled."""
 
     steps: int
@@ -32,42 +32,40 @@ class Length:
     def __post_init__(self) -> None:
         if self.warmup + PROFILED_STEPS >= self.steps:
             raise UsageError(
-                f"--steps {self.steps}: with {self.warmup} to warm up (--warmup) and {PROFILED_STEPS} that "
-                "are profiled none is left to be measured",
+                f"--steps {self.steps}: {self.warmup} warm-up steps (--warmup) and {PROFILED_STEPS} profiled "
+                "steps leave none to measure",
                 hint=f"at least --steps {self.warmup + PROFILED_STEPS + 1}",
             )
 
     @property
     def measured(self) -> range:
-        """The steps that count."""
+        """The measured steps."""
         return range(self.warmup + 1, self.steps - PROFILED_STEPS + 1)
 
     @property
     def first_profiled(self) -> int:
-        """The step that the profiler begins with."""
+        """The first profiled step."""
         return self.measured.stop
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
+        """Its steps in words."""
         return (
-            f"{self.steps} steps each: {self.warmup} to warm up, {len(self.measured)} measured, "
+            f"{self.steps} per layout: {self.warmup} warm-up, {len(self.measured)} measured, "
             f"{PROFILED_STEPS} profiled"
         )
 
 
 def profiled_ranks(world_size: int) -> tuple[int, ...]:
-    """All ranks of a small job, of a larger one the first, the last, and some in between."""
+    """All ranks of a small job; of a larger one the first, the last, and some in between."""
     count = min(world_size, PROFILED_RANKS)
     return tuple(index * (world_size - 1) // max(1, count - 1) for index in range(count))
 
 
-def changes(config: RunConfig, length: Length, world_size: int, keeps_name: bool) -> list[Change]:
-    """What a bench changes for all of its runs; what is trained, with what and on what stays as it is.
-
-    `keeps_name` is for a name that was typed.
-    """
+def bench_changes(config: RunConfig, length: BenchLength, world_size: int, keep_name: bool) -> list[Change]:
+    """The changes to the config of all runs of a bench; model, data and optimizer stay the same."""
     possible = [
-        *([] if keeps_name else _named(config)),
+        *([] if keep_name else _named(config)),
         *short_training(config, length.steps, "bench"),
         *_bare(config),
         *_profiled(config, length, world_size),
@@ -76,31 +74,31 @@ def changes(config: RunConfig, length: Length, world_size: int, keeps_name: bool
 
 
 def _named(config: RunConfig) -> Iterator[Change]:
-    yield Change("name", f"{config.name}-layouts"[:100], config.name, "these are not runs of their own")
+    yield Change("name", f"{config.name}-layouts"[:100], config.name, "runs of a bench have their own name")
 
 
 def _bare(config: RunConfig) -> Iterator[Change]:
-    """Nothing is kept of these runs, and none of them is started again."""
+    """Runs of a bench save nothing and are not restarted."""
     checkpoint, requeue, logging = config.checkpoint, config.requeue, config.logging
-    why = "nothing is saved while it is measured"
-    yield Change("checkpoint.every_steps", None, checkpoint.every_steps, why)
-    yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, why)
-    yield Change("checkpoint.best_metric", None, checkpoint.best_metric, why)
-    yield Change("checkpoint.async", False, checkpoint.async_save, "no memory is set apart for saves")
-    yield Change("requeue.on", [], list(requeue.on), "a layout that fails has failed")
-    yield Change("requeue.follow_ups", 0, requeue.follow_ups, "a layout that fails has failed")
-    why = "summary.csv is what is looked at"
-    yield Change("logging.tensorboard", False, logging.tensorboard, why)
-    yield Change("logging.mlflow", None, logging.mlflow, why)
-    yield Change("logging.wandb", None, logging.wandb, why)
+    reason = "a bench saves nothing"
+    yield Change("checkpoint.every_steps", None, checkpoint.every_steps, reason)
+    yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, reason)
+    yield Change("checkpoint.best_metric", None, checkpoint.best_metric, reason)
+    yield Change("checkpoint.async", False, checkpoint.async_save, "a bench needs no memory for saves")
+    yield Change("requeue.on", [], list(requeue.on), "a failed layout is not restarted")
+    yield Change("requeue.follow_ups", 0, requeue.follow_ups, "a failed layout is not restarted")
+    reason = "the result is summary.csv"
+    yield Change("logging.tensorboard", False, logging.tensorboard, reason)
+    yield Change("logging.mlflow", None, logging.mlflow, reason)
+    yield Change("logging.wandb", None, logging.wandb, reason)
 
 
-def _profiled(config: RunConfig, length: Length, world_size: int) -> Iterator[Change]:
-    profiler, why = config.profiler, "the last steps tell what communication is exposed"
+def _profiled(config: RunConfig, length: BenchLength, world_size: int) -> Iterator[Change]:
+    profiler, reason = config.profiler, "measures exposed communication"
     ranks = list(profiled_ranks(world_size))
-    yield Change("profiler.start_step", length.first_profiled, profiler.start_step, why)
-    yield Change("profiler.num_steps", PROFILED_STEPS, profiler.num_steps, why)
-    yield Change("profiler.ranks", ranks, list(profiler.ranks), why)
+    yield Change("profiler.start_step", length.first_profiled, profiler.start_step, reason)
+    yield Change("profiler.num_steps", PROFILED_STEPS, profiler.num_steps, reason)
+    yield Change("profiler.ranks", ranks, list(profiler.ranks), reason)
 
 
 BENCH_VERSION = 1
@@ -111,11 +109,11 @@ PLOTS_FOLDER = "plots"
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One run of a bench, which may not have started yet."""
+    """One run of a bench."""
 
     layout: str
     run: str
-    """Its folder in that of the bench."""
+    """Its folder, relative to that of the bench."""
     degrees: dict[str, int]
     device_batch_size: int
     pp_microbatches: int
@@ -129,7 +127,7 @@ class Bench:
     folder: Path
     backend: str
     device: str
-    length: Length
+    length: BenchLength
     runs: tuple[BenchRun, ...]
 
     def run_dir(self, item: BenchRun) -> RunDir:
@@ -160,7 +158,7 @@ def bench_runs(layouts: Sequence[BenchLayout], folders: Sequence[str]) -> tuple[
 
 
 def write_bench(bench: Bench, config: str, selection: Selection, changes: Sequence[Change]) -> None:
-    """Write bench.json; `config` is the file that was asked for."""
+    """Write bench.json; `config` is the file or name as typed."""
     record: dict[str, Any] = {
         "version": BENCH_VERSION,
         "kind": "layouts",
@@ -179,23 +177,27 @@ def write_bench(bench: Bench, config: str, selection: Selection, changes: Sequen
 def read_bench(folder: Path) -> Bench:
     """The bench in a folder.
 
-    Raises UsageError when there is none, it cannot be read, or a newer trainkit made it.
+    Raises UsageError when there is none, it is unreadable, or a newer trainkit wrote it.
     """
     file = folder / BENCH_FILE
     try:
         record = read_json(file)
         if record["version"] > BENCH_VERSION:
             raise UsageError(
-                f"{file} has version {record['version']}; this trainkit knows {BENCH_VERSION}",
-                hint="use the trainkit that made it, or a newer one",
+                f"{file} has version {record['version']}; this trainkit supports {BENCH_VERSION}",
+                hint="use the trainkit that wrote it, or a newer one",
             )
         runs = tuple(BenchRun(**item) for item in record["runs"])
-        return Bench(folder.absolute(), record["backend"], record["device"], Length(**record["length"]), runs)
+        return Bench(
+            folder.absolute(), record["backend"], record["device"], BenchLength(**record["length"]), runs
+        )
     except FileNotFoundError:
-        hint = "`trainkit bench layouts CONFIG` makes one and prints its folder"
-        raise UsageError(f"{folder} is no folder of a bench: it has no {BENCH_FILE}", hint=hint) from None
+        hint = "`trainkit bench layouts` creates one and prints its folder"
+        raise UsageError(
+            f"{folder} is not the folder of a bench: it has no {BENCH_FILE}", hint=hint
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{file} cannot be read: {error}",
-            hint=f"`ls {quote(str(folder))}` shows its runs, each of which can be named by its folder",
+            hint=f"`trainkit status {quote(str(folder))}/RUN` still shows each of its runs",
         ) from error

@@ -1,0 +1,146 @@
+"""Runs a bench: its runs one after another on this machine, or waiting for those of a Slurm array."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+
+from trainkit.bench.bench_file import Bench, BenchRun
+from trainkit.bench.measure import measured
+from trainkit.control.jobs import (
+    SUPERVISOR_EXIT_S,
+    kill,
+    live_entry,
+    liveness_probe,
+    query_job_status,
+    query_known_jobs,
+    recover_group_job_id,
+    wait_until_gone,
+)
+from trainkit.job.record import newest_entry, run_lock
+from trainkit.manifest import remove_all
+from trainkit.observe.follow import is_over
+from trainkit.observe.group import GroupFiles, GroupStatus
+from trainkit.observe.status import read_status
+from trainkit.observe.status_text import state_counts
+from trainkit.observe.text import failure_line
+from trainkit.rundir import RunDir, read_end, read_metrics
+from trainkit.rungroup import RunGroup
+from trainkit.submit.start import defer_sigint
+
+POLL_S = 0.1
+ASK_EVERY_S = 10.0
+"""Slurm's controller answers a whole cluster."""
+ENDED = ("finished", "failed", "stopped", "cancelled", "died")
+"""Final states: a run of a bench is not restarted."""
+
+
+def run_here(
+    bench: Bench, start: Callable[[int, BenchRun], RunDir], on_end: Callable[[BenchRun], None]
+) -> None:
+    """Start the runs of a bench one after another; `on_end` is called with each run that has ended.
+
+    On an error or Ctrl-C the current run is killed.
+    """
+    for index, item in enumerate(bench.runs):
+        run: RunDir | None = None
+        try:
+            with defer_sigint():
+                run = start(index, item)
+            _wait(run)
+        except BaseException:
+            if run is not None:
+                _kill(run)
+            raise
+        remove_all(run.checkpoints_dir)  # a bench is never resumed
+        on_end(item)
+
+
+def _wait(run: RunDir) -> None:
+    is_alive = liveness_probe(run)
+    while not is_over(run, is_alive()):
+        time.sleep(POLL_S)
+    entry = newest_entry(run)
+    if entry is not None:
+        wait_until_gone(run, entry, SUPERVISOR_EXIT_S)  # so that it does not disturb the next run
+
+
+def _kill(run: RunDir) -> None:
+    with run_lock(run):
+        entry = live_entry(run, "cancel")
+        if entry is not None:
+            kill(run, entry)
+
+
+def run_states(bench: Bench, warn: Callable[[str], None]) -> list[tuple[str, str]]:
+    """The state of each run and, unless it finished, why."""
+    group = RunGroup(bench.folder)
+    if not group.exists():
+        return [run_state(bench, item) for item in bench.runs]
+    points = _status(group, warn).points
+    return [
+        _with_failure(bench.run_dir(item), point.state, point.reason)
+        for item, point in zip(bench.runs, points, strict=True)
+    ]
+
+
+def run_state(bench: Bench, item: BenchRun) -> tuple[str, str]:
+    """The state of a run on this machine and, unless it finished, why."""
+    run = bench.run_dir(item)
+    if not run.exists():
+        return "not started", ""
+    status = read_status(run, query_job_status([run], lambda text: None)[0].alive, _now())
+    return _with_failure(run, status.state, status.reason)
+
+
+def _with_failure(run: RunDir, state: str, reason: str | None) -> tuple[str, str]:
+    return state, "" if state == "finished" else _failure(run) or reason or ""
+
+
+def _failure(run: RunDir) -> str:
+    """The first failure of a run; empty when none is recorded."""
+    numbers = run.attempt_numbers()
+    verdict = ((read_end(run.attempt(numbers[-1])) if numbers else None) or {}).get("verdict")
+    return failure_line(verdict) if verdict else ""
+
+
+def end_line(bench: Bench, item: BenchRun) -> str:
+    """One line about a run on this machine that has just ended."""
+    state, failure = run_state(bench, item)
+    row = measured(read_metrics(bench.run_dir(item)), bench.length.measured)
+    number = f"{bench.runs.index(item) + 1}/{len(bench.runs)}"
+    if state != "finished" or row["tokens_per_s"] is None:
+        return f"{number}  {item.layout}: {state}{f': {failure}' if failure else ''}"
+    return f"{number}  {item.layout}: {row['tokens_per_s']:,.0f} tokens/s, {row['step_s']:.4f} s per step"
+
+
+def wait_for_group(group: RunGroup, log_line: Callable[[str], None]) -> None:
+    """Wait until all runs of a bench on Slurm have ended, and log their states whenever they change."""
+    logged = ""
+    while True:
+        status = _status(group, log_line)
+        text = state_counts(status.states)
+        if text != logged:
+            log_line(text)
+        # This host may see the end of a run shortly after Slurm has removed its job.
+        is_sure = text == logged or "died" not in status.states
+        logged = text
+        if is_sure and have_ended(status.states):
+            return
+        time.sleep(ASK_EVERY_S)
+
+
+def have_ended(states: Iterable[str]) -> bool:
+    """Whether runs in these states have all ended."""
+    return all(state in ENDED for state in states)
+
+
+def _status(group: RunGroup, warn: Callable[[str], None]) -> GroupStatus:
+    recover_group_job_id(group)
+    files = GroupFiles(group)
+    return files.status(query_known_jobs(files.open_ids, warn), _now())
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
