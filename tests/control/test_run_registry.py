@@ -71,7 +71,7 @@ def test_closest_match(tmp_path, text, hint):
 
 
 def test_folder_without_a_run(tmp_path):
-    with pytest.raises(UsageError, match="does not hold a run"):
+    with pytest.raises(UsageError, match="does not contain a run"):
         find_run(str(tmp_path))
 
 

@@ -66,9 +66,9 @@ def test_no_such_point(group: RunGroup, text: str) -> None:
         ("13", "there is no run '13'"),
         ("13_4", "there is no run '13_4'"),
         ("grup/4", "there is no run 'grup'"),
-        ("group/x", "group/x does not hold a run"),
-        ("group/04", "group/04 does not hold a run"),
-        ("./group/4", "./group/4 does not hold a run"),
+        ("group/x", "group/x does not contain a run"),
+        ("group/04", "group/04 does not contain a run"),
+        ("./group/4", "./group/4 does not contain a run"),
     ],
 )
 def test_nothing_of_that_name(group: RunGroup, text: str, message: str) -> None:

@@ -99,7 +99,7 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
 
 
 class _Planned:
-    """The choices for a config, and how they are told."""
+    """The choices for a config, and how they are printed."""
 
     def __init__(
         self, request: ConfigRequest, loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
@@ -149,7 +149,7 @@ class _Planned:
             err=True,
         )
         click.echo("\n".join(table_lines(listed, self.own, self.best)))
-        self._tell_own()
+        self._print_own()
         if self.best is not None:
             click.echo(f"recommended: {reason(self.best)}\n  {headline(self.best)}", err=True)
             click.echo(f"to use it: {self._flags(self.best)}", err=True)
@@ -159,7 +159,7 @@ class _Planned:
             peak = gib(advice.choice.memory.peak)
             click.echo(f"would fit, with {peak}: {advice.what}: {self._flags(advice.choice)}", err=True)
 
-    def _tell_own(self) -> None:
+    def _print_own(self) -> None:
         from trainkit.plan.gpus import gib
 
         for problem in self.own_problems:

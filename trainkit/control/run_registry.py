@@ -76,7 +76,7 @@ def known_runs(cwd: Path | None = None) -> list[KnownRun]:
 
 
 def _known(folder: Path, name: str | None = None, time: str | None = None) -> KnownRun | None:
-    """What a folder holds; what is not said of it, it tells by itself."""
+    """The run or group in a folder; a missing name or time is read from its files."""
     run, group = RunDir(folder), RunGroup(folder)
     try:
         if group.exists():
@@ -125,7 +125,7 @@ def find_run_or_group(text: str) -> RunDir | RunGroup:
         return _opened(run)
     head, separator, tail = text.rpartition(os.sep)
     if separator and (os.sep in head or not is_index(tail)):
-        raise UsageError(f"{text} does not hold a run", hint="`trainkit status` lists the runs")
+        raise UsageError(f"{text} does not contain a run", hint="`trainkit status` lists the runs")
     known = known_runs()
     if separator:
         known = [item for item in known if item.is_group]

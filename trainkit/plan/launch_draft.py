@@ -30,7 +30,7 @@ class LaunchDraft:
     problems: list[Problem] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
 
-    def refuse_a_crowd(self, device: str, world_size: int) -> None:
+    def check_oversubscription(self, device: str, world_size: int) -> None:
         """A typing error in --nodes must not start a thousand processes on one machine."""
         most = WORKERS_PER_CPU * self.machine.num_cpus
         if device == "cpu" and world_size > most:
@@ -219,7 +219,7 @@ class SlurmDraft(LaunchDraft):
                 return count
         return max(counts, default=0)
 
-    def refuse_a_crowd(self, device: str, world_size: int) -> None:
+    def check_oversubscription(self, device: str, world_size: int) -> None:
         """Slurm knows how many fit."""
 
     def threads_per_worker(self, world_size: int) -> int | None:
@@ -292,9 +292,9 @@ class SlurmDraft(LaunchDraft):
         resources = resource_request(
             config.resources, workers_per_node=workers_per_node, device=device, threads=threads, per=per
         )
-        told = {problem.key for problem in self.problems}
+        reported = {problem.key for problem in self.problems}
         for key, message, hint in limit_problems(resources, self.cluster):
-            if key not in told:
+            if key not in reported:
                 self.problem(key, message, hint)
         cpus = None if threads is None else threads * workers_per_node // tasks
         request = make_request(
@@ -348,7 +348,7 @@ class StepDraft(LaunchDraft):
             self.problem("resources.gpus_per_node", message, hint)
         return count
 
-    def refuse_a_crowd(self, device: str, world_size: int) -> None:
+    def check_oversubscription(self, device: str, world_size: int) -> None:
         """Slurm has started the tasks already."""
 
     def threads_per_worker(self, world_size: int) -> int | None:

@@ -50,7 +50,7 @@ def make_plan(
         lr = draft.lr(layout)
     else:
         layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
-    draft.refuse_a_crowd(device, world_size)
+    draft.check_oversubscription(device, world_size)
     threads = draft.threads_per_worker(world_size)
     grace_s, slurm, per = config.requeue.grace_s, None, target.per or "node"
     if isinstance(draft, SlurmDraft):

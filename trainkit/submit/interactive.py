@@ -1,4 +1,4 @@
-"""Interactive allocations: a shell on nodes of its own, and a shell beside a running job."""
+"""Interactive allocations: a shell on nodes of its own, and a shell on a node of a running job."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def shell_start_file(config: RunConfig, cwd: Path) -> str:
 
 
 def attach_argv(job_id: str, host: str | None) -> list[str]:
-    """A shell on a node of a running job, beside what runs there."""
+    """A shell on a node of a running job."""
     where = [] if host is None else [f"--nodelist={host}"]
     return [
         *("srun", f"--jobid={job_id}", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1"),

@@ -20,7 +20,7 @@ GPUS_PER_NODE = 8
 
 
 def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
-    """What would run on so many GPUs; ConfigError lists everything that is wrong."""
+    """What would run on `world_size` GPUs; ConfigError lists everything that is wrong."""
     from trainkit.cluster.machine import Machine
     from trainkit.cluster.model import Target
     from trainkit.plan.make_plan import check_config

@@ -26,7 +26,7 @@ SMALL = ModelShape(64, 8, 2, 2, 1, 12, 1e-5, 1e4, False, 0.0)
 def test_sixteen_bytes_a_parameter(shards: int) -> None:
     """ZeRO (arXiv 1910.02054), section 3: 16 bytes a parameter with Adam, over N ranks with all stages."""
     work = workload(layout=Layout(dp_replicate=8 // min(shards, 8), dp_shard=shards))
-    update = memory_of(work).moments["update"]
+    update = memory_of(work).phases["update"]
     params = num_params(work.shape)
     assert update.total == pytest.approx(16 * params / shards, rel=1e-3)
     assert (update.params, update.gradients) == (update.params, update.params)
@@ -37,7 +37,7 @@ def test_sixteen_bytes_a_parameter(shards: int) -> None:
 def test_every_way_of_splitting_splits_the_state() -> None:
     work = workload("70b", layout=Layout(dp_shard=4, tp=8, pp=4, cp=2), device_batch_size=4)
     share = num_params(work.shape) / 256
-    [small, large] = sorted(rank_memory(work, rank).moments["update"].params for rank in (0, 1))
+    [small, large] = sorted(rank_memory(work, rank).phases["update"].params for rank in (0, 1))
     # The ends of the pipeline have the embedding or the head besides.
     assert 4 * share * 0.95 < small < large < 4 * share * 1.1
 
@@ -76,7 +76,7 @@ def test_a_single_process_keeps_more() -> None:
     work = workload(SMALL, layout=Layout(), seq_len=10)
     assert block_bytes(work) == 10 * (4 * 16 + 2 * (5 * 8 + 16 + 8 + 48) + 4 * 4)
     matrices = 2 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 12 + 16) + 64 * 8
-    assert memory_of(work).moments["loss"].buffers == 2 * matrices
+    assert memory_of(work).phases["loss"].buffers == 2 * matrices
 
 
 def test_the_loss_by_hand() -> None:
@@ -91,12 +91,12 @@ def test_the_loss_by_hand() -> None:
 def test_pipeline_ranks_hold_what_is_in_flight() -> None:
     """arXiv 2205.05198, section 4.2.3: the first of p stages keeps p microbatches, the last one 1."""
     work = workload("13b", layout=Layout(pp=4), device_batch_size=8, pp_microbatches=8)
-    kept = [rank_memory(work, rank).moments["backward"].activations for rank in range(4)]
+    kept = [rank_memory(work, rank).phases["backward"].activations for rank in range(4)]
     assert kept == [10 * kept_bytes(work) * passes for passes in (4, 3, 2, 1)]
     gpipe = work.with_parallel(pp_schedule="gpipe")
     # Of all 8, the first is gone when there are gradients, which here are more than that.
-    assert rank_memory(gpipe, 0).moments["backward"].activations == 10 * 7 * kept_bytes(work)
-    assert rank_memory(gpipe, 3).moments["loss"].loss > 8 * rank_memory(work, 3).moments["loss"].loss / 2
+    assert rank_memory(gpipe, 0).phases["backward"].activations == 10 * 7 * kept_bytes(work)
+    assert rank_memory(gpipe, 3).phases["loss"].loss > 8 * rank_memory(work, 3).phases["loss"].loss / 2
 
 
 def test_copies_do_not_save_memory_and_zero_2_saves_less() -> None:
@@ -107,14 +107,14 @@ def test_copies_do_not_save_memory_and_zero_2_saves_less() -> None:
     params = num_params(llama("7b"))
     assert copies.peak > 16 * params
     # Two bytes a parameter stay gathered, those of embedding and head in any case.
-    kept = zero_2.moments["loss"].buffers - zero_3.moments["loss"].buffers
+    kept = zero_2.phases["loss"].buffers - zero_3.phases["loss"].buffers
     assert kept == 2 * (params - 2 * 32_000 * 4096 - 4096)
 
 
 def test_offload_leaves_only_what_is_computed_with() -> None:
     found = memory_of(workload(offload=True, activation_checkpointing="full"))
     assert (found.largest.params, found.largest.optimizer) == (0, 0)
-    assert found.moments["update"].total == 0
+    assert found.phases["update"].total == 0
 
 
 @pytest.mark.parametrize(
@@ -123,15 +123,15 @@ def test_offload_leaves_only_what_is_computed_with() -> None:
 )
 def test_gradients_of_earlier_passes_wait_whole_only_in_copies(layout: Layout, shards: int) -> None:
     once, twice = (memory_of(workload(layout=layout, accumulation_steps=steps)) for steps in (1, 2))
-    assert once.moments["loss"].gradients == 0
-    assert twice.moments["loss"].gradients == 4 * num_params(llama("7b")) / shards
-    assert twice.moments["update"] == once.moments["update"]
+    assert once.phases["loss"].gradients == 0
+    assert twice.phases["loss"].gradients == 4 * num_params(llama("7b")) / shards
+    assert twice.phases["update"] == once.phases["update"]
 
 
 def test_offloaded_gradients_wait_where_copies_add_them_up() -> None:
     """torch keeps what was scattered and not yet summed over copies on the device."""
     waiting = [
-        memory_of(workload(layout=layout, offload=True, accumulation_steps=2)).moments["loss"].gradients
+        memory_of(workload(layout=layout, offload=True, accumulation_steps=2)).phases["loss"].gradients
         for layout in (Layout(dp_shard=8), Layout(2, 4))
     ]
     assert waiting == [0, num_params(llama("7b"))]
@@ -280,9 +280,9 @@ WORKLOADS = st.builds(
 @given(WORKLOADS)
 def test_the_peak_is_the_worst_moment(work: Workload) -> None:
     found = memory_of(work)
-    assert found.peak == max(parts.total for parts in found.moments.values()) == found.at_worst.total
+    assert found.peak == max(parts.total for parts in found.phases.values()) == found.at_worst.total
     assert found.largest.total >= found.peak
-    assert all(value >= 0 for parts in found.moments.values() for value in vars(parts).values())
+    assert all(value >= 0 for parts in found.phases.values() for value in vars(parts).values())
 
 
 @settings(deadline=None)

@@ -63,7 +63,7 @@ stage's; others of `TWO_BACKWARDS` do at the ends of a step only."""
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a rank waits with at one of the times at which it holds most."""
+    """What a rank holds at one of the moments of its largest memory."""
 
     whole: int = 1
     """Passes forward, over all of its stages, of which no gradient was computed."""

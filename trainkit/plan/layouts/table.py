@@ -133,7 +133,7 @@ def table_lines(choices: Sequence[Choice], own: Choice | None, best: Choice | No
 def _row(choice: Choice, is_own: bool, best: Choice | None) -> tuple[str, ...]:
     work, layout, largest = choice.work, choice.work.layout, choice.memory.largest
     degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp)
-    kept = max(parts.activations + parts.loss for parts in choice.memory.moments.values())
+    kept = max(parts.activations + parts.loss for parts in choice.memory.phases.values())
     memory = (largest.params, largest.gradients, largest.optimizer, kept, largest.buffers)
     return (
         OWN if is_own else "",
@@ -171,7 +171,7 @@ def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[
         "fit": choice.fit,
         "peak_bytes": memory.peak,
         "worst_moment": memory.worst,
-        "moments_bytes": {name: asdict(parts) for name, parts in memory.moments.items()},
+        "moments_bytes": {name: asdict(parts) for name, parts in memory.phases.items()},
         "bubble": cost.bubble,
         "recompute": cost.recompute_s / cost.compute_s,
         "sent_bytes": cost.sent,

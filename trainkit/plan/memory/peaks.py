@@ -275,29 +275,29 @@ class Memory:
     """The memory of one rank, moment by moment."""
 
     pp_rank: int
-    moments: dict[str, Parts]
+    phases: dict[str, Parts]
     """``loss``: its backward pass begins; ``backward``: that of a block; ``weights``: that of weights alone;
     ``reduce``: the gradients that are reduced last; ``update``: the optimizer's step."""
 
     @cached_property
     def worst(self) -> str:
         """The moment that needs most."""
-        return max(self.moments, key=lambda moment: self.moments[moment].total)
+        return max(self.phases, key=lambda moment: self.phases[moment].total)
 
     @cached_property
     def peak(self) -> int:
         """Bytes at the worst moment."""
-        return self.moments[self.worst].total
+        return self.phases[self.worst].total
 
     @property
     def at_worst(self) -> Parts:
         """What the peak consists of."""
-        return self.moments[self.worst]
+        return self.phases[self.worst]
 
     @property
     def largest(self) -> Parts:
         """The most that each part takes at any moment; they do not all come at once."""
-        each = zip(*(astuple(parts) for parts in self.moments.values()), strict=True)
+        each = zip(*(astuple(parts) for parts in self.phases.values()), strict=True)
         return Parts(*(max(values) for values in each))
 
 
@@ -320,14 +320,14 @@ def rank_memory(work: Workload, pp_rank: int) -> Memory:
     found: dict[str, Parts] = {}
     for in_flight in _in_flight(work, pp_rank):
         rank = MemoryPeaks(work, held, counts, in_flight)
-        moments = {"backward": rank.backward(), "update": rank.update()}
+        phases = {"backward": rank.backward(), "update": rank.update()}
         if held.has_head:
-            moments["loss"] = rank.loss()
+            phases["loss"] = rank.loss()
         if work.is_wrapped:
-            moments["reduce"] = rank.reduce()
+            phases["reduce"] = rank.reduce()
         if work.recomputes_for_weights:
-            moments["weights"] = rank.weights()
-        for name, parts in moments.items():
+            phases["weights"] = rank.weights()
+        for name, parts in phases.items():
             found[name] = max(parts, found.get(name, parts), key=lambda item: item.total)
     return Memory(pp_rank, found)
 

@@ -134,7 +134,7 @@ def _runs_in_copy(plan: LaunchPlan) -> bool:
 
 def _describe(snapshot: Snapshot, plan: LaunchPlan) -> dict[str, Any]:
     kept = snapshot.to_dict()
-    # Python imports the modules beside such a script from the source, too.
+    # Python imports the modules next to such a script from the source, too.
     outside_copy = [word for word in plan.command or () if Path(word).is_relative_to(kept["source"])]
     return {
         **kept,

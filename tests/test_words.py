@@ -1,0 +1,149 @@
+"""One vocabulary: names that were given up, and phrases that read translated, are nowhere in what ships.
+
+Names are checked where they are defined (files, classes, functions, parameters, variables); phrases in the
+whole text of the package, README, docs, templates, configs and Makefile. Data that old run folders contain
+(the reason "comeback" in job.json) is left alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "trainkit"
+
+GIVEN_UP_MODULES = (
+    *("station", "slurm_place", "take", "mark", "fence", "points", "space", "comeback", "crew", "why"),
+    *("children", "glance", "beside", "look", "own_state", "interrupts", "index", "wait", "steer"),
+    *("surroundings", "troubles", "moments", "own_choice", "asked", "draft", "meeting", "pulse", "passes"),
+    *("aim", "strike", "play", "exposed", "frozen", "shorten"),
+)
+"""Names that say nothing about a file's content. `watch`, `wait` and the like may still name a function."""
+
+UNIQUE_MODULES = ("stacks", "verdict", "campaign", "batch")
+"""Names that several files had; a command of the same name in cli/ plays another role."""
+
+GIVEN_UP_WORDS = (
+    *("station", "comeback", "comebacks", "crew", "glance", "beside", "surroundings", "troubles", "moments"),
+    *("meeting", "pulse", "steer", "strike", "aim", "told", "tell"),
+)
+"""Words that no defined name contains: neither `find_comebacks` nor `CrewLog`."""
+
+GIVEN_UP_NAMES = (
+    *("let_go", "look_around", "Past", "End", "Means", "Look", "JobNow", "own_state", "own_choice"),
+    *("fence", "play", "Hand", "Held", "Seen", "refuse_a_crowd", "goes_on", "comes_back", "say"),
+)
+"""Whole names; their words are fine elsewhere."""
+
+PHRASES = {
+    "goes on": r"\b(?:go|goes|going|went) on\b",
+    "comes back": r"\b(?:come|comes|came|coming) back\b",
+    "comeback": r"(?<![\"'])\bcomebacks?\b(?![\"'])",
+    "the very losses": r"\bthe very\b",
+    "has to be there before": r"\bhas to be there\b",
+    "what to type next": r"\bto type next\b",
+    "rides along": r"\brides? along\b",
+    "nothing moves": r"\bnothing moves\b",
+    "the one that the others wait for": r"\bthe others wait for\b",
+    "left out of your next jobs": r"\bleft out of your next\b",
+    "held against": r"\b(?:held|hold|holds) (?:\w+ )?(?:\w+ )?against\b",
+    "words go to stderr": r"\b[Ww]ords go to\b|\bstderr is words\b",
+    "who, without a noun": r"\bWho\b(?![^.\n]*\?)|\b(?:for|by|of|to|from|than|with|but|since) who\b",
+    "because of which": r"\bbecause of which\b",
+    "so many": r"\bso many\b(?! that)",
+    "are the most": r"\bare the most\b",
+    "beside": r"\b[Bb]eside\b",
+    "is told": r"\b(?:is|are|was|were|be|been|being) told\b",
+    "holds (a file)": (
+        r"\b(?:file|folder|line|test|config|tree|text|directory|package|manifest|record|wheel)s? holds?\b"
+        r"|\balready holds\b|\bdoes not hold\b|\bholds no\b|\bholds at least\b"
+    ),
+    "holds (a check)": r"\b(?:all|this|drill|verdict|scenario|all that) holds?\b(?! (?:the|a|its|no|one) )",
+    "a look": r"\b(?:a|one|the|first|second) look\b",
+    "a word": r"\b(?:without|said|says|say|left|leaves|leave) (?:\w+ )?a word\b|\ba word (?:about|for)\b",
+    "the same again": r"\bthe same again\b",
+    "as it stands": r"\bas (?:it|they) stands?\b",
+}
+"""What the phrase is, and a pattern for it; a space matches any white space, also a line break in a comment.
+
+Not hit, since legitimate: a GPU or a rank that holds a shard, a lock that is held, a word of bash, `besides`,
+a user who does something, and questions that begin with Who.
+"""
+
+
+def names_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Every name that a file defines, with its line."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+@cache
+def definitions() -> tuple[tuple[str, str], ...]:
+    """Every defined name of the package with its place."""
+    return tuple(
+        (name, f"{path.relative_to(ROOT)}:{line}")
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name, line in names_of(path)
+    )
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a name: ``find_Comeback`` and ``FindComeback`` are both find and comeback."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_")
+
+
+@cache
+def texts() -> tuple[tuple[str, str], ...]:
+    """Every text that ships, by its path."""
+    paths = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "templates").rglob("*.j2")]
+    paths += [*(ROOT / "configs").rglob("*.yaml"), ROOT / "README.md", ROOT / "Makefile"]
+    return tuple((str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in sorted(paths))
+
+
+@pytest.mark.parametrize("name", GIVEN_UP_MODULES)
+def test_no_module_has_a_name_that_was_given_up(name: str) -> None:
+    found = [str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.stem == name]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", UNIQUE_MODULES)
+def test_a_module_name_is_used_once(name: str) -> None:
+    counts = Counter(path.stem for path in PACKAGE.rglob("*.py") if path.parent.name != "cli")
+    assert counts[name] <= 1
+
+
+@pytest.mark.parametrize("word", GIVEN_UP_WORDS)
+def test_no_name_contains_a_word_that_was_given_up(word: str) -> None:
+    found = [f"{place}: {name}" for name, place in definitions() if word in words_of(name)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", GIVEN_UP_NAMES)
+def test_no_definition_has_a_name_that_was_given_up(name: str) -> None:
+    found = [place for defined, place in definitions() if defined.lstrip("_") == name]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_no_text_contains_a_phrase_that_was_given_up(phrase: str) -> None:
+    pattern = re.compile(PHRASES[phrase].replace(" ", r"\s+(?:#\s+)?"))
+    found = []
+    for name, text in texts():
+        for match in pattern.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(f"{name}:{line}: {' '.join(match[0].split())}")
+    assert not found, "\n".join(found)
