@@ -53,13 +53,13 @@ class Sbatch:
         monkeypatch.setattr(sbatch_backend, "submit_script", self.submit)
 
     def submit(
-        self, script: Path, *, mark: str, extra_argv: Sequence[str], is_only_job: bool, **more: Any
+        self, script: Path, *, token: str, extra_argv: Sequence[str], is_only_job: bool, **more: Any
     ) -> str:
         assert not is_only_job  # to look for its script would find the first job
         new_id = 8 + len(self.calls)
         if new_id > self.last:
             raise SlurmRefused("sbatch: Job violates accounting/QOS policy")
-        self.calls.append((script, mark, extra_argv))
+        self.calls.append((script, token, extra_argv))
         return str(new_id)
 
 
@@ -93,8 +93,8 @@ def test_each_waits_for_all_before_it(run: RunDir, sbatch: Sbatch) -> None:
         )
     ]
     assert {script for script, _, _ in sbatch.calls} == {run.attempt(1).script_file}
-    marks = {mark for _, mark, _ in sbatch.calls}
-    assert len(marks | {submission_token(run, 1), submission_token(run, 2)}) == 5
+    tokens = {token for _, token, _ in sbatch.calls}
+    assert len(tokens | {submission_token(run, 1), submission_token(run, 2)}) == 5
     assert waiting_follow_ups(run) == read_job(run)["follow_ups"] == ["8", "9", "10"]
 
 

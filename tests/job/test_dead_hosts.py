@@ -194,7 +194,7 @@ def test_the_guard_waits_until_slurm_has_given_the_host_up(
         batch_host="node1",
     )
     requeued: list[str] = []
-    monkeypatch.setattr(batch_host, "ask_job", lambda job_id: job)
+    monkeypatch.setattr(batch_host, "job_details", lambda job_id: job)
     monkeypatch.setattr(batch_host, "node_states", lambda hosts: dict.fromkeys(hosts, state))
     monkeypatch.setattr(batch_host, "requeue", requeued.append)
     assert batch_host.requeue_if_down("7") is is_done

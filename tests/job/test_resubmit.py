@@ -48,15 +48,15 @@ class Sbatch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.script = Path()
         self.text = ""
-        self.mark = ""
+        self.token = ""
         self.argv: Sequence[str] = ()
         self.answer: Callable[[], str] = lambda: "8"
         monkeypatch.setattr(resubmit_module, "submit_script", self.submit)
         monkeypatch.setattr(resubmit_module, "excludable", lambda hosts, request: list(hosts))
 
-    def submit(self, script: Path, *, mark: str, extra_argv: Sequence[str], **more: Any) -> str:
+    def submit(self, script: Path, *, token: str, extra_argv: Sequence[str], **more: Any) -> str:
         self.script, self.text = script, script.read_text()
-        self.mark, self.argv = mark, extra_argv
+        self.token, self.argv = token, extra_argv
         return self.answer()
 
 
@@ -68,7 +68,7 @@ def sbatch(monkeypatch: pytest.MonkeyPatch) -> Sbatch:
 def test_the_next_attempt_is_a_job_that_waits_for_this_one(run: RunDir, sbatch: Sbatch) -> None:
     assert resubmit(run, "7", ["h1"]) == "8"
     assert sbatch.text == SCRIPT
-    assert sbatch.mark == submission_token(run, 2) != submission_token(run, 1)
+    assert sbatch.token == submission_token(run, 2) != submission_token(run, 1)
     assert sbatch.argv == [
         f"--comment={submission_token(run, 2)} my words",
         "--dependency=afterany:7",
@@ -144,7 +144,7 @@ def test_a_run_that_a_person_has_cancelled_stays_ended(run: RunDir, sbatch: Sbat
     mark_cancelled(run)
     with pytest.raises(TrainkitError, match="cancelled meanwhile"):
         resubmit(run, "7")
-    assert (sbatch.mark, run.attempt_numbers()) == ("", [1])
+    assert (sbatch.token, run.attempt_numbers()) == ("", [1])
 
 
 def test_a_script_that_is_gone(run: RunDir, sbatch: Sbatch) -> None:

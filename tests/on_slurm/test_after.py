@@ -87,7 +87,7 @@ def test_a_run_whose_wait_is_hopeless_says_so(login: Login) -> None:
         lambda: (found := login.status(run))["reason"] and "never" in found["reason"] and found, "the reason"
     )
     assert seen["state"] == "pending"
-    assert seen["reason"] == "will never start: a job that it depends on did not end as needed; cancel it"
+    assert seen["reason"] == "will never start, because a job that it depends on failed: cancel it"
     refused = login.trainkit("submit", str(login.config), "--after", "first", "--", "true")
     assert refused.returncode == 2
     assert "error: --after first: " in refused.stderr

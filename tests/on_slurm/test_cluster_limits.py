@@ -142,7 +142,9 @@ def test_a_node_is_taken_as_it_is(knowing: Login) -> None:
     assert "cuda: the nodes of partition low have 4 GPUs" in done.stderr
     source = str(profile_of(knowing).relative_to(knowing.folder))
     expected = (
-        f"{source}, because slurm.conf" if profile_of(knowing).exists() else "no profile found, so Slurm was"
+        f"{source}, because ClusterName is"
+        if profile_of(knowing).exists()
+        else "no profile found, so Slurm was"
     )
     assert expected in done.stderr
 

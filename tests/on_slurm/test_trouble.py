@@ -67,7 +67,7 @@ def test_an_answer_that_was_lost_is_one_job(login: Login, sbatch: FakeSbatch, ba
         "submit", str(login.config), "--backend", backend, "--json", "--", "python", "-c", "print('ran')"
     )
     assert done.returncode == 0, done.stderr
-    assert "looking whether the job was accepted" in done.stderr
+    assert "checking whether the job was accepted" in done.stderr
     run = login.finish(RunDir(json.loads(done.stdout)["run_dir"]))
     assert log_of(run) == "ran\n"
     assert sbatch.num_calls == 1
@@ -160,7 +160,7 @@ def test_a_cluster_without_accounting(login: Login) -> None:
     lost.job_file.write_text(lost.job_file.read_text().replace(f'"{login.job_id(lost)}"', '"99999"'))
     status = login.status(lost)
     assert status["state"] == "died"
-    assert "squeue has forgotten it, and accounting does not answer" in status["reason"]
+    assert "squeue no longer lists it, and accounting does not answer" in status["reason"]
     assert login.trainkit("status").returncode == 0
 
 

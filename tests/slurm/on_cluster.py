@@ -13,25 +13,25 @@ from trainkit.slurm.submit import submit_script
 SLEEP = "sleep 2400\n"
 
 
-def write(folder: Path, body: str, mark: str, *directives: str) -> Path:
-    """A batch script that carries its mark."""
+def write(folder: Path, body: str, token: str, *directives: str) -> Path:
+    """A batch script that carries its token."""
     lines = [
         "#!/bin/bash",
-        f"#SBATCH --comment={mark}",
+        f"#SBATCH --comment={token}",
         "#SBATCH --time=10",
         "#SBATCH --output=log",
         *directives,
     ]
-    path = folder / f"{mark}.sbatch"
+    path = folder / f"{token}.sbatch"
     path.write_text("\n".join(f"#SBATCH {x}" if x.startswith("--") else x for x in lines) + f"\n{body}")
     return path
 
 
-def send(cluster: Cluster, folder: Path, body: str, *directives: str, mark: str = "", **more: object) -> str:
+def send(cluster: Cluster, folder: Path, body: str, *directives: str, token: str = "", **more: object) -> str:
     """The id of a job that runs this."""
-    mark = mark or f"trainkit:{time.monotonic_ns():x}"
-    path = write(folder, body, mark, *directives)
-    return submit_script(path, mark=mark, environ=cluster.environ, cwd=folder, **more)  # type: ignore[arg-type]
+    token = token or f"trainkit:{time.monotonic_ns():x}"
+    path = write(folder, body, token, *directives)
+    return submit_script(path, token=token, environ=cluster.environ, cwd=folder, **more)  # type: ignore[arg-type]
 
 
 def wait_for(cluster: Cluster, job_id: str, *states: JobState, timeout_s: float = 240) -> JobInfo:
@@ -50,12 +50,12 @@ def wait_for_text(path: Path, text: str, timeout_s: float = 120) -> None:
         time.sleep(0.05)
 
 
-def marked(cluster: Cluster, mark: str) -> list[str]:
-    """Every job that was ever made with this mark."""
+def jobs_with_token(cluster: Cluster, token: str) -> list[str]:
+    """Every job that was ever made with this token."""
     argv = ["squeue", "--noheader", "--states=all", "--format=%i %r %k"]
     shown = cluster.run(argv, timeout_s=240, check=True).stdout.splitlines()
     # Slurm keeps a record of some jobs that it has refused.
-    return [line.split()[0] for line in shown if mark in line.split() and "BadConstraints" not in line]
+    return [line.split()[0] for line in shown if token in line.split() and "BadConstraints" not in line]
 
 
 def slurmctld_pid(cluster: Cluster) -> int:

@@ -9,21 +9,21 @@ import pytest
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
 from trainkit.slurm.client import (
-    Answer,
+    CommandOutput,
     SlurmRefused,
     SlurmUnreachable,
-    ask_slurm,
     failure,
     query,
     retrying,
     run_slurm,
     safe_value,
+    slurm_output,
 )
 
 
 def test_out_and_err_are_kept_apart(fake: FakeSlurm) -> None:
     fake.add("squeue", "echo out; echo err >&2")
-    assert ask_slurm(["squeue"], 60, environ=fake.environ) == Answer(b"out\n", "err\n")
+    assert slurm_output(["squeue"], 60, environ=fake.environ) == CommandOutput(b"out\n", "err\n")
     assert run_slurm(["squeue"], 60, environ=fake.environ) == "out\n"
 
 
@@ -84,15 +84,15 @@ def test_away(fake: FakeSlurm) -> None:
 
 
 def test_failure_without_a_word() -> None:
-    assert failure("squeue", 7, Answer(b"", "")).message == "squeue: exit code 7, and no word"
-    killed = failure("sbatch", -9, Answer(b"", ""))
+    assert failure("squeue", 7, CommandOutput(b"", "")).message == "squeue: exit code 7 without a message"
+    killed = failure("sbatch", -9, CommandOutput(b"", ""))
     assert isinstance(killed, SlurmUnreachable)
     assert killed.may_have_arrived
 
 
 def test_words_on_stdout_count_when_there_are_no_others() -> None:
     assert (
-        failure("scontrol", 1, Answer(b"Invalid job id specified\n", "")).message
+        failure("scontrol", 1, CommandOutput(b"Invalid job id specified\n", "")).message
         == "scontrol: Invalid job id specified"
     )
 

@@ -33,7 +33,7 @@ def test_requeue_names_the_task_and_not_the_array(fake: FakeSlurm) -> None:
 def test_requeue_is_repeated_while_slurm_is_away(fake: FakeSlurm) -> None:
     fake.add("scontrol", "[ $n -ge 2 ] || { echo '(connect failure)' >&2; exit 1; }")
     requeue("12", environ=fake.environ)
-    assert len(fake.calls) == 2
+    assert fake.calls == [["scontrol", "requeue", "12"]] * 2
 
 
 def test_requeue_whose_answer_was_lost_has_been_done(fake: FakeSlurm) -> None:
@@ -41,13 +41,14 @@ def test_requeue_whose_answer_was_lost_has_been_done(fake: FakeSlurm) -> None:
         "scontrol", f"[ $n -ge 2 ] || {{ {LOST}; }}; echo 'Job is pending execution for job 12' >&2; exit 1"
     )
     requeue("12", environ=fake.environ)
-    assert len(fake.calls) == 2
+    assert fake.calls == [["scontrol", "requeue", "12"]] * 2
 
 
 def test_requeue_of_a_job_that_waits_anyway_is_refused(fake: FakeSlurm) -> None:
     fake.add("scontrol", "echo 'Job is pending execution for job 12' >&2; exit 1")
     with pytest.raises(SlurmRefused, match="Job is pending execution"):
         requeue("12", environ=fake.environ)
+    assert len(fake.calls) == 1, "a refusal was retried"
 
 
 def test_requeue_under_no_requeue(fake: FakeSlurm) -> None:
@@ -75,7 +76,7 @@ def test_cancel_of_what_has_ended_is_no_error(fake: FakeSlurm) -> None:
         "scancel", "echo 'scancel: error: Kill job error on job id 12: Invalid job id specified' >&2; exit 1"
     )
     cancel(["12"], environ=fake.environ)
-    assert fake.calls == [["scancel", "12"]]
+    assert fake.calls == [["scancel", "12"]], "what was refused was retried"
 
 
 def test_cancel_of_somebody_elses_job(fake: FakeSlurm) -> None:
@@ -84,6 +85,7 @@ def test_cancel_of_somebody_elses_job(fake: FakeSlurm) -> None:
     fake.add("scancel", f"echo '{one}' >&2; echo '{other}' >&2; exit 1")
     with pytest.raises(SlurmRefused, match="Access/permission denied"):
         cancel(["12", "13"], environ=fake.environ)
+    assert fake.calls == [["scancel", "12", "13"]]
 
 
 def test_cancel_while_slurm_is_away(fake: FakeSlurm) -> None:
@@ -91,15 +93,18 @@ def test_cancel_while_slurm_is_away(fake: FakeSlurm) -> None:
     with pytest.raises(SlurmUnreachable):
         cancel(["12"], environ=fake.environ, patience_s=0)
     assert fake.calls == [["scancel", "12"]]
+    with pytest.raises(SlurmUnreachable):
+        cancel(["12"], environ=fake.environ, patience_s=1)
+    assert len(fake.calls) > 2, "not retried within its patience"
 
 
 def test_no_job_id_is_an_option(fake: FakeSlurm) -> None:
-    for program in ("scancel", "scontrol"):
-        fake.add(program)
+    fake.add("scancel")
+    fake.add("scontrol")
     for job_id in ("--user=me", "", "12 13"):
-        with pytest.raises(UsageError, match="is no job id"):
+        with pytest.raises(UsageError, match="is not a Slurm job id"):
             cancel([job_id], environ=fake.environ)
-        with pytest.raises(UsageError, match="is no job id"):
+        with pytest.raises(UsageError, match="is not a Slurm job id"):
             requeue(job_id, environ=fake.environ)
     assert fake.calls == []
 
@@ -119,9 +124,11 @@ def test_signals(fake: FakeSlurm, signal: str, receiver: Receiver, argv: list[st
 
 
 @pytest.mark.parametrize("signal", ["", "usr2", "USR2 --user=root", "-9", "123", "KILL\n"])
-def test_no_signal(signal: str) -> None:
-    with pytest.raises(UsageError, match="is no signal"):
-        send_signal(["12"], signal)
+def test_no_signal(signal: str, fake: FakeSlurm) -> None:
+    fake.add("scancel")
+    with pytest.raises(UsageError, match="is not a signal"):
+        send_signal(["12"], signal, environ=fake.environ)
+    assert fake.calls == []
 
 
 def test_config(fake: FakeSlurm) -> None:
@@ -163,7 +170,7 @@ def test_version_of_what_is_here(fake: FakeSlurm) -> None:
     assert version(fake.environ) == (23, 11, 4)
     fake.add("srun", "echo slurm 24.5.1")
     assert version(fake.environ) == (24, 5, 1)
-    with pytest.raises(UsageError, match="not a version"):
+    with pytest.raises(UsageError, match="not a Slurm version"):
         parse_version("slurm")
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.slurm.on_cluster import SLEEP, send, wait_for, wait_for_text
 from tests.slurm.test_hosts import HOST_LISTS
 from tools.slurm_cluster.cluster import Cluster
-from trainkit.cluster.discovery import Association, NodeType, cluster_facts, has_slurm
+from trainkit.cluster.discovery import discover_cluster, has_slurm
+from trainkit.cluster.model import Account, NodeKind
 from trainkit.errors import UsageError
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import (
@@ -126,25 +127,25 @@ def test_they_agree_on_any_brackets(cluster: Cluster, brackets: list[list[tuple[
     assert expand_hosts(text, cluster.environ) == expand_without_slurm(text)
 
 
-def test_facts(cluster: Cluster) -> None:
-    facts = cluster_facts(cluster.environ)
-    low = facts.partition(None)
+def test_discover_cluster(cluster: Cluster) -> None:
+    found = discover_cluster(cluster.environ)
+    assert found is not None
+    low, debug = found.partition(None), found.partition("debug")
     assert low is not None
-    assert [partition.name for partition in facts.partitions] == ["low", "high", "debug"]
-    assert (low.name, low.max_time_s, low.default_time_s, low.max_nodes) == ("low", 86400, 600, None)
-    assert (low.preempt_mode, low.grace_s, low.max_gpus_per_node, low.num_nodes) == ("REQUEUE", 10, 4, 4)
-    racks = [NodeType(2, 2, 8, 64000, {"h100": 4}, (rack,), "") for rack in ("rack1", "rack2")]
-    assert [NodeType(**{**vars(kind), "hosts": ""}) for kind in low.node_types] == racks
-    debug = facts.partition("debug")
     assert debug is not None
+    assert [partition.name for partition in found.partitions] == ["low", "high", "debug"]
+    assert (low.name, low.max_time_s, low.default_time_s, low.max_nodes) == ("low", 86400, 600, None)
+    assert low.num_nodes == 4
+    assert low.nodes == tuple(NodeKind(2, 8, 64000, {"h100": 4}, (rack,)) for rack in ("rack1", "rack2"))
+    assert [kind.in_service for kind in low.nodes] == [2, 2]
     assert (debug.max_nodes, debug.max_time_s, debug.is_default) == (1, 300, False)
-    assert (facts.name, facts.max_array_size) == (cluster.name, 10001)
-    assert facts.version == version(cluster.environ)
+    assert found.name == cluster.name
+    assert found.slurm_version == version(cluster.environ)
     assert show_config(cluster.environ)["ClusterName"] == cluster.name
     assert needs_srun_cpus_per_task((22, 5, 8))
-    assert facts.associations is not None
-    assert Association("research", True, "", ("normal", "short"), "") in facts.associations
-    assert Association("teaching", False, "", ("normal",), "") in facts.associations
+    assert found.accounts is not None
+    assert Account("research", True, None, ("normal", "short")) in found.accounts
+    assert Account("teaching", False, None, ("normal",)) in found.accounts
 
 
 def test_no_cluster_here(cluster: Cluster) -> None:

@@ -124,7 +124,7 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "2(x)", "2(3)", "2,", "-1", "2(x3", "2 (x3)"])
 def test_no_counts(text: str) -> None:
-    with pytest.raises(UsageError, match="not a list of counts"):
+    with pytest.raises(UsageError, match="not a Slurm list of counts"):
         tasks_per_node(text)
 
 

@@ -21,7 +21,7 @@ def test_job_ids(text: str) -> None:
 )
 def test_no_job_ids(text: str) -> None:
     assert not is_job_id(text)
-    with pytest.raises(UsageError, match="is no job id of Slurm"):
+    with pytest.raises(UsageError, match="is not a Slurm job id"):
         checked_job_id(text)
 
 

@@ -77,7 +77,7 @@ def test_names_may_hold_anything() -> None:
 
 def test_a_job_that_waits_says_why() -> None:
     job = parse_queue(queue_line(7, state="PENDING", reason="QOSMaxJobsPerUserLimit", nodes=""))["7"]
-    assert job.sentence == "you are at your limit of running jobs in its QOS"
+    assert job.sentence == "you have reached your limit of running jobs in its QOS"
     assert parse_queue(queue_line(7))["7"].sentence == ""
 
 
@@ -149,7 +149,7 @@ def test_accounting_is_asked_once_for_what_squeue_has_forgotten(fake: FakeSlurm)
     assert states(jobs) == {"6": "completed", "7": "timeout", "8": "running", "5": "unknown"}
     assert fake.programs == ["squeue", "sacct"]
     assert "--jobs=6,7,5" in fake.calls[1]
-    assert jobs["5"].sentence == "neither squeue nor sacct knows it"
+    assert jobs["5"].sentence == "neither squeue nor sacct lists it"
 
 
 def test_an_array_is_asked_for_as_a_whole(fake: FakeSlurm) -> None:
@@ -201,7 +201,7 @@ def test_without_accounting_a_forgotten_job_is_unknown(fake: FakeSlurm, sacct: s
         fake.add("sacct", sacct)
     job = query_jobs(["7"], environ=fake.environ)["7"]
     assert (job.state, job.is_terminal) == (JobState.UNKNOWN, False)
-    assert job.sentence.startswith("squeue has forgotten it, and accounting does not answer")
+    assert job.sentence.startswith("squeue no longer lists it, and accounting does not answer")
     assert why in job.sentence
 
 
@@ -210,7 +210,7 @@ def test_accounting_that_lags_is_not_believed(fake: FakeSlurm) -> None:
     prints(fake, "sacct", accounting_line("7", "RUNNING"))
     job = query_jobs(["7"], environ=fake.environ)["7"]
     assert (job.state, job.slurm_state) == (JobState.UNKNOWN, "RUNNING")
-    assert job.sentence == "squeue has forgotten it, and accounting still says RUNNING"
+    assert job.sentence == "squeue no longer lists it, but accounting still reports RUNNING"
 
 
 def test_squeue_away_is_an_error_whatever_accounting_says(
@@ -227,7 +227,7 @@ def test_squeue_away_is_an_error_whatever_accounting_says(
 @pytest.mark.parametrize("job_id", ["--all", "1;2", "", "7 8"])
 def test_what_is_no_job_id_is_never_handed_over(fake: FakeSlurm, job_id: str) -> None:
     fake.add("squeue")
-    with pytest.raises(UsageError, match="is no job id"):
+    with pytest.raises(UsageError, match="is not a Slurm job id"):
         query_jobs(["7", job_id], environ=fake.environ)
     assert fake.calls == []
 

@@ -12,7 +12,7 @@ import pytest
 from tests.slurm.on_cluster import SLEEP, send, wait_for
 from tools.slurm_cluster.cluster import Cluster, up
 from tools.slurm_cluster.processes import Pid
-from trainkit.cluster.discovery import cluster_facts
+from trainkit.cluster.discovery import discover_cluster
 from trainkit.slurm.control import requeue
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.jobs import JobInfo, query_jobs
@@ -36,7 +36,7 @@ def test_names_come_back_as_they_were_given(cluster: Cluster, tmp_path: Path, na
     other = send(cluster, tmp_path, "true\n", extra_argv=["--hold"])
     jobs = query_jobs([job_id, other], environ=cluster.environ)
     assert (jobs[job_id].name, jobs[job_id].state) == (name, JobState.PENDING)
-    assert jobs[job_id].sentence == "is held by its user: `scontrol release JOB` lets it go"
+    assert jobs[job_id].sentence == "is held by its user: `scontrol release JOB` releases it"
     assert list(jobs) == [job_id, other]
     assert not list(tmp_path.rglob("injected"))
 
@@ -131,7 +131,7 @@ def test_ten_thousand_tasks(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_all_of_mine(cluster: Cluster, tmp_path: Path) -> None:
-    job_id = send(cluster, tmp_path, SLEEP, mark="trainkit:mine")
+    job_id = send(cluster, tmp_path, SLEEP, token="trainkit:mine")
     assert query_jobs(environ=cluster.environ)[job_id].name == "trainkit:mine.sbatch"
     assert job_id in query_jobs(user="root", environ=cluster.environ)
     assert job_id not in query_jobs(user="daemon", environ=cluster.environ)
@@ -190,7 +190,9 @@ def test_forgotten_jobs(forgetful: Cluster, tmp_path: Path) -> None:
     assert (unknown.state, unknown.is_terminal) == (JobState.UNKNOWN, False)
     assert "accounting does not answer" in unknown.sentence
     assert send(forgetful, tmp_path, "true\n"), "jobs need no accounting"
-    assert cluster_facts(forgetful.environ).associations is None
+    found = discover_cluster(forgetful.environ)
+    assert found is not None
+    assert found.accounts is None
     forgetful.start_accounting()
 
 
@@ -199,7 +201,9 @@ def test_a_cluster_that_never_had_accounting(clusters_possible: None, tmp_path: 
     try:
         job_id = send(made, tmp_path, "exit 3\n")
         assert wait_for(made, job_id, JobState.FAILED).exit_code == 3
-        assert cluster_facts(made.environ).associations is None
+        found = discover_cluster(made.environ)
+        assert found is not None
+        assert found.accounts is None
         forget(made)
         unknown = query_jobs([job_id], environ=made.environ)[job_id]
         assert unknown.state is JobState.UNKNOWN

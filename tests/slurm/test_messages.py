@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.slurm.messages import Trouble, cleaned, hint_of, trouble_of
+from trainkit.slurm.messages import FailureKind, cleaned, failure_hint, failure_kind
 
 SUBMIT = "sbatch: error: Batch job submission failed: "
 RETRYING = "Slurm temporarily unable to accept job, sleeping and retrying"
-LOST, AWAY, REFUSED = Trouble.ANSWER_LOST, Trouble.NOT_DELIVERED, Trouble.REFUSED
+LOST, AWAY, REFUSED = FailureKind.ANSWER_LOST, FailureKind.NOT_DELIVERED, FailureKind.REFUSED
 
 
 @pytest.mark.parametrize(
-    ("words", "trouble"),
+    ("words", "kind"),
     [
         (
             f"{SUBMIT}Unable to contact slurm controller (connect failure)",
@@ -54,8 +54,8 @@ LOST, AWAY, REFUSED = Trouble.ANSWER_LOST, Trouble.NOT_DELIVERED, Trouble.REFUSE
         ("sbatch: error: Socket timed out on send/recv operation\nsbatch: error: x (connect failure)", LOST),
     ],
 )
-def test_trouble(words: str, trouble: Trouble) -> None:
-    assert trouble_of(words) is trouble
+def test_trouble(words: str, kind: FailureKind) -> None:
+    assert failure_kind(words) is kind
 
 
 def test_cleaned() -> None:
@@ -87,7 +87,7 @@ def test_cleaned() -> None:
         ("Invalid generic resource (gres) specification", "%G"),
         ("Invalid feature specification", "%f"),
         ("Requested reservation is invalid", "scontrol show reservation"),
-        ("Job dependency problem", "waits for"),
+        ("Job dependency problem", "depends on"),
         ("Invalid job array specification", "MaxArraySize"),
         ("sbatch: unrecognized option '--foo'", "sbatch --help"),
         ("Pathname of a file, directory or other parameter too long", "--run-dir"),
@@ -96,15 +96,15 @@ def test_cleaned() -> None:
     ],
 )
 def test_hint_of_a_refusal(words: str, part_of_hint: str) -> None:
-    assert part_of_hint in hint_of(words, Trouble.REFUSED)
+    assert part_of_hint in failure_hint(words, FailureKind.REFUSED)
 
 
 def test_no_hint_is_better_than_a_wrong_one() -> None:
-    assert hint_of("the site's plugin says no", Trouble.REFUSED) == ""
+    assert failure_hint("the site's plugin says no", FailureKind.REFUSED) == ""
 
 
 def test_hints_when_slurm_is_away() -> None:
-    assert "scontrol ping" in hint_of("Unable to contact slurm controller (connect failure)", AWAY)
-    assert "SLURM_CONF" in hint_of("Could not establish a configuration source", AWAY)
-    assert "munge" in hint_of("Protocol authentication error", LOST)
-    assert "accounting" in hint_of("Problem talking to the database: Connection refused", AWAY)
+    assert "scontrol ping" in failure_hint("Unable to contact slurm controller (connect failure)", AWAY)
+    assert "SLURM_CONF" in failure_hint("Could not establish a configuration source", AWAY)
+    assert "munge" in failure_hint("Protocol authentication error", LOST)
+    assert "accounting" in failure_hint("Problem talking to the database: Connection refused", AWAY)

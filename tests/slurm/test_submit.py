@@ -13,10 +13,10 @@ from trainkit.errors import UsageError
 from trainkit.slurm import submit
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.submit import (
-    find_marked,
-    parse_would_start,
+    find_by_token,
+    parse_start_estimate,
+    query_start,
     submit_script,
-    would_start,
     write_batch_script,
 )
 
@@ -48,7 +48,7 @@ class Clock:
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submit, "time", Clock())
     monkeypatch.setattr(submit, "SETTLE_S", 0.6)
-    monkeypatch.setattr(submit, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(submit, "POLL_INTERVAL_S", 0.1)
     monkeypatch.setattr(submit, "FIRST_PAUSE_S", 0.1)
 
 
@@ -60,7 +60,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def send(fake: FakeSlurm, script: Path, patience_s: float = 10.0) -> str:
-    return submit_script(script, mark=MARK, environ=fake.environ, cwd=script.parent, patience_s=patience_s)
+    return submit_script(script, token=MARK, environ=fake.environ, cwd=script.parent, patience_s=patience_s)
 
 
 def test_the_answer_arrives(fake: FakeSlurm, script: Path) -> None:
@@ -80,7 +80,7 @@ def test_the_environment_is_scrubbed_and_the_folder_is_the_callers(fake: FakeSlu
     )
     variables = {"SBATCH_PARTITION": "x", "SLURM_JOB_ID": "7", "SLURM_CONF": "/c", "HOME": "/h"}
     environ = {**fake.environ, **variables}
-    submit_script(script, mark=MARK, environ=environ, cwd=script.parent, extra_argv=["--hold"])
+    submit_script(script, token=MARK, environ=environ, cwd=script.parent, extra_argv=["--hold"])
     assert (fake.folder / "seen").read_text() == f",,/c,/h,{script.parent}\n"
     assert fake.calls == [["sbatch", "--parsable", "--hold", str(script)]]
 
@@ -98,11 +98,11 @@ def test_answer_lost_and_the_job_is_there(fake: FakeSlurm, script: Path) -> None
     fake.add("sbatch", LOST)
     fake.add("squeue", f"{LISTING} 8 1700000000 other /x; {LISTING} 9 $(/bin/date +%s) 'of mine {MARK}' /y")
     said: list[str] = []
-    found = submit_script(script, mark=MARK, environ=fake.environ, cwd=script.parent, notify=said.append)
+    found = submit_script(script, token=MARK, environ=fake.environ, cwd=script.parent, notify=said.append)
     assert found == "9"
     assert fake.programs == ["sbatch", "squeue"]
     assert len(said) == 1
-    assert said[0].endswith("looking whether the job was accepted")
+    assert said[0].endswith("checking whether the job was accepted")
 
 
 def test_a_job_of_an_earlier_run_of_the_same_name_is_not_the_one(fake: FakeSlurm, script: Path) -> None:
@@ -164,7 +164,7 @@ def test_away_for_good(fake: FakeSlurm, script: Path) -> None:
 def test_an_open_question_is_said(fake: FakeSlurm, script: Path) -> None:
     fake.add("sbatch", LOST)
     fake.add("squeue", AWAY)
-    with pytest.raises(SlurmUnreachable, match="may have been submitted or not") as caught:
+    with pytest.raises(SlurmUnreachable, match="may or may not be submitted") as caught:
         send(fake, script, patience_s=0.5)
     assert caught.value.may_have_arrived
     assert caught.value.exit_code == 3
@@ -184,7 +184,7 @@ def test_lost_again_and_again_ends(fake: FakeSlurm, script: Path) -> None:
 def test_no_answer_at_all(fake: FakeSlurm, script: Path) -> None:
     fake.add("sbatch", "exec /bin/sleep 30")
     fake.add("squeue", f"{LISTING} 9 $(/bin/date +%s) {MARK} /x")
-    assert submit_script(script, mark=MARK, environ=fake.environ, cwd=script.parent, timeout_s=0.3) == "9"
+    assert submit_script(script, token=MARK, environ=fake.environ, cwd=script.parent, timeout_s=0.3) == "9"
 
 
 def test_an_answer_without_an_id_counts_as_lost(fake: FakeSlurm, script: Path) -> None:
@@ -194,7 +194,7 @@ def test_an_answer_without_an_id_counts_as_lost(fake: FakeSlurm, script: Path) -
 
 
 def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:
-    """Without the mark the job is known by its script; an older job of the same script is not it."""
+    """Without the token the job is known by its script; an older job of the same script is not it."""
     fake.add("sbatch", LOST)
     fake.add(
         "squeue",
@@ -206,16 +206,16 @@ def test_a_site_that_rewrites_comments(fake: FakeSlurm, script: Path) -> None:
     assert send(fake, script) == "9"
 
 
-@pytest.mark.parametrize("mark", ["", "two words", "a\nb", "a,b", "ä", "$(x)"])
-def test_a_mark_is_one_word(mark: str, script: Path) -> None:
-    with pytest.raises(ValueError, match="a mark has to be one word"):
-        submit_script(script, mark=mark, environ={}, cwd=script.parent)
+@pytest.mark.parametrize("token", ["", "two words", "a\nb", "a,b", "ä", "$(x)"])
+def test_a_token_is_one_word(token: str, script: Path) -> None:
+    with pytest.raises(ValueError, match="a token must be one word"):
+        submit_script(script, token=token, environ={}, cwd=script.parent)
 
 
 def test_find_marked(fake: FakeSlurm) -> None:
     fake.add("squeue", f"{LISTING} 8 1 {MARK}0 /x; {LISTING} 9 1 'a {MARK}' /x; {LISTING} 10 1 '(null)' /x")
-    assert find_marked(MARK, environ=fake.environ) == "9"
-    assert find_marked("trainkit:5ee", environ=fake.environ) is None
+    assert find_by_token(MARK, environ=fake.environ) == "9"
+    assert find_by_token("trainkit:5ee", environ=fake.environ) is None
     assert fake.calls[0][1:4] == ["--me", "--noheader", "--states=all"]
 
 
@@ -224,7 +224,7 @@ def test_would_start(fake: FakeSlurm, script: Path) -> None:
         "sbatch",
         "echo 'sbatch: Job 3 to start at 1700000000 using 16 processors on nodes n[2,1] in partition a' >&2",
     )
-    answer = would_start(script, environ={**fake.environ, "SBATCH_QOS": "x"}, cwd=script.parent)
+    answer = query_start(script, environ={**fake.environ, "SBATCH_QOS": "x"}, cwd=script.parent)
     assert fake.calls[0] == ["sbatch", "--test-only", str(script)]
     assert answer.start_time == datetime(2023, 11, 14, 22, 13, 20, tzinfo=timezone.utc)
     assert (answer.nodes, answer.partition, answer.num_cpus) == (["n2", "n1"], "a", 16)
@@ -232,21 +232,21 @@ def test_would_start(fake: FakeSlurm, script: Path) -> None:
 
 
 def test_would_start_without_partition() -> None:
-    answer = parse_would_start("sbatch: Job 3 to start at Unknown using 16 processors on n1")
+    answer = parse_start_estimate("sbatch: Job 3 to start at Unknown using 16 processors on n1")
     assert (answer.start_time, answer.nodes, answer.partition) == (None, ["n1"], "")
 
 
 def test_would_not_start(fake: FakeSlurm, script: Path) -> None:
     fake.add("sbatch", "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1")
     with pytest.raises(SlurmRefused, match="Requested node configuration is not available"):
-        would_start(script, environ=fake.environ, cwd=script.parent)
-    with pytest.raises(SlurmRefused, match="no answer that trainkit understands: 'hm'"):
-        parse_would_start("hm\n")
+        query_start(script, environ=fake.environ, cwd=script.parent)
+    with pytest.raises(SlurmRefused, match="cannot parse the output of sbatch --test-only: 'hm'"):
+        parse_start_estimate("hm\n")
 
 
 def test_write_batch_script(fake: FakeSlurm) -> None:
     fake.add("scontrol", r"printf '#!/bin/sh\n\377\n'")
     assert write_batch_script("12", environ=fake.environ) == b"#!/bin/sh\n\xff\n"
     assert fake.calls == [["scontrol", "write", "batch_script", "12", "-"]]
-    with pytest.raises(UsageError, match="is no job id"):
+    with pytest.raises(UsageError, match="is not a Slurm job id"):
         write_batch_script("--help", environ=fake.environ)

@@ -10,27 +10,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.on_cluster import SLEEP, marked, send, slurmctld_pid, wait_for, write
+from tests.slurm.on_cluster import SLEEP, jobs_with_token, send, slurmctld_pid, wait_for, write
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.cluster.discovery import has_slurm
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import version
 from trainkit.slurm.jobs import query_jobs
 from trainkit.slurm.states import JobState
-from trainkit.slurm.submit import find_marked, would_start, write_batch_script
+from trainkit.slurm.submit import find_by_token, query_start, write_batch_script
 
 
 def test_what_is_submitted_is_what_slurm_keeps(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "a b;'$(touch injected)"
     folder.mkdir()
-    job_id = send(cluster, folder, "touch ran # ü $(never)\n", mark="trainkit:keep")
+    job_id = send(cluster, folder, "touch ran # ü $(never)\n", token="trainkit:keep")
     assert (
         write_batch_script(job_id, environ=cluster.environ) == (folder / "trainkit:keep.sbatch").read_bytes()
     )
     done = wait_for(cluster, job_id, JobState.COMPLETED, JobState.FAILED)
     assert (done.state, done.exit_code, done.restarts) == (JobState.COMPLETED, 0, 0)
     assert (folder / "ran").exists()
-    assert find_marked("trainkit:keep", environ=cluster.environ) == job_id
+    assert find_by_token("trainkit:keep", environ=cluster.environ) == job_id
     assert not list(tmp_path.rglob("injected"))
 
 
@@ -50,21 +50,21 @@ def test_submitting_costs_little_more_than_sbatch(cluster: Cluster, tmp_path: Pa
 @pytest.mark.parametrize("away_s", [3, 14])
 def test_a_controller_that_hangs_gets_the_job_once(cluster: Cluster, tmp_path: Path, away_s: float) -> None:
     """sbatch gives up after 10 s; its request is carried out when the controller goes on."""
-    mark = f"trainkit:hang{away_s}"
+    token = f"trainkit:hang{away_s}"
     os.kill(slurmctld_pid(cluster), signal.SIGSTOP)
     timer = threading.Timer(away_s, os.kill, (slurmctld_pid(cluster), signal.SIGCONT))
     timer.start()
     try:
-        job_id = send(cluster, tmp_path, SLEEP, mark=mark)
+        job_id = send(cluster, tmp_path, SLEEP, token=token)
     finally:
         timer.join()
     time.sleep(2)
-    assert marked(cluster, mark) == [job_id]
+    assert jobs_with_token(cluster, token) == [job_id]
 
 
 def test_a_controller_that_dies_with_the_request_gets_it_again(cluster: Cluster, tmp_path: Path) -> None:
     """The request is lost with the controller: nothing is in the queue afterwards, so it is sent again."""
-    mark = "trainkit:dies"
+    token = "trainkit:dies"
     os.kill(slurmctld_pid(cluster), signal.SIGSTOP)
 
     def replace() -> None:
@@ -77,24 +77,24 @@ def test_a_controller_that_dies_with_the_request_gets_it_again(cluster: Cluster,
     thread.start()
     said: list[str] = []
     try:
-        job_id = send(cluster, tmp_path, SLEEP, mark=mark, notify=said.append)
+        job_id = send(cluster, tmp_path, SLEEP, token=token, notify=said.append)
     finally:
         thread.join()
-    assert marked(cluster, mark) == [job_id]
+    assert jobs_with_token(cluster, token) == [job_id]
     assert said, "an answer was lost"
 
 
 def test_submitting_while_the_controller_restarts(cluster: Cluster, tmp_path: Path) -> None:
     cluster.stop_slurmctld()
     threading.Timer(3, cluster.start_slurmctld).start()
-    job_id = send(cluster, tmp_path, SLEEP, mark="trainkit:restart")
-    assert marked(cluster, "trainkit:restart") == [job_id]
+    job_id = send(cluster, tmp_path, SLEEP, token="trainkit:restart")
+    assert jobs_with_token(cluster, "trainkit:restart") == [job_id]
 
 
 def test_a_controller_that_is_away(cluster: Cluster, tmp_path: Path) -> None:
     cluster.stop_slurmctld()
     with pytest.raises(SlurmUnreachable, match=r"connect failure") as caught:
-        send(cluster, tmp_path, SLEEP, mark="trainkit:away", patience_s=1)
+        send(cluster, tmp_path, SLEEP, token="trainkit:away", patience_s=1)
     assert (caught.value.exit_code, caught.value.may_have_arrived) == (3, False)
     begin = time.monotonic()
     with pytest.raises(SlurmUnreachable, match=r"squeue cannot reach Slurm: Unable to contact"):
@@ -103,7 +103,7 @@ def test_a_controller_that_is_away(cluster: Cluster, tmp_path: Path) -> None:
     assert has_slurm(cluster.environ)
     assert version(cluster.environ) >= (22, 5, 0)
     cluster.start_slurmctld()
-    assert marked(cluster, "trainkit:away") == []
+    assert jobs_with_token(cluster, "trainkit:away") == []
 
 
 @pytest.mark.parametrize(
@@ -122,18 +122,18 @@ def test_a_controller_that_is_away(cluster: Cluster, tmp_path: Path) -> None:
 )
 def test_refusals(cluster: Cluster, tmp_path: Path, option: str, sentence: str, hint: str) -> None:
     with pytest.raises(SlurmRefused) as caught:
-        send(cluster, tmp_path, SLEEP, extra_argv=[option], mark="trainkit:no")
+        send(cluster, tmp_path, SLEEP, extra_argv=[option], token="trainkit:no")
     assert sentence in caught.value.sentence.splitlines()
     assert hint in caught.value.hint
-    assert marked(cluster, "trainkit:no") == []
+    assert jobs_with_token(cluster, "trainkit:no") == []
 
 
 def test_would_start(cluster: Cluster, tmp_path: Path) -> None:
     path = write(tmp_path, SLEEP, "trainkit:test", "--nodes=3")
-    answer = would_start(path, environ=cluster.environ, cwd=tmp_path)
+    answer = query_start(path, environ=cluster.environ, cwd=tmp_path)
     assert (answer.nodes, answer.partition) == (cluster.hosts[:3], "low")
     assert answer.start_time is not None
     assert abs(answer.start_time.timestamp() - time.time()) < 120
-    assert marked(cluster, "trainkit:test") == []
+    assert jobs_with_token(cluster, "trainkit:test") == []
     with pytest.raises(SlurmRefused, match="Requested node configuration is not available"):
-        would_start(path, environ=cluster.environ, cwd=tmp_path, extra_argv=["--partition=debug"])
+        query_start(path, environ=cluster.environ, cwd=tmp_path, extra_argv=["--partition=debug"])

@@ -35,7 +35,7 @@ from trainkit.slurm.conf_file import cluster_name, other_cluster
 from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_step, send_signal
 from trainkit.slurm.jobs import JobInfo, query_jobs
 from trainkit.slurm.states import JobState
-from trainkit.slurm.submit import find_marked
+from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0
 """How often a waiting command asks Slurm: its controller serves the whole cluster."""
@@ -88,7 +88,7 @@ class JobStatus:
     alive: bool | None
     """None when this host cannot know."""
     job: JobInfo | None = None
-    """What Slurm knows; None for a local run, and when Slurm cannot be asked."""
+    """What Slurm knows; None for a local run, and when Slurm cannot be queried."""
 
 
 def query_job_status(runs: Sequence[RunDir], warn: Callable[[str], None]) -> list[JobStatus]:
@@ -184,7 +184,7 @@ def recover_job_id(run: RunDir) -> None:
     if not attempt.script_file.exists() or attempt.end_file.exists() or find_entry(run, attempt.number):
         return
     written = attempt.script_file.stat().st_mtime
-    job_id = find_marked(submission_token(run, attempt.number), since=written)
+    job_id = find_by_token(submission_token(run, attempt.number), since=written)
     if job_id is not None:
         backend = str(read_json(attempt.plan_file)["backend"])
         add_slurm_entry(run, attempt.number, job_id, "submit", backend)
@@ -194,7 +194,7 @@ def recover_group_job_id(group: RunGroup) -> str | None:
     """The id of a group's array, searched in Slurm where the command that submitted it never learned it."""
     if group.job_id is None:
         written = group.script_file.stat().st_mtime
-        found = find_marked(submission_token(RunDir(group.path), 1), since=written)
+        found = find_by_token(submission_token(RunDir(group.path), 1), since=written)
         if found is not None:
             group.update(job_id=found)
     return group.job_id

@@ -31,7 +31,7 @@ from trainkit.rundir import AttemptDir, RunDir, log_event, read_json, write_atom
 from trainkit.rungroup import group_of
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts
-from trainkit.slurm.submit import submit_script, would_start
+from trainkit.slurm.submit import query_start, submit_script
 
 EVICTION_S = 120.0
 """How long Slurm may take to end the shell of a job that it has requeued."""
@@ -122,7 +122,7 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
         options.append(f"--array={task}")
     new_id = submit_script(
         following.script_file,
-        mark=token,
+        token=token,
         environ=os.environ,
         cwd=run.path,
         extra_argv=options,
@@ -181,7 +181,7 @@ def _test_submission(options: Sequence[str]) -> str | None:
         script = Path(folder) / "nothing.sh"
         script.write_text("#!/bin/sh\n", encoding="utf-8")
         try:
-            would_start(
+            query_start(
                 script,
                 environ=os.environ,
                 cwd=script.parent,

@@ -133,7 +133,7 @@ class GroupFiles:
         return [files.job_id for files in self.points if files.job_id is not None and not files.is_over]
 
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
-        """The group's status; `jobs` is None when Slurm cannot be asked."""
+        """The group's status; `jobs` is None when Slurm cannot be queried."""
         record, plan = self.group.record, self.group.record["plan"]
         return GroupStatus(
             name=self.group.name,

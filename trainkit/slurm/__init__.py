@@ -1,1 +1,1 @@
-"""The only place that runs Slurm's commands and knows its host lists, states, reasons and versions."""
+"""The only package that runs Slurm's commands; it knows their host lists, states, reasons and versions."""

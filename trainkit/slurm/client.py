@@ -1,4 +1,4 @@
-"""Runs one command of Slurm, with a time limit, and turns what goes wrong into errors that say what to do."""
+"""Runs Slurm's commands with a time limit, and turns failures into errors with a hint."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainkit.errors import SlurmError, UsageError
-from trainkit.slurm.messages import UNREACHABLE_HINT, Trouble, cleaned, hint_of, trouble_of
+from trainkit.slurm.messages import UNREACHABLE_HINT, FailureKind, cleaned, failure_hint, failure_kind
 
 QUERY_TIMEOUT_S = 30.0
-"""Longer than Slurm's own commands try a controller that is away: they can say why."""
+"""Longer than Slurm's own commands try to reach the controller, so that they can report why they failed."""
 QUERY_PATIENCE_S = 5.0
-"""Short, because a command that finds no controller has tried for longer itself."""
+"""How long queries are retried; short, because each command already retries by itself."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
 
-_OTHER_TASTES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
-"""Variables that change what the commands print or select: SQUEUE_STATES=RUNNING hides what waits."""
+_OUTPUT_VARIABLES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
+"""Variables that change what the commands print or select: SQUEUE_STATES=RUNNING hides pending jobs."""
 
 T = TypeVar("T")
 
 
 class SlurmUnreachable(SlurmError):
-    """Slurm did not answer: exit code 3. `may_have_arrived` tells whether it may have done what was asked."""
+    """Slurm did not answer: exit code 3. `may_have_arrived`: the request may have been carried out."""
 
     def __init__(
         self, message: str, hint: str = "", *, stderr: str = "", may_have_arrived: bool = False
@@ -40,7 +40,7 @@ class SlurmUnreachable(SlurmError):
 
 
 class SlurmRefused(UsageError):
-    """Slurm said no: exit code 2, with its own sentence in `sentence`."""
+    """Slurm refused the request: exit code 2. `sentence` is its error message."""
 
     def __init__(self, message: str, hint: str = "", *, stderr: str = "") -> None:
         super().__init__(message, hint)
@@ -49,15 +49,15 @@ class SlurmRefused(UsageError):
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a command printed; it ended with 0."""
+class CommandOutput:
+    """What a command printed that exited with 0."""
 
     stdout_bytes: bytes
     stderr: str
 
     @property
     def stdout(self) -> str:
-        """Bytes that are no UTF-8 become U+FFFD."""
+        """As text; invalid UTF-8 becomes U+FFFD."""
         return self.stdout_bytes.decode(errors="replace")
 
 
@@ -68,21 +68,21 @@ def run_slurm(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> str:
-    """The stdout of one command of Slurm; raises as `ask_slurm` does."""
-    return ask_slurm(argv, timeout_s, input, environ, cwd).stdout
+    """The stdout of a Slurm command; raises the errors of `slurm_output`."""
+    return slurm_output(argv, timeout_s, input, environ, cwd).stdout
 
 
-def ask_slurm(
+def slurm_output(
     argv: Sequence[str],
     timeout_s: float,
     input: str | None = None,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-) -> Answer:
-    """One command of Slurm, run once and never by a shell.
+) -> CommandOutput:
+    """Run a Slurm command once, without a shell.
 
-    Raises UsageError when the program is not there, SlurmUnreachable when Slurm cannot be reached or did not
-    answer within `timeout_s`, SlurmRefused when it said no.
+    Raises UsageError when the program is not installed, SlurmUnreachable when Slurm cannot be reached or does
+    not answer within `timeout_s`, SlurmRefused when it refuses the request.
     """
     program = argv[0]
     environ = os.environ if environ is None else environ
@@ -94,7 +94,7 @@ def ask_slurm(
             "`--backend local` runs on this machine",
         )
     if any("\0" in arg for arg in argv):
-        raise UsageError(f"a NUL character cannot be given to {program}: {list(argv)!r}")
+        raise UsageError(f"an argument of {program} contains a NUL character: {list(argv)!r}")
     try:
         done = subprocess.run(
             list(argv),
@@ -108,35 +108,35 @@ def ask_slurm(
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        said = cleaned((error.stderr or b"").decode(errors="replace"))
+        message = cleaned((error.stderr or b"").decode(errors="replace"))
         raise SlurmUnreachable(
-            f"`{program}` did not answer within {timeout_s:g} s" + (f": {said}" if said else ""),
+            f"`{program}` did not answer within {timeout_s:g} s" + (f": {message}" if message else ""),
             hint=UNREACHABLE_HINT,
-            stderr=said,
+            stderr=message,
             may_have_arrived=True,
         ) from None
-    answer = Answer(done.stdout, done.stderr.decode(errors="replace"))
+    output = CommandOutput(done.stdout, done.stderr.decode(errors="replace"))
     if done.returncode != 0:
-        raise failure(program, done.returncode, answer)
-    return answer
+        raise failure(program, done.returncode, output)
+    return output
 
 
-def failure(program: str, returncode: int, answer: Answer) -> SlurmUnreachable | SlurmRefused:
-    """The error that a command's exit code and words mean."""
-    words = answer.stderr if answer.stderr.strip() else answer.stdout
-    said = cleaned(words)
+def failure(program: str, returncode: int, output: CommandOutput) -> SlurmUnreachable | SlurmRefused:
+    """The error for a command's exit code and output."""
+    text = output.stderr if output.stderr.strip() else output.stdout
+    message = cleaned(text)
     killed = returncode < 0
-    trouble = Trouble.ANSWER_LOST if killed else trouble_of(words)
-    hint = hint_of(words, trouble)
-    if not said:
-        said = f"ended by signal {-returncode}" if killed else f"exit code {returncode}, and no word"
-    if trouble is Trouble.REFUSED:
-        return SlurmRefused(f"{program}: {said}", hint, stderr=words)
+    kind = FailureKind.ANSWER_LOST if killed else failure_kind(text)
+    hint = failure_hint(text, kind)
+    if not message:
+        message = f"killed by signal {-returncode}" if killed else f"exit code {returncode} without a message"
+    if kind is FailureKind.REFUSED:
+        return SlurmRefused(f"{program}: {message}", hint, stderr=text)
     return SlurmUnreachable(
-        f"{program} cannot reach Slurm: {said}",
+        f"{program} cannot reach Slurm: {message}",
         hint,
-        stderr=words,
-        may_have_arrived=trouble is Trouble.ANSWER_LOST,
+        stderr=text,
+        may_have_arrived=kind is FailureKind.ANSWER_LOST,
     )
 
 
@@ -146,33 +146,35 @@ def query(
     timeout_s: float = QUERY_TIMEOUT_S,
     environ: Mapping[str, str] | None = None,
     patience_s: float = QUERY_PATIENCE_S,
-) -> Answer:
-    """The answer to a question, asked again while Slurm cannot be reached; times in it are Unix seconds."""
+) -> CommandOutput:
+    """The output of a query, retried while Slurm cannot be reached; times in it are Unix seconds."""
     plain = plain_environ(os.environ if environ is None else environ)
-    return retrying(lambda: ask_slurm(argv, timeout_s, environ=plain), patience_s)
+    return retrying(lambda: slurm_output(argv, timeout_s, environ=plain), patience_s)
 
 
 def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which Slurm's commands print what we parse, whatever the user prefers to see."""
-    plain = {name: value for name, value in environ.items() if not name.startswith(_OTHER_TASTES)}
+    """An environment without the user's output settings, so that Slurm's commands print what we parse."""
+    plain = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_VARIABLES)}
     plain["SLURM_TIME_FORMAT"] = "%s"
-    # Without it the indices of an array that waits are cut off after 64 characters.
+    # Without it the indices of a pending array are cut off after 64 characters.
     plain["SLURM_BITSTR_LEN"] = "0"
     return plain
 
 
 def retrying(
-    ask: Callable[[], T], patience_s: float = QUERY_PATIENCE_S, sleep: Callable[[float], None] = time.sleep
+    request: Callable[[], T],
+    patience_s: float = QUERY_PATIENCE_S,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """The answer to something that can be asked twice, asked again with growing pauses while Slurm is away.
+    """Call a function again, with growing pauses, while it raises SlurmUnreachable.
 
-    After `patience_s` the last SlurmUnreachable is raised. Never for a submission.
+    Raises the last error after `patience_s`. For idempotent requests only, never for a submission.
     """
     give_up = time.monotonic() + patience_s
     pause_s = FIRST_PAUSE_S
     while True:
         try:
-            return ask()
+            return request()
         except SlurmUnreachable:
             if time.monotonic() + pause_s > give_up:
                 raise
@@ -181,7 +183,7 @@ def retrying(
 
 
 def safe_value(value: str, what: str) -> str:
-    """A value that may stand alone in an argument list; UsageError when it could be taken for an option."""
+    """A value that is safe as an argument; UsageError when it could be parsed as an option."""
     if not value or value.startswith("-") or "\0" in value:
         raise UsageError(f"{what} cannot be {value!r}")
     return value
@@ -189,15 +191,15 @@ def safe_value(value: str, what: str) -> str:
 
 FIELD = "\x1f"
 RECORD = "\x1e"
-"""Job names may hold newlines, so that lines are no records."""
+"""Job names can contain newlines, so lines do not separate records."""
 
 
 def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]]:
-    """The fields of every record; the last one may hold anything. What a crash cut off is left out."""
+    """The fields of every record; the last field can contain anything. Truncated records are dropped."""
     for record in text.split(f"{end}\n"):
         fields = record.split(FIELD, num_fields - 1)
         if len(fields) == num_fields:
-            # Between clusters squeue prints their names, on lines of their own.
+            # squeue prints the names of clusters on separate lines between their jobs.
             fields[0] = fields[0].rpartition("\n")[2]
             yield fields
 
@@ -220,7 +222,7 @@ def seconds_of(text: str) -> int | None:
 
 
 KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT"})
-"""Which cluster is meant and how to get in. Slurm sets none of them inside a job."""
+"""They select the cluster and authenticate. Slurm sets none of them inside a job."""
 _PREFIXES = (
     *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SPANK_"),
     *("PMI_", "PMI2_", "PMIX_", "PALS_", "TORCHELASTIC_"),
@@ -253,21 +255,21 @@ _DEVICES_OF_A_JOB = frozenset(
 
 
 def is_inherited(name: str) -> bool:
-    """Whether a variable belongs to the job, step or launcher around us, and not to the user."""
+    """Whether a variable was set by the enclosing job, step or launcher, not by the user."""
     return name not in KEPT and (name.startswith(_PREFIXES) or name in _RANK_NAMES)
 
 
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for sbatch and salloc: without another job's variables and without `SBATCH_*`.
 
-    `SBATCH_*` would beat the lines of the script: what is shown would not be what runs. The GPUs that the job
-    around us was bound to go too. SBATCH_CLUSTERS becomes SLURM_CLUSTERS, which every command understands.
+    `SBATCH_*` would override the script: what is shown would not be what runs. Inside a job, its GPU binding
+    is removed too. SBATCH_CLUSTERS becomes SLURM_CLUSTERS, which every command understands.
     """
-    inside_a_job = "SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ
+    is_in_job = "SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ
     clean = {
         name: value
         for name, value in environ.items()
-        if not is_inherited(name) and not (inside_a_job and name in _DEVICES_OF_A_JOB)
+        if not is_inherited(name) and not (is_in_job and name in _DEVICES_OF_A_JOB)
     }
     if "SBATCH_CLUSTERS" in environ:
         clean.setdefault("SLURM_CLUSTERS", environ["SBATCH_CLUSTERS"])

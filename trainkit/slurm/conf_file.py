@@ -1,4 +1,4 @@
-"""Which slurm.conf holds here, and what it calls the cluster; asks nobody."""
+"""Finds slurm.conf and its ClusterName, without running a command of Slurm."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ _NAME = re.compile(r"^[ \t]*ClusterName[ \t]*=[ \t]*(?P<name>[^\s#]+)", re.MULTI
 
 
 def conf_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The slurm.conf that Slurm's commands read; None where they ask a server for it, or there is none."""
+    """The slurm.conf that Slurm's commands read; None where they fetch it from a server or there is none."""
     named = environ.get("SLURM_CONF")
     if named:
         return Path(named)
     sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath))
-    # A Slurm of one's own build is configured below its own prefix.
+    # A Slurm built with its own prefix is configured below that prefix.
     prefix = [] if sbatch is None else [Path(os.path.realpath(sbatch)).parent.parent / "etc"]
-    own_build = [folder / name for folder in prefix for name in ("slurm.conf", "slurm/slurm.conf")]
-    return next((path for path in (*map(Path, CONFIG_FILES), *own_build) if path.exists()), None)
+    in_prefix = [folder / name for folder in prefix for name in ("slurm.conf", "slurm/slurm.conf")]
+    return next((path for path in (*map(Path, CONFIG_FILES), *in_prefix) if path.exists()), None)
 
 
 def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """What Slurm calls the cluster that a job would go to; None where no file says it."""
+    """Name of the cluster that a job would be submitted to; None where no file gives it."""
     chosen = scrubbed(environ).get("SLURM_CLUSTERS", "")
     if chosen and "," not in chosen:
         return chosen
-    return _written_name(environ)
+    return _conf_cluster_name(environ)
 
 
 def other_cluster(record: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> str | None:
-    """The cluster that a job went to, as its record says, where Slurm's commands ask another one from here.
+    """The cluster of a job's record, if Slurm's commands here talk to another one; else None.
 
-    A job id means something on its own cluster only.
+    A job id is valid only on its own cluster.
     """
     named = record.get("cluster")
-    asked = scrubbed(environ).get("SLURM_CLUSTERS") or _written_name(environ)
-    return str(named) if named and asked and named not in asked.split(",") else None
+    current = scrubbed(environ).get("SLURM_CLUSTERS") or _conf_cluster_name(environ)
+    return str(named) if named and current and named not in current.split(",") else None
 
 
-def _written_name(environ: Mapping[str, str]) -> str | None:
+def _conf_cluster_name(environ: Mapping[str, str]) -> str | None:
     """ClusterName of slurm.conf."""
     path = conf_file(environ)
     try:
@@ -56,5 +56,5 @@ def _written_name(environ: Mapping[str, str]) -> str | None:
     except OSError:
         return None
     match = _NAME.search(text)
-    # Slurm knows cluster names in lower case only.
+    # Slurm converts cluster names to lower case.
     return None if match is None else match["name"].lower()

@@ -1,4 +1,4 @@
-"""Steers jobs (requeue, cancel, signals) and knows what Slurm's versions differ in."""
+"""Controls jobs (requeue, cancel, signals), and the differences between versions of Slurm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainkit.slurm.client import (
 from trainkit.slurm.job_id import checked_job_id
 
 CONTROL_PATIENCE_S = 60.0
-"""A job that ends while the controller restarts still gets its requeue; Slurm starts it again after 120 s."""
+"""Long enough for a controller that restarts while a job ends; Slurm delays a requeued job by 120 s."""
 
 _GONE = re.compile(r"[Ii]nvalid job id|already (?:completing|finished|done)|No running or pending steps")
 _PENDING = re.compile(r"[Jj]ob is (?:pending|no longer running)")
@@ -34,7 +34,7 @@ Version = tuple[int, int, int]
 
 
 class Receiver(Enum):
-    """Which processes of a job a signal is for."""
+    """Which processes of a job receive a signal."""
 
     STEPS = ""
     BATCH = "--batch"
@@ -44,24 +44,24 @@ class Receiver(Enum):
 def requeue(
     job_id: str, *, patience_s: float = CONTROL_PATIENCE_S, environ: Mapping[str, str] | None = None
 ) -> None:
-    """Put a job back into the queue; of an array only the task that `123_4` names.
+    """Requeue a job, or the task of an array that `123_4` names.
 
-    Asked again while Slurm is away. Raises SlurmRefused when the job was submitted with --no-requeue.
+    Retried while Slurm cannot be reached. Raises SlurmRefused for a job submitted with --no-requeue.
     """
     argv = ["scontrol", "requeue", checked_job_id(job_id)]
-    asked = 0
+    attempts = 0
 
-    def ask() -> None:
-        nonlocal asked
-        asked += 1
+    def request() -> None:
+        nonlocal attempts
+        attempts += 1
         try:
             run_slurm(argv, QUERY_TIMEOUT_S, environ=environ)
         except SlurmRefused as error:
-            # The answer to the first question was lost, what it asked for was done.
-            if asked == 1 or not _PENDING.search(error.sentence):
+            # A refused retry means that the first request succeeded and its answer was lost.
+            if attempts == 1 or not _PENDING.search(error.sentence):
                 raise
 
-    retrying(ask, patience_s)
+    retrying(request, patience_s)
 
 
 def exclude_hosts(
@@ -71,10 +71,9 @@ def exclude_hosts(
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """Have Slurm leave out these hosts, as a host list, when it starts a waiting job.
+    """Set the excluded hosts of a pending job, as a host list; replaces the previous list.
 
-    They take the place of those that it left out before. Raises SlurmRefused for a job that runs; one that
-    was put back into the queue waits from that moment on.
+    Raises SlurmRefused for a running job; a requeued job is pending from the moment of its requeue.
     """
     change = [f"JobId={checked_job_id(job_id)}", f"ExcNodeList={hosts}"]
     query(["scontrol", "update", *change], environ=environ, patience_s=patience_s)
@@ -86,7 +85,7 @@ def cancel(
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """End jobs, or tasks of arrays, in one call; those that have ended already are no error."""
+    """Cancel jobs, or tasks of arrays, in one call; jobs that have already ended are ignored."""
     _scancel([], job_ids, patience_s, environ)
 
 
@@ -96,7 +95,7 @@ def cancel_waiting(
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """End those of the jobs, and of an array the tasks, that wait in the queue; running ones continue."""
+    """Cancel the jobs and array tasks that are pending; running ones continue."""
     _scancel(["--state=PENDING"], job_ids, patience_s, environ)
 
 
@@ -108,9 +107,9 @@ def send_signal(
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """Send a signal (`USR2`, `SIGTERM`, `12`) to the steps, the batch shell or all of running jobs."""
+    """Send a signal (`USR2`, `SIGTERM`, `12`) to the steps, the batch shell or both of running jobs."""
     if _SIGNAL.fullmatch(signal) is None:
-        raise UsageError(f"{signal!r} is no signal", hint="for example USR2 or TERM")
+        raise UsageError(f"{signal!r} is not a signal", hint="for example USR2 or TERM")
     options = [f"--signal={signal}", *([receiver.value] if receiver.value else [])]
     _scancel(options, job_ids, patience_s, environ)
 
@@ -123,9 +122,9 @@ def kill_step(
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """End a step at once, by SIGKILL or another signal.
+    """Kill a step at once, by SIGKILL or another signal.
 
-    SIGKILL for a whole job is SIGTERM first, and KillWait later (30 s) SIGKILL.
+    scancel of a whole job sends SIGTERM first, and SIGKILL after KillWait (30 s).
     """
     kill_steps([(job_id, step_id)], signal, patience_s=patience_s, environ=environ)
 
@@ -137,10 +136,10 @@ def kill_steps(
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """End steps, each as its job and its number, as `kill_step` does, in one call."""
+    """Kill steps, given as (job id, step id), in one call; see `kill_step`."""
     for _, step_id in steps:
         if not step_id.isdigit():
-            raise UsageError(f"{step_id!r} is no number of a step")
+            raise UsageError(f"{step_id!r} is not a step id")
     names = [f"{checked_job_id(job_id)}.{step_id}" for job_id, step_id in steps]
     if names:
         _scancel_these([f"--signal={signal}"], names, patience_s, environ)
@@ -176,7 +175,7 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def version(environ: Mapping[str, str] | None = None) -> Version:
-    """The version of Slurm's commands here, for example (22, 5, 8); asks no controller."""
+    """The version of the installed Slurm commands, for example (22, 5, 8); does not query the controller."""
     path = None if environ is None else environ.get("PATH")
     program = next((name for name in ("srun", "sbatch", "scontrol") if shutil.which(name, path=path)), "srun")
     return parse_version(run_slurm([program, "--version"], QUERY_TIMEOUT_S, environ=environ))
@@ -186,12 +185,12 @@ def parse_version(text: str) -> Version:
     """`slurm 22.05.8` or `slurm-wlm 24.11.1-0ubuntu1` as numbers."""
     match = _VERSION.search(text)
     if match is None:
-        raise UsageError(f"not a version of Slurm: {text.strip()!r}")
+        raise UsageError(f"not a Slurm version: {text.strip()!r}")
     return int(match["major"]), int(match["minor"]), int(match["patch"] or 0)
 
 
 def needs_srun_cpus_per_task(slurm: Version) -> bool:
-    """Whether srun forgets the job's --cpus-per-task unless SRUN_CPUS_PER_TASK is exported."""
+    """Whether srun ignores the job's --cpus-per-task unless SRUN_CPUS_PER_TASK is exported."""
     return (22, 5, 0) <= slurm < (23, 11, 0)
 
 
@@ -209,10 +208,10 @@ def run_step(
     timeout_s: float = QUERY_TIMEOUT_S,
     environ: Mapping[str, str] | None = None,
 ) -> str:
-    """What a command printed that ran once on each node of a running job, as a step of its own.
+    """Run a command once on each node of a running job, as a separate step; its stdout.
 
-    Takes nothing from the steps that are there: without --mem=0 Slurm refuses it where the first step has all
-    the memory of the job. Raises SlurmRefused when Slurm did not start it or it failed.
+    The step overlaps with the others: without --mem=0 Slurm refuses it where the first step has all the
+    memory of the job. Raises SlurmRefused when Slurm does not start it or the command fails.
     """
     step = [
         *("srun", f"--jobid={checked_job_id(job_id)}", "--overlap", "--mem=0", "--input=none"),

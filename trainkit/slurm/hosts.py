@@ -16,14 +16,14 @@ _BRACKETS = re.compile(r"(\[[^\[\]]*\])")
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?", re.ASCII)
 _SCONTROL_TIMEOUT_S = 5.0
 MAX_HOSTS = 1_000_000
-"""More than any cluster has: a typo must not fill the memory."""
+"""More than any cluster has; a typo must not exhaust memory."""
 
 
 def expand_hosts(text: str, environ: Mapping[str, str] | None = None) -> list[str]:
-    """Every host of a host list, in the order in which Slurm wrote them.
+    """Every host of a host list, in Slurm's order.
 
-    Asks `scontrol` where it works, else takes ClusterShell: compute nodes and containers may have none.
-    Raises UsageError when the text is no host list.
+    Uses `scontrol` where it works, else ClusterShell: containers may lack Slurm.
+    Raises UsageError when the text is not a host list.
     """
     text = text.strip()
     _check(text)
@@ -38,10 +38,10 @@ def _check(text: str) -> None:
     for character in text:
         depth += {"[": 1, "]": -1}.get(character, 0)
         if depth not in (0, 1) or not character.isprintable() or character.isspace():
-            raise _no_host_list(text)
+            raise _not_a_host_list(text)
     items = _split_outside_brackets(text)
     if depth or "" in items or sum(_count(item, text) for item in items) > MAX_HOSTS:
-        raise _no_host_list(text)
+        raise _not_a_host_list(text)
 
 
 def _count(item: str, text: str) -> int:
@@ -50,13 +50,13 @@ def _count(item: str, text: str) -> int:
         ranges = [_RANGE.fullmatch(one) for one in part[1:-1].split(",")]
         sizes = [int(one["last"] or one["first"]) - int(one["first"]) + 1 for one in ranges if one]
         if len(sizes) < len(ranges) or min(sizes) < 1:
-            raise _no_host_list(text)
+            raise _not_a_host_list(text)
         count *= sum(sizes)
     return count
 
 
-def _no_host_list(text: str) -> UsageError:
-    return UsageError(f"not a host list of Slurm: {text!r}", hint="for example node[1-4,7] or gpu-a,gpu-b")
+def _not_a_host_list(text: str) -> UsageError:
+    return UsageError(f"not a Slurm host list: {text!r}", hint="for example node[1-4,7] or gpu-a,gpu-b")
 
 
 def _by_scontrol(text: str, environ: Mapping[str, str] | None) -> list[str]:
@@ -66,19 +66,19 @@ def _by_scontrol(text: str, environ: Mapping[str, str] | None) -> list[str]:
         argv = ["scontrol", "show", "hostnames", text]
         return run_slurm(argv, _SCONTROL_TIMEOUT_S, environ=environ).split()
     except TrainkitError:
-        # It needs a slurm.conf, which a container may lack.
+        # scontrol needs a slurm.conf, which a container may lack.
         return []
 
 
 def first_host(text: str) -> str:
-    """One host of a host list, the first that it names; asks nobody."""
+    """The first host of a host list, without running scontrol."""
     _check(text)
     item = _split_outside_brackets(text)[0]
     return _BRACKETS.sub(lambda found: re.split(r"[-,]", found[0][1:-1])[0], item)
 
 
 def expand_without_slurm(text: str) -> list[str]:
-    """`expand_hosts` by ClusterShell, one range at a time, because its sets forget the order."""
+    """`expand_hosts` by ClusterShell, one range at a time, because its sets do not keep the order."""
     text = text.strip()
     _check(text)
     return list(itertools.chain.from_iterable(_expand_one(item) for item in _split_outside_brackets(text)))
@@ -87,8 +87,8 @@ def expand_without_slurm(text: str) -> list[str]:
 def _expand_one(item: str) -> list[str]:
     from ClusterShell.RangeSet import RangeSet, RangeSetException
 
-    texts = _BRACKETS.split(item)
-    words, brackets = texts[::2], texts[1::2]
+    parts = _BRACKETS.split(item)
+    names, brackets = parts[::2], parts[1::2]
     if not brackets:
         return [item]
     try:
@@ -97,12 +97,12 @@ def _expand_one(item: str) -> list[str]:
             for bracket in brackets
         ]
     except RangeSetException:
-        raise _no_host_list(item) from None
+        raise _not_a_host_list(item) from None
     hosts = []
     # Slurm's order: the last bracket counts fastest, then the first, the second, …
     for picked in itertools.product(*reversed(numbers[:-1]), numbers[-1]):
         chosen = [*reversed(picked[:-1]), picked[-1], ""]
-        hosts.append("".join(itertools.chain.from_iterable(zip(words, chosen, strict=True))))
+        hosts.append("".join(itertools.chain.from_iterable(zip(names, chosen, strict=True))))
     return hosts
 
 
@@ -117,31 +117,30 @@ def _split_outside_brackets(text: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """`2(x3),1` as [2, 2, 2, 1]: how many tasks or CPUs each node has; UsageError for any other form."""
+    """`2(x3),1` as [2, 2, 2, 1]: tasks or CPUs of each node; UsageError for any other form."""
     counts: list[int] = []
     for item in text.strip().split(","):
         match = _COUNT.fullmatch(item)
         if match is None:
-            raise UsageError(f"not a list of counts of Slurm: {text!r}", hint="for example 2(x3),1")
+            raise UsageError(f"not a Slurm list of counts: {text!r}", hint="for example 2(x3),1")
         counts += [int(match["count"])] * int(match["repeat"] or 1)
     return counts
 
 
-ASK_TIMEOUT_S = 10.0
+HOSTS_TIMEOUT_S = 10.0
 _NOT_RESPONDING = "*"
 _OUT = re.compile(r"down|fail|unk|error", re.IGNORECASE)
-"""States in which no step can run. A draining host finishes the job that it has."""
+"""States in which no step can run. A draining host continues its current job."""
 
 
 def node_states(
     hosts: Sequence[str],
     *,
-    timeout_s: float = ASK_TIMEOUT_S,
+    timeout_s: float = HOSTS_TIMEOUT_S,
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """sinfo's word for the state of each host, such as ``allocated`` or ``down*``; what it does not know is
-    left out.
+    """The state of each host in sinfo's terms, such as ``allocated`` or ``down*``; unknown hosts are omitted.
 
     Raises SlurmUnreachable.
     """
@@ -154,30 +153,30 @@ def node_states(
 
 
 def parse_node_states(text: str) -> dict[str, str]:
-    """What sinfo printed: a host stands there once for each of its partitions."""
+    """The output of sinfo, which lists a host once for each of its partitions."""
     return {record[0]: record[1] for record in records(text, 2)}
 
 
 def is_out(state: str) -> bool:
-    """Whether a host in this state has left Slurm's hands: it is down, failed, or does not answer."""
+    """Whether a host in this state is down, failed or not responding."""
     return _NOT_RESPONDING in state or _OUT.search(state) is not None
 
 
 def is_down(state: str) -> bool:
-    """Whether Slurm has given a host up: one that does not answer just now may be busy, or being upgraded."""
+    """Whether Slurm considers a host down; one that is only not responding may be busy or being upgraded."""
     return _OUT.search(state) is not None
 
 
 def hosts_of_job(
     job_id: str,
     *,
-    timeout_s: float = ASK_TIMEOUT_S,
+    timeout_s: float = HOSTS_TIMEOUT_S,
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """The hosts that a job has now: one that was down for a moment is taken from a --no-kill job for good.
+    """The current hosts of a job; a --no-kill job loses a host for good once that was down.
 
-    Raises SlurmUnreachable, and SlurmRefused for a job that Slurm has forgotten.
+    Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
     argv = ["squeue", "--noheader", "--states=all", "--format=%N", f"--jobs={checked_job_id(job_id)}"]
     answer = query(argv, timeout_s=timeout_s, patience_s=patience_s, environ=environ).stdout.strip()

@@ -1,4 +1,4 @@
-"""Job ids as Slurm writes them: `123`, an array's task `123_4`, its waiting tasks `123_[5-9%2]`. Pure."""
+"""Slurm job ids: `123`, a task of an array `123_4`, its pending tasks `123_[5-9%2]`. Pure."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import re
 from trainkit.errors import UsageError
 
 LARGEST_INDEX = 4_000_000
-"""Of Slurm itself; most sites allow far less (MaxArraySize)."""
+"""Slurm's own limit; MaxArraySize is far lower at most sites."""
 
 _JOB_ID = re.compile(r"(?P<base>\d+)(?:_(?P<task>\d+))?")
 _SPAN = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<stride>[1-9]\d*))?)?", re.ASCII)
 
 
 def is_job_id(text: str) -> bool:
-    """Whether a text is the id of a job or of one task of an array."""
+    """Whether a text is the id of a job or of one array task."""
     return bool(_JOB_ID.fullmatch(text)) and text.isascii()
 
 
 def checked_job_id(text: str) -> str:
-    """The job id itself; UsageError when it is none."""
+    """The job id; UsageError when the text is not one."""
     if not is_job_id(text):
         raise UsageError(
-            f"{text!r} is no job id of Slurm", hint="for example 1234, or 1234_5 for a task of an array"
+            f"{text!r} is not a Slurm job id", hint="for example 1234, or 1234_5 for a task of an array"
         )
     return text
 
@@ -33,7 +33,7 @@ def base_id(job_id: str) -> str:
 
 
 def expand_tasks(job_id: str) -> list[str]:
-    """`123_[5-7,9%2]` as its tasks, in order; any other id as it is."""
+    """`123_[5-7,9%2]` as its tasks, in order; any other id unchanged."""
     base, bracket, spec = job_id.partition("_[")
     if not bracket or not spec.endswith("]"):
         return [job_id]

@@ -1,6 +1,6 @@
-"""What jobs are doing: one call of squeue for all of them, one of sacct for those that it has forgotten.
+"""The states of jobs: one call of squeue, and one of sacct for jobs that have left the queue.
 
-Where there is no accounting, a job that squeue has forgotten is `unknown`: it is never taken for finished.
+Without accounting, a job that squeue no longer lists is `unknown`, never finished.
 """
 
 from __future__ import annotations
@@ -36,51 +36,51 @@ _ACCOUNTING_FIELDS = (
     *("JobID", "State", "Partition", "NodeList", "NNodes", "Submit", "Start", "End", "ExitCode"),
     "JobName",
 )
-NOBODY_KNOWS = "neither squeue nor sacct knows it"
+UNKNOWN_JOB = "neither squeue nor sacct lists it"
 _ACCOUNTING_TIMEOUT_S = 10.0
 _LONGEST_ARGUMENT = 100_000
-"""Linux allows 128 KiB."""
+"""Linux limits an argument to 128 KiB."""
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """One job, or one task of an array, as Slurm knows it now. Times are in UTC."""
+    """One job, or one array task, as Slurm reports it. Times are in UTC."""
 
     job_id: str
     """`123`, or `123_4` for a task of an array."""
     state: JobState
     slurm_state: str = ""
-    """Slurm's own word, for example NODE_FAIL."""
+    """In Slurm's terms, for example NODE_FAIL."""
     reason: str = ""
-    """Why it waits, in Slurm's word; of an unknown job, why nobody knows."""
+    """Slurm's reason for a pending job; for an unknown job, why it is unknown."""
     partition: str = ""
     nodes: str = ""
     """The host list; empty before it starts."""
     num_nodes: int = 0
     submit_time: datetime | None = None
     start_time: datetime | None = None
-    """Of a job that waits: when Slurm expects to start it."""
+    """For a pending job, when Slurm expects to start it."""
     end_time: datetime | None = None
-    """Of a job that runs: when its time is up."""
+    """For a running job, when it reaches its time limit."""
     time_left_s: int | None = None
     restarts: int | None = None
-    """How often Slurm has started it again; None where that is not known."""
+    """Number of requeues; None when unknown."""
     exit_code: int | None = None
-    """Of the batch script; None before the end."""
+    """Exit code of the batch script; None before it ends."""
     exit_signal: int | None = None
-    """The signal that ended the batch script."""
+    """The signal that killed the batch script."""
     name: str = ""
     number: str = ""
-    """A task's id without its array, which every command understands; empty for what squeue has forgotten."""
+    """The numeric job id of an array task; empty once squeue no longer lists it."""
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the job has ended for good. Not known means no."""
+        """Whether the job has ended and will not restart; False when unknown."""
         return self.state.is_terminal
 
     @property
     def sentence(self) -> str:
-        """Why it waits, or why nothing is known; empty for a job that runs or has ended."""
+        """Why it is pending or unknown; empty for a running or ended job."""
         if self.state.is_waiting:
             return reason_sentence(self.reason)
         return self.reason if self.state is JobState.UNKNOWN else ""
@@ -93,25 +93,25 @@ def query_jobs(
     environ: Mapping[str, str] | None = None,
     timeout_s: float = QUERY_TIMEOUT_S,
 ) -> dict[str, JobInfo]:
-    """The jobs with these ids, in their order; without ids all of the user's (yours by default) in squeue.
+    """The jobs with these ids, in this order; without ids, all jobs of the user (you by default) in squeue.
 
-    An array's id stands for all its tasks, whose ids are then the keys (tasks that were cancelled while they
-    waited may be one entry that has the array's id). What neither squeue nor sacct knows
-    is there too, as `unknown`. At most two calls of Slurm; raises SlurmUnreachable when squeue fails.
+    The id of an array selects all its tasks, whose ids are then the keys; tasks cancelled while pending may
+    share one entry under the array's id. Jobs that neither squeue nor sacct lists are included as `unknown`.
+    Runs at most two commands; raises SlurmUnreachable when squeue fails.
     """
     if ids is None:
-        return parse_queue(_ask_queue(["--me" if user is None else f"--user={user}"], environ, timeout_s))
+        return parse_queue(_query_queue(["--me" if user is None else f"--user={user}"], environ, timeout_s))
     wanted = list(dict.fromkeys(checked_job_id(job_id) for job_id in ids))
     if not wanted:
         return {}
-    known = parse_queue(_ask_queue(_selection(wanted, user), environ, timeout_s))
+    known = parse_queue(_query_queue(_selection(wanted, user), environ, timeout_s))
     arrays = {base_id(job_id) for job_id in known if "_" in job_id}
-    # The tasks of an array are forgotten one by one: when it is asked for as a whole, some may be missing.
+    # The tasks of an array leave squeue one by one, so some of them may be missing.
     missing = [job_id for job_id in wanted if job_id not in known or job_id in arrays]
-    why = NOBODY_KNOWS
+    why = UNKNOWN_JOB
     if missing:
-        forgotten, why = _ask_accounting(missing, environ)
-        known = {**forgotten, **known}
+        ended, why = _query_accounting(missing, environ)
+        known = {**ended, **known}
     return dict(_picked(wanted, known, why))
 
 
@@ -126,8 +126,8 @@ def _picked(wanted: Sequence[str], known: Mapping[str, JobInfo], why: str) -> It
             continue
         info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN, reason=why))
         rest = known.get(base_id(job_id), info)
-        if info.state is JobState.UNKNOWN and rest.state is JobState.CANCELLED and why == NOBODY_KNOWS:
-            # Tasks that are cancelled before they start can become one record, which has the array's id.
+        if info.state is JobState.UNKNOWN and rest.state is JobState.CANCELLED and why == UNKNOWN_JOB:
+            # Tasks cancelled while pending can become one record under the array's id.
             info = replace(rest, job_id=job_id)
         yield job_id, info
 
@@ -143,20 +143,20 @@ def _selection(wanted: Sequence[str], user: str | None) -> list[str]:
     return [f"--jobs={bases}", *([] if user is None else [f"--user={user}"])]
 
 
-def _ask_queue(selection: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float) -> str:
+def _query_queue(selection: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float) -> str:
     layout = ",".join(f"{name}:{FIELD}" for name in _QUEUE_FIELDS[:-1]) + f",{_QUEUE_FIELDS[-1]}:{RECORD}"
     argv = ["squeue", "--all", "--noconvert", "--noheader", "--states=all", f"--Format={layout}", *selection]
     try:
         return query(argv, timeout_s=timeout_s, environ=environ).stdout
     except SlurmRefused as error:
-        # What squeue says when it is asked for one job only, and has forgotten it.
+        # squeue's error for a single job that it no longer lists.
         if "invalid job id" in error.sentence.lower():
             return ""
         raise
 
 
 def parse_queue(text: str) -> dict[str, JobInfo]:
-    """What squeue printed, by job id; tasks of an array that wait share a record and are separated here."""
+    """The output of squeue, by job id; pending array tasks, which share a record, are expanded."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_QUEUE_FIELDS)):
         number, array, task, word, reason, partition, nodes, num_nodes = fields[:8]
@@ -198,10 +198,10 @@ def _add(found: dict[str, JobInfo], info: JobInfo) -> None:
         found.setdefault(job_id, replace(info, job_id=job_id))
 
 
-def _ask_accounting(
+def _query_accounting(
     missing: Sequence[str], environ: Mapping[str, str] | None
 ) -> tuple[dict[str, JobInfo], str]:
-    """What accounting knows, and why it does not know the rest."""
+    """The jobs that accounting lists, and why others are unknown."""
     bases = ",".join(dict.fromkeys(map(base_id, missing)))
     if len(bases) > _LONGEST_ARGUMENT:
         bases = bases[:_LONGEST_ARGUMENT].rpartition(",")[0]
@@ -214,13 +214,13 @@ def _ask_accounting(
     except TrainkitError as error:
         return (
             {},
-            f"squeue has forgotten it, and accounting does not answer: {error.message.splitlines()[-1]}",
+            f"squeue no longer lists it, and accounting does not answer: {error.message.splitlines()[-1]}",
         )
-    return parse_accounting(text), NOBODY_KNOWS
+    return parse_accounting(text), UNKNOWN_JOB
 
 
 def parse_accounting(text: str) -> dict[str, JobInfo]:
-    """What sacct printed, by job id, for jobs that squeue does not know."""
+    """The output of sacct, by job id, for jobs that squeue does not list."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, partition, nodes, num_nodes, submitted, start, end, exit_code, name = fields
@@ -230,7 +230,9 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
             job_id=job_id,
             state=state,
             slurm_state=word,
-            reason="" if state.is_terminal else f"squeue has forgotten it, and accounting still says {word}",
+            reason=""
+            if state.is_terminal
+            else f"squeue no longer lists it, but accounting still reports {word}",
             partition=partition,
             nodes="" if nodes == "None assigned" else nodes,
             num_nodes=int(num_nodes) if num_nodes.isdigit() else 0,
@@ -246,7 +248,7 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
 
 
 def _from_wait_status(text: str) -> tuple[int | None, int | None]:
-    """squeue's number, which is what wait(2) gave, as exit code and signal."""
+    """squeue's exit_code, a wait(2) status, as exit code and signal."""
     if not text.isdigit():
         return None, None
     status = int(text)
@@ -266,42 +268,42 @@ _PAIR = re.compile(r"(?:^|\s)(?P<name>[A-Z][A-Za-z/:_]*)=(?P<value>\S*)")
 
 @dataclass(frozen=True)
 class JobDetails:
-    """One job at this moment. Times are in UTC."""
+    """One job in detail, from scontrol. Times are in UTC."""
 
     state: JobState
     slurm_state: str
-    """Slurm's own word."""
+    """In Slurm's terms."""
     is_preempted: bool
-    """Whether its nodes are being taken for another job."""
+    """Whether it is being preempted."""
     restarts: int
-    """How often Slurm has started it again."""
+    """Number of requeues."""
     may_requeue: bool
-    """Whether it was submitted so that Slurm may start it again."""
+    """Whether Slurm may requeue it."""
     end_time: datetime | None
-    """When its time is up."""
+    """When it reaches its time limit."""
     reason: str = ""
-    """Slurm's word for why it is so: TimeLimit, for one."""
+    """Slurm's reason for its state, such as TimeLimit."""
     batch_host: str = ""
-    """Where its batch shell runs."""
+    """The host of its batch shell."""
 
 
-def ask_job(
+def job_details(
     job_id: str,
     *,
     timeout_s: float = QUERY_TIMEOUT_S,
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> JobDetails:
-    """What Slurm says about a job, or about the task of an array that `123_4` names.
+    """The details of a job, or of the array task that `123_4` names.
 
-    Raises SlurmUnreachable, and SlurmRefused for a job that it has forgotten.
+    Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
     argv = ["scontrol", "--oneliner", "show", "job", checked_job_id(job_id)]
     return parse_job(query(argv, timeout_s=timeout_s, patience_s=patience_s, environ=environ).stdout)
 
 
 def parse_job(text: str) -> JobDetails:
-    """`scontrol show job`, whose words are `Name=value`; free text stands before UserId and at the end."""
+    """Parses `scontrol show job`: `Name=value` pairs, with free text before UserId and at the end."""
     found: dict[str, str] = {}
     for match in _PAIR.finditer(text.partition(" UserId=")[2]):
         found.setdefault(match["name"], match["value"])

@@ -1,4 +1,4 @@
-"""What Slurm's commands say when something is wrong, from 22.05 to 25.x, and what to do about it. Pure."""
+"""Error messages of Slurm's commands, 22.05 to 25.x: what kind of failure they mean, and hints. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _PREFIX = re.compile(
 )
 
 
-class Trouble(Enum):
+class FailureKind(Enum):
     """Why a command of Slurm failed."""
 
-    NOT_DELIVERED = "Slurm was not reached, so nothing was asked of it"
-    ANSWER_LOST = "Slurm may have done what was asked, and its answer did not arrive"
-    REFUSED = "Slurm said no"
+    NOT_DELIVERED = "Slurm was not reached: nothing was requested"
+    ANSWER_LOST = "the answer was lost: Slurm may have carried out the request"
+    REFUSED = "Slurm refused the request"
 
 
 _NOT_DELIVERED = (
@@ -63,119 +63,119 @@ _UNDELIVERED = re.compile("|".join(_NOT_DELIVERED))
 UNREACHABLE_HINTS = (
     (
         r"configuration source",
-        "Slurm's programs are installed, but this machine knows no cluster: "
-        "set SLURM_CONF, or start from a login node",
+        "Slurm is installed but this machine belongs to no cluster: "
+        "set SLURM_CONF, or run this on a login node",
     ),
     (
         r"[Aa]uthentication|[Mm]unge",
-        "munge does not work on this machine (`munge -n | unmunge` shows why): tell the administrators",
+        "munge does not work on this machine (`munge -n | unmunge` shows why): contact the administrators",
     ),
     (
         r"database|slurmdbd|persistent connection",
-        "the accounting database is away; `squeue` still knows jobs that wait or run",
+        "the accounting database is down; `squeue` still lists pending and running jobs",
     ),
     (r"Rate limit|queue full|[Tt]emporarily", "Slurm is busy: try again in a minute"),
-    (r"submissions disabled", "the administrators have paused submissions: try again later"),
+    (r"submissions disabled", "submissions are disabled by the administrators: try again later"),
 )
-UNREACHABLE_HINT = "`scontrol ping` tells whether Slurm's controller is up; try again when it is"
+UNREACHABLE_HINT = "`scontrol ping` shows whether Slurm's controller is up; try again when it is"
 
 REFUSAL_HINTS = (
     (
         r"[Ii]nvalid partition",
-        "`sinfo -s` lists the partitions: give one with --partition or resources.partition",
+        "`sinfo -s` lists the partitions: choose one with --partition or resources.partition",
     ),
     (
         r"No partition specified",
-        "this cluster has no default partition: give one with --partition or resources.partition",
+        "this cluster has no default partition: choose one with --partition or resources.partition",
     ),
     (
         r"Invalid account|[Ii]nvalid qos|QOS usage threshold|unknown association",
         "`sacctmgr show associations user=$USER format=account,partition,qos` lists what you may use: "
-        "give it with --account and --qos",
+        "choose with --account and --qos",
     ),
     (
         r"accounting/QOS policy|MaxJobCount|limit reached",
-        "this is over a limit of your account or QOS (jobs, nodes, GPUs or time): "
-        "ask for less, wait for other jobs, or give another --qos",
+        "this exceeds a limit of your account or QOS (jobs, nodes, GPUs or time): "
+        "request less, wait for other jobs, or choose another --qos",
     ),
     (
         r"time limit|Time ?[Ll]imit",
-        "`scontrol show partition` shows MaxTime: give less with --time or resources.time",
+        "`scontrol show partition` shows MaxTime: request less with --time or resources.time",
     ),
     (
         r"node configuration is not available|More processors requested|CPU count"
         r"|Memory (?:specification|required)|Insufficient GRES",
-        "no node of this partition has that many GPUs, CPUs or that much memory, or none fits the "
-        "constraint: `sinfo -o '%P %D %c %m %G %f'` shows what there is",
+        "no node of this partition has that many GPUs or CPUs, that much memory, or the features of the "
+        "constraint: `sinfo -o '%P %D %c %m %G %f'` lists the nodes",
     ),
     (
         r"partition configuration not available",
-        "this asks for more than the partition allows: fewer nodes, less time or another partition",
+        "this exceeds a limit of the partition: request fewer nodes, less time or another partition",
     ),
     (
         r"Node count specification",
-        "the partition has fewer nodes than asked for with --nodes, or allows fewer a job",
+        "the partition has fewer nodes than --nodes, or allows fewer per job",
     ),
     (
         r"Invalid (?:generic resource|GRES|Trackable)",
-        "`sinfo -o '%P %G'` shows which GPUs there are and what Slurm calls them",
+        "`sinfo -o '%P %G'` lists the GPUs and their names in Slurm",
     ),
-    (r"feature", "`sinfo -o '%P %f'` shows which features a constraint can name"),
-    (r"[Rr]eservation", "`scontrol show reservation` shows the reservations and who may use them"),
+    (r"feature", "`sinfo -o '%P %f'` lists the features that a constraint can name"),
+    (r"[Rr]eservation", "`scontrol show reservation` lists the reservations and their users"),
     (r"[Nn]ode name specified|nodes not in this partition", "`sinfo -N` lists the nodes of every partition"),
-    (r"dependency", "the job that this one waits for is unknown to Slurm, or has already failed"),
-    (r"array spec", "`scontrol show config` shows MaxArraySize: indices have to be below it"),
+    (r"dependency", "a job that this one depends on is unknown to Slurm or has already failed"),
+    (r"array spec", "`scontrol show config` shows MaxArraySize: indices must be below it"),
     (
         r"too long",
-        "a path, or the environment that is handed over, is too long for Slurm: "
-        "use a shorter --run-dir or submit from a cleaner shell",
+        "a path or the exported environment is too long for Slurm: "
+        "use a shorter --run-dir, or submit from a shell with fewer variables",
     ),
     (
         r"(?:unrecognized|invalid|unknown) option|ambiguous",
-        "this version of Slurm does not know the option: see `sbatch --help`",
+        "this version of Slurm does not support the option: see `sbatch --help`",
     ),
     (
         r"batch script|DOS line breaks",
-        "the script has to begin with `#!` and its lines have to end with a newline only",
+        "the script must begin with `#!` and use Unix line endings",
     ),
     (
         r"group not permitted|[Pp]ermission denied",
-        "you may not use this partition, or this is somebody else's job",
+        "you may not use this partition, or the job belongs to another user",
     ),
-    (r"[Ii]nvalid job id", "Slurm does not know this job (any more): `squeue --me` lists yours"),
-    (r"already (?:completing|finished|done)|already completing or completed", "the job has ended"),
+    (r"[Ii]nvalid job id", "Slurm does not know this job, or no longer does: `squeue --me` lists yours"),
+    (r"already (?:completing|finished|done)|already completing or completed", "the job has already ended"),
     (
         r"presently disabled",
-        "the job was submitted with --no-requeue, or is in a state in which this cannot be done",
+        "the job was submitted with --no-requeue, or its current state does not allow this",
     ),
     (
         r"accounting storage is disabled",
-        "this cluster keeps no accounting: finished jobs are forgotten after a few minutes",
+        "this cluster has no accounting: finished jobs are unknown after a few minutes",
     ),
 )
 
 
 def cleaned(stderr: str) -> str:
-    """Slurm's words without `sbatch: error: ` in front, each line once, blank lines left out."""
+    """Slurm's message without prefixes such as `sbatch: error: `, repeated lines and blank lines."""
     lines = [_PREFIX.sub("", line).strip() for line in stderr.splitlines()]
     return "\n".join(dict.fromkeys(line for line in lines if line and not line.startswith('Try "')))
 
 
-def trouble_of(stderr: str) -> Trouble:
-    """What kind of failure these words mean; a refusal when they are not known."""
-    # What sbatch says before it tries again by itself is not the end of the story.
+def failure_kind(stderr: str) -> FailureKind:
+    """The kind of failure that a message means; a refusal for unknown messages."""
+    # sbatch prints these before it retries by itself.
     lines = [line for line in stderr.splitlines() if not line.endswith("sleeping and retrying")]
-    away = [line for line in lines if _UNDELIVERED.search(line)]
-    # A request can be lost on one controller and not reach the other: the worse one counts.
-    if any(_LOST.search(line) for line in lines if line not in away):
-        return Trouble.ANSWER_LOST
-    return Trouble.NOT_DELIVERED if away else Trouble.REFUSED
+    undelivered = [line for line in lines if _UNDELIVERED.search(line)]
+    # With two controllers, a request can be lost at one and not reach the other: the worse case counts.
+    if any(_LOST.search(line) for line in lines if line not in undelivered):
+        return FailureKind.ANSWER_LOST
+    return FailureKind.NOT_DELIVERED if undelivered else FailureKind.REFUSED
 
 
-def hint_of(stderr: str, trouble: Trouble) -> str:
-    """What a person can do about it; empty when unknown."""
-    hints = REFUSAL_HINTS if trouble is Trouble.REFUSED else UNREACHABLE_HINTS
+def failure_hint(stderr: str, kind: FailureKind) -> str:
+    """What the user can do about a failure; empty when unknown."""
+    hints = REFUSAL_HINTS if kind is FailureKind.REFUSED else UNREACHABLE_HINTS
     for pattern, hint in hints:
         if re.search(pattern, stderr):
             return hint
-    return "" if trouble is Trouble.REFUSED else UNREACHABLE_HINT
+    return "" if kind is FailureKind.REFUSED else UNREACHABLE_HINT

@@ -1,4 +1,4 @@
-"""Our words for the states of a job, and what Slurm's own states mean where they are read. Pure."""
+"""States of a job, and how Slurm's states and reasons map to them. Pure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from enum import Enum
 
 
 class JobState(Enum):
-    """What a job is doing; the value is the word that people see."""
+    """State of a job; the value is what users see."""
 
     PENDING = "pending"
     REQUEUED = "requeued"
-    """Waits to be started again after it ran: preempted, a node failed, or somebody asked for it."""
+    """Pending again after it ran: preempted, a node failed, or on request."""
     HELD = "held"
     STARTING = "starting"
     RUNNING = "running"
     SUSPENDED = "suspended"
     COMPLETING = "completing"
-    """Its processes end. It may still be put back into the queue."""
+    """Its processes are ending. It may still be requeued."""
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -26,16 +26,16 @@ class JobState(Enum):
     NODE_FAIL = "node_fail"
     OUT_OF_MEMORY = "out_of_memory"
     UNKNOWN = "unknown"
-    """Slurm does not know the job any more and does not say how it ended. Never taken for finished."""
+    """Slurm no longer knows the job or how it ended. Never treated as finished."""
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a job in this state has ended and is not started again."""
+        """Whether a job in this state has ended and will not restart."""
         return self in _TERMINAL
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a job in this state is in the queue and waits to be started."""
+        """Whether a job in this state is pending."""
         return self in (JobState.PENDING, JobState.REQUEUED, JobState.HELD)
 
     @property
@@ -50,7 +50,7 @@ _TERMINAL = frozenset(
         *(JobState.PREEMPTED, JobState.NODE_FAIL, JobState.OUT_OF_MEMORY),
     }
 )
-_WORDS = {
+_STATES = {
     "PENDING": JobState.PENDING,
     "REQUEUED": JobState.REQUEUED,
     "REQUEUE_FED": JobState.REQUEUED,
@@ -82,83 +82,82 @@ _WORDS = {
 
 
 def state_in_queue(word: str, restarts: int | None) -> JobState:
-    """What a state of squeue means.
+    """The state for squeue's name of it.
 
-    squeue shows a job that Slurm requeues as COMPLETING and then as PENDING, so here PREEMPTED and NODE_FAIL
-    are the end.
+    squeue shows a requeued job as COMPLETING, then as PENDING, so PREEMPTED and NODE_FAIL are final here.
     """
-    state = _WORDS.get(word, JobState.UNKNOWN)
+    state = _STATES.get(word, JobState.UNKNOWN)
     return JobState.REQUEUED if state is JobState.PENDING and restarts else state
 
 
 def state_in_accounting(word: str) -> JobState:
-    """What a state of sacct (`CANCELLED by 1000`) means for a job that squeue does not know.
+    """The state for sacct's name of it (`CANCELLED by 1000`), for a job that squeue does not list.
 
-    Accounting lags: a job that it takes for alive is unknown.
+    Accounting lags behind: a job that it reports as pending or running is unknown.
     """
-    state = _WORDS.get(word.partition(" ")[0].rstrip("+"), JobState.UNKNOWN)
+    state = _STATES.get(word.partition(" ")[0].rstrip("+"), JobState.UNKNOWN)
     return state if state.is_terminal else JobState.UNKNOWN
 
 
 _SENTENCES = {
     "Resources": "waits for nodes to become free; it is next in line",
-    "Priority": "other jobs come first",
+    "Priority": "other jobs have a higher priority",
     "Dependency": "waits for the jobs that it depends on",
-    "DependencyNeverSatisfied": "will never start: a job that it depends on did not end as needed; cancel it",
-    "BeginTime": "may not start before its begin time; a requeued job waits like this for about two minutes",
-    "Cleaning": "is being cleaned up after its last run before it can start again",
+    "DependencyNeverSatisfied": "will never start, because a job that it depends on failed: cancel it",
+    "BeginTime": "waits for its begin time; a requeued job waits about two minutes",
+    "Cleaning": "is being cleaned up after its last run",
     "Reservation": "waits for its reservation to begin",
-    "ReservationDeleted": "its reservation was deleted; choose another or none",
-    "ReservationInvalid": "its reservation is not valid any more; choose another or none",
+    "ReservationDeleted": "its reservation was deleted: choose another or none",
+    "ReservationInvalid": "its reservation is no longer valid: choose another or none",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved, for example for maintenance",
     "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions": (
         "nodes that it needs are down, drained or reserved for jobs of higher priority"
     ),
     "NodeDown": "a node that it needs is down",
-    "PartitionDown": "its partition is closed for new starts",
+    "PartitionDown": "its partition does not start jobs at the moment",
     "PartitionInactive": "its partition is inactive",
-    "PartitionNodeLimit": "asks for more nodes than its partition has up or allows a job",
-    "PartitionTimeLimit": "asks for more time than its partition allows",
-    "PartitionConfig": "asks for more than its partition allows",
-    "BadConstraints": "its constraints can never be fulfilled; cancel it and ask for something else",
-    "Constraints": "its constraints cannot be fulfilled now",
-    "JobHeldUser": "is held by its user: `scontrol release JOB` lets it go",
+    "PartitionNodeLimit": "requests more nodes than its partition has up or allows per job",
+    "PartitionTimeLimit": "requests more time than its partition allows",
+    "PartitionConfig": "requests more than its partition allows",
+    "BadConstraints": "its constraints can never be satisfied: cancel it and change the request",
+    "Constraints": "its constraints cannot be satisfied now",
+    "JobHeldUser": "is held by its user: `scontrol release JOB` releases it",
     "JobHeldAdmin": "is held by an administrator",
-    "JobHoldMaxRequeue": "is held because it was requeued too often: `scontrol release JOB` lets it go",
-    "JobArrayTaskLimit": "as many tasks of its array run as it allows at once",
+    "JobHoldMaxRequeue": "is held because it was requeued too often: `scontrol release JOB` releases it",
+    "JobArrayTaskLimit": "its array already runs its maximum number of tasks",
     "JobLaunchFailure": "could not be launched, for example because of a broken node or a missing folder",
-    "launch failed requeued held": "could not be launched and is held: `scontrol release JOB` lets it go",
+    "launch failed requeued held": "could not be launched and is held: `scontrol release JOB` releases it",
     "Licenses": "waits for a licence",
     "InvalidAccount": "its account is not valid",
     "InvalidQOS": "its QOS is not valid",
     "QOSNotAllowed": "its QOS is not allowed in its partition or account",
     "AccountNotAllowed": "its account is not allowed in its partition",
     "AccountingPolicy": "a limit of its account or QOS is reached",
-    "AssociationJobLimit": "its account runs as many jobs as it may",
-    "AssociationResourceLimit": "its account uses as much as it may",
+    "AssociationJobLimit": "its account runs its maximum number of jobs",
+    "AssociationResourceLimit": "its account uses its maximum of resources",
     "AssociationTimeLimit": "its account has used up its time",
-    "QOSJobLimit": "its QOS runs as many jobs as it may",
-    "QOSResourceLimit": "its QOS uses as much as it may",
+    "QOSJobLimit": "its QOS runs its maximum number of jobs",
+    "QOSResourceLimit": "its QOS uses its maximum of resources",
     "QOSTimeLimit": "its QOS has used up its time",
     "QOSUsageThreshold": "its account has used more than this QOS allows",
     "Prolog": "its nodes are being prepared",
     "BurstBufferResources": "waits for space in the burst buffer",
     "BurstBufferStageIn": "its data is being copied into the burst buffer",
-    "MaxMemPerLimit": "asks for more memory a CPU or node than is allowed",
-    "PowerNotAvail": "waits for electric power under the cluster's cap",
-    "PowerReserved": "waits for electric power that is reserved for others",
-    "SchedDefer": "starts with the next round of the scheduler",
+    "MaxMemPerLimit": "requests more memory per CPU or node than allowed",
+    "PowerNotAvail": "waits for power below the cluster's cap",
+    "PowerReserved": "waits for power that is reserved for other jobs",
+    "SchedDefer": "waits for the next scheduling cycle",
     "FedJobLock": "another cluster of the federation is deciding about it",
     "SystemFailure": "Slurm or a node failed",
     "NonZeroExitCode": "ended with an error",
-    "RaisedSignal": "was ended by a signal",
-    "TimeLimit": "ran into its time limit",
+    "RaisedSignal": "was killed by a signal",
+    "TimeLimit": "reached its time limit",
     "InactiveLimit": "was idle for too long",
     "OutOfMemory": "ran out of memory",
     "DeadLine": "missed its deadline",
 }
 
-_WHAT = {
+_RESOURCES = {
     "cpu": ("CPUs", "CPU"),
     "mem": ("memory", "memory"),
     "memory": ("memory", "memory"),
@@ -177,7 +176,7 @@ _WHAT = {
     "billing": ("billing units", "billing"),
     "unknown": ("a resource", "resource"),
 }
-"""The resource of a limit: what is limited, and what its minutes are called."""
+"""Resource of a limit -> (what is limited, the unit of its minutes)."""
 # AssocGrpGRES, QOSMaxCpuPerUserLimit, AssocGrpCPURunMinutesLimit, QOSMinGRES, MaxGRESPerAccount, …
 _LIMIT = re.compile(
     r"(?P<whose>Assoc|QOS)?(?P<kind>Grp|Max|Min)(?P<what>[A-Za-z]+?)(?P<minutes>RunMinutes|Minutes)?"
@@ -186,9 +185,9 @@ _LIMIT = re.compile(
 
 
 def reason_sentence(reason: str) -> str:
-    """What `squeue`'s reason means, as the end of a sentence about the job; an unknown reason as it is.
+    """Explains `squeue`'s reason, as a sentence about the job without its subject; unknown reasons unchanged.
 
-    Empty for a job that has no reason. What Slurm adds (`ReqNodeNotAvail, UnavailableNodes:node3`) is kept.
+    Empty for a job without a reason. Details (`ReqNodeNotAvail, UnavailableNodes:node3`) are kept.
     """
     whole = reason.strip().strip("()").replace("_", " ")
     if whole in ("", "None", "N/A", "null"):
@@ -205,16 +204,16 @@ def reason_sentence(reason: str) -> str:
 
 def _limit_sentence(name: str) -> str | None:
     match = _LIMIT.fullmatch(name)
-    names = _WHAT.get(match["what"].lower()) if match else None
+    names = _RESOURCES.get(match["what"].lower()) if match else None
     if match is None or names is None:
         return None
     minutes = {"Minutes": f"{names[1]} minutes", "RunMinutes": f"{names[1]} minutes of running jobs"}
     amount = minutes.get(match["minutes"] or "", names[0])
     whose = "account" if match["whose"] == "Assoc" or match["each"] == "Account" else "QOS"
     if match["kind"] == "Min":
-        return f"asks for less than its {whose} demands: {amount}"
+        return f"requests less than the minimum of its {whose}: {amount}"
     if match["each"] in ("Job", "Node"):
-        return f"asks for more {amount} than its {whose} allows a {match['each'].lower()}"
+        return f"requests more {amount} than its {whose} allows per {match['each'].lower()}"
     if match["each"] == "User":
-        return f"you are at your limit of {amount} in its {whose}"
-    return f"its {whose} is at its limit of {amount}"
+        return f"you have reached your limit of {amount} in its {whose}"
+    return f"its {whose} has reached its limit of {amount}"

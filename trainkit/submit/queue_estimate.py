@@ -20,7 +20,7 @@ from trainkit.errors import TrainkitError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.slurm_request import option_argv
 from trainkit.slurm.client import SlurmRefused
-from trainkit.slurm.submit import would_start
+from trainkit.slurm.submit import query_start
 from trainkit.tables import table
 
 ASK_TIMEOUT_S = 5.0
@@ -121,7 +121,7 @@ def _ask(
                 return
             argv = [*options, f"--partition={name}"]
             try:
-                found = would_start(
+                found = query_start(
                     script, environ=environ, cwd=script.parent, timeout_s=ASK_TIMEOUT_S, extra_argv=argv
                 )
             except SlurmRefused as error:

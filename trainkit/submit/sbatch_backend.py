@@ -17,12 +17,12 @@ from trainkit.plan.slurm_request import SlurmRequest
 from trainkit.rundir import AttemptDir
 from trainkit.slurm.client import SlurmUnreachable
 from trainkit.slurm.control import cancel
-from trainkit.slurm.submit import find_marked, submit_script, would_start
+from trainkit.slurm.submit import find_by_token, query_start, submit_script
 
 
 def submit_file(script: Path, token: str, cwd: Path) -> str:
     """Submit a script once and return its job id; prints to stderr while Slurm does not answer."""
-    return submit_script(script, mark=token, environ=os.environ, cwd=cwd, notify=_print)
+    return submit_script(script, token=token, environ=os.environ, cwd=cwd, notify=_print)
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def removed_unless_submitted(folder: Path, token: str) -> Iterator[None]:
 def _cancel_interrupted(token: str, since: float) -> bool:
     """Cancel the job with this token after Ctrl-C; False when Slurm does not say whether there is one."""
     try:
-        found = find_marked(token, since=since)
+        found = find_by_token(token, since=since)
         if found is not None:
             cancel([found])
             _print(f"{found} had been submitted already, and is cancelled")
@@ -78,7 +78,7 @@ def submit_follow_ups(
         try:
             new_id = submit_script(
                 script,
-                mark=token,
+                token=token,
                 environ=os.environ,
                 cwd=run.path,
                 extra_argv=options,
@@ -104,4 +104,4 @@ def estimate_start(script: str) -> str:
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         path = Path(folder) / "submit.sbatch"
         path.write_text(script, encoding="utf-8", errors="surrogateescape")
-        return would_start(path, environ=os.environ, cwd=Path(folder)).message
+        return query_start(path, environ=os.environ, cwd=Path(folder)).message

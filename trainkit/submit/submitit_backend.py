@@ -93,7 +93,7 @@ def submit_with_submitit(
         except FailedSubmissionError as error:  # sbatch printed no job id
             raise SlurmUnreachable(f"submitit: {error}", may_have_arrived=True) from None
 
-    job_id = submit_once(submit, mark=token, environ=clean, notify=notify)
+    job_id = submit_once(submit, token=token, environ=clean, notify=notify)
     _rename_files(run, job_id)
     return job_id
 
@@ -134,10 +134,10 @@ def _folder(run: RunDir) -> Path:
 
 
 def _submission_error(error: Exception) -> TrainkitError:
-    from trainkit.slurm.client import Answer, failure
+    from trainkit.slurm.client import CommandOutput, failure
 
     message = str(error).strip()
-    known = failure("sbatch", 1, Answer(b"", message))
+    known = failure("sbatch", 1, CommandOutput(b"", message))
     if isinstance(known, SlurmUnreachable):
         return known
     return UsageError(f"submitit: {known.message}", hint=known.hint)

@@ -108,12 +108,12 @@ class Told:
         self.updates: list[tuple[str, str]] = []
         self.answer: Exception | None = None
         self.needed: tuple[str, ...] = ()
-        monkeypatch.setattr(requeue, "would_start", self.would_start)
+        monkeypatch.setattr(requeue, "query_start", self.query_start)
         monkeypatch.setattr(
             requeue, "exclude_hosts", lambda job_id, hosts: self.updates.append((job_id, hosts))
         )
 
-    def would_start(self, script: Path, *, extra_argv: list[str], **more: object) -> None:
+    def query_start(self, script: Path, *, extra_argv: list[str], **more: object) -> None:
         self.tested = extra_argv
         if self.answer is not None:
             raise self.answer

@@ -15,7 +15,7 @@ from trainkit.errors import TrainkitError
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.slurm.control import cancel, requeue
 from trainkit.slurm.hosts import is_down, node_states
-from trainkit.slurm.jobs import ask_job
+from trainkit.slurm.jobs import job_details
 
 POLL_S = 20.0
 
@@ -33,7 +33,7 @@ def watch_batch_host(job_id: str) -> None:
 
 def requeue_if_down(job_id: str) -> bool:
     """Requeue or cancel the job if the host of its batch shell is down; whether it is."""
-    job = ask_job(job_id)
+    job = job_details(job_id)
     host = job.batch_host
     if not host or not is_down(node_states([host]).get(host, "")):
         return False
