@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trainkit.config import LoadedConfig, load_config
 from trainkit.plan.launch import LaunchPlan, Layout
-from trainkit.plan.memory.peaks import memory_of, ranks_to_look_at
+from trainkit.plan.memory.peaks import extreme_ranks, memory_of
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.workload import Workload, workload_of
 from trainkit.submit.simulate import simulate, simulated_plan
@@ -118,7 +118,7 @@ def _workload(loaded: LoadedConfig, plan: LaunchPlan) -> Workload:
 def _peaks(loaded: LoadedConfig, plan: LaunchPlan, work: Workload) -> Iterator[int]:
     """Bytes of the peak of each rank that is tried, as torch's tracker saw it."""
     layout = plan.layout
-    for pp_rank in ranks_to_look_at(work):
+    for pp_rank in extreme_ranks(work):
         yield simulate(loaded, plan, pp_rank * layout.world_size // layout.pp)["peak_bytes"]["total"]
 
 

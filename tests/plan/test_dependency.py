@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from trainkit.errors import UsageError
-from trainkit.plan.launch import Awaited, Batch, LaunchPlan, Layout, ids_to_wait_for, with_dependency
+from trainkit.plan.launch import Batch, Dependency, LaunchPlan, Layout, dependency_ids, with_dependency
 from trainkit.plan.slurm_request import SlurmRequest
 
 
@@ -27,54 +27,54 @@ def plan(slurm: SlurmRequest | None) -> LaunchPlan:
     )
 
 
-def tasks(*states: str) -> list[Awaited]:
-    return [Awaited(f"runs/g/{index}", state, f"12_{index}") for index, state in enumerate(states)]
+def tasks(*states: str) -> list[Dependency]:
+    return [Dependency(f"runs/g/{index}", state, f"12_{index}") for index, state in enumerate(states)]
 
 
 @pytest.mark.parametrize("state", ["pending", "starting", "running", "stopping", "requeueing"])
 def test_a_run_that_may_finish(state: str) -> None:
-    assert ids_to_wait_for("first", [Awaited("runs/first", state, "12")]) == ["12"]
+    assert dependency_ids("first", [Dependency("runs/first", state, "12")]) == ["12"]
 
 
 def test_a_run_that_has_finished_is_not_waited_for() -> None:
-    assert ids_to_wait_for("first", [Awaited("runs/first", "finished", "12")]) == []
-    assert ids_to_wait_for("first", [Awaited("runs/first", "finished", "local-12")]) == []
+    assert dependency_ids("first", [Dependency("runs/first", "finished", "12")]) == []
+    assert dependency_ids("first", [Dependency("runs/first", "finished", "local-12")]) == []
 
 
 @pytest.mark.parametrize("state", ["failed", "cancelled", "stopped", "died", "incomplete"])
 def test_what_cannot_finish_is_refused(state: str) -> None:
     with pytest.raises(UsageError) as caught:
-        ids_to_wait_for("first", [Awaited("runs/my first", state, "12", "exit code 3")])
+        dependency_ids("first", [Dependency("runs/my first", state, "12", "exit code 3")])
     assert caught.value.message == f"--after first: runs/my first is {state} (exit code 3)"
     assert caught.value.hint.startswith("`trainkit resume 'runs/my first'` resumes it")
 
 
 def test_what_nobody_knows_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
-        ids_to_wait_for("12", [Awaited("runs/first", "unknown", "12")])
+        dependency_ids("12", [Dependency("runs/first", "unknown", "12")])
     assert "is unknown" in caught.value.message
     assert "`trainkit status runs/first` says why" in caught.value.hint
 
 
 def test_slurm_cannot_wait_for_this_machine() -> None:
     with pytest.raises(UsageError, match="runs on this machine, and Slurm cannot wait for it"):
-        ids_to_wait_for("first", [Awaited("runs/first", "running", "local-12")])
+        dependency_ids("first", [Dependency("runs/first", "running", "local-12")])
 
 
 def test_a_whole_array_is_one_dependency() -> None:
-    assert ids_to_wait_for("g", tasks("finished", "running", "pending"), "12") == ["12"]
-    assert ids_to_wait_for("g", tasks("finished", "finished"), "12") == []
+    assert dependency_ids("g", tasks("finished", "running", "pending"), "12") == ["12"]
+    assert dependency_ids("g", tasks("finished", "finished"), "12") == []
 
 
 def test_a_point_that_was_started_again_is_waited_for_by_its_own_job() -> None:
     # The array's own task has failed: afterok of the array would never hold.
-    runs = [*tasks("running", "finished"), Awaited("runs/g/2", "running", "99")]
-    assert ids_to_wait_for("g", runs, "12") == ["12_0", "99"]
+    runs = [*tasks("running", "finished"), Dependency("runs/g/2", "running", "99")]
+    assert dependency_ids("g", runs, "12") == ["12_0", "99"]
 
 
 def test_points_that_failed_are_named() -> None:
     with pytest.raises(UsageError) as caught:
-        ids_to_wait_for("g", tasks("failed", "running", "died", "failed", "cancelled", "failed"), "12")
+        dependency_ids("g", tasks("failed", "running", "died", "failed", "cancelled", "failed"), "12")
     assert caught.value.message == (
         "--after g: runs/g/0 is failed, runs/g/2 is died, runs/g/3 is failed and 2 more, of 6 runs"
     )

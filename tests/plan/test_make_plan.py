@@ -63,7 +63,7 @@ def test_whole_plan() -> None:
             1,
             "1: 4 GPUs shared by 3 nodes, 1 left idle",
         ),
-        (GPUS, ("resources.gpus_per_node=2",), "cuda", 2, "resources.gpus_per_node: 2 was asked for"),
+        (GPUS, ("resources.gpus_per_node=2",), "cuda", 2, "resources.gpus_per_node: 2 was requested"),
         (
             GPUS,
             ("device=cpu", "resources.nodes=8", "train.device_batch_size=1"),
@@ -71,7 +71,7 @@ def test_whole_plan() -> None:
             1,
             "1: a CPU node has one worker unless resources.gpus_per_node says otherwise",
         ),
-        (CPU, ("resources.gpus_per_node=4",), "cpu", 4, "resources.gpus_per_node: 4 was asked for"),
+        (CPU, ("resources.gpus_per_node=4",), "cpu", 4, "resources.gpus_per_node: 4 was requested"),
     ],
 )
 def test_workers(
@@ -86,7 +86,7 @@ def test_workers(
     [
         ((), 4, "4: 4 CPU cores for 1 worker"),
         (("resources.nodes=8", "train.device_batch_size=1"), 1, "1: 4 CPU cores for 8 workers"),
-        (("resources.cpus_per_gpu=3",), 3, "resources.cpus_per_gpu: 3 was asked for"),
+        (("resources.cpus_per_gpu=3",), 3, "resources.cpus_per_gpu: 3 was requested"),
     ],
 )
 def test_threads(overrides: tuple[str, ...], threads: int, reason: str) -> None:

@@ -26,7 +26,7 @@ from trainkit.control.jobs import (
 from trainkit.errors import UsageError
 from trainkit.job.record import KILLED, mark_cancelled, newest_entry, run_lock
 from trainkit.observe.group import GroupFiles
-from trainkit.plan.launch import WAITED_FOR, LaunchPlan
+from trainkit.plan.launch import UNFINISHED_STATES, LaunchPlan
 from trainkit.rundir import RunDir, read_json, utc_now
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.control import Receiver, cancel, cancel_waiting, kill_steps, send_signal
@@ -104,7 +104,9 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     points = GroupFiles(group)
     jobs = query_jobs(points.open_ids)
     status = points.status(jobs, datetime.now(timezone.utc))
-    alive = [point for point in status.points if point.state in WAITED_FOR and point.job_id is not None]
+    alive = [
+        point for point in status.points if point.state in UNFINISHED_STATES and point.job_id is not None
+    ]
     pending = [point.index for point in alive if jobs[str(point.job_id)].state.is_waiting]
     running = [point.index for point in alive if point.index not in set(pending)]
     job_ids = [str(point.job_id) for point in alive]

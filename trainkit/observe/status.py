@@ -13,7 +13,7 @@ from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.manifest import published
 from trainkit.observe.follow import last_records
 from trainkit.observe.restarts import Restart, find_restarts
-from trainkit.plan.launch import WAITED_FOR
+from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.rundir import RunDir, parse_time, read_json, read_jsonl, seconds_between, will_resume
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
@@ -22,7 +22,7 @@ STALE_S = 60.0
 """Warn when there are no new metrics for this long, and for `STALE_INTERVALS` of their usual interval."""
 STALE_INTERVALS = 10
 RECENT_RECORDS = 200
-ACTIVE_STATES = (*WAITED_FOR, "unknown")
+ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
 """States of a run that may still make progress."""
 CLOCKS_S = 2.0
 """How far apart the clocks of a cluster's hosts may be."""

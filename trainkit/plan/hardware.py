@@ -78,9 +78,9 @@ def _nodes(config: RunConfig, target: Target) -> tuple[NodeKind, ...]:
 
 
 def _node_size(config: RunConfig, machine: Machine, target: Target, gpu: Gpu) -> int:
-    asked = config.resources.gpus_per_node
-    if asked != "auto":
-        return asked
+    requested = config.resources.gpus_per_node
+    if requested != "auto":
+        return requested
     on_cluster = [node.num_gpus() for node in _nodes(config, target)]
     if on_cluster:
         return max(on_cluster)

@@ -194,16 +194,16 @@ def describe_plan(plan: LaunchPlan, name: str) -> str:
     return "\n".join(lines)
 
 
-WAITED_FOR = ("pending", "starting", "running", "restarting", "stopping", "requeueing")
+UNFINISHED_STATES = ("pending", "starting", "running", "restarting", "stopping", "requeueing")
 """States of a run that may still finish."""
 MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Awaited:
+class Dependency:
     """One run of what is waited for."""
 
-    who: str
+    name: str
     """For people: its folder, or the point that it is."""
     state: str
     job_id: str | None
@@ -211,21 +211,21 @@ class Awaited:
     reason: str | None = None
 
 
-def ids_to_wait_for(text: str, runs: Sequence[Awaited], array: str | None = None) -> list[str]:
+def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = None) -> list[str]:
     """The Slurm jobs that have to end well before what `text` names has finished; none when it has.
 
     `array` is the job id of a group. Raises UsageError for what has failed, is not known, or runs on this
     machine.
     """
     open_runs = [run for run in runs if run.state != "finished"]
-    wrong = [run for run in open_runs if run.state not in WAITED_FOR or run.job_id is None]
+    wrong = [run for run in open_runs if run.state not in UNFINISHED_STATES or run.job_id is None]
     if wrong:
-        raise UsageError(_why_not(text, wrong, len(runs)), hint=_hint(wrong[0]))
+        raise UsageError(_unfinishable(text, wrong, len(runs)), hint=_hint(wrong[0]))
     local = next((run for run in open_runs if str(run.job_id).startswith("local-")), None)
     if local is not None:
         raise UsageError(
-            f"--after {text}: {local.who} runs on this machine, and Slurm cannot wait for it",
-            hint=f"`trainkit logs {quote(local.who)} -f` returns when it has ended",
+            f"--after {text}: {local.name} runs on this machine, and Slurm cannot wait for it",
+            hint=f"`trainkit logs {quote(local.name)} -f` returns when it has ended",
         )
     own = f"{array}_"
     if array is not None and open_runs and all(str(run.job_id).startswith(own) for run in runs):
@@ -233,20 +233,20 @@ def ids_to_wait_for(text: str, runs: Sequence[Awaited], array: str | None = None
     return [str(run.job_id) for run in open_runs]
 
 
-def _why_not(text: str, wrong: Sequence[Awaited], count: int) -> str:
+def _unfinishable(text: str, wrong: Sequence[Dependency], count: int) -> str:
     first = wrong[0]
-    why = f" ({first.reason})" if first.reason else ""
+    reason = f" ({first.reason})" if first.reason else ""
     if count == 1:
-        return f"--after {text}: {first.who} is {first.state}{why}"
-    named = ", ".join(f"{run.who} is {run.state}" for run in wrong[:MAX_NAMED])
+        return f"--after {text}: {first.name} is {first.state}{reason}"
+    named = ", ".join(f"{run.name} is {run.state}" for run in wrong[:MAX_NAMED])
     more = f" and {len(wrong) - MAX_NAMED:,} more" if len(wrong) > MAX_NAMED else ""
     return f"--after {text}: {named}{more}, of {count:,} runs"
 
 
-def _hint(wrong: Awaited) -> str:
+def _hint(wrong: Dependency) -> str:
     if wrong.state == "unknown":
-        return f"`trainkit status {quote(wrong.who)}` says why; without --after it starts at once"
-    return f"`trainkit resume {quote(wrong.who)}` resumes it; then it can be waited for"
+        return f"`trainkit status {quote(wrong.name)}` says why; without --after it starts at once"
+    return f"`trainkit resume {quote(wrong.name)}` resumes it; then it can be waited for"
 
 
 def with_dependency(plan: LaunchPlan, texts: Sequence[str], job_ids: Sequence[str]) -> LaunchPlan:

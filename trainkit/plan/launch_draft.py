@@ -39,29 +39,29 @@ class LaunchDraft:
             self.problem(key, message, f"at most {most} workers ({WORKERS_PER_CPU} a core) are started here")
 
     def device(self) -> str:
-        asked = self.loaded.config.device
-        if asked == "cuda" and not self.machine.num_gpus:
+        requested = self.loaded.config.device
+        if requested == "cuda" and not self.machine.num_gpus:
             message = f"is cuda, but {self.machine.gpu_reason}"
             self.problem("device", message, "device: auto takes what is there")
-        if asked != "auto":
-            self.reasons["device"] = f"device: {asked} was asked for"
-            return asked
+        if requested != "auto":
+            self.reasons["device"] = f"device: {requested} was requested"
+            return requested
         device = "cuda" if self.machine.num_gpus else "cpu"
         self.reasons["device"] = f"{device}: {self.machine.gpu_reason}"
         return device
 
     def workers_per_node(self, device: str) -> int:
         resources = self.loaded.config.resources
-        nodes, asked, num_gpus = resources.nodes, resources.gpus_per_node, self.machine.num_gpus
-        if asked != "auto":
-            self.reasons["workers_per_node"] = f"resources.gpus_per_node: {asked} was asked for"
-            if device == "cuda" and 0 < num_gpus < nodes * asked:
+        nodes, requested, num_gpus = resources.nodes, resources.gpus_per_node, self.machine.num_gpus
+        if requested != "auto":
+            self.reasons["workers_per_node"] = f"resources.gpus_per_node: {requested} was requested"
+            if device == "cuda" and 0 < num_gpus < nodes * requested:
                 message = (
-                    f"is {asked}: {_count(nodes, 'node')} x {asked} = {nodes * asked} GPUs, "
+                    f"is {requested}: {_count(nodes, 'node')} x {requested} = {nodes * requested} GPUs, "
                     f"but this machine has {num_gpus}"
                 )
                 self.problem("resources.gpus_per_node", message, self._gpu_hint())
-            return asked
+            return requested
         if device == "cpu":
             reason = "1: a CPU node has one worker unless resources.gpus_per_node says otherwise"
             self.reasons["workers_per_node"] = reason
@@ -109,10 +109,10 @@ class LaunchDraft:
         return lr
 
     def threads_per_worker(self, world_size: int) -> int | None:
-        asked = self.loaded.config.resources.cpus_per_gpu
-        if asked != "auto":
-            self.reasons["threads_per_worker"] = f"resources.cpus_per_gpu: {asked} was asked for"
-            return asked
+        requested = self.loaded.config.resources.cpus_per_gpu
+        if requested != "auto":
+            self.reasons["threads_per_worker"] = f"resources.cpus_per_gpu: {requested} was requested"
+            return requested
         num_cpus = self.machine.num_cpus
         threads = max(1, num_cpus // world_size)
         workers = "1 worker" if world_size == 1 else f"{world_size} workers"
@@ -158,7 +158,7 @@ class SlurmDraft(LaunchDraft):
         )
 
     @property
-    def _all_nodes(self) -> int:
+    def _total_nodes(self) -> int:
         """Those that train and those that stand by."""
         resources = self.loaded.config.resources
         return resources.nodes + resources.spare_nodes
@@ -170,10 +170,10 @@ class SlurmDraft(LaunchDraft):
         return gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
 
     def device(self) -> str:
-        asked, partition = self.loaded.config.device, self.partition
-        if asked != "auto":
-            self.reasons["device"] = f"device: {asked} was asked for"
-            return asked
+        requested, partition = self.loaded.config.device, self.partition
+        if requested != "auto":
+            self.reasons["device"] = f"device: {requested} was requested"
+            return requested
         if partition is None or not self.nodes:
             message = "is auto, but what the nodes of this cluster have is not known"
             self._unknown("device", message, "say device: cuda or device: cpu")
@@ -185,15 +185,15 @@ class SlurmDraft(LaunchDraft):
         return device
 
     def workers_per_node(self, device: str) -> int:
-        asked, partition = self.loaded.config.resources.gpus_per_node, self.partition
-        if asked != "auto":
-            self.reasons["workers_per_node"] = f"resources.gpus_per_node: {asked} was asked for"
-            return asked
+        requested, partition = self.loaded.config.resources.gpus_per_node, self.partition
+        if requested != "auto":
+            self.reasons["workers_per_node"] = f"resources.gpus_per_node: {requested} was requested"
+            return requested
         if device == "cpu":
             reason = "1: a CPU node has one worker unless resources.gpus_per_node says otherwise"
             self.reasons["workers_per_node"] = reason
             return 1
-        count = self._gpus_of_enough_nodes()
+        count = self._gpus_per_node()
         if partition is None or not self.nodes:
             message = "is auto, but how many GPUs the nodes have is not known"
             self._unknown("resources.gpus_per_node", message, "say how many, or name another partition")
@@ -209,13 +209,13 @@ class SlurmDraft(LaunchDraft):
         self.reasons["workers_per_node"] = reason
         return count
 
-    def _gpus_of_enough_nodes(self) -> int:
+    def _gpus_per_node(self) -> int:
         """The most GPUs that as many nodes have as were asked for; the most of any when there are too few."""
         gpu_type = self._gpu_type
         counts = sorted({kind.num_gpus(gpu_type) for kind in self.nodes}, reverse=True)
         for count in filter(None, counts):
             nodes = sum(kind.count for kind in self.nodes if kind.num_gpus(gpu_type) >= count)
-            if nodes >= self._all_nodes:
+            if nodes >= self._total_nodes:
                 return count
         return max(counts, default=0)
 
@@ -223,10 +223,10 @@ class SlurmDraft(LaunchDraft):
         """Slurm knows how many fit."""
 
     def threads_per_worker(self, world_size: int) -> int | None:
-        asked = self.loaded.config.resources.cpus_per_gpu
-        if asked != "auto":
-            self.reasons["threads_per_worker"] = f"resources.cpus_per_gpu: {asked} was asked for"
-            return asked
+        requested = self.loaded.config.resources.cpus_per_gpu
+        if requested != "auto":
+            self.reasons["threads_per_worker"] = f"resources.cpus_per_gpu: {requested} was requested"
+            return requested
         workers = world_size // self.loaded.config.resources.nodes
         partition, kinds = self.partition, self._gpu_nodes(workers)
         if partition is not None and self.uses_gpus and kinds:
@@ -309,7 +309,7 @@ class SlurmDraft(LaunchDraft):
         spare = config.resources.spare_nodes
         if spare:
             self.reasons["spare_nodes"] = (
-                f"{spare}: the job gets {self._all_nodes} nodes, and {config.resources.nodes} of them train"
+                f"{spare}: the job gets {self._total_nodes} nodes, and {config.resources.nodes} of them train"
             )
         request = with_excluded(request, self._bad_nodes(resources))
         return replace(request, version=self.cluster.slurm_version)
@@ -317,14 +317,16 @@ class SlurmDraft(LaunchDraft):
     def _bad_nodes(self, request: ResourceRequest) -> list[str]:
         """The hosts that failed a short while ago, as many of them as the job can do without."""
         bad, capacity = self.cluster.bad_nodes, spare_capacity(request, self.cluster)
-        left_out = list(bad)[:capacity]
-        words = [f"{host}: {bad[host]}" for host in left_out]
-        words += [
-            f"not {host}, which the job needs: {why}" for host, why in bad.items() if host not in left_out
+        excluded = list(bad)[:capacity]
+        notes = [f"{host}: {bad[host]}" for host in excluded]
+        notes += [
+            f"not {host}, which the job needs: {reason}"
+            for host, reason in bad.items()
+            if host not in excluded
         ]
-        if words:
-            self.reasons["exclude"] = "; ".join([*words, self.cluster.forget_hint])
-        return left_out
+        if notes:
+            self.reasons["exclude"] = "; ".join([*notes, self.cluster.forget_hint])
+        return excluded
 
     def _unknown(self, key: str, message: str, hint: str) -> None:
         """A value that only the cluster could tell: what is wrong is Slurm where it did not answer."""
@@ -352,10 +354,10 @@ class StepDraft(LaunchDraft):
         """Slurm has started the tasks already."""
 
     def threads_per_worker(self, world_size: int) -> int | None:
-        asked = self.loaded.config.resources.cpus_per_gpu
+        requested = self.loaded.config.resources.cpus_per_gpu
         self.reasons["threads_per_worker"] = (
             "the cores that Slurm gave to a task"
-            if asked == "auto"
-            else f"resources.cpus_per_gpu: {asked} was asked for"
+            if requested == "auto"
+            else f"resources.cpus_per_gpu: {requested} was requested"
         )
-        return None if asked == "auto" else asked
+        return None if requested == "auto" else requested

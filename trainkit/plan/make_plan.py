@@ -180,9 +180,9 @@ def _check_model(
     words, problem = None, None
     if plan.device == "cuda":
         # Imported only where there is a GPU: it knows every layout, and takes its time for that.
-        from trainkit.plan.layouts.fit import judge_memory
+        from trainkit.plan.layouts.fit import check_memory
 
-        words, problem = judge_memory(loaded, plan, shape, machine, target)
+        words, problem = check_memory(loaded, plan, shape, machine, target)
         problem = problem or staging_problem(loaded, plan, shape, machine)
     else:
         problem = host_problem(loaded, plan, shape, machine)

@@ -42,7 +42,7 @@ SBATCH_KEYS = {
 }
 """Options that stand for a key of the config, and so are refused in `resources.extra`."""
 
-OWN_OPTIONS = (
+RESERVED_SBATCH_OPTIONS = (
     "output",
     "error",
     "open-mode",
@@ -55,13 +55,13 @@ OWN_OPTIONS = (
 )
 """Options that the job needs as they are."""
 
-SRUN_OWN = (
+RESERVED_SRUN_OPTIONS = (
     *("nodes", "ntasks", "ntasks-per-node", "output", "error", "input", "kill-on-bad-exit", "wait"),
     *("chdir", "pty", "multi-prog", "label", "jobid", "overlap", "signal", "export"),
     *("nodelist", "nodefile", "exclude", "relative", "no-kill"),
 )
 
-SLURM_COMES_BACK = ("preempted", "node_fail")
+SLURM_REQUEUE_CAUSES = ("preempted", "node_fail")
 """Ends after which Slurm starts a job again by itself, if it may."""
 
 
@@ -137,7 +137,7 @@ def make_request(
 
 def _requeue_option(on: Collection[str], expedite: bool) -> Options:
     """Whether Slurm may start the job again by itself."""
-    if not any(cause in on for cause in SLURM_COMES_BACK):
+    if not any(cause in on for cause in SLURM_REQUEUE_CAUSES):
         return {"no-requeue": True}
     return {"requeue": "expedite" if expedite else True}
 
@@ -159,10 +159,10 @@ def reserved_options(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         elif option in ("clusters", "cluster"):
             hint = "export SLURM_CLUSTERS, which every command of Slurm reads"
             yield key, "would be heard by sbatch alone, and the job not be found again", hint
-        elif option in OWN_OPTIONS:
+        elif option in RESERVED_SBATCH_OPTIONS:
             yield key, "is set by trainkit, which relies on it", "leave it out"
     for option in config.launch.srun_extra:
-        if option in SRUN_OWN:
+        if option in RESERVED_SRUN_OPTIONS:
             yield f"launch.srun_extra.{option}", "is set by trainkit, which relies on it", "leave it out"
 
 

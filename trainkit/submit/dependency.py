@@ -9,7 +9,7 @@ from trainkit.control.jobs import query_job_status
 from trainkit.control.run_registry import find_run_or_group
 from trainkit.observe.group import GroupFiles
 from trainkit.observe.status import read_status
-from trainkit.plan.launch import Awaited, LaunchPlan, ids_to_wait_for, with_dependency
+from trainkit.plan.launch import Dependency, LaunchPlan, dependency_ids, with_dependency
 from trainkit.rundir import RunDir
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.jobs import query_jobs
@@ -35,19 +35,19 @@ def job_ids_of(names: Sequence[str], warn: Callable[[str], None]) -> list[str]:
     for name in names:
         found = find_run_or_group(name)
         if isinstance(found, RunDir):
-            ids += ids_to_wait_for(name, [_run(found, warn)])
+            ids += dependency_ids(name, [_run(found, warn)])
         else:
-            ids += ids_to_wait_for(name, _points(found), found.job_id)
+            ids += dependency_ids(name, _points(found), found.job_id)
     return ids
 
 
-def _run(run: RunDir, warn: Callable[[str], None]) -> Awaited:
+def _run(run: RunDir, warn: Callable[[str], None]) -> Dependency:
     job_status = query_job_status([run], warn)[0]
     status = read_status(run, job_status.alive, datetime.now(timezone.utc), job_status.job)
-    return Awaited(str(run.path), status.state, status.job_id, status.reason)
+    return Dependency(str(run.path), status.state, status.job_id, status.reason)
 
 
-def _points(group: RunGroup) -> list[Awaited]:
+def _points(group: RunGroup) -> list[Dependency]:
     points = GroupFiles(group)
     status = points.status(query_jobs(points.open_ids), datetime.now(timezone.utc))
-    return [Awaited(point.run_dir, point.state, point.job_id, point.reason) for point in status.points]
+    return [Dependency(point.run_dir, point.state, point.job_id, point.reason) for point in status.points]

@@ -13,7 +13,7 @@ from trainkit.config import load_config
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.hardware import Hardware
 from trainkit.plan.launch import Layout
-from trainkit.plan.layouts.choices import Choice, best_of, choose, configured_layout, layouts
+from trainkit.plan.layouts.choices import Choice, best_on_layout, choose, configured_layout, layouts
 from trainkit.plan.layouts.fit import advise, fewest_gpus
 from trainkit.plan.layouts.rules import layout_problems
 from trainkit.plan.layouts.table import headline, reason, set_flags
@@ -89,7 +89,7 @@ def test_fewer_samples_than_gpus_need_more_than_shards() -> None:
 
 def test_recomputation_is_as_light_as_memory_allows() -> None:
     modes = {
-        gpu: best_of(workload("7b", seq_len=16_384), Layout(dp_shard=8), hardware(8, gpu), 8)
+        gpu: best_on_layout(workload("7b", seq_len=16_384), Layout(dp_shard=8), hardware(8, gpu), 8)
         for gpu in ("b200", "h100", "a100-40gb")
     }
     found = {gpu: choice and choice.work.parallel.activation_checkpointing for gpu, choice in modes.items()}
@@ -97,23 +97,25 @@ def test_recomputation_is_as_light_as_memory_allows() -> None:
 
 
 def test_a_pipeline_cuts_the_share_of_a_process() -> None:
-    choice = best_of(workload("7b"), Layout(dp_shard=2, pp=4), hardware(8), 48)
+    choice = best_on_layout(workload("7b"), Layout(dp_shard=2, pp=4), hardware(8), 48)
     assert choice is not None
     work = choice.work
     assert (work.samples_at_once, work.passes_per_step) == (1, 24)
     assert work.parallel.pp_microbatches >= 4
-    assert best_of(workload("7b"), Layout(dp_shard=2, pp=4), hardware(8), 4) is None  # fewer than stages
+    assert (
+        best_on_layout(workload("7b"), Layout(dp_shard=2, pp=4), hardware(8), 4) is None
+    )  # fewer than stages
 
 
 def test_a_schedule_that_goes_back_twice_is_not_combined_with_selective_recomputation() -> None:
     base = workload("7b", pp_schedule="zbv", activation_checkpointing="selective", seq_len=16_384)
-    choice = best_of(base, Layout(dp_shard=2, pp=4), hardware(8, "a100-40gb"), 64)
+    choice = best_on_layout(base, Layout(dp_shard=2, pp=4), hardware(8, "a100-40gb"), 64)
     assert choice is not None
     assert choice.work.parallel.activation_checkpointing == "full"
 
 
 def test_a_batch_that_cannot_be_shared_leaves_nothing() -> None:
-    assert best_of(workload("125m"), Layout(dp_replicate=8), hardware(8), 12) is None
+    assert best_on_layout(workload("125m"), Layout(dp_replicate=8), hardware(8), 12) is None
 
 
 @pytest.mark.parametrize("preset", ["125m", "7b", "70b"])

@@ -13,8 +13,8 @@ from workloads import llama, workload
 from trainkit.plan.gpus import GIB
 from trainkit.plan.launch import Layout
 from trainkit.plan.memory.activations import block_bytes, head_bytes, kept_bytes, loss_bytes
-from trainkit.plan.memory.peaks import memory_of, rank_memory, receive_buffers
-from trainkit.plan.memory.weights import held_by
+from trainkit.plan.memory.phases import memory_of, rank_memory, receive_buffers
+from trainkit.plan.memory.weights import stage_params
 from trainkit.plan.model_shape import ModelShape, num_params
 from trainkit.plan.workload import Workload
 
@@ -247,13 +247,16 @@ def test_pipelines_as_torch_tracked_them(tracked_gib: float, pp_rank: int, what:
 def test_stages_receive_into_buffers_of_their_own() -> None:
     """One a microbatch of the step, of activations but for the first stage, of gradients but for the last."""
     work = workload("7b", layout=Layout(pp=4), device_batch_size=4, pp_microbatches=4, accumulation_steps=2)
-    received = [receive_buffers(work, held_by(rank, 4, "1f1b", 32)) for rank in range(4)]
+    received = [receive_buffers(work, stage_params(rank, 4, "1f1b", 32)) for rank in range(4)]
     stream = 4096 * 4096 * 2
     assert received == [8 * stream * ends for ends in (1, 2, 2, 1)]
     v = work.with_parallel(pp_schedule="zbv")
     # Both ends are on the first rank: two inputs, of which each stays with the gradient that was sent on.
-    assert [receive_buffers(v, held_by(rank, 4, "zbv", 32)) for rank in (0, 3)] == [24 * stream, 48 * stream]
-    assert receive_buffers(workload(), held_by(0, 1, "1f1b", 32)) == 0
+    assert [receive_buffers(v, stage_params(rank, 4, "zbv", 32)) for rank in (0, 3)] == [
+        24 * stream,
+        48 * stream,
+    ]
+    assert receive_buffers(workload(), stage_params(0, 1, "1f1b", 32)) == 0
 
 
 LAYOUTS = st.builds(
@@ -280,7 +283,7 @@ WORKLOADS = st.builds(
 @given(WORKLOADS)
 def test_the_peak_is_the_worst_moment(work: Workload) -> None:
     found = memory_of(work)
-    assert found.peak == max(parts.total for parts in found.phases.values()) == found.at_worst.total
+    assert found.peak == max(parts.total for parts in found.phases.values()) == found.at_peak.total
     assert found.largest.total >= found.peak
     assert all(value >= 0 for parts in found.phases.values() for value in vars(parts).values())
 
@@ -306,12 +309,12 @@ def test_checkpointing_keeps_less_and_less(work: Workload) -> None:
     kept = [kept_bytes(mode) for mode in modes]
     assert kept == sorted(kept, reverse=True)
     none, _, full = (memory_of(mode) for mode in modes)
-    assert full.peak <= none.peak or full.worst == "weights"
+    assert full.peak <= none.peak or full.worst_phase == "weights"
 
 
 def test_full_recomputation_does_not_save_where_weights_have_their_gradients_apart() -> None:
     """The tracker's 14.0 and 12.1 GiB, see PIPELINES."""
     zbv = workload("7b", layout=Layout(dp_shard=4, pp=2), pp_schedule="zbv", device_batch_size=4)
     none, full = (zbv.with_parallel(activation_checkpointing=mode) for mode in ("none", "full"))
-    assert memory_of(full).worst == "weights"
+    assert memory_of(full).worst_phase == "weights"
     assert rank_memory(full, 1).peak > rank_memory(none, 1).peak

@@ -70,7 +70,7 @@ def choose(base: Workload, hardware: Hardware, global_batch_size: int | None) ->
     """
     found = []
     for layout in layouts(base, hardware):
-        choice = best_of(base, layout, hardware, global_batch_size)
+        choice = best_on_layout(base, layout, hardware, global_batch_size)
         if choice is not None:
             found.append(choice)
     return sorted(found, key=lambda choice: choice.rank)
@@ -89,17 +89,17 @@ def layouts(base: Workload, hardware: Hardware) -> Iterator[Layout]:
             yield from (Layout(dp // shard, shard, tp, pp, cp) for shard in divisors_of(dp))
 
 
-def best_of(
+def best_on_layout(
     base: Workload, layout: Layout, hardware: Hardware, global_batch_size: int | None
 ) -> Choice | None:
     """The fastest way to train on a layout that fits, else that which needs least; None where none works."""
     best: Choice | None = None
-    works = list(batches(replace(base, layout=layout), global_batch_size))
+    works = list(candidate_batches(replace(base, layout=layout), global_batch_size))
     for mode in MODES:
         # More is computed again only for a larger batch.
         for index, work in enumerate(works):
             made = work.with_parallel(activation_checkpointing=mode)
-            if is_refused(made):
+            if violates_rules(made):
                 break
             choice = Choice(made, hardware)
             if best is None or choice.rank < best.rank:
@@ -110,7 +110,7 @@ def best_of(
     return best if best is None or best.fit != "fits" else _with_zero_2(best)
 
 
-def batches(work: Workload, global_batch_size: int | None) -> Iterator[Workload]:
+def candidate_batches(work: Workload, global_batch_size: int | None) -> Iterator[Workload]:
     """The ways to read a step's samples on a layout, the largest batches first, none larger than asked.
 
     Nothing is computed again in them: not every schedule allows that.
@@ -133,7 +133,7 @@ def _with_batch(work: Workload, samples: int, passes: int) -> Workload | None:
     """The workload with `samples` at once and `passes` a step; None if it is refused."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
-        return None if is_refused(made) else made
+        return None if violates_rules(made) else made
     # As many microbatches as ranks fill the pipeline in a validation too, where nothing is accumulated.
     pp, counts = work.layout.pp, divisors_of(passes)
     for microbatches in sorted(counts, key=lambda count: (count < pp, abs(count - pp))):
@@ -142,12 +142,12 @@ def _with_batch(work: Workload, samples: int, passes: int) -> Workload | None:
             device_batch_size=samples * microbatches,
             accumulation_steps=passes // microbatches,
         )
-        if not is_refused(made):
+        if not violates_rules(made):
             return made
     return None
 
 
-def is_refused(work: Workload) -> bool:
+def violates_rules(work: Workload) -> bool:
     """Whether the rules of layouts speak against a workload."""
     found = layout_problems(
         work.layout,
@@ -189,10 +189,10 @@ def configured_layout(
     return None, [loaded.problem(problem.key, problem.message, problem.hint) for problem in found]
 
 
-def base_workload(config: RunConfig, shape: ModelShape, own: Choice | None) -> Workload:
+def base_workload(config: RunConfig, shape: ModelShape, configured: Choice | None) -> Workload:
     """What other layouts begin from: as many samples at once as the config asks for, at most."""
-    if own is not None:
-        work = own.work
+    if configured is not None:
+        work = configured.work
     else:
         train, parallel = config.train, config.parallel
         layout = Layout(tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)

@@ -10,7 +10,7 @@ from typing import Literal
 from trainkit.plan.gpus import Gpu, peak_flops
 from trainkit.plan.layouts.schedules import WEIGHTS_LATER, bubble_fraction
 from trainkit.plan.memory.activations import stream_bytes
-from trainkit.plan.memory.weights import held_by, local_counts, unit_blocks
+from trainkit.plan.memory.weights import rank_param_counts, stage_params, unit_blocks
 from trainkit.plan.workload import Workload
 
 Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
@@ -79,8 +79,8 @@ def _gradients(work: Workload) -> Iterator[Flow]:
 
 def _activations(work: Workload) -> Iterator[Flow]:
     layout, shape = work.layout, work.shape
-    held = held_by(0, layout.pp, work.parallel.pp_schedule, shape.num_layers)
-    block_passes = held.num_layers * work.passes_per_step
+    params = stage_params(0, layout.pp, work.parallel.pp_schedule, shape.num_layers)
+    block_passes = params.num_layers * work.passes_per_step
     again = work.parallel.activation_checkpointing != "none"
     stream = work.tokens_at_once * work.itemsize * shape.dim
     # Attention and feed-forward network are gathered before and reduced after, forward and backward.
@@ -91,7 +91,7 @@ def _activations(work: Workload) -> Iterator[Flow]:
     exchanges = 3 if again else 2
     sent = exchanges * block_passes * keys * (layout.cp - 1)
     yield Flow("cp", sent, exchanges * block_passes, layout.cp, layout.tp)
-    stages = len(held.layers)
+    stages = len(params.layers)
     sent = 2 * stages * work.passes_per_step * work.tokens_at_once * stream_bytes(work)
     calls = 2 * stages * work.passes_per_step
     yield Flow("pp", sent, calls, layout.pp, layout.world_size // layout.pp)
@@ -100,10 +100,10 @@ def _activations(work: Workload) -> Iterator[Flow]:
 def _weights(work: Workload) -> tuple[int, int, int]:
     """Parameters of the first rank's blocks and of its root before sharding, and its number of units."""
     layout = work.layout
-    held = held_by(0, layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
-    found = local_counts(work.shape, held, layout)
-    units = -(-held.num_layers // unit_blocks(work.shape, held))
-    return found.block * held.num_layers, found.root, units
+    params = stage_params(0, layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
+    found = rank_param_counts(work.shape, params, layout)
+    units = -(-params.num_layers // unit_blocks(work.shape, params))
+    return found.block * params.num_layers, found.root, units
 
 
 EFFICIENCY = 0.6
@@ -206,13 +206,13 @@ def recompute_share(work: Workload) -> float:
 def rank_flops(work: Workload, pp_rank: int) -> float:
     """Floating point operations of one rank in a step: ``6 N + 12 L h T`` a token (arXiv 2204.02311)."""
     shape, layout = work.shape, work.layout
-    held = held_by(pp_rank, layout.pp, work.parallel.pp_schedule, shape.num_layers)
+    params = stage_params(pp_rank, layout.pp, work.parallel.pp_schedule, shape.num_layers)
     kv_dim = shape.num_kv_heads * shape.head_dim
     block = 6 * (2 * shape.dim * (shape.dim + kv_dim) + 3 * shape.dim * shape.ffn_dim)
     block += 12 * shape.dim * work.seq_len
-    head = 6 * shape.dim * shape.vocab_size if held.has_head else 0
+    head = 6 * shape.dim * shape.vocab_size if params.has_head else 0
     tokens = work.tokens_at_once * work.passes_per_step
-    return tokens * (block * held.num_layers + head) / layout.tp
+    return tokens * (block * params.num_layers + head) / layout.tp
 
 
 def _compute_s(work: Workload, gpu: Gpu) -> float:

@@ -13,12 +13,12 @@ from trainkit.errors import Problem
 from trainkit.plan.gpus import Gpu, gib
 from trainkit.plan.hardware import Hardware, gpu_names, known_gpu
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.layouts.choices import MODES, Choice, batches, choose, is_refused
+from trainkit.plan.layouts.choices import MODES, Choice, candidate_batches, choose, violates_rules
 from trainkit.plan.layouts.table import set_flags, settings
 from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.workload import workload_of
 
-MOST_NODES = 512
+MAX_NODES = 512
 """More are not tried."""
 
 
@@ -31,47 +31,49 @@ class Advice:
     choice: Choice
 
 
-def advise(asked: Choice, global_batch_size: int | None) -> Iterator[Advice]:
+def advise(requested: Choice, global_batch_size: int | None) -> Iterator[Advice]:
     """Ways to make it fit, the least change first: recomputation, a smaller batch, another layout, more GPUs.
 
     Offload comes last: it fits more than anything else and is slow.
     """
-    yield from _on_the_same_layout(asked, global_batch_size)
+    yield from _on_same_layout(requested, global_batch_size)
     fitting = [
-        found for found in choose(asked.work, asked.hardware, global_batch_size) if found.fit == "fits"
+        found
+        for found in choose(requested.work, requested.hardware, global_batch_size)
+        if found.fit == "fits"
     ]
     if fitting:
         yield Advice("another layout", fitting[0])
         return
-    more = fewest_gpus(asked, global_batch_size)
+    more = fewest_gpus(requested, global_batch_size)
     if more is not None:
         yield Advice(f"{more.hardware.num_gpus} GPUs", more)
-    offloaded = choose(asked.work.with_parallel(offload=True), asked.hardware, global_batch_size)
+    offloaded = choose(requested.work.with_parallel(offload=True), requested.hardware, global_batch_size)
     if offloaded and offloaded[0].fit == "fits":
         yield Advice("parallel.offload", offloaded[0])
 
 
-def _on_the_same_layout(asked: Choice, global_batch_size: int | None) -> Iterator[Advice]:
-    mode = asked.work.parallel.activation_checkpointing
+def _on_same_layout(requested: Choice, global_batch_size: int | None) -> Iterator[Advice]:
+    mode = requested.work.parallel.activation_checkpointing
     for stronger in MODES[MODES.index(mode) + 1 :]:
-        work = asked.work.with_parallel(activation_checkpointing=stronger)
-        choice = Choice(work, asked.hardware)
-        if not is_refused(work) and choice.fit == "fits":
+        work = requested.work.with_parallel(activation_checkpointing=stronger)
+        choice = Choice(work, requested.hardware)
+        if not violates_rules(work) and choice.fit == "fits":
             yield Advice(f"parallel.activation_checkpointing: {stronger}", choice)
             break
-    for smaller in batches(asked.work, global_batch_size):
+    for smaller in candidate_batches(requested.work, global_batch_size):
         work = smaller.with_parallel(activation_checkpointing=mode)
-        if work.samples_at_once < asked.work.samples_at_once and not is_refused(work):
-            choice = Choice(work, asked.hardware)
+        if work.samples_at_once < requested.work.samples_at_once and not violates_rules(work):
+            choice = Choice(work, requested.hardware)
             if choice.fit == "fits":
                 yield Advice(f"train.device_batch_size: {work.device_batch_size}", choice)
                 break
 
 
-def fewest_gpus(asked: Choice, global_batch_size: int | None) -> Choice | None:
+def fewest_gpus(requested: Choice, global_batch_size: int | None) -> Choice | None:
     """The best choice on as few GPUs as do; None when not even many do, or the batch has too few samples."""
-    for hardware in _sizes(asked.hardware):
-        found = choose(asked.work, hardware, global_batch_size)
+    for hardware in _sizes(requested.hardware):
+        found = choose(requested.work, hardware, global_batch_size)
         if found and found[0].fit == "fits":
             return found[0]
     return None
@@ -84,17 +86,17 @@ def _sizes(hardware: Hardware) -> Iterator[Hardware]:
         if size % num_gpus == 0:
             yield replace(hardware, num_gpus=num_gpus, node_size=num_gpus)
     nodes = 2
-    while nodes <= MOST_NODES:
+    while nodes <= MAX_NODES:
         yield replace(hardware, num_gpus=nodes * size, node_size=size)
         if nodes % 2 == 0:
             yield replace(hardware, num_gpus=3 * nodes // 2 * size, node_size=size)
         nodes *= 2
 
 
-MOST_ADVICE = 2
+MAX_ADVICE = 2
 
 
-def judge_memory(
+def check_memory(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine, target: Target
 ) -> tuple[str | None, Problem | None]:
     """A sentence about the memory of a run, and the problem where it is certain not to fit.
@@ -119,7 +121,7 @@ def _words(choice: Choice, gpu: Gpu) -> str:
 
 def _problem(loaded: LoadedConfig, choice: Choice, gpu: Gpu) -> Problem:
     """What takes most decides which key it is about."""
-    worst, work = choice.memory.at_worst, choice.work
+    worst, work = choice.memory.at_peak, choice.work
     state = worst.params + worst.gradients + worst.optimizer
     if state > gpu.most_memory or state > worst.total / 2:
         key, value = "parallel.dp_shard", work.layout.dp_shard
@@ -140,7 +142,7 @@ def _limit(gpu: Gpu) -> str:
 
 
 def _hint(loaded: LoadedConfig, choice: Choice) -> str:
-    found = islice(advise(choice, loaded.config.train.global_batch_size), MOST_ADVICE)
+    found = islice(advise(choice, loaded.config.train.global_batch_size), MAX_ADVICE)
     parts = []
     for advice in found:
         flags = " ".join(set_flags(settings(advice.choice, loaded.config)))

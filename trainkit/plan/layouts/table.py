@@ -12,7 +12,7 @@ from trainkit.plan.layouts.choices import Choice
 from trainkit.plan.memory.weights import state_bytes
 from trainkit.tables import table
 
-WORTH_TELLING = 0.03
+MIN_SHARE = 0.03
 """Share of a step from which on a reason names it."""
 DERIVED = -1
 """A degree that takes what the others leave, which then is what is wanted."""
@@ -57,7 +57,7 @@ def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
         wanted["parallel.pp_microbatches"] = work.parallel.pp_microbatches
     if work.shards == 1:
         del wanted["parallel.zero"]  # there is nothing to gather
-    return {key: value for key, value in wanted.items() if _asked(config, key) not in (value, DERIVED)}
+    return {key: value for key, value in wanted.items() if _configured(config, key) not in (value, DERIVED)}
 
 
 def set_flags(values: dict[str, object]) -> list[str]:
@@ -68,7 +68,7 @@ def set_flags(values: dict[str, object]) -> list[str]:
     ]
 
 
-def _asked(config: RunConfig, key: str) -> object:
+def _configured(config: RunConfig, key: str) -> object:
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
 
@@ -111,32 +111,32 @@ def _losses(choice: Choice) -> list[str]:
         where = " over the network" if kind in far else ""
         shares[f"waiting for {name}{where}"] = cost.exposed_s[kind] / cost.step_s
     found = sorted(shares.items(), key=lambda item: -item[1])
-    return [f"{share:.0%} {what}" for what, share in found if share >= WORTH_TELLING]
+    return [f"{share:.0%} {what}" for what, share in found if share >= MIN_SHARE]
 
 
 HEADER = (
     *("", "replicate", "shard", "tp", "pp", "cp", "zero", "recompute", "batch"),
-    *("params", "grads", "optim", "activ", "other", "peak", "fits", "bubble", "sent", "time", "why"),
+    *("params", "grads", "optim", "activ", "other", "peak", "fits", "bubble", "sent", "time", "reason"),
 )
-LEFT = ("recompute", "fits", "why")
-OWN = "*"
+LEFT = ("recompute", "fits", "reason")
+CONFIGURED = "*"
 """Marks the layout of the config."""
 
 
-def table_lines(choices: Sequence[Choice], own: Choice | None, best: Choice | None) -> list[str]:
+def table_lines(choices: Sequence[Choice], configured: Choice | None, best: Choice | None) -> list[str]:
     """A line for every choice: GiB of memory, GiB that a GPU sends in a step, time next to the best one."""
-    rows = [HEADER, *(_row(choice, choice == own, best) for choice in choices)]
+    rows = [HEADER, *(_row(choice, choice == configured, best) for choice in choices)]
     numbers = [index for index, name in enumerate(HEADER) if name not in LEFT]
     return table(rows, right=numbers).splitlines()
 
 
-def _row(choice: Choice, is_own: bool, best: Choice | None) -> tuple[str, ...]:
+def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str, ...]:
     work, layout, largest = choice.work, choice.work.layout, choice.memory.largest
     degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp)
     kept = max(parts.activations + parts.loss for parts in choice.memory.phases.values())
     memory = (largest.params, largest.gradients, largest.optimizer, kept, largest.buffers)
     return (
-        OWN if is_own else "",
+        CONFIGURED if is_configured else "",
         *map(str, degrees),
         "-" if work.shards == 1 or layout.pp > 1 else str(work.parallel.zero),
         work.parallel.activation_checkpointing,
@@ -170,7 +170,7 @@ def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[
         "pp_microbatches": work.parallel.pp_microbatches if work.layout.pp > 1 else None,
         "fit": choice.fit,
         "peak_bytes": memory.peak,
-        "worst_moment": memory.worst,
+        "worst_moment": memory.worst_phase,
         "moments_bytes": {name: asdict(parts) for name, parts in memory.phases.items()},
         "bubble": cost.bubble,
         "recompute": cost.recompute_s / cost.compute_s,

@@ -26,10 +26,10 @@ from trainkit.plan.memory.activations import (
 from trainkit.plan.memory.weights import (
     FLOAT32,
     OPTIMIZER_BYTES,
-    Counts,
+    ParamCounts,
     StageParams,
-    held_by,
-    local_counts,
+    rank_param_counts,
+    stage_params,
     unit_blocks,
 )
 from trainkit.plan.workload import Workload
@@ -68,11 +68,11 @@ class Parts:
         )
 
 
-def receive_buffers(work: Workload, held: StageParams) -> int:
+def receive_buffers(work: Workload, params: StageParams) -> int:
     """Bytes in which stages receive activations and gradients: one of each for every microbatch of a step."""
     if work.layout.pp == 1:
         return 0
-    inputs, outputs = (len(held.layers) - is_end for is_end in (held.has_embedding, held.has_head))
+    inputs, outputs = (len(params.layers) - is_end for is_end in (params.has_embedding, params.has_head))
     if work.parallel.pp_schedule in WEIGHTS_LATER:
         inputs *= 2  # the gradient that is sent on stays with the input until the step is over
     return (inputs + outputs) * work.passes_per_step * work.tokens_at_once * stream_bytes(work)
@@ -83,13 +83,13 @@ class MemoryPeaks:
     """The moments of one rank at which most is there."""
 
     work: Workload
-    held: StageParams
-    counts: Counts
+    stage_params: StageParams
+    counts: ParamCounts
     in_flight: InFlight
 
     def loss(self) -> Parts:
         """The backward pass of the loss begins: all activations are there."""
-        blocks = self.held.num_layers
+        blocks = self.stage_params.num_layers
         return self._always().plus(
             gradients=self._waiting(blocks) + self._reduced(0),
             activations=self._activations(blocks) + head_bytes(self.work),
@@ -102,7 +102,7 @@ class MemoryPeaks:
 
         Activations go and gradients come at the same rate, so that is one near the ends.
         """
-        units = -(-self.held.num_layers // self._unit_blocks)
+        units = -(-self.stage_params.num_layers // self._unit_blocks)
         places = {0} if self.work.layout.pp > 1 else {0, min(1, units - 1), max(0, units - 2), units - 1}
         return max((self._backward_after(place) for place in places), key=lambda parts: parts.total)
 
@@ -111,7 +111,7 @@ class MemoryPeaks:
         work, counts = self.work, self.counts
         if work.layout.pp > 1:
             # None is reduced before the schedule ends.
-            blocks = self.held.num_layers
+            blocks = self.stage_params.num_layers
             return self._always().plus(
                 gradients=self._waiting(blocks), buffers=self._cast(blocks) + FLOAT32 * self._unit
             )
@@ -119,7 +119,7 @@ class MemoryPeaks:
         whole = (FLOAT32 if self.has_gradients else work.itemsize) * counts.root
         root = max(whole, FLOAT32 * counts.root_shard)
         return self._always().plus(
-            gradients=self._reduced(self.held.num_layers) + root, buffers=FLOAT32 * counts.root
+            gradients=self._reduced(self.stage_params.num_layers) + root, buffers=FLOAT32 * counts.root
         )
 
     def update(self) -> Parts:
@@ -130,7 +130,7 @@ class MemoryPeaks:
         """The start of the backward pass of a block, when `units_done` units are done."""
         work = self.work
         done = units_done * self._unit_blocks
-        left = self.held.num_layers - done
+        left = self.stage_params.num_layers - done
         parts = self._always().plus(
             gradients=self._waiting(left) + self._reduced(done) + self._head_gradient(),
             activations=self._activations(left) + recomputed_bytes(work),
@@ -141,21 +141,21 @@ class MemoryPeaks:
 
     def _always(self) -> Parts:
         """What is there at every moment."""
-        sharded = self.counts.block_shard * self.held.num_layers + self.counts.root_shard
+        sharded = self.counts.block_shard * self.stage_params.num_layers + self.counts.root_shard
         on_device = 0 if self.work.parallel.offload else sharded
         return Parts(
             params=FLOAT32 * on_device,
             optimizer=OPTIMIZER_BYTES[self.work.optimizer] * on_device,
-            buffers=receive_buffers(self.work, self.held),
+            buffers=receive_buffers(self.work, self.stage_params),
         )
 
     def weights(self) -> Parts:
         """The backward pass of a stage's weights alone, when activations are computed again."""
-        work, blocks = self.work, self.held.num_layers
+        work, blocks = self.work, self.stage_params.num_layers
         a_block = split_gradient_bytes(work) + TIMES_AGAIN * block_bytes(work)
         return self._always().plus(
             gradients=self._waiting(blocks),
-            activations=self._activations(blocks) + max(self.held.layers) * a_block,
+            activations=self._activations(blocks) + max(self.stage_params.layers) * a_block,
             loss=self._other_losses(),
             buffers=self._cast(blocks),
         )
@@ -167,7 +167,7 @@ class MemoryPeaks:
 
     @property
     def _unit_blocks(self) -> int:
-        return unit_blocks(self.work.shape, self.held)
+        return unit_blocks(self.work.shape, self.stage_params)
 
     @property
     def _unit(self) -> int:
@@ -177,7 +177,7 @@ class MemoryPeaks:
     @property
     def _all_reduced(self) -> int:
         """Bytes of this rank's shards of all gradients."""
-        return FLOAT32 * (self.counts.block_shard * self.held.num_layers + self.counts.root_shard)
+        return FLOAT32 * (self.counts.block_shard * self.stage_params.num_layers + self.counts.root_shard)
 
     def _waiting(self, blocks_left: int) -> int:
         """Bytes of whole gradients that earlier passes of the step left, and the last one has not reduced."""
@@ -186,19 +186,19 @@ class MemoryPeaks:
         if self.work.layout.pp > 1:
             return self._waiting_stages()
         if not self.work.is_wrapped:
-            blocks_left = self.held.num_layers  # nothing is reduced: they are the gradients
+            blocks_left = self.stage_params.num_layers  # nothing is reduced: they are the gradients
         return FLOAT32 * (self.counts.block * blocks_left + self.counts.root)
 
     def _waiting_stages(self) -> int:
         """Bytes of whole gradients of the stages of a pipeline."""
-        counts, held, summed = self.counts, self.held, self.in_flight.summed
-        blocks = sum(held.layers[-summed:])
-        root = counts.root if summed == len(held.layers) else counts.head
+        counts, params, summed = self.counts, self.stage_params, self.in_flight.summed
+        blocks = sum(params.layers[-summed:])
+        root = counts.root if summed == len(params.layers) else counts.head
         found = FLOAT32 * (counts.block * blocks + root)
         if self.in_flight.has_latest:
             # The first stage adds its own up at once.
-            with_first = held.has_embedding and summed == len(held.layers)
-            blocks -= held.layers[0] if with_first else 0
+            with_first = params.has_embedding and summed == len(params.layers)
+            blocks -= params.layers[0] if with_first else 0
             found += self.work.itemsize * (counts.block * blocks + counts.head)
         return found
 
@@ -257,12 +257,12 @@ class MemoryPeaks:
         if work.layout.pp == 1:
             return kept * blocks_left
         waiting = self.in_flight.whole * kept + self.in_flight.half * (kept + split_gradient_bytes(work))
-        return waiting * max(self.held.layers)
+        return waiting * max(self.stage_params.layers)
 
     def _other_losses(self) -> int:
         """Bytes of the losses of earlier passes."""
         work, pp = self.work, self.work.layout.pp
-        if not self.held.has_head:
+        if not self.stage_params.has_head:
             return 0
         schedule = work.parallel.pp_schedule
         loss = split_loss_bytes(work) if schedule in WEIGHTS_LATER else kept_loss_bytes(work)
@@ -280,19 +280,19 @@ class Memory:
     ``reduce``: the gradients that are reduced last; ``update``: the optimizer's step."""
 
     @cached_property
-    def worst(self) -> str:
+    def worst_phase(self) -> str:
         """The moment that needs most."""
-        return max(self.phases, key=lambda moment: self.phases[moment].total)
+        return max(self.phases, key=lambda phase: self.phases[phase].total)
 
     @cached_property
     def peak(self) -> int:
         """Bytes at the worst moment."""
-        return self.phases[self.worst].total
+        return self.phases[self.worst_phase].total
 
     @property
-    def at_worst(self) -> Parts:
+    def at_peak(self) -> Parts:
         """What the peak consists of."""
-        return self.phases[self.worst]
+        return self.phases[self.worst_phase]
 
     @property
     def largest(self) -> Parts:
@@ -303,25 +303,25 @@ class Memory:
 
 def memory_of(work: Workload) -> Memory:
     """The memory of the rank that needs most."""
-    return max((rank_memory(work, rank) for rank in ranks_to_look_at(work)), key=lambda found: found.peak)
+    return max((rank_memory(work, rank) for rank in extreme_ranks(work)), key=lambda found: found.peak)
 
 
-def ranks_to_look_at(work: Workload) -> list[int]:
+def extreme_ranks(work: Workload) -> list[int]:
     """The ends of a pipeline, and the first of its ranks that has most layers."""
     pp, schedule = work.layout.pp, work.parallel.pp_schedule
-    layers = [held_by(rank, pp, schedule, work.shape.num_layers).num_layers for rank in range(pp)]
+    layers = [stage_params(rank, pp, schedule, work.shape.num_layers).num_layers for rank in range(pp)]
     return sorted({0, layers.index(max(layers)), pp - 1})
 
 
 def rank_memory(work: Workload, pp_rank: int) -> Memory:
     """The memory of one rank of the pipeline; the others of its stages need as much."""
-    held = held_by(pp_rank, work.layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
-    counts = local_counts(work.shape, held, work.layout)
+    params = stage_params(pp_rank, work.layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
+    counts = rank_param_counts(work.shape, params, work.layout)
     found: dict[str, Parts] = {}
     for in_flight in _in_flight(work, pp_rank):
-        rank = MemoryPeaks(work, held, counts, in_flight)
+        rank = MemoryPeaks(work, params, counts, in_flight)
         phases = {"backward": rank.backward(), "update": rank.update()}
-        if held.has_head:
+        if params.has_head:
             phases["loss"] = rank.loss()
         if work.is_wrapped:
             phases["reduce"] = rank.reduce()

@@ -35,7 +35,7 @@ class StageParams:
 
 
 @lru_cache(maxsize=4096)
-def held_by(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> StageParams:
+def stage_params(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> StageParams:
     """The part of a model that one rank of a pipeline has."""
     count = num_stages(pp, schedule)
     layers = stage_layers(num_layers, count)
@@ -44,7 +44,7 @@ def held_by(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) 
 
 
 @dataclass(frozen=True)
-class Counts:
+class ParamCounts:
     """Numbers of parameters of one rank, after tensor parallelism."""
 
     block: int
@@ -59,12 +59,12 @@ class Counts:
 
 
 @lru_cache(maxsize=4096)
-def counts(shape: ModelShape, held: StageParams, tp: int, shards: int) -> Counts:
+def param_counts(shape: ModelShape, params: StageParams, tp: int, shards: int) -> ParamCounts:
     """The parameters that a rank holds, works with, and gathers."""
     block = list(_block_matrices(shape, tp))
-    root = list(_root_matrices(shape, held, tp))
-    head = shape.vocab_size // tp * shape.dim if held.has_head else 0
-    return Counts(
+    root = list(_root_matrices(shape, params, tp))
+    head = shape.vocab_size // tp * shape.dim if params.has_head else 0
+    return ParamCounts(
         block=sum(rows * columns for rows, columns in block),
         block_shard=sum(_shard(rows, shards) * columns for rows, columns in block),
         root=sum(rows * columns for rows, columns in root),
@@ -74,15 +74,15 @@ def counts(shape: ModelShape, held: StageParams, tp: int, shards: int) -> Counts
 
 
 @lru_cache(maxsize=4096)
-def unit_blocks(shape: ModelShape, held: StageParams) -> int:
+def unit_blocks(shape: ModelShape, params: StageParams) -> int:
     """How many blocks are gathered together; what is left over belongs to the root."""
     block_bytes = 4 * sum(rows * columns for rows, columns in _block_matrices(shape, 1))
-    return min(-(-MIN_UNIT_BYTES // block_bytes), max(held.layers))
+    return min(-(-MIN_UNIT_BYTES // block_bytes), max(params.layers))
 
 
-def local_counts(shape: ModelShape, held: StageParams, layout: Layout) -> Counts:
-    """`counts` of a rank of a layout."""
-    return counts(shape, held, layout.tp, layout.dp_shard * layout.cp)
+def rank_param_counts(shape: ModelShape, params: StageParams, layout: Layout) -> ParamCounts:
+    """`param_counts` of a rank of a layout."""
+    return param_counts(shape, params, layout.tp, layout.dp_shard * layout.cp)
 
 
 def _block_matrices(shape: ModelShape, tp: int) -> Iterator[tuple[int, int]]:
@@ -93,13 +93,13 @@ def _block_matrices(shape: ModelShape, tp: int) -> Iterator[tuple[int, int]]:
     yield from ((dim, 1), (dim, 1))
 
 
-def _root_matrices(shape: ModelShape, held: StageParams, tp: int) -> Iterator[tuple[int, int]]:
+def _root_matrices(shape: ModelShape, params: StageParams, tp: int) -> Iterator[tuple[int, int]]:
     rows = shape.vocab_size // tp
-    is_tied = shape.tie_embeddings and held.has_embedding and held.has_head
-    for is_there in (held.has_embedding, held.has_head and not is_tied):
+    is_tied = shape.tie_embeddings and params.has_embedding and params.has_head
+    for is_there in (params.has_embedding, params.has_head and not is_tied):
         if is_there:
             yield rows, shape.dim
-    if held.has_head:
+    if params.has_head:
         yield shape.dim, 1
 
 
