@@ -13,7 +13,7 @@ from workloads import llama, workload
 from trainkit.plan.gpus import GIB
 from trainkit.plan.launch import Layout
 from trainkit.plan.memory.activations import block_bytes, head_bytes, kept_bytes, loss_bytes
-from trainkit.plan.memory.phases import memory_of, rank_memory, receive_buffers
+from trainkit.plan.memory.peaks import memory_of, rank_memory, receive_buffers
 from trainkit.plan.memory.weights import stage_params
 from trainkit.plan.model_shape import ModelShape, num_params
 from trainkit.plan.workload import Workload
