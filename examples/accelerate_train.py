@@ -1,6 +1,6 @@
 """A Hugging Face accelerate script, started by `accelerate launch` on one host or many.
 
-    trainkit submit --nodes 2 --gpus-per-node 4 --launcher accelerate -- examples/accelerate_train.py --steps 200
+    trainkit submit --nodes 2 --gpus-per-node 4 --launcher accelerate -- accelerate_train.py --steps 200
 
 trainkit passes hosts, ranks, address and port to `accelerate launch`; no `accelerate config` is needed.
 """
