@@ -10,7 +10,7 @@ from trainkit.plan.batch import LrScale, scaled_lr
 @pytest.mark.parametrize(
     ("scale", "dp", "base", "lr", "reason"),
     [
-        ("none", 8, 1, 3e-4, "optimizer.lr 0.0003 as it is (optimizer.lr_scale: none)"),
+        ("none", 8, 1, 3e-4, "optimizer.lr 0.0003, unscaled (optimizer.lr_scale: none)"),
         ("linear", 4, 1, 1.2e-3, "optimizer.lr 0.0003 x 4 = 0.0012: linear in data-parallel size 4 over 1"),
         (
             "linear",

@@ -41,7 +41,7 @@ def test_whole_plan() -> None:
         grace_s=30.0,
         reasons={
             "device": "cpu: there is no NVIDIA driver on this machine",
-            "workers_per_node": "1: a CPU node has one worker unless resources.gpus_per_node says otherwise",
+            "workers_per_node": "1: a CPU node has one worker unless resources.gpus_per_node is set",
             "layout": "one copy of the model, sharded over 2 processes "
             "(parallel.dp_shard: -1 takes what is left)",
             "batch": "32 samples a step = 8 at once x 2 data-parallel x 2 accumulation",
@@ -69,7 +69,7 @@ def test_whole_plan() -> None:
             ("device=cpu", "resources.nodes=8", "train.device_batch_size=1"),
             "cpu",
             1,
-            "1: a CPU node has one worker unless resources.gpus_per_node says otherwise",
+            "1: a CPU node has one worker unless resources.gpus_per_node is set",
         ),
         (CPU, ("resources.gpus_per_node=4",), "cpu", 4, "resources.gpus_per_node: 4 was requested"),
     ],
@@ -97,7 +97,7 @@ def test_threads(overrides: tuple[str, ...], threads: int, reason: str) -> None:
 def test_cuda_where_there_is_none() -> None:
     assert problems(CPU, "device=cuda") == [
         "--set device=cuda: device: is cuda, but there is no NVIDIA driver on this machine\n"
-        "  hint: device: auto takes what is there"
+        "  hint: device: auto uses what this machine has"
     ]
 
 

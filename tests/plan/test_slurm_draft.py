@@ -134,7 +134,7 @@ def test_problems_of_cluster_and_config_together() -> None:
 def test_cuda_where_there_is_no_gpu_is_told_once() -> None:
     assert problems("device=cuda", "resources.partition=cpu") == [
         "resources.gpus_per_node: is auto, but the nodes of partition cpu have no GPU\n"
-        "  hint: name another partition, or say device: cpu"
+        "  hint: choose another partition, or set device: cpu"
     ]
 
 
@@ -149,7 +149,7 @@ def test_a_cluster_of_which_nothing_is_known() -> None:
     unknown = Cluster("unknown", reason="unknown: nobody said anything")
     assert problems(cluster=unknown) == [
         "device: is auto, but what the nodes of this cluster have is not known\n"
-        "  hint: say device: cuda or device: cpu"
+        "  hint: set device: cuda or device: cpu"
     ]
     made = plan("device=cuda", "resources.gpus_per_node=4", "resources.nodes=999", cluster=unknown)
     assert (made.world_size, made.threads_per_worker) == (3996, None)

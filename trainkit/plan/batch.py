@@ -59,7 +59,7 @@ def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
                 return _batch(layout, size, steps, seq_len, microbatches)
     if not candidates:
         raise ConfigError([_problem(request, layout.dp)])
-    # No number of microbatches works: the rules of the layout say why.
+    # No number of microbatches works: the rules of the layout report it.
     return _batch(layout, *candidates[0], seq_len, request.parallel.pp_microbatches)
 
 
@@ -165,7 +165,7 @@ def scaled_lr(lr: float, scale: LrScale, dp: int, base: int) -> tuple[float, str
     (arXiv 2205.10287).
     """
     if scale == "none":
-        return lr, f"optimizer.lr {lr:g} as it is (optimizer.lr_scale: none)"
+        return lr, f"optimizer.lr {lr:g}, unscaled (optimizer.lr_scale: none)"
     factor = dp / base if scale == "linear" else math.sqrt(dp / base)
     scaled = lr * factor
     rule = "linear in" if scale == "linear" else "square root of"

@@ -1,4 +1,4 @@
-"""Which GPUs a config would run on, and how many, as far as it is known. Pure."""
+"""The type and number of GPUs a config would run on, where known. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def known_gpu(names: list[str]) -> Gpu | None:
 def find_hardware(
     config: RunConfig, machine: Machine, target: Target, gpu_type: str | None, num_gpus: int | None
 ) -> Hardware:
-    """What a plan is made for: what was asked for on the command line, else what the config would run on.
+    """The hardware to plan for: from the command line, else what the config would run on.
 
     Raises UsageError when that is not known.
     """

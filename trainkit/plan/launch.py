@@ -110,7 +110,7 @@ class LaunchPlan:
     grace_s: float
     """Seconds between a stop signal and the moment when the job must be gone."""
     reasons: dict[str, str]
-    """For each derived value, one sentence that says where it came from."""
+    """For each derived value, one sentence with its origin."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables of every worker."""
     network: str = "auto"
@@ -129,7 +129,7 @@ class LaunchPlan:
     container_program: str | None = None
     """What runs `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
     slurm: SlurmRequest | None = None
-    """What is asked of Slurm; None for a local job."""
+    """The options for Slurm; None for a local job."""
     node_sizes: tuple[int, ...] | None = None
     """Workers of each node where they differ; `workers_per_node` is then the largest."""
     version: int = PLAN_VERSION
@@ -201,7 +201,7 @@ MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Dependency:
-    """One run of what is waited for."""
+    """A run that a job waits for."""
 
     name: str
     """For people: its folder, or the point that it is."""

@@ -1,4 +1,4 @@
-"""A plan in the making, for a job whose nodes are all this machine."""
+"""Launch drafts: derive the values of a launch plan for this machine, a Slurm job or a running step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORKERS_PER_CPU = 16
 
 @dataclass
 class LaunchDraft:
-    """A plan in the making: each method derives one value and notes its reason or its problem."""
+    """A plan for this machine: each method derives one value and records its reason or its problem."""
 
     loaded: LoadedConfig
     machine: Machine
@@ -42,7 +42,7 @@ class LaunchDraft:
         requested = self.loaded.config.device
         if requested == "cuda" and not self.machine.num_gpus:
             message = f"is cuda, but {self.machine.gpu_reason}"
-            self.problem("device", message, "device: auto takes what is there")
+            self.problem("device", message, "device: auto uses what this machine has")
         if requested != "auto":
             self.reasons["device"] = f"device: {requested} was requested"
             return requested
@@ -63,7 +63,7 @@ class LaunchDraft:
                 self.problem("resources.gpus_per_node", message, self._gpu_hint())
             return requested
         if device == "cpu":
-            reason = "1: a CPU node has one worker unless resources.gpus_per_node says otherwise"
+            reason = "1: a CPU node has one worker unless resources.gpus_per_node is set"
             self.reasons["workers_per_node"] = reason
             return 1
         if 0 < num_gpus < nodes:
@@ -132,7 +132,7 @@ def _count(number: int, noun: str) -> str:
 
 
 SHARE_OF_TIME = 4
-"""The notice before the end of a job comes at the earliest when so much of its time is left."""
+"""The notice before the end of a job comes no earlier than when 1/SHARE_OF_TIME of its time is left."""
 
 
 @dataclass
@@ -143,7 +143,7 @@ class SlurmDraft(LaunchDraft):
 
     @property
     def partition(self) -> Partition | None:
-        """The first of the partitions that were asked for, or the default one where none of them exists."""
+        """The first requested partition that exists, else the default one."""
         requested = self.cluster.requested_partitions(self.loaded.config.resources.partition)
         return requested[0] if requested else self.cluster.partition(None)
 
@@ -159,7 +159,7 @@ class SlurmDraft(LaunchDraft):
 
     @property
     def _total_nodes(self) -> int:
-        """Those that train and those that stand by."""
+        """Training nodes plus spare nodes."""
         resources = self.loaded.config.resources
         return resources.nodes + resources.spare_nodes
 
@@ -176,7 +176,7 @@ class SlurmDraft(LaunchDraft):
             return requested
         if partition is None or not self.nodes:
             message = "is auto, but what the nodes of this cluster have is not known"
-            self._unknown("device", message, "say device: cuda or device: cpu")
+            self._unknown("device", message, "set device: cuda or device: cpu")
             return "cpu"
         most = max(kind.num_gpus() for kind in self.nodes)
         what = f"have {most} GPUs" if most > 1 else "have a GPU" if most else "have no GPU"
@@ -190,17 +190,17 @@ class SlurmDraft(LaunchDraft):
             self.reasons["workers_per_node"] = f"resources.gpus_per_node: {requested} was requested"
             return requested
         if device == "cpu":
-            reason = "1: a CPU node has one worker unless resources.gpus_per_node says otherwise"
+            reason = "1: a CPU node has one worker unless resources.gpus_per_node is set"
             self.reasons["workers_per_node"] = reason
             return 1
         count = self._gpus_per_node()
         if partition is None or not self.nodes:
             message = "is auto, but how many GPUs the nodes have is not known"
-            self._unknown("resources.gpus_per_node", message, "say how many, or name another partition")
+            self._unknown("resources.gpus_per_node", message, "set it, or choose another partition")
             return 1
         if not count:
             message = f"is auto, but the nodes of partition {partition.name} have no GPU"
-            self.problem("resources.gpus_per_node", message, "name another partition, or say device: cpu")
+            self.problem("resources.gpus_per_node", message, "choose another partition, or set device: cpu")
             return 1
         reason = f"{count}: the GPUs of a node of partition {partition.name}"
         others = sorted({kind.num_gpus() for kind in self.nodes} - {count})
@@ -210,7 +210,7 @@ class SlurmDraft(LaunchDraft):
         return count
 
     def _gpus_per_node(self) -> int:
-        """The most GPUs that as many nodes have as were asked for; the most of any when there are too few."""
+        """The most GPUs that enough nodes have; the most of any node when there are too few nodes."""
         gpu_type = self._gpu_type
         counts = sorted({kind.num_gpus(gpu_type) for kind in self.nodes}, reverse=True)
         for count in filter(None, counts):
@@ -220,7 +220,7 @@ class SlurmDraft(LaunchDraft):
         return max(counts, default=0)
 
     def check_oversubscription(self, device: str, world_size: int) -> None:
-        """Slurm knows how many fit."""
+        """Slurm checks the limits of the cluster."""
 
     def threads_per_worker(self, world_size: int) -> int | None:
         requested = self.loaded.config.resources.cpus_per_gpu
@@ -315,7 +315,7 @@ class SlurmDraft(LaunchDraft):
         return replace(request, version=self.cluster.slurm_version)
 
     def _bad_nodes(self, request: ResourceRequest) -> list[str]:
-        """The hosts that failed a short while ago, as many of them as the job can do without."""
+        """Recently failed hosts, as many as the job can spare."""
         bad, capacity = self.cluster.bad_nodes, spare_capacity(request, self.cluster)
         excluded = list(bad)[:capacity]
         notes = [f"{host}: {bad[host]}" for host in excluded]
@@ -329,7 +329,7 @@ class SlurmDraft(LaunchDraft):
         return excluded
 
     def _unknown(self, key: str, message: str, hint: str) -> None:
-        """A value that only the cluster could tell: what is wrong is Slurm where it did not answer."""
+        """Report a value that only the cluster knows; a SlurmError if Slurm did not answer."""
         if self.cluster.error:
             raise SlurmError(f"{key} {message}: {self.cluster.error}", hint=f"try again, or {hint}")
         self.problem(key, message, hint)
@@ -337,7 +337,7 @@ class SlurmDraft(LaunchDraft):
 
 @dataclass
 class StepDraft(LaunchDraft):
-    """A plan for the nodes of a step, of which this machine is the first."""
+    """A plan for the nodes of a running step; this machine is the first."""
 
     node_sizes: tuple[int, ...] = ()
 

@@ -109,7 +109,7 @@ ANY_VOCABULARY = 1
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What the files of a config's data say."""
+    """Facts from the data files of a config."""
 
     problems: tuple[tuple[str, str, str], ...]
     """Dotted key, message with the value, hint."""
@@ -130,7 +130,7 @@ def check_config(
     launcher: str = "python",
     data: DataFacts | None = None,
 ) -> LaunchPlan:
-    """The plan of a config whose layout, model, memory and data were all looked at.
+    """The plan of a config after checking its layout, model, memory and data.
 
     With a `command` there is no model and no data of ours to check. `data` is the result of `inspect_data`
     for callers that have it already.

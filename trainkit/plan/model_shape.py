@@ -63,7 +63,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelShape:
-    """The preset with what the config says otherwise.
+    """The preset with the config's overrides.
 
     Raises ConfigError with every size that does not fit another.
     """

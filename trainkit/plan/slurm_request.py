@@ -1,4 +1,4 @@
-"""What a job asks of Slurm, as the long options of sbatch and srun."""
+"""The Slurm options of a job, by their long names for sbatch and srun."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SlurmRequest:
     srun: Options = field(default_factory=dict)
     """Of the step that starts the ranks."""
     version: tuple[int, ...] = ()
-    """Of the Slurm that is asked; empty when it is not known."""
+    """The version of Slurm; empty if unknown."""
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> SlurmRequest:
@@ -94,8 +94,8 @@ def make_request(
 ) -> SlurmRequest:
     """The request of a config.
 
-    `gpu_option` is how the cluster wants GPUs to be asked for: ``gpus-per-node`` or ``gres``. `lead_s` is how
-    many seconds before the time limit the notice comes. `expedite`: by the expedited requeue of Slurm 25.11.
+    `gpu_option` is the option that requests GPUs on this cluster: ``gpus-per-node`` or ``gres``. `lead_s` is
+    the seconds between the notice and the time limit. `expedite`: by the expedited requeue of Slurm 25.11.
     """
     resources = config.resources
     sbatch: Options = {
@@ -151,7 +151,7 @@ def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
 
 
 def reserved_options(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """(key, message, hint) for every free option that says what another key or trainkit itself says."""
+    """(key, message, hint) for every free option that another key or trainkit itself sets."""
     for option in config.resources.extra:
         key = f"resources.extra.{option}"
         if option in SBATCH_KEYS:

@@ -1,4 +1,4 @@
-"""What a sweep tries: the values of each key, every combination of them, and how configs and plans differ."""
+"""Sweep axes: the values of each key, their combinations, and the differences between configs and plans."""
 
 from __future__ import annotations
 

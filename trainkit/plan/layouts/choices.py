@@ -20,10 +20,10 @@ from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.workload import Workload, parallel_with, workload_of
 
 LONG_SEQUENCE = 16_384
-"""Tokens from which on a sequence is split over ranks without being asked to."""
+"""Tokens from which on a sequence may be split over ranks although parallel.cp is 1."""
 MODES = ("none", "selective", "full")
 COMPLEXITY = 0.01
-"""Every further kind of parallelism has to gain at least so much: there is more to go wrong."""
+"""Every further kind of parallelism has to gain at least this share: it adds ways to fail."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Choice:
 def choose(base: Workload, hardware: Hardware, global_batch_size: int | None) -> list[Choice]:
     """The best choice of every layout that the model and the batch allow, in order.
 
-    `base` is what was asked for: its sequence, its largest batch of a process, its schedule. Recomputation,
+    `base` is the request: its sequence, its largest batch of a process, its schedule. Recomputation,
     the batch of a process, the microbatches and ``zero`` are chosen; the samples of a step stay as they are.
     """
     found = []
@@ -111,7 +111,7 @@ def best_on_layout(
 
 
 def candidate_batches(work: Workload, global_batch_size: int | None) -> Iterator[Workload]:
-    """The ways to read a step's samples on a layout, the largest batches first, none larger than asked.
+    """The ways to read a step's samples on a layout, the largest batches first, none larger than requested.
 
     Nothing is computed again in them: not every schedule allows that.
     """
@@ -148,7 +148,7 @@ def _with_batch(work: Workload, samples: int, passes: int) -> Workload | None:
 
 
 def violates_rules(work: Workload) -> bool:
-    """Whether the rules of layouts speak against a workload."""
+    """Whether a workload violates a rule of layouts."""
     found = layout_problems(
         work.layout,
         work.parallel,

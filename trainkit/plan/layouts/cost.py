@@ -1,4 +1,4 @@
-"""Roughly how long a step takes on a layout: good for an order, not for a forecast. Pure."""
+"""Roughly how long a step takes on a layout: accurate enough to rank layouts, not to predict times. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Flow:
 
 
 def traffic(work: Workload) -> list[Flow]:
-    """Everything that a GPU in the middle of things sends in one step."""
+    """Everything that a GPU sends in one step."""
     flows = [*_parameters(work), *_gradients(work), *_activations(work)]
     return [flow for flow in flows if flow.ranks > 1 and flow.num_bytes]
 
@@ -108,9 +108,9 @@ def _weights(work: Workload) -> tuple[int, int, int]:
 
 EFFICIENCY = 0.6
 """Of a GPU's peak in large matrix products. Llama 3 (arXiv 2407.21783) reports 38 to 43 % in all, single GPUs
-reach 58 %, with everything that comes besides."""
+reach 58 %, overhead included."""
 FILL = 128
-"""Matrices so narrow reach half of that: about the tile of a kernel."""
+"""Matrices this narrow reach half of that: about the tile of a kernel."""
 FLOAT32_SHARE = 1 / 16
 """Of the peak with 16-bit inputs, on data-centre GPUs."""
 UNKNOWN_PEAK = 300e12

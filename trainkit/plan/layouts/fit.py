@@ -71,7 +71,7 @@ def _on_same_layout(requested: Choice, global_batch_size: int | None) -> Iterato
 
 
 def fewest_gpus(requested: Choice, global_batch_size: int | None) -> Choice | None:
-    """The best choice on as few GPUs as do; None when not even many do, or the batch has too few samples."""
+    """The best choice on the fewest GPUs that fit; None if none fits or the batch has too few samples."""
     for hardware in _sizes(requested.hardware):
         found = choose(requested.work, hardware, global_batch_size)
         if found and found[0].fit == "fits":
@@ -120,7 +120,7 @@ def _words(choice: Choice, gpu: Gpu) -> str:
 
 
 def _problem(loaded: LoadedConfig, choice: Choice, gpu: Gpu) -> Problem:
-    """What takes most decides which key it is about."""
+    """The problem, reported for the key of the largest part."""
     worst, work = choice.memory.at_peak, choice.work
     state = worst.params + worst.gradients + worst.optimizer
     if state > gpu.most_memory or state > worst.total / 2:
@@ -148,8 +148,10 @@ def _hint(loaded: LoadedConfig, choice: Choice) -> str:
         flags = " ".join(set_flags(settings(advice.choice, loaded.config)))
         more = advice.choice.hardware.num_gpus
         where = f" on {more} GPUs" if more != choice.hardware.num_gpus else ""
-        parts.append(f"{flags or 'the same'}{where} needs {gib(advice.choice.memory.peak)}")
+        parts.append(f"{flags or 'the same settings'}{where} needs {gib(advice.choice.memory.peak)}")
     hint = ", or ".join(parts)
     return (
-        f"{hint}; `trainkit plan` lists more" if hint else "`trainkit plan --gpus N` tells how many would do"
+        f"{hint}; `trainkit plan` lists more"
+        if hint
+        else "`trainkit plan --gpus N` shows how many are enough"
     )

@@ -19,12 +19,12 @@ DERIVED = -1
 
 
 def reason(choice: Choice) -> str:
-    """What a layout does, and where it loses time."""
+    """How a layout splits the model, and where it loses time."""
     return "; ".join([_splits(choice), *_losses(choice)])
 
 
 def headline(best: Choice) -> str:
-    """Why the model has to be split at all, or need not be."""
+    """Whether the model has to be split, and why."""
     work, gpu = best.work, best.hardware.gpu
     state = state_bytes(work.shape, work.optimizer)
     what = f"weights, gradients and optimizer state take {gib(state)}"
@@ -38,7 +38,7 @@ def headline(best: Choice) -> str:
 
 
 def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
-    """The keys of a config that have to be set otherwise, in the order in which they are read."""
+    """The config keys to change, in reading order."""
     work, layout = choice.work, choice.work.layout
     wanted: dict[str, object] = {
         "train.device_batch_size": work.device_batch_size,

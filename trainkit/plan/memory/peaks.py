@@ -1,8 +1,8 @@
-"""How much memory a step takes on the GPU that needs most, and what for. Pure.
+"""Peak memory of a step on the GPU that needs most, by purpose. Pure.
 
 Parameters, gradients and optimizer state are float32 and split as ZeRO does (arXiv 1910.02054): 4, 4 and,
 for AdamW, 8 bytes a parameter over ``dp_shard x cp x tp x pp`` ranks. The rest comes and goes, so a step is
-looked at in a few moments, of which the worst one counts.
+examined in a few phases; the worst one counts.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def receive_buffers(work: Workload, params: StageParams) -> int:
 
 @dataclass(frozen=True)
 class MemoryPeaks:
-    """The moments of one rank at which most is there."""
+    """Memory peaks of one rank, by phase of a step."""
 
     work: Workload
     stage_params: StageParams
@@ -140,7 +140,7 @@ class MemoryPeaks:
         return parts.plus(buffers=FLOAT32 * self._unit if work.is_wrapped and done else 0)
 
     def _always(self) -> Parts:
-        """What is there at every moment."""
+        """What is allocated in every phase."""
         sharded = self.counts.block_shard * self.stage_params.num_layers + self.counts.root_shard
         on_device = 0 if self.work.parallel.offload else sharded
         return Parts(
@@ -272,7 +272,7 @@ class MemoryPeaks:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one rank, moment by moment."""
+    """The memory of one rank, phase by phase."""
 
     pp_rank: int
     phases: dict[str, Parts]
@@ -281,12 +281,12 @@ class Memory:
 
     @cached_property
     def worst_phase(self) -> str:
-        """The moment that needs most."""
+        """The phase that needs most."""
         return max(self.phases, key=lambda phase: self.phases[phase].total)
 
     @cached_property
     def peak(self) -> int:
-        """Bytes at the worst moment."""
+        """Bytes in the worst phase."""
         return self.phases[self.worst_phase].total
 
     @property
@@ -296,7 +296,7 @@ class Memory:
 
     @property
     def largest(self) -> Parts:
-        """The most that each part takes at any moment; they do not all come at once."""
+        """The maximum of each part over all phases; they do not coincide."""
         each = zip(*(astuple(parts) for parts in self.phases.values()), strict=True)
         return Parts(*(max(values) for values in each))
 

@@ -22,7 +22,7 @@ MIN_UNIT_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class StageParams:
-    """What of the model one rank of a pipeline has."""
+    """The part of the model on one rank of a pipeline."""
 
     layers: tuple[int, ...]
     """Layers of each of its stages, in the order in which a microbatch meets them."""
@@ -36,7 +36,7 @@ class StageParams:
 
 @lru_cache(maxsize=4096)
 def stage_params(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> StageParams:
-    """The part of a model that one rank of a pipeline has."""
+    """The stages and layers of one rank of a pipeline."""
     count = num_stages(pp, schedule)
     layers = stage_layers(num_layers, count)
     mine = stages_of(pp_rank, pp, schedule)
@@ -119,7 +119,7 @@ def state_bytes(shape: ModelShape, optimizer: str) -> int:
 
 
 def staged_bytes(shape: ModelShape, optimizer: str, plan: LaunchPlan) -> float:
-    """Bytes of host memory on a node for the copies of which asynchronous saves are written."""
+    """Bytes of host memory per node for the copies that asynchronous saves write."""
     layout = plan.layout
     ranks_of_a_model = layout.dp_shard * layout.cp * layout.tp * layout.pp
     whole = num_params(shape) * (FLOAT32 + OPTIMIZER_BYTES[optimizer])
@@ -160,5 +160,5 @@ def host_problem(
     what = f"is {loaded.config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
     message = f"{what}, and this machine has {gib(machine.memory)}"
     return loaded.problem(
-        "model.preset", message, "`trainkit plan --gpus N --gpu-type T` tells what would do"
+        "model.preset", message, "`trainkit plan --gpus N --gpu-type T` shows what would fit"
     )
