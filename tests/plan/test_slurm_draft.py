@@ -161,7 +161,7 @@ def test_slurm_that_does_not_answer_is_not_the_fault_of_the_config(overrides: tu
     with pytest.raises(SlurmError, match=r"is auto, .* is not known: Slurm did not answer") as error:
         plan(*overrides, cluster=away)
     assert error.value.exit_code == 3
-    assert error.value.hint.startswith("try again, or say ")
+    assert error.value.hint.startswith("try again, or set ")
     assert plan("device=cpu", cluster=away).device == "cpu"
 
 
