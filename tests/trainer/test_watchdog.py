@@ -16,10 +16,9 @@ import pytest
 
 from tests.support.runs import free_port, log_text, losses, make_attempt, site, start_workers
 from trainkit.job.failure.stacks import gather
-from trainkit.job.processes import state
 from trainkit.job.watch.hangs import hang_failure, read_hangs
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json, write_json
+from trainkit.rundir import AttemptDir, process_stat, read_json, write_json
 
 pytestmark = pytest.mark.slow
 
@@ -146,6 +145,11 @@ def test_a_rank_that_cannot_say_anything_is_made_to_write_its_stacks(tmp_path: P
     assert "rank 1 does not respond" in attempt.node_log(0).read_text()
 
 
+def is_running(pid: int) -> bool:
+    stat = process_stat(pid)
+    return stat is not None and stat.state != "Z"
+
+
 def test_ranks_say_where_they_are_and_train_on_until_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
     attempt = make_attempt(tmp_path / "run", OPTIONS, 2)
     with agent(attempt, {}) as proc:
@@ -167,6 +171,6 @@ def test_ranks_say_where_they_are_and_train_on_until_the_run_goes_on_elsewhere(t
         assert proc.poll() is None, "an attempt that waits in a queue ends nobody"
         write_json(newer.rendezvous_file, {})
         proc.wait(timeout=120)
-    assert "the run goes on as attempt 2" in attempt.node_log(0).read_text()
-    wait_until(lambda: all(state(reply.pid) in (None, "Z") for reply in replies))
+    assert "attempt 2 has superseded this one" in attempt.node_log(0).read_text()
+    wait_until(lambda: not any(is_running(reply.pid) for reply in replies))
     assert list(attempt.errors_dir.iterdir()) == [], "that is no failure"
