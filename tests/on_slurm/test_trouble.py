@@ -119,7 +119,7 @@ def test_the_controller_is_restarted_during_a_submit(login: Login) -> None:
         wait_for(lambda file=log_file: "trying again" in file.read_text(), "the first try")  # type: ignore[misc]
     _, said = asked.communicate(timeout=240)
     assert asked.returncode == 3, said
-    assert "hint: `scontrol ping` tells whether Slurm's controller is up" in said
+    assert "hint: `scontrol ping` shows whether Slurm's controller is up" in said
     login.cluster.start_slurmctld()
     for start, log_file in starts:
         printed, _ = start.communicate(timeout=240)
@@ -201,7 +201,7 @@ def test_a_disk_that_gets_full_while_it_runs(login: Login, backend: str) -> None
         run = login.submit_listeners(*ON_TWO_HOSTS, "--backend", backend, "--run-dir", str(disk / "run"))
         filler = fill(disk)
         done = login.trainkit("cancel", str(run.path), "--wait")
-        assert "the wish to cancel could not be written down" in done.stderr
+        assert "the cancellation could not be recorded" in done.stderr
         assert login.wait_for_job(run, "FAILED")["ExitCode"] == f"{EXIT_STOPPED}:0"
         assert [log_of(run, rank).splitlines()[-1] for rank in range(2)] == ["asked by SIGTERM"] * 2
         filler.unlink()
