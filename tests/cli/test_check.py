@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,17 +125,77 @@ def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> 
     assert value["wait"] is None
 
 
-def test_problems_with_the_cluster_beside_all_others(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["--cluster", "example", "--partition", "debgu", "--time", "9-0", "--set", "seed=-1"]
-    assert main(["check", config, *args[2:]]) == 2
-    assert "seed: must be" in capsys.readouterr().err
-    assert main(["check", config, *args[:6], "--set", "data.source=/nowhere"]) == 2
+def test_all_problems_in_one_pass(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt key and an invalid value hide no problem with the cluster or the data."""
+    args = ["--cluster", "example", "--partition", "debgu", "--time", "9-0", "--set", "data.source=none.txt"]
+    assert main(["check", config, *args]) == 2
     err = capsys.readouterr().err
+    assert _keys(err) == ["resources.partition", "resources.time", "data.source"]
     assert err.startswith(
-        "error: 2 problems\n\n--partition debgu: resources.partition: is debgu, but example has no"
+        "error: 3 problems\n\n--partition debgu: resources.partition: is debgu, but example has no"
     )
     assert "did you mean debug? example has gpu, cpu and debug; " in err
-    assert "data.source" in err
+    later = err.partition("\n\n")[2]
+    for command in ("check", "submit", "drill"):
+        assert main([command, config, *args, "--set", "train.stps=1", "--set", "seed=-1"]) == 2
+        out, err = capsys.readouterr()
+        assert _keys(err) == ["train.stps", "seed", "resources.partition", "resources.time", "data.source"]
+        assert err.endswith(later)
+        assert out == ""
+    assert not Path("runs").exists()
+
+
+def _keys(err: str) -> list[str]:
+    """The keys of the problems in an error message, in order."""
+    found = [re.search(r"(?<=: )[a-z_]+(\.[a-z_]+)?(?=: )", line) for line in err.splitlines()]
+    return [match[0] for match in found if match is not None]
+
+
+def test_a_cluster_that_does_not_exist_next_to_a_misspelt_key(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", config, "--cluster", "exmple", "--set", "train.stps=1"]) == 2
+    assert _keys(capsys.readouterr().err) == ["train.stps", "launch.cluster"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.stps=1",
+        "resources.partiton=gpu",
+        "resources.nodes=many",  # the default, one node, would not do for the layout
+        "resorces={nodes: 2}",
+        "parallel.dp_shrd=4",
+        "model.preset=8bb",
+        "launch.cluster=[]",
+    ],
+)
+def test_an_invalid_value_causes_no_further_problem(
+    override: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is valid on two nodes of the example cluster with eight GPUs each, and on nothing else."""
+    values = ("device=auto", "parallel.dp_replicate=2", "parallel.dp_shard=8", "resources.partition=gpu")
+    options = [f"--set={value}" for value in values if value.partition("=")[0] not in override]
+    command = ["check", config, *([] if "cluster" in override else ["--cluster", "example"]), *options]
+    assert main([*command, "--no-estimate", f"--set={override}"]) == 2
+    assert _keys(capsys.readouterr().err) == [override.partition("=")[0]]
+
+
+def test_what_run_reports_next_to_a_misspelt_key(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run on this machine: what a cluster would say is no problem of it."""
+    values = [
+        "--set",
+        "resources.nodes=1",
+        "--set",
+        "train.stps=1",
+        "--set",
+        "resources.partition=debgu",
+        "--set",
+        "data.source=none.txt",
+    ]
+    assert main(["run", config, *values]) == 2
+    assert _keys(capsys.readouterr().err) == ["train.stps", "data.source"]
+    assert not Path("runs").exists()
 
 
 def test_a_profile_that_is_wrong(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

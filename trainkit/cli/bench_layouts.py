@@ -54,7 +54,7 @@ def bench_layouts(request: ConfigRequest, typed: LayoutsRequest) -> int:
 
     length = BenchLength(typed.steps, typed.warmup)
     keep_name = "name" in request.flags
-    planned = plan_bench(request.load(), request.path, length, typed.layouts, keep_name)
+    planned = plan_bench(request.load_to_plan(), request.path, length, typed.layouts, keep_name)
     if not typed.dry_run:
         click.echo(describe_plan(planned.plan, planned.name).splitlines()[0], err=True)
     _describe(planned)

@@ -69,9 +69,9 @@ def command(
     if world_size is not None and (estimate is not None or show_origin):
         hint = "a second `trainkit check` without --simulate-world has them"
         raise UsageError("--simulate-world goes with neither --estimate nor --show-origin", hint=hint)
-    loaded = request.load()
     if world_size is not None:
-        return _simulate(loaded, world_size, rank or 0, as_json)
+        return _simulate(request.load(), world_size, rank or 0, as_json)
+    loaded = request.load_to_plan()
     target = make_target(loaded)
     plan = plan_run(loaded, target=target)
     if estimate and plan.slurm is None:

@@ -82,7 +82,7 @@ def command(
 
     argv = trailing_command()
     _refuse_misfits(argv, launcher, steps)
-    loaded = request.load()
+    loaded = request.load_to_plan(argv, launcher)
     target = make_target(loaded)
     plan = plan_run(loaded, argv, launcher, target=target)
     changes: list[Change] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import cleandoc
 from pathlib import Path
@@ -17,6 +17,7 @@ from trainkit.cli.help import Command
 from trainkit.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
+    from trainkit.cluster.model import Target
     from trainkit.config import LoadedConfig
     from trainkit.submit.array_spec import ArraySpec
 
@@ -47,6 +48,22 @@ class ConfigRequest:
             flags=self.flags,
             below=cluster_defaults,
         )
+
+    def load_to_plan(
+        self, command: Sequence[str] | None = None, launcher: str = "python", target: Target | None = None
+    ) -> LoadedConfig:
+        """Load the config for a command that plans a run; the arguments are those of `plan_run`.
+
+        The ConfigError of an invalid config also lists the problems of planning a run with the rest of it.
+        """
+        from trainkit.config import InvalidConfig
+
+        try:
+            return self.load()
+        except InvalidConfig as error:
+            from trainkit.submit.plan_run import planning_error
+
+            raise planning_error(error, command, launcher, target=target) from None
 
 
 def named_folder(text: str) -> Path:

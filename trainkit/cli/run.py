@@ -56,13 +56,14 @@ def command(request: ConfigRequest, run_dir: str | None) -> int:
         task = find_slurm_task()
         if task is not None and task.num_tasks > 1:
             return run_in_step(request, run_dir, task)
-    loaded = request.load()
+    target = Target("local", "local: run starts it right here")
+    loaded = request.load_to_plan(target=target)
     if loaded.config.resources.nodes != 1:
         raise UsageError(
             f"the config asks for {loaded.config.resources.nodes} nodes, and `run` uses one",
             hint="use `trainkit submit`, or add --set resources.nodes=1",
         )
-    plan = plan_run(loaded, target=Target("local", "local: run starts it right here"))
+    plan = plan_run(loaded, target=target)
     # A failure in the foreground is shown, not restarted.
     plan = replace(plan, requeue=replace(plan.requeue, on=()))
     click.echo(describe_plan(plan, loaded.config.name), err=True)
@@ -188,7 +189,7 @@ def _start_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask)
 
     procs = request.flags.get("resources.gpus_per_node")
     target = step_target(task, None if procs is None else int(str(procs[1])))
-    loaded = replace(request, flags={**request.flags, **step_shape(task, target)}).load()
+    loaded = replace(request, flags={**request.flags, **step_shape(task, target)}).load_to_plan(target=target)
     plan = plan_run(loaded, target=target)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     folder = None if run_dir is None else Path(run_dir)

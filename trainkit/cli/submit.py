@@ -91,7 +91,7 @@ def command(
     from trainkit.submit.plan_run import plan_run
     from trainkit.submit.start import start_run
 
-    loaded = request.load()
+    loaded = request.load_to_plan(command_argv, launcher)
     plan = plan_run(loaded, command_argv, launcher)
     if after:
         from trainkit.submit.dependency import start_after
@@ -184,7 +184,7 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
         start_group,
     )
 
-    base = None if group_request.sweeps else request.load()
+    base = None if group_request.sweeps else request.load_to_plan(options.command, options.launcher)
     seed = None if base is None or options.command is not None else base.config.seed
     spec, values = group_request.points(seed)
     configs = group_request.load_points(request, values)

@@ -5,6 +5,7 @@ sbatch itself refuses few of these requests: it accepts the job, which then stay
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -35,6 +36,11 @@ def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[Limit
     yield from _unknown_partitions(names, cluster)
     yield from _account_problems(request, cluster)
     partitions = cluster.requested_partitions(request.partition)
+    visible = [item for item in cluster.partitions if not item.is_hidden]
+    if not partitions and visible:
+        # None of the names exists: a time beyond the longest limit is wrong in whichever partition was meant.
+        longest = max(visible, key=lambda item: item.max_time_s or math.inf)
+        yield from _time_problems(request, cluster, longest)
     found = [list(partition_problems(request, cluster, item)) for item in partitions]
     # Of several partitions, one that can start the job is enough.
     if found and all(found):

@@ -1,7 +1,7 @@
 """What the user asks for: the schema of a config, how it is loaded, and where each value came from."""
 
 from trainkit.config.load import dump_effective, load_config, read_effective
-from trainkit.config.loaded import LoadedConfig
+from trainkit.config.loaded import InvalidConfig, LoadedConfig
 from trainkit.config.schema import RunConfig
 
-__all__ = ["LoadedConfig", "RunConfig", "dump_effective", "load_config", "read_effective"]
+__all__ = ["InvalidConfig", "LoadedConfig", "RunConfig", "dump_effective", "load_config", "read_effective"]

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from trainkit.config import yamlfile
 from trainkit.config.layers import EMPTY, Layers, refuse_newer, without_empty_sections
-from trainkit.config.loaded import DEFAULT, LoadedConfig
-from trainkit.config.names import flatten
+from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
+from trainkit.config.names import flatten, meant
 from trainkit.config.schema import RunConfig
 from trainkit.config.validation import (
     contradictions,
@@ -47,38 +47,61 @@ def load_config(
     `layers` False leaves out ./trainkit.yaml, the user's config and the environment. `below` maps
     the config to the values below all others, such as the defaults of the cluster that it names.
 
-    Raises ConfigError with every problem of every layer.
+    Raises InvalidConfig with every problem of every layer and the valid rest of the config; a plain
+    ConfigError when there is no such rest, because a layer or the cluster's profile cannot be read.
     """
     environ = os.environ if environ is None else environ
     reader = Layers(Path.cwd() if cwd is None else cwd)
     trees = _read_layers(reader, path, profile, overrides, flags or {}, environ, layers)
-    loaded = _merged(reader, trees)
-    lowest = None if below is None else below(loaded)
-    return loaded if lowest is None else _merged(reader, [without_empty_sections(lowest), *trees])
+    loaded, invalid = _merged(reader, trees)
+    lowest = None
+    if below is not None:
+        try:
+            lowest = below(loaded)
+        except ConfigError as error:
+            if invalid is None:
+                raise
+            raise invalid.with_problems_of_rest(error.problems) from None
+    if lowest is not None:
+        loaded, invalid = _merged(reader, [without_empty_sections(lowest), *trees])
+    if invalid is not None:
+        raise invalid
+    return loaded
 
 
-def _merged(reader: Layers, trees: Sequence[Entry]) -> LoadedConfig:
-    """The config of layers, the weakest first; raises ConfigError with every problem of every layer."""
+def _merged(reader: Layers, trees: Sequence[Entry]) -> tuple[LoadedConfig, InvalidConfig | None]:
+    """The config of layers, the weakest first, without its misspelt keys and invalid values, and the error
+    that reports those.
+
+    Raises ConfigError when a layer cannot be read or two flags contradict each other.
+    """
     problems = list(reader.problems)
-    merged = EMPTY
+    merged, causes = EMPTY, set()
     for tree in trees:
         unknown = list(unknown_keys(tree))
         problems += [unknown_problem(key, entry) for key, entry in unknown]
+        causes |= {match for key, _ in unknown if (match := meant(key)) is not None}
         merged = merge(merged, without(tree, [key for key, _ in unknown]))
     merged = _epochs_replace_default_steps(merged)
     try:
         config = RunConfig.model_validate(_absolute_paths(merged, reader.cwd).plain())
     except ValidationError as error:
-        raise ConfigError(problems + validation_problems(error, merged)) from None
+        found = validation_problems(error, merged)
+        problems += found
+        causes |= {problem.key for problem in found}
+        merged = without(merged, [tuple(problem.key.split(".")) for problem in found])
+        config = RunConfig.model_validate(_absolute_paths(merged, reader.cwd).plain())
+    if reader.problems:
+        raise ConfigError(problems)
     origins = _origins(config, merged)
     shipped = reader.shown(shipped_configs())
     adjustable = frozenset(key for key, origin in origins.items() if origin.startswith(f"{shipped}/"))
     loaded = LoadedConfig(config, origins, adjustable)
-    problems += [loaded.problem(key, message) for key, message in unsupported(config)]
-    problems += contradictions(loaded)
-    if problems:
-        raise ConfigError(problems)
-    return loaded
+    conflicts = [loaded.problem(key, message) for key, message in unsupported(config)]
+    conflicts += independent_problems(contradictions(loaded), causes)
+    problems += conflicts
+    causes |= {problem.key for problem in conflicts}
+    return loaded, InvalidConfig(problems, loaded, frozenset(causes)) if problems else None
 
 
 def _read_layers(

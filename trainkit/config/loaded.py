@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trainkit.config.names import flatten, show_value
 from trainkit.config.schema import RunConfig
-from trainkit.errors import Problem
+from trainkit.errors import ConfigError, Problem
 from trainkit.tables import table
 
 DEFAULT = "default"
@@ -35,6 +37,63 @@ class LoadedConfig:
         """A problem of a key, with the key's origin where it is not the default."""
         origin = self.origins.get(key, DEFAULT)
         return Problem(key, message, "" if origin == DEFAULT else origin, hint)
+
+
+_LAYOUT = (
+    *("model", "parallel", "precision", "device", "checkpoint.async"),
+    *("train.device_batch_size", "train.global_batch_size", "data.seq_len"),
+)
+_NODES = (
+    *("resources.nodes", "resources.spare_nodes", "resources.gpus_per_node", "resources.cpus_per_gpu"),
+    *("resources.mem", "resources.constraint", "resources.gpu_type", "device"),
+)
+_DATA = tuple(f"data.{key}" for key in ("source", "val_source", "tokenizer", "text_key", "val_fraction"))
+_DEPENDENTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("launch.backend", "launch.cluster"), ("resources", "launch", *_LAYOUT)),
+    (("resources.partition", "resources.account", "resources.qos"), ("resources", *_LAYOUT)),
+    (_NODES, (*_NODES, *_LAYOUT)),
+    ((*_LAYOUT, "optimizer.name"), (*_LAYOUT, "resources.mem")),
+    (_DATA, (*_DATA, "model.vocab_size")),
+    (("train.steps", "train.epochs", "schedule"), ("train.steps", "train.epochs", "schedule.decay_steps")),
+    (("launch",), ("launch",)),
+)
+"""Keys and sections, and those that are checked against their values."""
+
+
+def _contains(prefix: str, key: str) -> bool:
+    return key == prefix or key.startswith(f"{prefix}.")
+
+
+def _depends(key: str, cause: str) -> bool:
+    """Whether a problem of `key` may have its cause in the value of another key or section."""
+    return _contains(cause, key) or any(
+        any(_contains(cause, item) or _contains(item, cause) for item in causes)
+        and any(_contains(item, key) for item in dependents)
+        for causes, dependents in _DEPENDENTS
+    )
+
+
+class InvalidConfig(ConfigError):
+    """The problems of a config, and the rest of it, which can still be checked."""
+
+    def __init__(self, problems: Iterable[Problem], rest: LoadedConfig, causes: frozenset[str]) -> None:
+        super().__init__(list(problems))
+        self.rest = rest
+        """The config with the default of every key that was misspelt or has an invalid value."""
+        self.causes = causes
+        """The keys and sections whose values in `rest` are not what the user meant."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems, self.rest, self.causes)
+
+    def with_problems_of_rest(self, problems: Iterable[Problem]) -> ConfigError:
+        """One error that adds problems found in `rest`, except those that `causes` may have produced."""
+        return ConfigError([*self.problems, *independent_problems(problems, self.causes)])
+
+
+def independent_problems(problems: Iterable[Problem], causes: Iterable[str]) -> list[Problem]:
+    """The problems that do not depend on the values of the keys and sections in `causes`."""
+    return [item for item in problems if not any(_depends(item.key, cause) for cause in causes)]
 
 
 MAX_COLUMN_WIDTH = 40

@@ -9,8 +9,8 @@ from pathlib import Path
 from trainkit.cluster.machine import detect_machine
 from trainkit.cluster.model import Target
 from trainkit.cluster.target import make_target
-from trainkit.config import LoadedConfig
-from trainkit.errors import ConfigError, Problem
+from trainkit.config import InvalidConfig, LoadedConfig
+from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, check_config
 from trainkit.submit.containers import container_program
@@ -41,19 +41,54 @@ def plan_run(
     launch, cwd = loaded.config.launch, Path.cwd()
     target = target or make_target(loaded)
     containers = () if target.cluster is None else target.cluster.containers
-    problems: list[Problem] = []
-    if target.backend in ("sbatch", "submitit"):
-        problems = [loaded.problem(*found) for found in find_launch_problems(launch, cwd, containers)]
-    try:
-        plan = check_config(loaded, detect_machine(), target, command, launcher, data)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *problems]) from None
-    if problems:
-        raise ConfigError(problems)
+    plan = _check(loaded, command, launcher, target, data)
     if launch.container is not None and target.cluster is not None:
         plan = dataclasses.replace(plan, container_program=container_program(launch, containers))
     if command is not None:
         refuse_missing(command, launch, launcher, code_dir or cwd)
         refuse_secrets(command, launch.secrets)
         plan = dataclasses.replace(plan, python=command_python(launch, cwd))
+    return plan
+
+
+def planning_error(
+    invalid: InvalidConfig,
+    command: Sequence[str] | None = None,
+    launcher: str = "python",
+    *,
+    target: Target | None = None,
+    data: DataFacts | None = None,
+) -> ConfigError:
+    """All problems of an invalid config: those of the load, and those of planning a run with the rest of it.
+
+    The arguments are those of `plan_run`.
+    """
+    try:
+        _check(invalid.rest, command, launcher, target or make_target(invalid.rest), data)
+    except ConfigError as error:
+        return invalid.with_problems_of_rest(error.problems)
+    except TrainkitError:
+        return invalid  # Slurm or a file does not answer: what is known is enough to correct the config first
+    return invalid
+
+
+def _check(
+    loaded: LoadedConfig,
+    command: Sequence[str] | None,
+    launcher: str,
+    target: Target,
+    data: DataFacts | None,
+) -> LaunchPlan:
+    """The plan of a config, checked with its launch section; ConfigError has all problems."""
+    problems: list[Problem] = []
+    if target.backend in ("sbatch", "submitit"):
+        containers = () if target.cluster is None else target.cluster.containers
+        found = find_launch_problems(loaded.config.launch, Path.cwd(), containers)
+        problems = [loaded.problem(*item) for item in found]
+    try:
+        plan = check_config(loaded, detect_machine(), target, command, launcher, data)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from None
+    if problems:
+        raise ConfigError(problems)
     return plan
