@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from trainkit.bench.campaign import run_here
-from trainkit.bench.record import Bench, BenchRun, Length
 
+from trainkit.bench.bench_file import Bench, BenchLength, BenchRun
+from trainkit.bench.run_bench import run_here
 from trainkit.job.record import KILLED, Liveness, liveness, newest_entry
 from trainkit.rundir import RunDir, read_end, write_json
 from trainkit.submit import local_backend
@@ -71,7 +71,7 @@ def test_a_run_that_was_being_started_is_known_and_ended(
     (tmp_path / "layout").mkdir()
     run = RunDir(tmp_path / "layout")
     write_json(run.job_file, {"backend": "local", "name": "layout", "cwd": str(tmp_path), "attempts": []})
-    bench = Bench(tmp_path, "local", "cpu", Length(20, 5), (BenchRun("dp=1", "layout", {}, 1, 1, []),))
+    bench = Bench(tmp_path, "local", "cpu", BenchLength(20, 5), (BenchRun("dp=1", "layout", {}, 1, 1, []),))
     steps = []
 
     def start(index: int, item: BenchRun) -> RunDir:
