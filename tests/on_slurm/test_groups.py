@@ -101,7 +101,7 @@ def test_a_sweep_trains_each_point_as_a_run_of_its_own(login: Login) -> None:
     assert losses(group.run(0).path) != losses(group.run(1).path)
     table = login.trainkit("status", "fast").stdout
     assert "runs        2: 2 finished" in table
-    (row,) = [line for line in login.trainkit("status").stdout.splitlines() if line.startswith("fast")]
+    (row,) = [line for line in login.trainkit("status").stdout.splitlines() if line.startswith("runs/fast")]
     assert "2 finished" in row
     assert "finished after step 3 of 3" in login.trainkit("logs", "fast/1").stdout
 
@@ -237,11 +237,11 @@ def test_a_group_whose_job_id_was_never_learned(login: Login) -> None:
             ["--sweep", "optimizer.lr=1,x"],
             "point 1 (optimizer.lr=x): --sweep optimizer.lr=x: optimizer.lr: must be",
         ),
-        (["--sweep", "seed=1,2", "--array", "0-3"], "a sweep counts its points itself"),
-        (["--array", "%4"], "but not which there are"),
-        (["--array", "0-3", "--follow"], "--follow shows one run"),
+        (["--sweep", "seed=1,2", "--array", "0-3"], "--sweep numbers its points itself"),
+        (["--array", "%4"], "but names no tasks"),
+        (["--array", "0-3", "--follow"], "--follow follows one run"),
         (["--array", "0-3", "--backend", "submitit"], "does not submit arrays through submitit"),
-        (["--array", "0-3", "--backend", "local"], "would start on this machine"),
+        (["--array", "0-3", "--backend", "local"], "would run on this machine"),
     ],
 )
 def test_what_is_refused(login: Login, args: list[str], message: str) -> None:

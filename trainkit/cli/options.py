@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import cleandoc
 from pathlib import Path
@@ -338,18 +338,16 @@ class GroupRequest:
 
     def load_points(
         self, request: ConfigRequest, values: Mapping[int, dict[str, Any]]
-    ) -> dict[int, LoadedConfig | ConfigError]:
-        """The config of each point by index, or its problems."""
+    ) -> Iterator[tuple[int, LoadedConfig | ConfigError]]:
+        """The index and config of each point, or its problems, one at a time: there can be 100,000."""
         base = None if self.sweeps else request.load()
-        configs: dict[int, LoadedConfig | ConfigError] = {}
         for index, point in values.items():
             try:
-                configs[index] = (
-                    _swept(request, point) if base is None else _with_seed(base, point.get("seed"))
-                )
+                loaded = _swept(request, point) if base is None else _with_seed(base, point.get("seed"))
             except ConfigError as error:
-                configs[index] = error
-        return configs
+                yield index, error
+            else:
+                yield index, loaded
 
 
 def _swept(request: ConfigRequest, values: Mapping[str, Any]) -> LoadedConfig:

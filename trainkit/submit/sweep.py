@@ -46,14 +46,14 @@ class PlannedPoint:
 
 def plan_points(
     values: Mapping[int, dict[str, Any]],
-    configs: Mapping[int, LoadedConfig | ConfigError],
+    configs: Iterable[tuple[int, LoadedConfig | ConfigError]],
     command: Sequence[str] | None = None,
     launcher: str = "python",
     *,
     config_path: str,
     array: ArraySpec | None = None,
 ) -> list[PlannedPoint]:
-    """Plan each point of a group; `values` and `configs`, which were loaded from `config_path`, are by index.
+    """Plan each point of a group; `values` are by index, `configs` pairs of index and config.
 
     An `array` that exceeds the limits of the cluster is refused before its points are planned. Raises
     ConfigError with the problems of all points, and UsageError when one array cannot run them.
@@ -61,7 +61,7 @@ def plan_points(
     planned: dict[int, PlannedPoint | ConfigError] = {}
     target: Target | None = None
     data: dict[str, DataFacts] = {}  # by data section: most sweeps read the same data
-    for index, loaded in configs.items():
+    for index, loaded in configs:
         if isinstance(loaded, ConfigError):
             planned[index] = loaded
             continue
