@@ -71,7 +71,7 @@ ALLOWED = {
     },
     "__main__": {"cli"},
 }
-"""Package or module of trainkit -> what it may import of it, beside itself and the version."""
+"""Package or module of trainkit -> what it may import of trainkit, besides itself and the version."""
 
 
 @dataclass(frozen=True)

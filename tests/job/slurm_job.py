@@ -51,5 +51,5 @@ def step(run: RunDir, code: str, *writes: Any) -> tuple[int, dict[str, Any]]:
     return result, end
 
 
-def told(run: RunDir, name: str) -> Callable[[], None]:
+def record_signal(run: RunDir, name: str) -> Callable[[], None]:
     return lambda: log_event(run, 1, "signal", signal=name)

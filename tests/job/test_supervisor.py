@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from slurm_job import Slurm, reasons, step, told
+from slurm_job import Slurm, reasons, record_signal, step
 
 from trainkit.errors import EXIT_STOPPED
 from trainkit.job import allocation
@@ -140,7 +140,7 @@ def test_a_task_that_ended_as_asked_does_not_end_those_that_still_save(
     monkeypatch.setattr("trainkit.job.watch.attempt.PEER_EXIT_S", 0.2)
     says = "srun: error: node1: task 0: Exited with exit code 143"
     code = f"import sys, time; print({says!r}, flush=True); time.sleep(1.5); sys.exit(75)"
-    assert step(run, code, told(run, "SIGTERM"))[1]["reason"] == "saved after SIGTERM"
+    assert step(run, code, record_signal(run, "SIGTERM"))[1]["reason"] == "saved after SIGTERM"
 
 
 def test_a_step_whose_run_folder_is_deleted_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

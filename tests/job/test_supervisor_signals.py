@@ -1,4 +1,4 @@
-"""What a job was told to do or was done to it, and whether it comes back."""
+"""Stop signals and preemptions of a Slurm job, and whether the run resumes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
-from slurm_job import RUNNING, Slurm, step, told
+from slurm_job import RUNNING, Slurm, record_signal, step
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
 from trainkit.job import allocation, requeue, supervisor
@@ -57,7 +57,7 @@ def test_what_is_to_end_now_is_not_asked_to_save(
 )
 def test_a_person_who_tells_only_the_ranks(run: RunDir, slurm: Slurm, job: JobDetails, words: str) -> None:
     slurm.job = job
-    code, end = step(run, "raise SystemExit(75)", told(run, "SIGTERM"))
+    code, end = step(run, "raise SystemExit(75)", record_signal(run, "SIGTERM"))
     assert (code, end["state"], end["reason"], slurm.requeued) == (EXIT_STOPPED, "stopped", words, 0)
 
 
@@ -75,7 +75,7 @@ def test_a_preemption_brings_the_job_back(
 ) -> None:
     monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     slurm.job = job
-    code, end = step(run, "raise SystemExit(75)", told(run, "SIGTERM"))
+    code, end = step(run, "raise SystemExit(75)", record_signal(run, "SIGTERM"))
     assert (code, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "preempted")
     assert slurm.requeued == asked
     assert run.attempt_numbers() == [1]
@@ -180,7 +180,7 @@ def test_what_stops_at_its_step_does_not_come_back_for_the_end_of_its_time(
 def test_a_step_is_not_started_again_where_it_would_not_hear_that_its_time_is_over(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told once, up to a minute early: after a wait that may have been already."""
+    """Slurm signals the time limit once, up to a minute early: it may have done so during the wait."""
     monkeypatch.setattr(allocation, "await_eviction", lambda: None)
     left_s = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file)).grace_s + 60 + 30
     slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc) + timedelta(seconds=left_s + 5))
@@ -212,7 +212,7 @@ def test_a_job_that_a_person_ends_after_it_was_judged_does_not_come_back(
     slurm.job = replace(RUNNING, end_time=datetime.now(timezone.utc))
     answers = [slurm.job, now]
     monkeypatch.setattr(allocation, "query_job", lambda job_id, patience_s: answers.pop(0))
-    end = step(run, "raise SystemExit(75)", told(run, "SIGUSR2"))[1]
+    end = step(run, "raise SystemExit(75)", record_signal(run, "SIGUSR2"))[1]
     assert slurm.requeued == requeued
     assert end["action"] == ("requeue" if requeued else "stopped")
     assert end["reason"].endswith("it was cancelled meanwhile") != bool(requeued)
@@ -251,7 +251,7 @@ def test_a_host_that_is_lost_is_no_place_to_start_again(
 
 def test_a_job_that_slurm_does_not_start_again(run: RunDir, slurm: Slurm) -> None:
     slurm.job, slurm.refuses = RUNNING, True
-    result, end = step(run, f"raise SystemExit({EXIT_STOPPED})", told(run, "SIGUSR2"))
+    result, end = step(run, f"raise SystemExit({EXIT_STOPPED})", record_signal(run, "SIGUSR2"))
     assert (result, end["state"], end["action"]) == (EXIT_STOPPED, "stopped", "stopped")
     assert end["reason"] == "saved after SIGUSR2; not started again: scontrol: Job 7 may not be requeued"
 

@@ -155,14 +155,14 @@ class Login:
         try:
             wait_for(file.exists, f"the end of attempt {attempt}", timeout_s)
         except AssertionError as error:
-            raise AssertionError(f"{error}; {self.told_by(run)}") from None
+            raise AssertionError(f"{error}; {self.logs_and_attempts(run)}") from None
         end: dict[str, Any] = read_json(file)
         return end
 
     def finish(self, run: RunDir, timeout_s: float = TIMEOUT_S) -> RunDir:
         """Wait until a run has ended well."""
         end = self.wait_for_end(run, timeout_s=timeout_s)
-        assert end["state"] == "finished", self.told_by(run)
+        assert end["state"] == "finished", self.logs_and_attempts(run)
         return run
 
     def job_id(self, run: RunDir) -> str:
@@ -194,8 +194,8 @@ class Login:
         """The jobs that Slurm has in its queue."""
         return self.run(["squeue", "--noheader", "--format=%i"], check=True).stdout.split()
 
-    def told_by(self, run: RunDir) -> str:
-        """Everything that a run has said, for a test that fails."""
+    def logs_and_attempts(self, run: RunDir) -> str:
+        """All logs and attempts of a run, for the message of a failed test."""
         logs = sorted(run.attempts_dir.glob("*/logs/*.log"))
         texts = [f"--- {path}\n{path.read_text(errors='replace')}" for path in logs]
         return "\n".join([json.dumps(read_job(run)["attempts"]), *texts])

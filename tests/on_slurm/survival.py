@@ -47,7 +47,7 @@ if "trainkit.trainer" in sys.orig_argv and "BUG" in os.environ:
     Progress.begin_step, CausalLM.nll_sum = begin, loss
 """
 """A sitecustomize.py that breaks the training at step 37 in the way that $BUG names."""
-COMEBACK_S = 400.0
+RESTART_S = 400.0
 """More than Slurm and the start of the ranks take together after any one disturbance."""
 
 Curve = list[tuple[int, str, int]]
@@ -88,7 +88,7 @@ def newest_attempt(run: RunDir) -> int:
     return run.attempt_numbers()[-1]
 
 
-def wait_for_steps(run: RunDir, attempt: int, count: int, timeout_s: float = COMEBACK_S) -> None:
+def wait_for_steps(run: RunDir, attempt: int, count: int, timeout_s: float = RESTART_S) -> None:
     """Wait until an attempt has computed so many steps."""
     wait_for(lambda: len(steps_of(run, attempt)) >= count, f"{count} steps of attempt {attempt}", timeout_s)
 
@@ -104,7 +104,7 @@ def wait_until_over(login: Login, run: RunDir, timeout_s: float) -> dict[str, An
     """How a run ended, in whatever attempt that is; nobody resumes it."""
     deadline_s = time.monotonic() + timeout_s
     while (end := last_end(run)) is None:
-        assert time.monotonic() < deadline_s, f"{run} is not over in {timeout_s:g} s; {login.told_by(run)}"
+        assert time.monotonic() < deadline_s, login.logs_and_attempts(run)
         time.sleep(0.2)
     return end
 

@@ -28,7 +28,7 @@ def start_waiter(login: Login, *args: str) -> Path:
     return Path(json.loads(done.stdout)["run_dir"])
 
 
-def let_go(login: Login, code: int) -> None:
+def release_waiter(login: Login, code: int) -> None:
     partial = login.folder / "go.partial"
     partial.write_text(str(code))
     partial.rename(login.folder / "go")
@@ -37,11 +37,11 @@ def let_go(login: Login, code: int) -> None:
 def wait_for_reason(login: Login, run: RunDir) -> dict[str, Any]:
     """The status of a run that waits, when Slurm has a reason for it that is not about its queue."""
 
-    def told() -> dict[str, Any] | None:
+    def waiting_status() -> dict[str, Any] | None:
         now = login.status(run)
         return now if "depends" in (now["reason"] or "") else None
 
-    return wait_for(told, "the reason") or {}
+    return wait_for(waiting_status, "the reason") or {}
 
 
 def state_of(login: Login, run: RunDir) -> str:
@@ -62,7 +62,7 @@ def test_a_run_starts_when_the_other_has_finished(login: Login) -> None:
         # Slurm writes the reason down when it next looks at its queue.
         assert wait_for_reason(login, run)["reason"] == "waits for the jobs that it depends on"
         assert login.status(run)["state"] == "pending"
-    let_go(login, 0)
+    release_waiter(login, 0)
     for run in runs:
         login.finish(run)
     assert read_json(first.attempt(1).end_file)["state"] == "finished"
@@ -82,7 +82,7 @@ def test_a_run_starts_when_the_other_has_finished(login: Login) -> None:
 def test_a_run_whose_wait_is_hopeless_says_so(login: Login) -> None:
     start_waiter(login)
     run = login.submit("--after", "first", "--name", "second", "--", "true")
-    let_go(login, 3)
+    release_waiter(login, 3)
     seen = wait_for(
         lambda: (found := login.status(run))["reason"] and "never" in found["reason"] and found, "the reason"
     )
@@ -108,7 +108,7 @@ def test_a_run_starts_when_a_whole_group_has_finished(login: Login) -> None:
     waiting = RunGroup(many.stdout.splitlines()[0])
     said = "waits for the jobs that it depends on"
     wait_for(lambda: said in login.trainkit("status", str(waiting.path)).stdout, "the reason")
-    let_go(login, 0)
+    release_waiter(login, 0)
     for waiter in (run, one, waiting.run(0), waiting.run(1)):
         login.finish(waiter)
     assert login.trainkit("cancel", "first").returncode == 0

@@ -111,7 +111,9 @@ def test_a_launcher_gives_its_ranks_their_time_and_comes_back(login: Login) -> N
         assert login.trainkit(command, str(run.path)).returncode == 0
         login.wait_for_end(run, attempt)
         saved = [run.path / f"saved-{attempt}-{rank}" for rank in range(4)]
-        assert [file.read_text() for file in saved if file.exists()] == [received] * 4, login.told_by(run)
+        assert [file.read_text() for file in saved if file.exists()] == [received] * 4, (
+            login.logs_and_attempts(run)
+        )
     assert login.wait_for_end(run, 1)["action"] == "requeue"
     assert login.wait_for_end(run, 2)["state"] == "cancelled"
     assert login.wait_for_end(run, 2)["verdict"] is None

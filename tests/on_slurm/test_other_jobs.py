@@ -34,7 +34,7 @@ def test_a_follow_up_carries_the_run_on_and_the_rest_vanish(login: Login) -> Non
     jobs = [_kill_the_supervisor(login, run) for run in runs]
     for run, (first, second, _) in zip(runs, jobs, strict=True):
         end = login.wait_for_end(run, attempt=2)
-        assert end["state"] == "finished", login.told_by(run)
+        assert end["state"] == "finished", login.logs_and_attempts(run)
         assert carried(run) == [(first, "submit"), (second, "comeback")]
     login.wait_until_idle()
     for run, (_, second, third) in zip(runs, jobs, strict=True):

@@ -26,7 +26,7 @@ def files_with(folder: Path, value: str) -> list[Path]:
 def test_secrets_reach_the_ranks_and_no_file(login: Login) -> None:
     (login.folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in SECRETS.items()))
     login.script(TELLS)
-    runs, told = [], ""
+    runs, printed = [], ""
     for backend in BACKENDS:
         args = ["--backend", backend, "--nodes", "2", "--set", "resources.extra.hold=true"]
         command = ["--", "python", "script.py"]
@@ -36,7 +36,7 @@ def test_secrets_reach_the_ranks_and_no_file(login: Login) -> None:
         script = write_batch_script(login.job_id(run), environ=login.cluster.environ).decode()
         job = login.run(["scontrol", "--details", "show", "job", login.job_id(run)], check=True).stdout
         login.run(["scontrol", "release", login.job_id(run)], check=True)
-        told += shown.stdout + shown.stderr + script + job
+        printed += shown.stdout + shown.stderr + script + job
         runs.append(run)
     hashes = "".join(f"{name} {sha256(value.encode()).hexdigest()}\n" for name, value in SECRETS.items())
     for run in runs:
@@ -45,7 +45,7 @@ def test_secrets_reach_the_ranks_and_no_file(login: Login) -> None:
         assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
     for value in SECRETS.values():
         assert [file for run in runs for file in files_with(run.path, value)] == []
-        assert value not in told
+        assert value not in printed
 
 
 def test_a_secret_on_the_command_line_is_refused(login: Login) -> None:

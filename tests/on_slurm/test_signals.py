@@ -150,7 +150,7 @@ def test_cancel_of_a_job_that_just_starts(login: Login, backend: str) -> None:
     run = login.submit("--backend", backend, *ON_TWO_HOSTS, "--", "python", "listens.py")
     wait_for(lambda: login.cluster.job(login.job_id(run))["JobState"] == "RUNNING", "the start of the job")
     done = login.trainkit("cancel", str(run.path), "--wait")
-    assert done.returncode == 0, done.stderr + login.told_by(run)
+    assert done.returncode == 0, done.stderr + login.logs_and_attempts(run)
     assert login.wait_for_end(run)["state"] == "cancelled"
     login.wait_until_idle()
 

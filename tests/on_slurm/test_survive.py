@@ -11,7 +11,7 @@ import pytest
 
 from tests.on_slurm import survival
 from tests.on_slurm.login import Login, settings, wait_for
-from tests.on_slurm.survival import COMEBACK_S, Curve, wait_for_steps, wait_until_over
+from tests.on_slurm.survival import RESTART_S, Curve, wait_for_steps, wait_until_over
 from tools.slurm_cluster.cluster import Cluster
 from trainkit.errors import EXIT_NO_RESTART
 
@@ -23,7 +23,7 @@ def expected(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Curv
     """The curve of a training that nothing happened to, on this machine."""
     login = Login(cluster, tmp_path_factory.mktemp("whole"))
     run = login.submit("--backend", "local", config=survival.survivor_config(login.folder))
-    assert wait_until_over(login, run, COMEBACK_S)["state"] == "finished"
+    assert wait_until_over(login, run, RESTART_S)["state"] == "finished"
     return survival.curve(run)
 
 
@@ -41,7 +41,7 @@ def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) 
             wait_for_steps(run, attempt, 5)
             survival.set_preemption(login.cluster, mode, grace_s)
             survival.preempt(login.cluster)
-        assert wait_until_over(login, run, COMEBACK_S)["state"] == "finished", login.told_by(run)
+        assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
     assert run.attempt_numbers() == [1, 2, 3, 4]
     assert survival.computed_twice(run) == []
     assert survival.curve(run) == expected
@@ -61,7 +61,7 @@ def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
     wait_for(lambda: len(run.attempt_numbers()) > 1, "the next attempt")
     # Where a start takes its whole minute, it would never come to an end.
     login.run(["scontrol", "update", f"jobid={login.job_id(run)}", "timelimit=10"], check=True)
-    assert wait_until_over(login, run, 2 * COMEBACK_S)["state"] == "finished", login.told_by(run)
+    assert wait_until_over(login, run, 2 * RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
     assert {e["cause"] for e in survival.events_of(run, "requeue_decision")} == {"timeout"}
     assert survival.computed_twice(run) == []
     assert survival.curve(run) == expected
@@ -79,7 +79,7 @@ def test_a_rank_and_then_a_host_die(login: Login, config: Path, expected: Curve)
     assert again - killed_s < 10 + 2 * (first - survival.time_of(survival.events_of(run, "started")[0]))
     login.cluster.kill_host(2)
     wait_for_steps(run, 3, 1)
-    assert wait_until_over(login, run, COMEBACK_S)["state"] == "finished", login.told_by(run)
+    assert wait_until_over(login, run, RESTART_S)["state"] == "finished", login.logs_and_attempts(run)
     assert login.job_id(run) == job_id
     assert login.cluster.job(job_id)["Restarts"] == "0"
     decisions = survival.events_of(run, "requeue_decision")
@@ -102,16 +102,16 @@ def test_what_must_not_start_again(login: Login, config: Path) -> None:
     cancelled = runs.pop("none")
     wait_for_steps(cancelled, 1, 5)
     login.run(["scancel", login.job_id(cancelled)], check=True)
-    ends = {bug: wait_until_over(login, run, COMEBACK_S) for bug, run in runs.items()}
-    told = {bug: (end["state"], end["exit_code"], end["verdict"]["type"]) for bug, end in ends.items()}
-    assert told == {
+    ends = {bug: wait_until_over(login, run, RESTART_S) for bug, run in runs.items()}
+    ends_by_bug = {bug: (end["state"], end["exit_code"], end["verdict"]["type"]) for bug, end in ends.items()}
+    assert ends_by_bug == {
         "raise": ("failed", 1, "ValueError"),
         "nan": ("failed", EXIT_NO_RESTART, "DivergedError"),
         "import": ("failed", 1, "ModuleNotFoundError"),
     }
     assert (ends["raise"]["verdict"]["message"], ends["raise"]["verdict"]["step"]) == ("a bug of step 37", 37)
     assert "a bug of step 37" in login.trainkit("status", str(runs["raise"].path)).stdout
-    assert wait_until_over(login, cancelled, COMEBACK_S)["state"] == "stopped"
+    assert wait_until_over(login, cancelled, RESTART_S)["state"] == "stopped"
     login.wait_until_idle()
     num_attempts = [len(run.attempt_numbers()) for run in (*runs.values(), cancelled)]
     assert num_attempts == [2, 1, 1, 1]

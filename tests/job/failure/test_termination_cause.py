@@ -61,8 +61,8 @@ def test_a_job_that_slurm_starts_again_for_a_lost_host():
 def test_an_early_notice_of_another_name():
     def cause(left_s, shell):
         found = job(left_s=left_s)
-        told = {"supervisor_was_signalled": shell, "restarts": 0, "lost": False, "notice": "SIGTERM"}
-        return termination_cause("SIGTERM", found, 30.0, **told)
+        facts = {"supervisor_was_signalled": shell, "restarts": 0, "lost": False, "notice": "SIGTERM"}
+        return termination_cause("SIGTERM", found, 30.0, **facts)
 
     assert (cause(100, False), cause(300_000, False), cause(100, True)) == ("timeout", None, None)
 

@@ -125,9 +125,9 @@ def test_a_notice_before_the_ranks_are_started_is_written_down_once(
     number = int(procid)
     monkeypatch.setattr(agent, "find_slurm_task", lambda: task_of(local_task=number))
 
-    def told(attempt: AttemptDir) -> LaunchPlan:
+    def signalled(attempt: AttemptDir) -> LaunchPlan:
         raise StopSignalReceived(signal.SIGUSR2)
 
-    monkeypatch.setattr(agent, "await_plan", told)
+    monkeypatch.setattr(agent, "await_plan", signalled)
     assert agent.run_slurm_task(run, 1) == EXIT_STOPPED
     assert [event["signal"] for event in read_jsonl(run.events_file)] == events
