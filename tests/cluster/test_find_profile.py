@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.cluster.profile import FoundProfile, find_profile, user_folder
-from trainkit.cluster.target import cluster_defaults, make_target
+from trainkit.cluster.target import load_with_cluster, make_target
 from trainkit.config import LoadedConfig, load_config
 from trainkit.errors import ConfigError
 
@@ -40,13 +40,8 @@ class Place:
         return folder / f"{stem}.yaml"
 
     def load(self, *overrides: str, environ: Mapping[str, str] | None = None) -> LoadedConfig:
-        return load_config(
-            None,
-            overrides=overrides,
-            environ={**self.environ, **(environ or {})},
-            cwd=self.cwd,
-            below=lambda loaded: cluster_defaults(loaded, self.environ, self.cwd),
-        )
+        environ = {**self.environ, **(environ or {})}
+        return load_with_cluster(None, overrides=overrides, environ=environ, cwd=self.cwd)
 
     def find(self, *overrides: str) -> FoundProfile | None:
         loaded = load_config(None, overrides=overrides, environ=self.environ, cwd=self.cwd)

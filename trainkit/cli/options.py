@@ -38,16 +38,9 @@ class ConfigRequest:
 
     def load(self) -> LoadedConfig:
         """Load the config with all layers over it; ConfigError lists all problems."""
-        from trainkit.cluster.target import cluster_defaults
-        from trainkit.config import load_config
+        from trainkit.cluster.target import load_with_cluster
 
-        return load_config(
-            self.path,
-            profile=self.profile,
-            overrides=self.overrides,
-            flags=self.flags,
-            below=cluster_defaults,
-        )
+        return load_with_cluster(self.path, profile=self.profile, overrides=self.overrides, flags=self.flags)
 
     def load_to_plan(
         self, command: Sequence[str] | None = None, launcher: str = "python", target: Target | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -16,11 +17,11 @@ from trainkit.cluster.discovery import query_cluster, query_qos
 from trainkit.cluster.model import Cluster, Target
 from trainkit.cluster.profile import find_profile
 from trainkit.cluster.units import time_limit_s
-from trainkit.errors import SlurmError
+from trainkit.config import InvalidConfig, LoadedConfig, load_config
+from trainkit.errors import ConfigError, SlurmError
 from trainkit.slurm.conf_file import cluster_name, conf_file
 
 if TYPE_CHECKING:
-    from trainkit.config import LoadedConfig
     from trainkit.config.running import ResourcesConfig
     from trainkit.config.yamlfile import Entry
 
@@ -63,13 +64,40 @@ def make_target(
     return Target("submitit" if chosen == "submitit" else "sbatch", reason, cluster)
 
 
-def cluster_defaults(
-    loaded: LoadedConfig, environ: Mapping[str, str] = os.environ, cwd: Path | None = None
-) -> Entry | None:
-    """The `defaults` of the profile of a config's cluster; None for a run on this machine.
+def load_with_cluster(
+    path: str | Path | None,
+    *,
+    profile: str | None = None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, tuple[str, object]] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    cwd: Path | None = None,
+) -> LoadedConfig:
+    """The config of `load_config`, with the defaults of the profile of its cluster below all layers.
 
-    Raises ConfigError as `make_target` does.
+    Raises InvalidConfig as `load_config` does, and ConfigError as `make_target` does.
     """
+    load = partial(
+        load_config, path, profile=profile, overrides=overrides, flags=flags, environ=environ, cwd=cwd
+    )
+    invalid = None
+    try:
+        loaded = load()
+    except InvalidConfig as error:
+        loaded, invalid = error.rest, error
+    try:
+        defaults = _cluster_defaults(loaded, environ, cwd)
+    except ConfigError as error:
+        raise error if invalid is None else invalid.with_problems_of_rest(error.problems) from None
+    if defaults is not None:
+        return load(defaults=defaults)
+    if invalid is not None:
+        raise invalid
+    return loaded
+
+
+def _cluster_defaults(loaded: LoadedConfig, environ: Mapping[str, str], cwd: Path | None) -> Entry | None:
+    """The `defaults` of the profile of a config's cluster; None for a run on this machine."""
     launch = loaded.config.launch
     if choose_backend(launch.backend, launch.cluster, environ)[0] == "local":
         return None

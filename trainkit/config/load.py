@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -39,13 +39,13 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     layers: bool = True,
-    below: Callable[[LoadedConfig], Entry | None] | None = None,
+    defaults: Entry | None = None,
 ) -> LoadedConfig:
     """The config of a file, or of the name of a shipped config, with everything around it.
 
     `overrides` are the texts of ``--set``; `flags` maps a key to what was typed and the value it gives.
-    `layers` False leaves out ./trainkit.yaml, the user's config and the environment. `below` maps
-    the config to the values below all others, such as the defaults of the cluster that it names.
+    `layers` False leaves out ./trainkit.yaml, the user's config and the environment. `defaults` are
+    values below all others, such as those of the profile of the config's cluster.
 
     Raises InvalidConfig with every problem of every layer and the valid rest of the config; a plain
     ConfigError when there is no such rest, because a layer or the cluster's profile cannot be read.
@@ -53,17 +53,9 @@ def load_config(
     environ = os.environ if environ is None else environ
     reader = Layers(Path.cwd() if cwd is None else cwd)
     trees = _read_layers(reader, path, profile, overrides, flags or {}, environ, layers)
+    if defaults is not None:
+        trees.insert(0, without_empty_sections(defaults))
     loaded, invalid = _merged(reader, trees)
-    lowest = None
-    if below is not None:
-        try:
-            lowest = below(loaded)
-        except ConfigError as error:
-            if invalid is None:
-                raise
-            raise invalid.with_problems_of_rest(error.problems) from None
-    if lowest is not None:
-        loaded, invalid = _merged(reader, [without_empty_sections(lowest), *trees])
     if invalid is not None:
         raise invalid
     return loaded
