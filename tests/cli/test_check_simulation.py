@@ -33,7 +33,8 @@ def test_one_of_64_ranks(config: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.slow
 def test_for_a_person(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", config, "--simulate-world", "2", "--set", "parallel.tp=2"]) == 0
+    small = ("--set", "model.preset=nano", "--set", "data.seq_len=64")
+    assert main(["check", config, "--simulate-world", "2", "--set", "parallel.tp=2", *small]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("layout: one group of 2 processes holds the whole model (2 tensor)")
     assert lines[1].startswith("rank 0 of 2: ")

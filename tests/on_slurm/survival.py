@@ -53,7 +53,7 @@ RESTART_S = 400.0
 Curve = list[tuple[int, str, int]]
 
 
-def survivor_config(folder: Path, num_steps: int = 220) -> Path:
+def survivor_config(folder: Path, num_steps: int = 120) -> Path:
     """The config of the training, and its text, in a folder."""
     text = folder / "text.txt"
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(4000)))

@@ -52,7 +52,7 @@ def test_preempted_again_and_again(login: Login, config: Path, expected: Curve) 
 def test_the_time_limit(login: Login, config: Path, expected: Curve) -> None:
     limits = settings("resources.time='1'", "requeue.grace_s=15")
     run = login.submit(*limits, config=config)
-    wait_for(lambda: len(survival.steps_of(run)) > 100 or survival.events_of(run, "signal"), "some steps")
+    wait_for(lambda: len(survival.steps_of(run)) > 40 or survival.events_of(run, "signal"), "some steps")
     # As if its steps took longer: it must not finish before the limit comes.
     ranks = survival.ranks_of(run)
     survival.pause(ranks.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,29 @@ def start_ranks(function: Callable[..., None], num_procs: int, *args: Any) -> li
 def start_worker(run_dir: Path, log: Path, environ: Mapping[str, str]) -> ForkServerProcess:
     """Begin what ``python -m trainkit.trainer RUN_DIR`` does, with an environment and a log of its own."""
     return _start(_as_worker, str(run_dir), str(log), dict(environ))
+
+
+class ForkedWorker:
+    """A process of `start_worker` with the methods of Popen."""
+
+    def __init__(self, proc: ForkServerProcess) -> None:
+        assert proc.pid is not None
+        self.proc, self.pid = proc, proc.pid
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.proc.kill()
+
+    def poll(self) -> int | None:
+        return self.proc.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.proc.join(timeout)
+        if self.proc.exitcode is None:
+            raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+        return self.proc.exitcode
 
 
 def _start(function: Callable[..., None], *args: Any) -> ForkServerProcess:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import start_ranks, start_worker, wait_for_all
+from tests.support.ranks import ForkedWorker, start_ranks, start_worker, wait_for_all
 from trainkit.cluster.machine import Machine
 from trainkit.config import dump_effective, load_config
 from trainkit.plan.make_plan import make_plan
@@ -60,10 +60,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def fork_workers(attempt: AttemptDir, num_procs: int = 1) -> list[ForkedWorker]:
+    """The ranks of an attempt with torch already imported; each one's output goes to its log."""
+    return [
+        ForkedWorker(start_worker(attempt.run.path, attempt.rank_log(rank), environ))
+        for rank, environ in enumerate(environs(attempt, num_procs))
+    ]
+
+
 def start_workers(
     attempt: AttemptDir, num_procs: int = 1, env: dict[str, str] | None = None, **popen: Any
 ) -> list[subprocess.Popen[bytes]]:
-    """The ranks of an attempt as plain processes; each one's output goes to its log."""
+    """The ranks of an attempt as plain processes: for tests of their start, or with another environment."""
     procs = []
     for rank, environ in enumerate(environs(attempt, num_procs)):
         with attempt.rank_log(rank).open("ab") as log:
@@ -94,7 +102,9 @@ def environs(attempt: AttemptDir, num_procs: int) -> list[dict[str, str]]:
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_procs)]
 
 
-def wait_for(procs: Sequence[subprocess.Popen[bytes]], timeout_s: float = TIMEOUT_S) -> list[int]:
+def wait_for(
+    procs: Sequence[subprocess.Popen[bytes] | ForkedWorker], timeout_s: float = TIMEOUT_S
+) -> list[int]:
     """The exit codes of processes that end by themselves; what does not is killed, and the test fails."""
     try:
         return [proc.wait(timeout=timeout_s) for proc in procs]
@@ -108,11 +118,7 @@ def wait_for(procs: Sequence[subprocess.Popen[bytes]], timeout_s: float = TIMEOU
 def train(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 1, expect: int = 0) -> AttemptDir:
     """Run one attempt to its end and check every rank's exit code."""
     attempt = make_attempt(run_dir, overrides, num_procs)
-    procs = [
-        start_worker(attempt.run.path, attempt.rank_log(rank), environ)
-        for rank, environ in enumerate(environs(attempt, num_procs))
-    ]
-    codes = wait_for_all(procs, TIMEOUT_S)
+    codes = wait_for_all([worker.proc for worker in fork_workers(attempt, num_procs)], TIMEOUT_S)
     assert codes == [expect] * num_procs, log_text(attempt)
     return attempt
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.parity import ACCUMULATION, GLOBAL_BATCH, Case, close, make_trainer, run_cases
-from trainkit.rundir import AttemptDir
+from trainkit.rundir import AttemptDir, RunDir
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("collectives")]
 
 LAYERS, PASSES = 8, ACCUMULATION
 KINDS = {
@@ -56,48 +56,45 @@ MICROBATCHES = GLOBAL_BATCH
 """Of one sample."""
 
 
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        pytest.param(
-            Case("replicate", 2, {"dp_replicate": 2}), plus(AGREED, {"all_reduce": 1}), id="replicate"
+CASES = [
+    (Case("replicate", 2, {"dp_replicate": 2}), plus(AGREED, {"all_reduce": 1})),
+    (Case("shard", 2, {"dp_shard": 2}), plus(AGREED, SHARDED)),
+    (
+        Case("tp", 2, {"tp": 2}),
+        plus(
+            AGREED,
+            {"all_gather": 2 * SPLITS * PASSES, "reduce_scatter": 2 * SPLITS * PASSES},
+            # The loss: maximum, sum of exponentials, the label's logit.
+            {"all_reduce": 3 * PASSES},
+            # The gradients of the norms' weights, of which each rank has its positions' part.
+            {"all_reduce": 2 * LAYERS + 1},
         ),
-        pytest.param(Case("shard", 2, {"dp_shard": 2}), plus(AGREED, SHARDED), id="shard"),
-        pytest.param(
-            Case("tp", 2, {"tp": 2}),
-            plus(
-                AGREED,
-                {"all_gather": 2 * SPLITS * PASSES, "reduce_scatter": 2 * SPLITS * PASSES},
-                # The loss: maximum, sum of exponentials, the label's logit.
-                {"all_reduce": 3 * PASSES},
-                # The gradients of the norms' weights, of which each rank has its positions' part.
-                {"all_reduce": 2 * LAYERS + 1},
-            ),
-            id="tp",
-        ),
-        pytest.param(
-            Case("plain-tp", 2, {"tp": 2, "sequence_parallel": False, "loss_parallel": False}),
-            plus(AGREED, {"all_reduce": 2 * SPLITS * PASSES, "all_gather": PASSES}),
-            id="tp of matrices only",
-        ),
-        pytest.param(
-            Case("cp", 2, {"cp": 2}),
-            plus(AGREED, SHARDED, {"all_gather": LAYERS * PASSES, "reduce_scatter": LAYERS * PASSES}),
-            id="cp",
-        ),
-        pytest.param(
-            Case("pp", 2, {"pp": 2}), plus(AGREED, {"send": MICROBATCHES, "recv": MICROBATCHES}), id="pp"
-        ),
-        pytest.param(
-            Case("pp-tied", 2, {"pp": 2}, ("model.tie_embeddings=true",)),
-            plus(AGREED, {"send": MICROBATCHES + 1, "recv": MICROBATCHES + 1}),
-            id="pp with a tied head",
-        ),
-    ],
-)
-def test_collectives_of_a_step(tmp_path: Path, case: Case, expected: dict[str, int]) -> None:
-    run_cases(tmp_path, [case], ["train.steps=2", "train.eval_every=null"], function=count)
+    ),
+    (
+        Case("tp-of-matrices-only", 2, {"tp": 2, "sequence_parallel": False, "loss_parallel": False}),
+        plus(AGREED, {"all_reduce": 2 * SPLITS * PASSES, "all_gather": PASSES}),
+    ),
+    (
+        Case("cp", 2, {"cp": 2}),
+        plus(AGREED, SHARDED, {"all_gather": LAYERS * PASSES, "reduce_scatter": LAYERS * PASSES}),
+    ),
+    (Case("pp", 2, {"pp": 2}), plus(AGREED, {"send": MICROBATCHES, "recv": MICROBATCHES})),
+    (
+        Case("pp-with-a-tied-head", 2, {"pp": 2}, ("model.tie_embeddings=true",)),
+        plus(AGREED, {"send": MICROBATCHES + 1, "recv": MICROBATCHES + 1}),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    run_cases(folder, [case for case, _ in CASES], ["train.steps=2", "train.eval_every=null"], function=count)
+    return folder
+
+
+@pytest.mark.parametrize(("case", "expected"), CASES, ids=[case.name for case, _ in CASES])
+def test_collectives_of_a_step(runs: Path, case: Case, expected: dict[str, int]) -> None:
+    attempt = RunDir(runs / case.name).attempt(1)
     for rank in range(case.num_procs):
-        assert (
-            json.loads((tmp_path / case.name / "attempts/001" / f"found-{rank}.json").read_text()) == expected
-        )
+        assert json.loads((attempt.path / f"found-{rank}.json").read_text()) == expected

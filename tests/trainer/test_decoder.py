@@ -214,7 +214,7 @@ def test_all_blocks_share_one_compiled_graph(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
 def test_blocks_that_recompute_are_compiled_all_the_same(mode: str) -> None:
     from torch._dynamo.utils import counters
 

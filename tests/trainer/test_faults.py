@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from tests.support.disks import fill, limit_file_size, small_disk
-from tests.support.runs import log_text, losses, make_attempt, samples_seen, start_workers, train, wait_for
+from tests.support.runs import (
+    fork_workers,
+    log_text,
+    losses,
+    make_attempt,
+    samples_seen,
+    start_workers,
+    train,
+    wait_for,
+)
 from trainkit.manifest import best_step, find_damage, published
 from trainkit.rundir import AttemptDir, RunDir, read_jsonl
 
@@ -185,7 +194,7 @@ class TestFullDisk:
                 attempt.rank_log(rank).symlink_to(tmp_path / f"rank-{rank}.log")
             pad(disk / "run")
             filler = fill(disk)
-            codes = wait_for(start_workers(attempt, num_procs))
+            codes = wait_for(fork_workers(attempt, num_procs))
             filler.unlink()
             words = log_text(attempt)
             for step in (3, 4, 5, 6):
@@ -215,7 +224,7 @@ class TestFullDisk:
         attempt = make_attempt(run_dir, OPTIONS)
         for path in (attempt.rank_log(0),):
             path.symlink_to("/dev/full")
-        assert wait_for(start_workers(attempt)) == [0]
+        assert wait_for(fork_workers(attempt)) == [0]
         assert_same_curve(run_dir, whole)
 
 

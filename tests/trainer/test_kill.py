@@ -11,9 +11,9 @@ import pytest
 CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "kill_campaign.py"
 
 
-@pytest.mark.slow(seconds=120)
+@pytest.mark.slow(seconds=60)
 def test_killed_at_random_moments_the_curve_stays_the_same(tmp_path: Path) -> None:
-    argv = [sys.executable, str(CAMPAIGN), "--rounds", "2", "--seed", "7", "--keep", str(tmp_path / "runs")]
+    argv = [sys.executable, str(CAMPAIGN), "--rounds", "1", "--seed", "7", "--keep", str(tmp_path / "runs")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "2 of 2 equal"
+    assert done.stdout.splitlines()[-1] == "1 of 1 equal"

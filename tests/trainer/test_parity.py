@@ -10,7 +10,7 @@ from tests.support.parity import Case, run_cases, worst_difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
-COMMON = ["model.tie_embeddings=true", "train.steps=6", "train.eval_every=3", "model.vocab_size=322"]
+COMMON = ["model.tie_embeddings=true", "train.steps=4", "train.eval_every=2", "model.vocab_size=322"]
 """161 rows of the embedding a tensor-parallel rank: two shards of them are not equal."""
 DROPOUT = "model.dropout=0.1"
 CASES = [
@@ -28,7 +28,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps of every case, with ragged samples, dropout, tied ends and validation."""
+    """Four steps of every case, with ragged samples, dropout, tied ends and validation."""
     folder = tmp_path_factory.mktemp("runs")
     run_cases(folder, [Case("alone", 1, {}), *CASES], [*COMMON, DROPOUT])
     return folder
