@@ -238,7 +238,7 @@ def test_init_again(login: Login) -> None:
     texts = {path: path.read_text() for path in (profile_of(login), login.folder / "first-run.yaml")}
     done = login.trainkit("init")
     assert done.returncode == 2
-    assert f"kept {profile_of(login)}, which exists\n" in done.stderr
+    assert f"kept {profile_of(login)}, which already exists\n" in done.stderr
     assert done.stderr.endswith("write elsewhere with --cluster NAME and --dir DIR\n")
     profile_of(login).write_text(
         texts[profile_of(login)].replace("max_time: '12:00:00'", "max_time: '13:00:00'")
