@@ -111,7 +111,7 @@ class ShardedAdamW:
             param.grad = None
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of the optimizer's state, sharded like the parameters; loading fills them in place."""
+        """(name, tensor) of the optimizer state, sharded like the parameters; loading fills them in place."""
         for weight, shard in zip(self._weights, self._locals, strict=True):
             state, name = self._adamw.state[shard], weight.name
             yield f"{name}.exp_avg", as_shard_of(state["exp_avg"], weight.param)

@@ -221,9 +221,9 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
     ]
     if missing or reshaped or len(saved) != len(wanted):
         surplus = sorted(set(saved) - wanted)
-        details = [f"missing in it: {missing[0]}"] if missing else []
+        details = [f"not in the checkpoint: {missing[0]}"] if missing else []
         details += [f"different shape: {reshaped[0]}"] if reshaped else []
-        details += [f"only in it: {surplus[0]}"] if surplus else []
+        details += [f"only in the checkpoint: {surplus[0]}"] if surplus else []
         raise TrainkitError(
             f"checkpoint {checkpoint.path} belongs to another model ({'; '.join(details)})",
             hint="resume with the model section it was trained with, or start a new run",
