@@ -200,7 +200,7 @@ class Striker:
         return placed if fault.kind == "stale checkpoints" else placed[1:]
 
     def _make_stale(self, fault: Fault, flight: Flight) -> str:
-        """Show one host an outdated folder of the run for some seconds, and kill a rank so that it is read."""
+        """Show one host an outdated folder of the run for seconds, and kill a rank so that it is read."""
         old = self._old(fault, flight)
         assert old is not None
         folder = flight.run.path / fault.kind.removeprefix("stale ")

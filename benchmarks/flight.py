@@ -110,7 +110,7 @@ class Flight:
         return [one for one in published(self.run.checkpoints_dir) if _identity(one) not in self._damaged]
 
     def end(self, slurm_whole_at: float) -> dict[str, Any] | None:
-        """How the run ended; None while it continues. `trainkit status` finds a run that died without a record.
+        """How the run ended; None while it continues. `trainkit status` detects one that died.
 
         Slurm keeps a job as long as one of its hosts has not confirmed the end, so time before all parts of
         Slurm are connected again (`slurm_whole_at`, seconds since the epoch) does not count.

@@ -119,7 +119,7 @@ def time_look(progress, num_rounds: int = 2000) -> float:
 
 
 def measure(overrides: list[str], blocks: int, num_steps: int) -> tuple[float, ...]:
-    """Medians: seconds of a step with and without the watchdog, their ratio; seconds of the calls, of a check."""
+    """Medians: seconds of a step with and without the watchdog, their ratio, seconds of calls and check."""
     import torch
 
     torch.set_num_threads(1)
