@@ -25,8 +25,8 @@ def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
     from trainkit.cluster.model import Target
     from trainkit.plan.make_plan import check_config
 
-    asked = loaded.config.resources.gpus_per_node
-    per_node = min(world_size, GPUS_PER_NODE if asked == "auto" else asked)
+    requested = loaded.config.resources.gpus_per_node
+    per_node = min(world_size, GPUS_PER_NODE if requested == "auto" else requested)
     if world_size % per_node:
         message = f"is {world_size}, which is not a multiple of {per_node} GPUs per node"
         raise ConfigError([Problem("--simulate-world", message, hint="set --gpus-per-node N")])
