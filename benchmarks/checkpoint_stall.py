@@ -1,13 +1,13 @@
-"""How long a save holds up the training, against `torch.save` with fsync of the same state.
+"""Measures how long a save blocks training, compared with `torch.save` plus fsync of the same state.
 
     python benchmarks/checkpoint_stall.py
 
 The state is 500 MB of float32 in one process. For each save the script measures how long the training thread
-is blocked: the call itself, plus the wait before the optimizer may change the state again, with a stretch of
-matrix products between them that stands for the next step's forward and backward pass. The same stretch is
-timed without a save, so that what the copy costs in the background shows as well. Right after the wait every
-tensor is changed in place; the published checkpoint must hold the values of the call. The two kinds of save
-take turns; the first round is warm-up and reported apart.
+is blocked: the call itself, plus the wait before the optimizer may change the state. Between the two, matrix
+products stand for the forward and backward pass of the next step. They are also timed without a save, to show
+what the background copy costs. After the wait every tensor is changed in place; the published checkpoint must
+contain the values at the time of the call. Both kinds of save alternate; the first round is a warm-up and
+reported separately.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ WORLD = World(rank=0, size=1, device=torch.device("cpu"), mesh=None, checkpoint_
 
 
 def make_state(num_megabytes: int) -> dict[str, torch.Tensor]:
-    """Tensors of 4 MB, as many as it takes."""
+    """Tensors of 4 MB each, of the requested total size."""
     return {f"model.layer{index}": torch.randn(1000, 1000) for index in range(num_megabytes // 4)}
 
 
 def compute(weights: torch.Tensor, seconds: float) -> float:
-    """Matrix products for about this long; returns products a second."""
+    """Run matrix products for about this long; returns the products per second."""
     started = time.perf_counter()
     count = 0
     while time.perf_counter() - started < seconds:
@@ -47,7 +47,7 @@ def compute(weights: torch.Tensor, seconds: float) -> float:
 
 
 def save_with_torch(state: dict[str, torch.Tensor], path: Path) -> float:
-    """Seconds of stall of the plain way."""
+    """Seconds for which `torch.save` plus fsync blocks the caller."""
     started = time.perf_counter()
     with path.open("wb") as stream:
         torch.save(state, stream)
@@ -57,7 +57,7 @@ def save_with_torch(state: dict[str, torch.Tensor], path: Path) -> float:
 
 
 def save_with_trainkit(saver: CheckpointSaver, step: int, weights: torch.Tensor) -> tuple[float, float]:
-    """Seconds of stall of an asynchronous save, and products a second meanwhile."""
+    """(seconds for which an asynchronous save blocks the caller, products per second during the save)."""
     started = time.perf_counter()
     saver.save(SaveRequest(step, {}, is_best=False, reason="bench"), blocking=False)
     stall_s = time.perf_counter() - started
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def holds(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> bool:
-    """Whether a checkpoint is intact and has exactly these values."""
+    """Whether a checkpoint is intact and contains exactly these values."""
     found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
     load_tensors(checkpoint, found, WORLD)
     return not find_damage(checkpoint) and all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,14 +1,14 @@
-"""Let random faults strike several trainings at once, and prove that each still has the curve that it should.
+"""Injects random faults into several concurrent runs and checks that each still has the correct loss curve.
 
     python -m benchmarks.fault_campaign --faults 200 --seed 0
 
-Starts a Slurm cluster of four hosts on this machine (root; see tools/slurm_cluster) on which two trainings of
-two hosts run at once, one after another, of every backend, with and without spare hosts. Faults strike them:
-SIGKILL of a rank, slurmd killed, the network of a host cut for 5 to 60 s, slurmctld stopped, the disk full,
-the newest checkpoint damaged, a host that sees an old state of a folder. Each run must finish with losses
-that are equal as strings to those of a run that nobody touched. A full disk may stop one, and so may failures
-that come faster than checkpoints: then with a verdict that says so, and it is resumed. No intact checkpoint
-may be lost, no job or process be left, no port clash. One line a fault; the same seed draws the same faults.
+Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster), on which two runs of
+two hosts train at any time, with every backend, with and without spare hosts. The faults: SIGKILL of a rank,
+a killed slurmd, the network of a host cut for 5 to 60 s, a stopped slurmctld, a full disk, a damaged newest
+checkpoint, a host that sees an outdated folder. Each run must finish with losses that equal, as strings,
+those of an undisturbed run. A full disk, or failures that come faster than checkpoints, may stop a run, with
+a reason that says so; it is then resumed. No intact checkpoint may be lost, no job or process may be left, no
+port may clash. Prints one line per fault; the same seed draws the same faults.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SLURM_OPTIONS = {"UnkillableStepTimeout": "600", "MinJobAge": "60"}
 
 
 class Campaign:
-    """The faults of one seed and the runs that they strike."""
+    """The faults of one seed and the runs that they hit."""
 
     def __init__(
         self, login: Login, striker: Striker, faults: list[Fault], expected: Curve, seed: int
@@ -70,7 +70,7 @@ class Campaign:
         print(f"{time.monotonic() - self.began_s:7.1f} s  {text}", flush=True)
 
     def fly(self) -> None:
-        """Let all faults strike, and bring every run to its end."""
+        """Inject all faults and bring every run to its end."""
         waiting = list(self.faults)
         last_s = look_s = help_s = time.monotonic()
         while waiting or self.flights:
@@ -96,7 +96,7 @@ class Campaign:
         return "slurmctld" not in self.striker.active
 
     def _victims(self, fault: Fault, since_s: float) -> list[Flight]:
-        """The runs that a fault can strike now."""
+        """The runs that a fault can hit now."""
         if since_s < fault.gap_s:
             return []
         found = [one for one in self.flights if self.striker.can_strike(fault, one)]
@@ -153,7 +153,7 @@ class Campaign:
             self._conclude(flight, [*flight.wrong, wrong])
             return
         if "disk" in self.striker.active or self.login.job_id(flight.run) in self.login.jobs():
-            return  # nobody can resume it before there is space, nor while its job ends
+            return  # it cannot be resumed without disk space, nor while its job is ending
         flight.stops.append(str(end["reason"]))
         self.counts["resumed"] += 1
         self.say(f"     {flight.where()} stopped: {end['reason']}; resumed")
@@ -173,12 +173,12 @@ class Campaign:
         if wrong:
             self.login.trainkit("cancel", str(flight.run.path), "--now", timeout_s=300)
             shutil.copytree(flight.run.path, self.login.folder / "wrong" / flight.name, symlinks=True)
-        # The disk is small; the rest stays, for what still runs in it to be found.
+        # The disk is small; other files are kept, so that processes still running in the folder are found.
         shutil.rmtree(flight.run.checkpoints_dir, ignore_errors=True)
 
 
 def left_behind(login: Login, disk: Path) -> list[str]:
-    """What is still there when all runs are over and nothing is broken any more."""
+    """The jobs and processes left when all runs have ended and all faults are undone."""
     deadline_s = time.monotonic() + LEFT_S
     while (jobs := login.jobs()) + (processes := processes_of(disk)) and time.monotonic() < deadline_s:
         time.sleep(0.5)
@@ -186,7 +186,7 @@ def left_behind(login: Login, disk: Path) -> list[str]:
 
 
 def reference(login: Login) -> Curve:
-    """The curve of a run that nobody touches."""
+    """The loss curve of an undisturbed run."""
     config = survival.survivor_config(login.folder, num_steps=NUM_STEPS)
     run = login.submit("--backend", "local", "--run-dir", str(login.folder / "reference"), config=config)
     end = survival.wait_until_over(login, run, 600)
@@ -196,7 +196,7 @@ def reference(login: Login) -> Curve:
 
 
 def campaign(cluster: Cluster, folder: Path, num_faults: int, seed: int) -> int:
-    """The exit code of one campaign."""
+    """Run one campaign; returns its exit code."""
     login = Login(cluster, folder)
     (folder / "old").mkdir()
     expected = reference(login)

@@ -1,4 +1,4 @@
-"""The faults of `fault_campaign.py`: what strikes, and how it is mended again."""
+"""The faults of `fault_campaign.py`: how each is injected and undone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STUCK_S = 90.0
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault as it was drawn; the numbers from 0 to 1 choose among what there is when it strikes."""
+    """One drawn fault; its numbers from 0 to 1 select the target among those that exist at injection."""
 
     number: int
     kind: str
@@ -54,7 +54,7 @@ class Fault:
 
 
 def draw(count: int, seed: int) -> list[Fault]:
-    """The faults of a campaign; a longer one begins with those of a shorter one."""
+    """Draw the faults of a campaign; a longer campaign begins with the faults of a shorter one."""
     chance = random.Random(seed)
     kinds, weights = list(KINDS), list(KINDS.values())
     return [
@@ -72,12 +72,12 @@ def draw(count: int, seed: int) -> list[Fault]:
 
 
 def one_of(things: Sequence[T], chosen: float) -> T:
-    """The thing that a number from 0 to 1 stands for."""
+    """The item of a sequence that a number from 0 to 1 selects."""
     return things[int(chosen * len(things))]
 
 
 class Striker:
-    """Lets faults strike, and mends what has to be mended after a while."""
+    """Injects faults, and undoes them when their time is over."""
 
     def __init__(self, cluster: Cluster, disk: Path) -> None:
         self.cluster = cluster
@@ -89,7 +89,7 @@ class Striker:
         self._due: list[tuple[float, int, str, Callable[[], None]]] = []
 
     def can_strike(self, fault: Fault, flight: Flight) -> bool:
-        """Whether there is something for a fault to strike."""
+        """Whether a fault has a target now."""
         if fault.kind in ("slurmd", "cut"):
             return len(self.away) < MOST_HOSTS_AWAY
         if fault.kind in ("slurmctld", "disk"):
@@ -101,7 +101,7 @@ class Striker:
         return self._old(fault, flight) is not None and bool(self._readers(fault, flight))
 
     def strike(self, fault: Fault, flight: Flight) -> str:
-        """Let a fault strike a run, or all of them; says in words what was done."""
+        """Inject a fault into one run or all; returns a description."""
         strikes: dict[str, Callable[[Fault, Flight], str]] = {
             "rank": self._kill_rank,
             "slurmd": self._kill_slurmd,
@@ -186,21 +186,21 @@ class Striker:
         flight.note_damage(found[-1])
         how = damage(found[-1], fault.where)
         if fault.length < 0.5:
-            # What is damaged shows when it is read.
+            # The damage shows only when the checkpoint is read.
             return f"newest checkpoint (step {found[-1].step}) {how}, and {self._kill_rank(fault, flight)}"
         return f"newest checkpoint (step {found[-1].step}) {how}"
 
     def _old(self, fault: Fault, flight: Flight) -> Path | None:
-        """The folder of which a host is to see an older state, as it was."""
+        """The kept copy of the folder that a host is to see in an outdated state."""
         return flight.old_checkpoints if fault.kind == "stale checkpoints" else flight.old_attempts
 
     def _readers(self, fault: Fault, flight: Flight) -> list[str]:
-        """The hosts that only read a folder: what a host writes itself it sees, on any filesystem."""
+        """The hosts that only read a folder: on any file system, a host sees its own writes."""
         placed = survival.hosts_of(flight.run, survival.newest_attempt(flight.run))
         return placed if fault.kind == "stale checkpoints" else placed[1:]
 
     def _make_stale(self, fault: Fault, flight: Flight) -> str:
-        """Show one host for some seconds what a folder of the run was like; a death makes it be read."""
+        """Show one host an outdated folder of the run for seconds, and kill a rank so that it is read."""
         old = self._old(fault, flight)
         assert old is not None
         folder = flight.run.path / fault.kind.removeprefix("stale ")
@@ -209,7 +209,7 @@ class Striker:
         shown = old.with_name(f"{old.name}-shown-{fault.number}")
         shutil.copytree(old, shown, symlinks=True)
         killed = self._kill_rank(fault, flight)
-        # Read-only before it is shown: what has been opened for writing by then cannot be made so.
+        # Made read-only before it is shown: a mount with files open for writing cannot be made read-only.
         read_only = f"mount --bind {shown} {shown} && mount -o remount,bind,ro {shown}"
         show = f"{read_only} && mount --bind {shown} {folder} && umount {shown}"
         self.cluster.run(["sh", "-c", show], host=index, check=True)
@@ -224,7 +224,7 @@ class Striker:
 
 
 def damage(checkpoint: Checkpoint, how: float) -> str:
-    """Damage a checkpoint in the way that a number from 0 to 1 stands for; what was done."""
+    """Damage a checkpoint in the way that a number from 0 to 1 selects; returns a description."""
     shard = max((file for file in checkpoint.path.iterdir()), key=lambda file: file.stat().st_size)
     if how < 0.4:
         place = int(how / 0.4 * (shard.stat().st_size - 8))
@@ -244,14 +244,14 @@ def damage(checkpoint: Checkpoint, how: float) -> str:
 
 
 def _overwrite(file: Path, place: int, data: bytes) -> None:
-    """Change bytes where they are, which needs no space: the disk may be full."""
+    """Change bytes in place, which works on a full disk."""
     with file.open("r+b") as stream:
         stream.seek(place)
         stream.write(data)
 
 
 class Administrator:
-    """Does what people do for a Slurm that has lost count."""
+    """Repairs Slurm as an administrator would."""
 
     def __init__(self, cluster: Cluster, away: set[int]) -> None:
         self._cluster = cluster
@@ -261,22 +261,22 @@ class Administrator:
         """Since when a host has been completing."""
 
     def help(self) -> list[str]:
-        """Start a slurmd that died, resume drained hosts, release held jobs, have Slurm count again."""
+        """Restart dead slurmds, resume drained hosts, release held jobs, reconcile Slurm's node state."""
         states = self._cluster.node_states()
         done = self._start_slurmd() + _resume_and_release(self._cluster, states)
         now = time.monotonic()
         stuck = [name for name, state in states.items() if state.startswith("completing")]
         self._completing_s = {name: self._completing_s.get(name, now) for name in stuck}
         if any(now > since_s + STUCK_S for since_s in self._completing_s.values()):
-            # 22.05 puts a job back that is done but whose host was lost meanwhile, and then waits for ever
-            # for the other hosts to tell that they have ended it.
+            # Slurm 22.05 requeues a finished job whose host was lost, and then waits forever for the other
+            # hosts to confirm that it has ended.
             self._cluster.run(["scontrol", "reconfigure"], timeout_s=30)
             self._completing_s = {}
             done.append(f"reconfigured, for {', '.join(stuck)} did not stop completing")
         return done
 
     def _start_slurmd(self) -> list[str]:
-        """What the service manager of a host does."""
+        """Start slurmd, as the service manager of a host would."""
         state = self._cluster.state
         dead = [i for i in state.hosts() if i not in self._away and not hosts.signal_slurmd(state, i, 0)]
         for index in dead:

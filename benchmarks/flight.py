@@ -1,4 +1,4 @@
-"""One run of `fault_campaign.py`: what is seen of it while faults strike, and what must hold at its end."""
+"""One run of `fault_campaign.py`: what is observed while faults are injected, and the checks at its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_SPACE = ("No space left", "disk full")
 
 
 class Flight:
-    """A run that is under way."""
+    """One run of the campaign."""
 
     def __init__(self, login: Login, run: RunDir, kind: str) -> None:
         self.login = login
@@ -58,24 +58,24 @@ class Flight:
         return self.run.name
 
     def note_damage(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint is going to be damaged: from now on it does not count."""
+        """Exclude a checkpoint that is about to be damaged from the intact ones."""
         self._damaged.add(_identity(checkpoint))
         self._newest = max((one.step for one in self.intact()), default=0)
 
     def computes(self) -> bool:
-        """Whether its newest attempt has computed some steps."""
+        """Whether the newest attempt has computed some steps and has not ended."""
         attempt = survival.newest_attempt(self.run)
         return (
             len(survival.steps_of(self.run, attempt)) >= 3 and not self.run.attempt(attempt).end_file.exists()
         )
 
     def where(self) -> str:
-        """Step and attempt, for a line of output."""
+        """Name, step and attempt, for a line of output."""
         steps = survival.steps_of(self.run)
         return f"{self.name} step {steps[-1] if steps else 0} attempt {survival.newest_attempt(self.run)}"
 
     def look(self, calm: bool) -> None:
-        """Note what goes wrong; `calm` says that nothing is broken now."""
+        """Record anything wrong; `calm` says that no fault is active."""
         newest = max((one.step for one in self.intact()), default=0)
         if newest < self._newest:
             self.wrong.append(f"the newest intact checkpoint went from step {self._newest} back to {newest}")
@@ -91,7 +91,7 @@ class Flight:
             self.old_attempts = self._copy(self.run.attempts_dir, self.old_attempts)
 
     def _copy(self, folder: Path, before: Path | None) -> Path | None:
-        """The folder as it is now, kept to be shown later; the one before where a file vanishes meanwhile."""
+        """Copy a folder, to be shown later as outdated; returns the previous copy if the copy fails."""
         if not folder.is_dir():
             return before
         kept = self.login.folder / "old" / f"{self.name}-{folder.name}"
@@ -110,10 +110,10 @@ class Flight:
         return [one for one in published(self.run.checkpoints_dir) if _identity(one) not in self._damaged]
 
     def end(self, slurm_whole_at: float) -> dict[str, Any] | None:
-        """How it ended, unless it goes on by itself; `trainkit status` says what died without a word.
+        """How the run ended; None while it continues. `trainkit status` detects one that died.
 
-        Slurm takes no job for ended of which a host does not say so: the time until all its parts are there
-        and have heard of each other (`slurm_whole_at`, in seconds since the epoch) does not count.
+        Slurm keeps a job as long as one of its hosts has not confirmed the end, so time before all parts of
+        Slurm are connected again (`slurm_whole_at`, seconds since the epoch) does not count.
         """
         end = survival.last_end(self.run)
         if self.login.job_id(self.run) in self.login.jobs():
@@ -127,7 +127,7 @@ class Flight:
         return status if status["state"] in ("died", "cancelled") else survival.last_end(self.run)
 
     def judge_stop(self, end: dict[str, Any]) -> str | None:
-        """What is wrong with a stop; None when the faults explain it and a person may resume it."""
+        """Why a stop is wrong; None if the faults explain it and the run can be resumed."""
         reason = str(end["reason"])
         told = f"{reason} {json.dumps(end.get('verdict'))}"
         if any(text in told for text in NO_SPACE) and self.disk_was_full:
@@ -141,7 +141,7 @@ class Flight:
         return f"stopped: {end['state']}: {reason}"
 
     def judge_end(self, expected: Curve) -> list[str]:
-        """What is wrong after it has finished."""
+        """Everything that is wrong after the run has finished."""
         wrong = list(self.wrong)
         found = survival.curve(self.run)
         if found != expected:
@@ -153,13 +153,13 @@ class Flight:
         return wrong
 
     def comebacks(self) -> str:
-        """How often it came back in which way."""
+        """How often the run restarted, by kind of restart."""
         actions = [event["action"] for event in survival.events_of(self.run, "requeue_decision")]
         return ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions)) or "none"
 
 
 def processes_of(folder: Path) -> list[str]:
-    """The command lines on any host that name something in a folder."""
+    """The command lines, on any host, that mention a folder."""
     found = []
     for entry in Path("/proc").iterdir():
         try:

@@ -1,12 +1,12 @@
-"""Kill a training at random moments and prove that the curve is the one of an uninterrupted run.
+"""Kills a run at random moments and checks that its losses equal those of an uninterrupted run.
 
     python benchmarks/kill_campaign.py --rounds 20 --seed 0
 
-Each round submits a run of two nodes and sends, once to three times at random moments, SIGKILL to a random
-victim: a rank, an agent, the supervisor, or all of them at once. What does not come back by itself is
-resumed. The losses in metrics.jsonl must then be equal as strings to those of a run that nobody touched,
-the samples counted without a gap, every published checkpoint intact, and no process left behind. Dropout is
-on, and the text is short, so that kills land in every part of an epoch. The same seed repeats the same
+Each round submits a run of two nodes and, one to three times at random moments, sends SIGKILL to a random
+victim: a rank, an agent, the supervisor, or all of them. A run that does not restart automatically is
+resumed. Then the losses in metrics.jsonl must equal, as strings, those of an undisturbed run, the samples
+must be counted without a gap, every published checkpoint must be intact, and no process may be left. Dropout
+is on, and the text is short, so that kills hit every part of an epoch. The same seed repeats the same
 campaign.
 """
 
@@ -64,7 +64,7 @@ def state(run: RunDir) -> str:
 
 
 def strike(run: RunDir, chance: random.Random) -> str:
-    """SIGKILL a random victim; says whom."""
+    """Send SIGKILL to a random victim; returns its description."""
     found = find_processes(run)
     kinds = {"supervisor": found.supervisors, "agent": found.agents.values(), "rank": found.ranks.values()}
     alive = {kind: sorted(pids) for kind, pids in kinds.items() if pids}
@@ -98,7 +98,7 @@ def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir,
         victim = strike(run, chance)
         told.append(f"{victim} after {delay_s:.1f} s")
         if victim in ("agent", "rank"):
-            continue  # it comes back by itself
+            continue  # it restarts automatically
         wait_until_ended(run)
         if state(run) == "finished":
             break
@@ -111,7 +111,7 @@ def play_round(folder: Path, text: Path, chance: random.Random) -> tuple[RunDir,
 
 
 def check(run: RunDir, reference: list[Point]) -> list[str]:
-    """What is wrong after a round; nothing when all is well."""
+    """Everything that is wrong after a round; empty if nothing is."""
     wrong = []
     if state(run) != "finished":
         wrong.append(f"state {state(run)}")
@@ -125,7 +125,7 @@ def check(run: RunDir, reference: list[Point]) -> list[str]:
 
 
 def campaign(rounds: int, seed: int, folder: Path) -> int:
-    """Number of rounds that did not hold."""
+    """Run all rounds; returns the number of failed ones."""
     chance = random.Random(seed)
     text = folder / "text.txt"
     text.write_text("".join(f"line {number} says {number * number}\n" for number in range(1000)))

@@ -1,11 +1,10 @@
-"""Train one small model on every kind of layout, and hold the curves against that of one process.
+"""Trains one small model on every kind of layout and compares the curves with that of a single process.
 
     make parity                     or: python -m benchmarks.parity [--steps 20] [--only NAME …]
 
-All start from one checkpoint that a single process wrote. 20 AdamW steps in float32, samples of uneven
-length, two microbatches accumulated. The table shows the largest difference of loss, gradient norm or
-validation loss of any step, relative where the value is above 1; more than 1e-5 is a failure. Processes talk
-through gloo.
+All layouts start from one checkpoint written by a single process: 20 AdamW steps in float32, samples of
+uneven length, two accumulated microbatches. The table shows the largest difference in loss, gradient norm or
+validation loss of any step, relative for values above 1; more than 1e-5 is a failure. The backend is gloo.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def main() -> int:
 
 
 def compare(folder: Path, cases: list[Case], steps: int) -> list[str]:
-    """Print a line for each layout; the names of those that fail."""
+    """Print one line per layout; returns the names of those that fail."""
     first = (f"train.steps={SEED_STEPS + steps}", f"train.eval_every={steps // 2}")
     failed = []
     for kind in dict.fromkeys(case.overrides for case in cases):

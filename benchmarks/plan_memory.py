@@ -1,12 +1,12 @@
-"""Hold the memory that `trainkit plan` foretells against what torch's tracker sees of a whole step.
+"""Compares the memory that `trainkit plan` predicts with the peak that torch's MemTracker measures.
 
     python -m benchmarks.plan_memory [--only NAME …]
 
-Ten full-size models, each on a layout of its own, of 8 to 512 GPUs. One rank at a time goes through two steps
-of the trainer with tensors that have a shape and no values (`trainkit check --simulate-world`), under torch's
-MemTracker; the peak of the second step counts. Of a pipeline those ranks are tried that `plan` looks at, and
-the one that needs most counts, on both sides. The kernels are those of the CPU on both sides: they keep more
-than those of GPUs. A difference of more than 10 % is a failure.
+Ten full-size models, each on its own layout of 8 to 512 GPUs. One rank at a time runs two steps of the
+trainer on tensors that have shapes but no values (`trainkit check --simulate-world`), under MemTracker; the
+peak of the second step is compared. With a pipeline, the ranks that `plan` considers are simulated, and on
+both sides the one with the highest peak counts. Both sides assume the CPU kernels, which keep more than those
+of GPUs. A difference of more than 10 % is a failure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Pair:
     dtype: str = "bf16"
 
     def load(self) -> LoadedConfig:
-        """The config of this pair."""
+        """The loaded config of this pair."""
         parallel = {"activation_checkpointing": "none", **self.parallel}
         degrees = [int(str(parallel.get(name, 1))) for name in ("tp", "pp", "cp")]
         ranks = self.gpus // (degrees[0] * degrees[1] * degrees[2])
@@ -83,7 +83,7 @@ PAIRS = [
 
 
 def main() -> int:
-    """Print a row for each pair; 1 where a difference is too large."""
+    """Print one row per pair; returns 1 if a difference is too large."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -116,7 +116,7 @@ def _workload(loaded: LoadedConfig, plan: LaunchPlan) -> Workload:
 
 
 def _peaks(loaded: LoadedConfig, plan: LaunchPlan, work: Workload) -> Iterator[int]:
-    """Bytes of the peak of each rank that is tried, as torch's tracker saw it."""
+    """The peak bytes of each simulated rank, as measured by MemTracker."""
     layout = plan.layout
     for pp_rank in extreme_ranks(work):
         yield simulate(loaded, plan, pp_rank * layout.world_size // layout.pp)["peak_bytes"]["total"]
@@ -130,7 +130,7 @@ def _layout(work: Workload) -> str:
 
 
 def _samples(work: Workload) -> str:
-    """At once x passes a step, of so many tokens."""
+    """Samples at once x passes per step, and tokens per sample."""
     return f"{work.samples_at_once} x {work.passes_per_step} of {work.seq_len}"
 
 

@@ -1,12 +1,12 @@
-"""Start several sets of ranks at once on the same hosts, again and again, and count ports that clash.
+"""Repeatedly starts several sets of ranks on the same hosts at the same time, and counts port clashes.
 
     make cluster                            # or any cluster of your own
     python benchmarks/port_clashes.py --starts 50 --seed 0
 
-Each start is two jobs and two steps of a third one, all at the same time on the same two hosts. Rank 0 of
-each listens where it was told, the other rank finds it, and all hold on until the last of the four has met.
-Meanwhile half of the ports that ranks may meet at are taken, chosen by the seed, so that a port that is not
-looked at before it is used clashes every second time. Ends with 1 if anything clashed.
+Each start is two jobs and two steps of a third job, all at the same time on the same two hosts. Rank 0 of
+each set listens on its assigned port, the other rank connects, and all stay until the last of the four sets
+has met. Half of the ports that ranks may use are taken, chosen by the seed, so that a port used without a
+probe clashes every second time. Exits with 1 if anything clashed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def call(argv: list[str], cwd: Path) -> str:
 
 
 def take_ports(seed: int) -> None:
-    """As a task on each host: take a share of the ports that ranks may meet at, and keep them."""
+    """As a task on each host: bind a share of the ports that ranks may use, and keep them."""
     ports = port_pool(ephemeral_range())
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -83,13 +83,13 @@ def take_ports(seed: int) -> None:
         try:
             taken.append(socket.create_server(("", port)))
         except OSError:
-            continue  # somebody else's
+            continue  # taken by another process
     print(f"{socket.gethostname()}: {len(taken)} of {len(ports)} ports are taken", flush=True)
     time.sleep(86_400)
 
 
 def run_as_rank(meet: str, go: str, arguments: list[str]) -> int:
-    """`trainkit` with the meeting in the place of the trainer: `trainkit run` knows no other command."""
+    """Run `trainkit` with the rendezvous test as the trainer, since `trainkit run` takes no COMMAND."""
     real = plan_run.plan_run
 
     def plan_with_meeting(*args: object, **options: object) -> object:
@@ -101,7 +101,7 @@ def run_as_rank(meet: str, go: str, arguments: list[str]) -> int:
 
 
 def start(folder: Path, number: int, hosts: list[str]) -> list[RunDir]:
-    """Start two jobs, and two steps of one job, on the same hosts; the four run folders."""
+    """Start two jobs, and two steps of one job, on the same hosts; returns the four run folders."""
     go = str(folder / f"go-{number}")
     names = [f"{kind}-{number}-{index}" for kind in ("job", "step") for index in (1, 2)]
     runs = [RunDir(folder / "runs" / name) for name in names]
@@ -115,7 +115,7 @@ def start(folder: Path, number: int, hosts: list[str]) -> list[RunDir]:
         str(folder / "meet.yaml"),
     ]
     step = f"srun --overlap --ntasks=2 --nodes=2 {' '.join(mine)} --run-dir"
-    # Now and then Slurm itself fails to start one of two steps ("aborted before step completely launched").
+    # Slurm itself occasionally fails to start one of two steps ("aborted before step completely launched").
     steps = [
         f"until {step} {run.path} > {run.path}.out 2>&1 || [[ -e {run.path} ]]; do sleep 1; done &"
         for run in runs[2:]
@@ -143,7 +143,7 @@ def end_of(run: RunDir) -> str | None:
 
 
 def wait_for(runs: list[RunDir], folder: Path, number: int) -> list[RunDir]:
-    """Wait until all have met, let them go and wait for their ends; those that did not meet."""
+    """Wait until all sets have met, release them and wait for their end; returns those that did not meet."""
     give_up_s = time.monotonic() + LIMIT_S
     while time.monotonic() < give_up_s and not all(has_met(run) or end_of(run) for run in runs):
         time.sleep(0.1)

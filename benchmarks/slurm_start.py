@@ -1,10 +1,10 @@
-"""What trainkit adds to plain Slurm: from submit to job id, and from the job's start to the first step.
+"""Measures what trainkit adds to plain Slurm: from submit to job id, and from job start to the first step.
 
     make cluster                            # or any cluster of your own
     python benchmarks/slurm_start.py
 
-Each pair is measured in turns. The hand-written script starts the very same worker with srun and wires the
-ranks by hand, with a fixed port and no supervisor; both jobs run alone, on the same nodes.
+Both variants alternate. The hand-written script starts the same worker with srun and sets the rank
+environment itself, with a fixed port and no supervisor; each job runs alone, on the same nodes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def wait_until_over(job_id: str, cwd: Path) -> None:
 
 
 def first_step(run: Path) -> float:
-    """When rank 0 had done its first step."""
+    """The time at which rank 0 completed its first step."""
     for line in (run / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "first_step":
@@ -77,7 +77,7 @@ def first_step(run: Path) -> float:
 
 
 def submissions(folder: Path, rounds: int) -> None:
-    """From the command to the job id, of held jobs."""
+    """Seconds from the command to the job id, for held jobs."""
     (folder / "mine.yaml").write_text(CONFIG)
     script = folder / "plain.sbatch"
     script.write_text("#!/bin/bash\n#SBATCH --hold\n#SBATCH --output=/dev/null\ntrue\n")
@@ -111,13 +111,13 @@ def submissions(folder: Path, rounds: int) -> None:
 
 
 def starts(folder: Path, rounds: int, nodes: int, per_node: int, interface: str) -> None:
-    """From the start of the job's script to the first step."""
+    """Seconds from the start of the batch script to the first step."""
     times_s: dict[str, list[float]] = {"by hand": [], "trainkit": []}
     shape = ["--nodes", str(nodes), "--gpus-per-node", str(per_node)]
     for number in range(rounds):
         ours, theirs = folder / f"ours-{number}", folder / f"theirs-{number}"
         for run in (ours, theirs):
-            # A line in the script notes when it began; the hand-written one gets the same.
+            # Both scripts get a line that records when they begin.
             mark = f"launch.setup=['date +%s.%N > {run}/began']"
             answer = call(
                 trainkit(
@@ -149,7 +149,7 @@ def starts(folder: Path, rounds: int, nodes: int, per_node: int, interface: str)
 
 
 def main() -> None:
-    # An installed package has its bytecode; in a shell with this a checkout compiles itself each time.
+    # With this variable a checkout would be compiled at each start, unlike an installed package.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,9 +1,9 @@
-"""Time of the commands that people type all day, as whole processes.
+"""Measures the start-up time of frequently used commands, as whole processes.
 
     python benchmarks/startup.py
 
-Medians of 20 runs, taken in turns. `torchrun --help` of the same environment runs beside them as the measure
-of how fast this machine is just now.
+Medians of 20 runs; the commands alternate. `torchrun --help` from the same environment is included as a
+reference for the current speed of this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 
 
 def command(name: str) -> str:
-    """A console script of this environment."""
+    """The path of a console script of this environment."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or name
 
 

@@ -1,13 +1,13 @@
-"""What a training survives on a Slurm cluster, in every way in which it can be started.
+"""Checks what a run survives on a Slurm cluster, for every way in which it can be started.
 
     python -m benchmarks.survival
     python -m benchmarks.survival --only preempted crash
 
-Starts a cluster of four hosts on this machine (root; see tools/slurm_cluster) and disturbs trainings of two
-hosts, of both backends, with a task a GPU and a task a node: preempted five times (with a grace time of 10
-s and of none, requeued and cancelled by Slurm), four time limits, scancel, a rank killed, a host dead, a
-bug at step 37, a loss that is not finite, an import that fails. Prints a row for each; exit code 0 when all
-hold.
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and disturbs runs of two
+hosts, with both backends, with one task per GPU and one task per node: five preemptions (with a grace time of
+10 s and of none, requeued and cancelled by Slurm), four time limits, scancel, a killed rank, a dead host, a
+bug at step 37, a loss that is not finite, a failing import. Prints one row per case; the exit code is 0 if
+all pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COLUMNS = ("what", "backend", "per", "came back", "steps twice", "curve", "secon
 
 
 class Table:
-    """The rows, printed as they come."""
+    """The rows, printed as they are added."""
 
     def __init__(self, login: Login, expected: Curve) -> None:
         self.login = login
@@ -48,7 +48,7 @@ class Table:
         print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
 
     def submit(self, what: str, *options: str, kinds: Iterable[tuple[str, str]] = KINDS) -> list[RunDir]:
-        """A run of each kind."""
+        """Submit one run of each kind."""
         config = survival.survivor_config(self.login.folder, NUM_STEPS)
         return [
             self.login.submit(
@@ -59,7 +59,7 @@ class Table:
         ]
 
     def row(self, what: str, run: RunDir, seconds: str, holds: bool, curve: str | None = None) -> None:
-        """Print what became of a run."""
+        """Print the result of a run."""
         backend, per = run.name.split("-")[-2:]
         if curve is None:
             curve = "equal" if survival.curve(run) == self.expected else "OTHER"
@@ -72,24 +72,24 @@ class Table:
         print(f"| {' | '.join(words)} |", flush=True)
 
     def finish(self, run: RunDir) -> bool:
-        """Whether a run finishes by itself."""
+        """Whether a run finishes without help."""
         return bool(wait_until_over(self.login, run, END_S)["state"] == "finished")
 
 
 def first_steps(run: RunDir) -> list[float]:
-    """When each attempt had computed its first step."""
+    """The times at which each attempt completed its first step."""
     return [survival.time_of(event) for event in survival.events_of(run, "first_step")]
 
 
 def comeback_s(run: RunDir) -> str:
-    """Median of the seconds from the end of an attempt to the first step of the next."""
+    """Median seconds from the end of an attempt to the first step of the next."""
     ends = [survival.time_of(event) for event in survival.events_of(run, "stopped")]
     waits = [first - end for end, first in zip(ends, first_steps(run)[1:], strict=False)]
     return f"back in {statistics.median(waits):.1f}" if waits else "-"
 
 
 def cold_start_s(run: RunDir) -> float:
-    """Seconds from the start of the first step in the batch script to the first step of the training."""
+    """Seconds from the start of the step in the batch script to the first training step."""
     return first_steps(run)[0] - survival.time_of(survival.events_of(run, "started")[0])
 
 
@@ -111,7 +111,7 @@ def preempted(table: Table) -> None:
 
 
 def time_limit(table: Table) -> None:
-    # Two at a time: when all start at once a minute is too little, and such a run stops with that verdict.
+    # Two at a time: if all start together, the one-minute limit is too short for some of them.
     for backend in BACKENDS:
         runs = table.submit(
             "limit",
@@ -119,7 +119,7 @@ def time_limit(table: Table) -> None:
             kinds=[kind for kind in KINDS if kind[0] == backend],
         )
         for number in range(1, NUM_LIMITS + 1):
-            # Where a start takes long, the limit comes by itself: there is nothing to wait for.
+            # After a slow start the time limit is reached anyway, without waiting for steps.
             paused = [run for run in runs if has_begun(run, number)]
             for run in paused:
                 survival.pause(survival.ranks_of(run).values())
@@ -131,14 +131,14 @@ def time_limit(table: Table) -> None:
 
 
 def survived_limits(table: Table, run: RunDir) -> bool:
-    """Whether a run finishes after its limits without a step computed twice."""
+    """Whether a run finishes after its time limits without computing a step twice."""
     finished = table.finish(run)
     causes = [event["cause"] for event in survival.events_of(run, "requeue_decision")]
     return finished and not survival.computed_twice(run) and causes[:NUM_LIMITS] == ["timeout"] * NUM_LIMITS
 
 
 def has_begun(run: RunDir, attempt: int) -> bool:
-    """Wait until an attempt has done some steps; False when it is over before it has."""
+    """Wait until an attempt has done some steps; False if it ends before that."""
 
     def steps_or_over() -> bool:
         return len(survival.steps_of(run, attempt)) >= 5 or is_over()
@@ -151,7 +151,7 @@ def has_begun(run: RunDir, attempt: int) -> bool:
 
 
 def await_signal(run: RunDir, count: int) -> None:
-    """Wait until a run was told for the `count`-th time that it has to end."""
+    """Wait until a run has received its `count`-th stop signal."""
     wait_for(lambda: len(survival.events_of(run, "signal")) >= count, "the signal", COMEBACK_S)
 
 
@@ -184,7 +184,7 @@ def host_death(table: Table) -> None:
     for kind in KINDS:
         (run,) = table.submit("host", *settings("resources.spare_nodes=1"), kinds=[kind])
         wait_for_steps(run, 1, 25)
-        # The second of the run's own hosts: one that died before is left out of this job.
+        # The second host of this run, since a host that died before is excluded from the job.
         cluster = table.login.cluster
         victim = cluster.hosts.index(read_json(run.attempt(1).rendezvous_file)["hosts"][1]) + 1
         cluster.kill_host(victim)

@@ -1,13 +1,13 @@
-"""Speed of the trainer against a hand-written loop over the same model and batch.
+"""Measures the speed of the trainer against a hand-written loop with the same model and batch.
 
     python benchmarks/training_loop.py
 
-Both loops run in the same processes, a step of one after a step of the other, so that a machine whose speed
-drifts treats them alike. The hand-written loop has its batch in memory, no logging, no schedule and no
-signals; with several processes it uses DistributedDataParallel, the trainer `replicate`. Printed are the
-medians over the steps and their ratio: of the quickstart's own model and batch (32 samples a step), of a
-step with 4 samples a process, in which communication weighs more, and of a model that is too small to
-matter, where `fixed cost`, the difference of the medians, is what counts.
+Both loops run in the same processes, with alternating steps, so that changes in machine speed affect both
+alike. The hand-written loop keeps its batch in memory and has no logging, schedule or signal handling; with
+several processes it uses DistributedDataParallel, and the trainer `replicate`. Prints the median step times
+and their ratio, for the model and batch of the quickstart (32 samples per step), for a step with 4 samples
+per process, in which communication weighs more, and for a tiny model, whose `fixed cost`, the difference of
+the medians, is what counts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def make_attempt(folder: Path, overrides: list[str], num_procs: int):
 
 
 def hand_written_step(trainer, task, num_procs: int, dtype_name: str):
-    """The loop that a careful person writes: forward, backward, clip, step."""
+    """One step of a careful hand-written loop: forward, backward, clip, step."""
     import torch
     import torch.nn.functional as F
     from torch.nn.parallel import DistributedDataParallel
@@ -140,7 +140,7 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
 
 
 def measure(case: str, num_procs: int, dtype: str, num_steps: int) -> tuple[float, float]:
-    """Medians in seconds of a step: of the trainer, of the hand-written loop."""
+    """Median seconds per step: (trainer, hand-written loop)."""
     overrides = [
         *CASES[case],
         f"train.steps={num_steps * 10}",

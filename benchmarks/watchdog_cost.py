@@ -1,13 +1,13 @@
-"""What the watchdog costs a step: the calls that say where the rank is, and the thread that looks.
+"""Measures what the watchdog costs per step: the calls that record progress, and the thread that checks it.
 
     python benchmarks/watchdog_cost.py
 
-One process trains in blocks of steps, in turns with the watchdog and without it: then the calls do nothing
-and no thread looks. The thread looks 10 times a second here, the real one once. Printed are the medians over
-the blocks of each kind, the median of the ratios of blocks that follow each other, the time of the calls and
-of a look alone, and what share of a step that makes with one look a second, for models whose steps are far
-shorter than any that matters. It is the processor time of the whole process, on one thread of torch: other
-work on the machine changes that less than the time on the clock.
+One process trains in blocks of steps, alternately with the watchdog and without it, when the calls do nothing
+and no thread checks. The thread checks 10 times per second here, and once per second in a real run. Prints
+the medians over the blocks of each kind, the median ratio of consecutive blocks, the time of the calls and of
+one check alone, and the share of a step that they make up with one check per second, for models whose steps
+are much shorter than real ones. All times are processor time of the process, with one torch thread, since
+other work on the machine affects it less than wall time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOK_EVERY_S = 0.1
 
 
 class NoPulse:
-    """Takes the calls and does nothing."""
+    """A Progress whose calls do nothing."""
 
     def enter(self, phase):
         pass
@@ -40,7 +40,7 @@ class NoPulse:
 
 
 def build(folder: Path, overrides: list[str]):
-    """A trainer as one process."""
+    """A trainer in a single process."""
     from trainkit.config import read_effective
     from trainkit.job.signals import StopRequest
     from trainkit.plan.launch import LaunchPlan
@@ -58,7 +58,7 @@ def build(folder: Path, overrides: list[str]):
 
 
 def progress_watch(progress):
-    """What looks, with the limits of the default config."""
+    """The hang detector, with the limits of the default config."""
     from trainkit.plan.launch import RequeuePolicy
     from trainkit.trainer.watchdog import HangDetector
 
@@ -66,14 +66,14 @@ def progress_watch(progress):
 
 
 def watch(progress, ended: threading.Event) -> None:
-    """Look as the watchdog's thread does."""
+    """Check for hangs as the watchdog's thread does."""
     looks = progress_watch(progress)
     while not ended.wait(LOOK_EVERY_S):
         assert looks.look(time.monotonic()) is None
 
 
 def time_steps(trainer, progress, num_steps: int) -> float:
-    """Processor seconds of a step, the mean of a block."""
+    """Processor seconds per step, averaged over a block."""
     trainer.progress = progress
     started = time.process_time()
     for _ in range(num_steps):
@@ -82,7 +82,7 @@ def time_steps(trainer, progress, num_steps: int) -> float:
 
 
 def time_watched(trainer, progress, num_steps: int) -> float:
-    """The same while a thread looks."""
+    """`time_steps` while a thread checks for hangs."""
     ended = threading.Event()
     thread = threading.Thread(target=watch, args=(progress, ended))
     thread.start()
@@ -94,7 +94,7 @@ def time_watched(trainer, progress, num_steps: int) -> float:
 
 
 def time_calls(progress, num_rounds: int = 2000) -> float:
-    """Seconds of the calls of one step with one microbatch."""
+    """Seconds of the progress calls in one step with one microbatch."""
     times_s = []
     for step in range(num_rounds):
         started = time.perf_counter()
@@ -108,7 +108,7 @@ def time_calls(progress, num_rounds: int = 2000) -> float:
 
 
 def time_look(progress, num_rounds: int = 2000) -> float:
-    """Seconds of one look."""
+    """Seconds of one check."""
     looks = progress_watch(progress)
     times_s = []
     for _ in range(num_rounds):
@@ -119,7 +119,7 @@ def time_look(progress, num_rounds: int = 2000) -> float:
 
 
 def measure(overrides: list[str], blocks: int, num_steps: int) -> tuple[float, ...]:
-    """Medians: seconds of a step with the watchdog, without, their ratio; seconds of the calls, of a look."""
+    """Medians: seconds of a step with and without the watchdog, their ratio, seconds of calls and check."""
     import torch
 
     torch.set_num_threads(1)

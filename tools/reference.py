@@ -49,7 +49,7 @@ Results go to stdout and diagnostics to stderr. `--json` prints one JSON value; 
 |---|---|
 | 0 | success; for a followed run: it finished, or saved and stopped on request |
 | 1 | the command failed, or the followed run did |
-| 2 | wrong usage, or an invalid config |
+| 2 | usage error or invalid config |
 | 3 | Slurm cannot be reached; try again |
 | 130 | Ctrl-C |
 """

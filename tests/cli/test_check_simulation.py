@@ -39,13 +39,13 @@ def test_for_a_person(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].startswith("layout: one group of 2 processes holds the whole model (2 tensor)")
     assert lines[1].startswith("rank 0 of 2: ")
     assert lines[2].startswith("peak memory 0.")
-    assert lines[3].startswith("collectives a step: ")
+    assert lines[3].startswith("collectives per step: ")
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--simulate-world", "12"], "is 12, which is not a multiple of 8 GPUs a node"),
+        (["--simulate-world", "12"], "is 12, which is not a multiple of 8 GPUs per node"),
         (["--simulate-world", "2", "--rank", "2"], "--rank is 2, but there are 2 ranks"),
         (["--rank", "1"], "--rank is of a simulated world"),
         (["--simulate-world", "2", "--no-estimate"], "goes with neither --estimate nor --show-origin"),

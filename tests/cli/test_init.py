@@ -40,8 +40,8 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]
     assert main(["init"]) == 2
     assert capsys.readouterr().err == (
         "no Slurm on this machine\n"
-        "kept first-run.yaml, which exists\n"
-        "error: nothing to write: first-run.yaml exists already\n\n"
+        "kept first-run.yaml, which already exists\n"
+        "error: nothing to write: first-run.yaml already exists\n\n"
         "hint: delete it, or write elsewhere with --dir DIR\n"
     )
     assert (folder / "first-run.yaml").read_text() == "name: mine\n"

@@ -34,7 +34,7 @@ def test_ctrl_c_saves_and_ends(desk):
     shown, words = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "asked by SIGINT" in shown
-    assert "saving; Ctrl-C again ends at once" in words
+    assert "saving; Ctrl-C again stops immediately" in words
     assert read_json(run.attempt(1).end_file)["reason"] == "saved after SIGINT"
     assert not is_running(supervisor)
 
@@ -49,7 +49,7 @@ def test_second_ctrl_c_ends_at_once(desk):
         """
     )
     process, run, _ = started(desk)
-    for text in ("saving", "ending at once"):
+    for text in ("saving", "stopping immediately"):
         process.send_signal(signal.SIGINT)
         wait_for(lambda text=text: text in process.stderr.readline())
         desk.wait_for_log(run, "told")  # two that come before the first is taken are one
@@ -69,4 +69,4 @@ def test_death_of_the_foreground_saves_and_ends(desk):
 def test_config_for_more_nodes_is_refused(desk):
     done = desk.trainkit("run", str(desk.config), "--set", "resources.nodes=2")
     assert done.returncode == 2
-    assert "the config asks for 2 nodes, and `run` uses one" in done.stderr
+    assert "the config asks for 2 nodes, but `trainkit run` uses one" in done.stderr

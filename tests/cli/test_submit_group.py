@@ -11,7 +11,7 @@ import pytest
 def test_many_runs_need_slurm(desk, args):
     done = desk.trainkit("submit", str(desk.config), *args)
     assert done.returncode == 2
-    assert "submit a Slurm array, and this would run on this machine" in done.stderr
+    assert "need Slurm, but this would run on this machine" in done.stderr
     assert f"for lr in 1e-4 3e-4; do trainkit run {desk.config} --set optimizer.lr=$lr; done" in done.stderr
     assert not (desk.folder / "runs").exists()
 

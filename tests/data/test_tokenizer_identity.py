@@ -61,7 +61,7 @@ def test_no_end_of_document_is_no_guess(tmp_path):
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": {}}', '{"model": {"vocab": {}}}', "null"])
 def test_not_a_tokenizer(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UsageError, match=r"not a tokenizer\.json of Hugging Face"):
+    with pytest.raises(UsageError, match=r"is not a Hugging Face tokenizer\.json"):
         identify(str(tmp_path / "tokenizer.json"))
 
 

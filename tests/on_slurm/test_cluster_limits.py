@@ -163,7 +163,7 @@ def test_when_it_would_start(knowing: Login) -> None:
     done = knowing.trainkit("check", QUICKSTART, "--nodes", "2", "--set", "device=cpu", "--time", "20")
     assert done.returncode == 0, done.stderr
     table = done.stdout.partition("\n\n")[2].splitlines()
-    assert [line.split("  ")[0] for line in table] == ["partition", "low (asked for)", "high", "debug"]
+    assert [line.split("  ")[0] for line in table] == ["partition", "low (requested)", "high", "debug"]
     assert re.search(r"  in (1 h|59 min|58 min).* \(\d{4}-", table[1])
     assert "no " in table[3]
     assert "resources.time: is 20, but partition debug allows at most 00:05:00" in table[3]
@@ -238,7 +238,7 @@ def test_init_again(login: Login) -> None:
     texts = {path: path.read_text() for path in (profile_of(login), login.folder / "first-run.yaml")}
     done = login.trainkit("init")
     assert done.returncode == 2
-    assert f"kept {profile_of(login)}, which exists\n" in done.stderr
+    assert f"kept {profile_of(login)}, which already exists\n" in done.stderr
     assert done.stderr.endswith("write elsewhere with --cluster NAME and --dir DIR\n")
     profile_of(login).write_text(
         texts[profile_of(login)].replace("max_time: '12:00:00'", "max_time: '13:00:00'")

@@ -34,7 +34,7 @@ def test_arrays(text: str, indices: tuple[int, ...], limit: int | None, directiv
     [
         ("", "not the indices of a job array: ''"),
         ("a-b", "not the indices of a job array"),
-        ("0-9%", "'' is not a number of tasks that run at once"),
+        ("0-9%", "'' is not a number of concurrent tasks"),
         ("0-9%0", "'0' is not a number"),
         ("0-9%x", "'x' is not a number"),
         ("1,1", "an index is repeated"),

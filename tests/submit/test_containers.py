@@ -94,13 +94,13 @@ def test_what_is_wrong(tmp_path: Path) -> None:
     key = "launch.container"
     assert problems(container_mounts=["/a"]) == [(f"{key}_mounts", "is set while launch.container is null")]
     assert problems(container="--pwn") == [(key, "is '--pwn', which is an option, not an image")]
-    assert problems(container="image") == [(key, "is 'image', which both apptainer and pyxis could run")]
+    assert problems(container="image") == [(key, "is 'image', which apptainer and pyxis can both run")]
     gone = f"{tmp_path}/gone.sif"
-    assert problems(container=gone) == [(key, f"is {gone!r}, and there is no {gone}")]
+    assert problems(container=gone) == [(key, f"is {gone!r}, but {gone} does not exist")]
     [(_, message, _)] = container_problems(LaunchConfig(container="gone.sif"), ["/r"], cwd="/nowhere")
-    assert message == "is 'gone.sif', and there is no /nowhere/gone.sif"
+    assert message == "is 'gone.sif', but /nowhere/gone.sif does not exist"
     [(where, message)] = problems(("/r", "/a,b"), container="docker://x")
-    assert (where, message) == (key, "needs '/a,b' mounted, and a mount cannot contain any of ,:\"")
+    assert (where, message) == (key, "needs '/a,b' mounted, but a mount cannot contain any of ,:\"")
     for mount in ("data", "/a:", "/a:/b:ro:x", "/a,/b", ":/b"):
         assert problems(container="docker://x", container_mounts=[mount]) == [
             (f"{key}_mounts", f"has {mount!r}, which is not a mount")

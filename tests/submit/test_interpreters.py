@@ -60,7 +60,7 @@ def test_an_older_python_is_not_given_what_it_does_not_know(tmp_path: Path) -> N
 def test_virtual_environment_that_is_none(tmp_path: Path) -> None:
     [(key, message, hint)] = wrong(tmp_path, venv="gone")
     assert (key, message) == ("launch.venv", f"is 'gone', and there is no {tmp_path}/gone/bin/python")
-    assert hint == "`python3 -m venv gone` makes a virtual environment"
+    assert hint == "`python3 -m venv gone` creates a virtual environment"
     make_python(tmp_path / "half")
     [(key, message, hint)] = wrong(tmp_path, venv="half")
     assert message == f"is 'half', and there is no {tmp_path}/half/bin/activate"
@@ -132,7 +132,7 @@ class TestUv:
         self.project(tmp_path / "p")
         [(_, message, hint)] = wrong(tmp_path, uv="p")
         assert message == f"is 'p', which has no environment yet: there is no {tmp_path}/p/.venv"
-        assert hint == "`uv sync --project p` makes it"
+        assert hint == "`uv sync --project p` creates it"
 
 
 class TestConda:

@@ -92,7 +92,7 @@ def test_refused_because_nodes_are_out_of_service(fake: FakeSlurm) -> None:
     )
     gpu, high, _ = waits(fake, nodes=nodes)
     assert (gpu.remark, gpu.refused) == ("not now: 2 of its 4 nodes are out of service", False)
-    assert (high.remark, high.refused) == ("the partition is not up now", False)
+    assert (high.remark, high.refused) == ("the partition is not up", False)
     assert waits(fake)[0].remark == "Requested node configuration is not available"
 
 
@@ -112,7 +112,7 @@ def test_the_time_is_bounded(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -
     found = waits(fake, cluster=cluster)
     assert time.monotonic() - begin < 3
     assert found[0].start_time == START
-    assert {item.remark for item in found[-4:]} == {"Slurm was too busy to tell"}
+    assert {item.remark for item in found[-4:]} == {"Slurm was too busy to answer"}
     assert len(found) == 13
 
 
@@ -125,7 +125,7 @@ def test_table() -> None:
     later = f"in 2 h 5 min ({(START + timedelta(hours=2, minutes=5)).astimezone():%Y-%m-%d %H:%M})"
     assert list(wait_lines(found, START)) == [
         "partition        would start",
-        f"gpu (asked for)  {'now'.ljust(len(later))}  on g1, g2",
+        f"gpu (requested)  {'now'.ljust(len(later))}  on g1, g2",
         f"high             {later}  on a, … and f (6 nodes)",
         f"debug            {'no'.ljust(len(later))}  never",
     ]

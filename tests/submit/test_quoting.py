@@ -62,7 +62,7 @@ def test_words_stay_readable() -> None:
 
 @pytest.mark.parametrize("write", [quote, directive])
 def test_nul_is_refused(write: Any) -> None:
-    with pytest.raises(UsageError, match=r"'a\\x00b' cannot be written in a script: it has a NUL"):
+    with pytest.raises(UsageError, match=r"'a\\x00b' cannot be written in a script: it contains a NUL"):
         write("a\0b")
 
 
@@ -77,7 +77,7 @@ def test_what_is_no_value_is_refused(value: object) -> None:
     [("a\nb", "a line break"), ("a\r", "a line break"), ("x\udcff", "bytes that are not UTF-8")],
 )
 def test_what_a_directive_cannot_hold(value: str, what: str) -> None:
-    with pytest.raises(UsageError, match=f"cannot be written in an #SBATCH line: it has {what}"):
+    with pytest.raises(UsageError, match=f"cannot be written in an #SBATCH line: it contains {what}"):
         directive(value)
 
 

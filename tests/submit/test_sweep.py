@@ -50,7 +50,7 @@ def test_what_all_points_have_is_the_configs_own(tmp_path: Path) -> None:
 def test_problems_are_cut_off(tmp_path: Path) -> None:
     found = problems(tmp_path, {index: {"optimizer.lr": -index} for index in range(30)})
     assert len(found) == 11
-    assert found[-1] == "and 20 more problems like these"
+    assert found[-1] == "and 20 more problems"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_an_array_is_one_script(tmp_path: Path, values: dict[str, Any], what: st
     with pytest.raises(UsageError) as caught:
         planned(tmp_path, {0: {"seed": 1}, 1: {"seed": 2, **values}})
     assert "point 1 (seed=2, " in caught.value.message
-    assert "needs another job than point 0" in caught.value.message
+    assert "needs a different job than point 0" in caught.value.message
     assert what in caught.value.message
 
 
@@ -104,7 +104,7 @@ def test_percent_signs_of_the_folder_are_not_slurms(tmp_path: Path) -> None:
 def test_a_backslash_would_give_all_tasks_one_log(tmp_path: Path) -> None:
     folder = tmp_path / "a\\b"
     folder.mkdir()
-    with pytest.raises(UsageError, match="has a backslash, with which Slurm"):
+    with pytest.raises(UsageError, match="contains a backslash, so Slurm"):
         make_group(folder, LRS)
     assert not (folder / "group").exists()
 

@@ -113,7 +113,10 @@ def test_undefined_attribute_in_an_included_template(project: Path) -> None:
         ("a\n{% if x %}\n", ":2: Unexpected end of template"),
         ("a\n{{ x | qoute }}", ":2: No filter named 'qoute'."),
         ("a\n\n{{ 1 / 0 }}", ":3: ZeroDivisionError: division by zero"),
-        ("a\n{{ x | directive }}", ":2: 'a\\nb' cannot be written in an #SBATCH line: it has a line break"),
+        (
+            "a\n{{ x | directive }}",
+            ":2: 'a\\nb' cannot be written in an #SBATCH line: it contains a line break",
+        ),
         ("a\n{{ none | quote }}", ":2: NoneType 'None' cannot be written in a script"),
         ("a\n{% include 'gone.j2' %}", ":2: there is no template 'gone.j2' in "),
     ],

@@ -227,9 +227,9 @@ def test_leftovers_and_strangers_are_no_checkpoints(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
-        ({"a": torch.zeros(200, 31), "b": torch.zeros(())}, r"other shape: a \(200, 30\) -> \(200, 31\)"),
-        ({"a": torch.zeros(200, 30)}, "only in it: b"),
-        ({**TENSORS, "c": torch.zeros(1)}, "not in it: c"),
+        ({"a": torch.zeros(200, 31), "b": torch.zeros(())}, r"different shape: a \(200, 30\) -> \(200, 31\)"),
+        ({"a": torch.zeros(200, 30)}, "only in the checkpoint: b"),
+        ({**TENSORS, "c": torch.zeros(1)}, "not in the checkpoint: c"),
     ],
 )
 def test_another_model_is_refused(run: RunDir, tensors: dict[str, torch.Tensor], reason: str) -> None:

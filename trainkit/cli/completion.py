@@ -1,4 +1,4 @@
-"""``trainkit completion``: shell completion, its script and what it completes."""
+"""``trainkit completion``: the completion script of a shell, and the values that it completes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str
     from trainkit.job.record import read_job
 
     known = known_runs()
-    found = {"last": "the run started last"} if known else {}
+    found = {"last": "the newest run"} if known else {}
     for item in known:
         found.setdefault(item.run.name, str(item.run.path))
         found.setdefault(item.name, str(item.run.path))

@@ -19,7 +19,7 @@ _text_key_option = click.option(
     "--text-key",
     default="text",
     metavar="KEY",
-    help="Field of a .jsonl row with the text (default: text).",
+    help="Field of a .jsonl row that contains the text (default: text).",
 )
 
 
@@ -50,7 +50,7 @@ def command() -> None:
     type=click.FloatRange(0, 1, max_open=True),
     default=0.01,
     metavar="F",
-    help="Share of the text kept for validation (default: 0.01).",
+    help="Fraction of the text held out for validation (default: 0.01).",
 )
 @_text_key_option
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes (default: one per core).")
@@ -64,11 +64,11 @@ def prepare(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Tokenise texts into shards that training reads directly.
+    """Tokenise text files into the shards that training reads.
 
     SRC is a .txt, .jsonl, .txt.gz or .jsonl.gz file, a folder of them, or stdlib for the Python sources
-    of the interpreter. Run the same command again to resume an interrupted preparation; the result depends
-    neither on that nor on the number of processes.
+    of the interpreter. Run the same command again to resume an interrupted preparation. The result does not
+    depend on interruptions or on the number of processes.
     """
     from trainkit.data.prepare import prepare as prepare_folder
     from trainkit.data.prepare import show_progress
@@ -108,7 +108,7 @@ def prepare(
 
 
 @command.command(
-    short_help="Check texts and shards from end to end.",
+    short_help="Check every line of texts and every byte of shards.",
     epilog=examples(
         "trainkit data validate stdlib",
         "trainkit data validate stdlib --json",
@@ -119,10 +119,10 @@ def prepare(
 @_text_key_option
 @json_option
 def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: bool) -> int:
-    """Read all of the texts and report every line that `prepare` would refuse.
+    """Read the texts completely and report every line that `prepare` would refuse.
 
-    SRC is what `trainkit data prepare` takes, or a folder that it made, whose shards are compared
-    with their hashes. Exit code 1 when there are problems.
+    SRC is a source of `trainkit data prepare`, or a folder that it wrote, whose shards are checked
+    against their hashes. Exits with 1 if there are problems.
     """
     from trainkit.data.dataset_file import is_dataset
     from trainkit.data.sources import DatasetSpec, find_inputs

@@ -20,7 +20,7 @@ SECTIONS = {
     ),
     "Output": ("--follow", "--lines", "--limit", "--show-origin", "--out", "--json", "--help"),
 }
-"""Heading -> the options below it, in the order in which they are listed."""
+"""Heading -> its options, in the order in which they are listed."""
 
 
 def examples(*lines: str) -> str:
@@ -43,6 +43,6 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group of such commands."""
+    """A group of commands whose help lists options under headings."""
 
     command_class = Command

@@ -35,7 +35,8 @@ def command(name: str | None, folder: str, as_json: bool) -> int:
     """Write the profile of this cluster and a first run config; existing files are kept.
 
     The profile goes to your config folder, where every command finds it. The run config, first-run.yaml, is
-    the default CONFIG of commands in its folder. Prints the files written; without Slurm, only that one.
+    the default CONFIG of commands in its folder and the only file written without Slurm. Prints the written
+    files.
     """
     from trainkit.cluster.discovery import discover_cluster
     from trainkit.cluster.init_files import describe_cluster, first_run_text, profile_text, write_new
@@ -59,12 +60,12 @@ def command(name: str | None, folder: str, as_json: bool) -> int:
     written = [path for path, text in texts.items() if write_new(path, text)]
     kept = [path for path in texts if path not in written]
     for path in kept:
-        click.echo(f"kept {path}, which exists{_difference(path, cluster)}", err=True)
+        click.echo(f"kept {path}, which already exists{_difference(path, cluster)}", err=True)
     if not written:
         one = len(kept) == 1
         options = "--dir DIR" if one else "--cluster NAME and --dir DIR"
         raise UsageError(
-            f"nothing to write: {' and '.join(map(str, kept))} {'exists' if one else 'exist'} already",
+            f"nothing to write: {' and '.join(map(str, kept))} already {'exists' if one else 'exist'}",
             hint=f"delete {'it' if one else 'them'}, or write elsewhere with {options}",
         )
     if as_json:
@@ -88,7 +89,7 @@ def _profile_name(name: str) -> str:
 
 
 def _difference(path: Path, cluster: Cluster | None) -> str:
-    """How an existing profile differs from the cluster; the end of a sentence."""
+    """How an existing profile differs from the cluster, as the end of a sentence; empty if it does not."""
     from trainkit.cluster.init_files import differences
     from trainkit.cluster.profile import read_profile
     from trainkit.errors import ConfigError

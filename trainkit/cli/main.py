@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 SECTIONS = {
     "Start": {
         "init": "Inspect this cluster; write its profile and a first run config.",
-        "submit": "Start a run that does not need this terminal.",
-        "run": "Run here, in the foreground.",
+        "submit": "Submit a run to Slurm, or start it in the background on this machine.",
+        "run": "Run in the foreground, on this node or as the ranks of an srun step.",
         "shell": "Open an interactive allocation with the environment ready.",
     },
     "Watch": {
@@ -36,16 +36,16 @@ SECTIONS = {
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
     },
-    "Steer": {
-        "cancel": "End a run.",
-        "requeue": "Start the same job again; a running one saves first.",
-        "resume": "Resume a run from its newest good checkpoint, on any number of GPUs.",
+    "Control": {
+        "cancel": "Cancel a run; it saves first.",
+        "requeue": "Requeue a run with the same config; a running job saves first.",
+        "resume": "Resume a run from its newest intact checkpoint, on any number of GPUs.",
     },
     "Check": {
-        "check": "List every problem of a config at once.",
+        "check": "Validate a config and report all its problems.",
         "plan": "List the parallel layouts that fit, with memory and a recommendation.",
         "drill": "Fire drill: interrupt short runs and compare their losses.",
-        "bench": "Measure a config on many layouts.",
+        "bench": "Benchmark a config on several layouts.",
         "env": "Print the rank environment that a process started here would get.",
     },
     "Tools": {
@@ -57,11 +57,11 @@ SECTIONS = {
 }
 """Heading -> its commands, each with its line in ``trainkit --help``."""
 COMMANDS = {name: text for commands in SECTIONS.values() for name, text in commands.items()}
-"""Every command; it lives in ``trainkit.cli.<name>:command``."""
+"""Every command, with its help line; its code is ``trainkit.cli.<name>:command``."""
 
 
 class ReaderGone(Exception):
-    """The reader of our output (`| head`) has closed the pipe."""
+    """The reader of stdout, as in `| head`, has closed the pipe."""
 
 
 class CommandTable(click.Group):
@@ -89,7 +89,7 @@ class CommandTable(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise ReaderGone from None  # click would end with 1
+            raise ReaderGone from None  # click would exit with 1
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
@@ -129,7 +129,7 @@ def _command_hint(name: str) -> str:
     "\b\nExit codes:\n"
     "  0    success\n"
     "  1    the command or the followed run failed\n"
-    "  2    wrong usage, or an invalid config\n"
+    "  2    usage error or invalid config\n"
     "  3    Slurm cannot be reached; try again\n"
     "  130  interrupted with Ctrl-C",
 )
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ReaderGone, BrokenPipeError):
-        # The buffered rest must not fail again at exit.
+        # Python flushes stdout at exit: discard the rest, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except click.exceptions.NoArgsIsHelpError as error:
@@ -193,7 +193,7 @@ NOT_A_NUMBER = re.compile(r"'(?P<value>.*)' is not a valid integer")
 
 
 def _from_click(error: click.ClickException) -> TrainkitError:
-    """A click error as ours; most are usage errors and exit with 2."""
+    """Convert a click error; most are usage errors and exit with 2."""
     message = error.format_message().rstrip(".")
     hint = ""
     if isinstance(error, click.NoSuchOption) and error.possibilities:

@@ -1,4 +1,4 @@
-"""``trainkit run``: run right here, in the foreground."""
+"""``trainkit run``: run in the foreground."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 @one_node_config_options
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
 def command(request: ConfigRequest, run_dir: str | None) -> int:
-    """Run CONFIG right here, with rank 0's output on the terminal: on one node, or as the ranks of the srun
-    step that it is started in.
+    """Run CONFIG in the foreground and print rank 0's output: on this node, or as the ranks of the srun step
+    in which it is started.
 
-    Ctrl-C saves and ends the run; a second one ends it at once. It also saves and ends when the terminal
-    closes.
+    Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. A run also saves and stops when its
+    terminal closes.
     """
     from trainkit.cli.following import follow_run
     from trainkit.cli.start_output import print_started
@@ -56,11 +56,11 @@ def command(request: ConfigRequest, run_dir: str | None) -> int:
         task = find_slurm_task()
         if task is not None and task.num_tasks > 1:
             return run_in_step(request, run_dir, task)
-    target = Target("local", "local: run starts it right here")
+    target = Target("local", "local: `trainkit run` uses this machine")
     loaded = request.load_to_plan(target=target)
     if loaded.config.resources.nodes != 1:
         raise UsageError(
-            f"the config asks for {loaded.config.resources.nodes} nodes, and `run` uses one",
+            f"the config asks for {loaded.config.resources.nodes} nodes, but `trainkit run` uses one",
             hint="use `trainkit submit`, or add --set resources.nodes=1",
         )
     plan = plan_run(loaded, target=target)
@@ -104,7 +104,10 @@ class _Forwarder:
             self.num_sent += 1
             if number == signal.SIGINT:
                 again = self.received[: self.num_sent].count(number) > 1
-                click.echo("\nending at once" if again else "\nsaving; Ctrl-C again ends at once", err=True)
+                click.echo(
+                    "\nstopping immediately" if again else "\nsaving; Ctrl-C again stops immediately",
+                    err=True,
+                )
             entry = newest_entry(run)
             if entry is not None:
                 signal_supervisor(entry, number)
@@ -136,7 +139,7 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) ->
     except TrainkitError as error:
         if _announce_failure(folder, task, error):
             raise
-        return _end_the_step(task, error)
+        return _end_step(task, error)
     announce(folder, task, {"run_dir": str(announced.run.path), "attempt": announced.attempt})
     sys.stdout.flush()
     terminal = [os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
@@ -151,7 +154,7 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) ->
 
 
 def _announce_failure(folder: Path, task: SlurmTask, error: TrainkitError) -> bool:
-    """Tell the other tasks that there is nothing to run; False when that cannot be written."""
+    """Announce the failure to the other tasks of the step; False if the announcement cannot be written."""
     from trainkit.job.step_run import announce
 
     try:
@@ -161,8 +164,8 @@ def _announce_failure(folder: Path, task: SlurmTask, error: TrainkitError) -> bo
     return True
 
 
-def _end_the_step(task: SlurmTask, error: TrainkitError) -> int:
-    """Print the error and end all tasks of the step, which cannot be reached in another way."""
+def _end_step(task: SlurmTask, error: TrainkitError) -> int:
+    """Print the error and kill the step, whose other tasks cannot be reached; returns the exit code."""
     from trainkit.slurm.control import kill_step
 
     click.echo(error.render(), err=True)

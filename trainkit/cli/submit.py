@@ -1,4 +1,4 @@
-"""``trainkit submit``: start a run that continues without this terminal."""
+"""``trainkit submit``: submit a run to Slurm, or start it in the background on this machine."""
 
 from __future__ import annotations
 
@@ -64,14 +64,13 @@ def command(
     follow: bool,
     as_json: bool,
 ) -> int:
-    """Start a run of CONFIG that continues without this terminal.
+    """Submit a run of CONFIG to Slurm, or start it in the background on this machine.
 
-    Prints the run folder and the job id. With a COMMAND after --, each rank runs it in place of the built-in
+    Prints the run folder and the job id. With a COMMAND after --, each rank runs it instead of the built-in
     trainer.
 
-    --sweep and --array start a group of runs as one Slurm array; the group's folder has a run folder for each
-    index. The values of a sweep are read as YAML between [ and ]: "a,b" is one text, [1,2],[3,4] are two
-    lists.
+    --sweep and --array submit a group of runs as one Slurm array; the group's folder has one run folder per
+    index. Sweep values are parsed as items of a YAML list: "a,b" is one string, [1,2],[3,4] are two lists.
     """
     command_argv = trailing_command()
     if command_argv is None and launcher != "python":
@@ -109,7 +108,7 @@ def command(
 
         return follow_detachable(created.run, entry["attempt"], to_stderr=as_json)
     shown = quote(str(created.run.path))
-    click.echo(f"`trainkit logs {shown} -f` shows its log, `trainkit cancel {shown}` ends it", err=True)
+    click.echo(f"`trainkit logs {shown} -f` follows its log, `trainkit cancel {shown}` cancels it", err=True)
     return EXIT_OK
 
 
@@ -118,10 +117,12 @@ def _warn(text: str) -> None:
 
 
 def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only: bool) -> int:
-    """Print the bytes that would be submitted, or Slurm's estimate for them."""
+    """Print the script or plan that would be submitted, or Slurm's estimate of its start."""
     if plan.backend == "local":
         if test_only:
-            raise UsageError("--test-only asks Slurm, and this run would start here", hint="use --dry-run")
+            raise UsageError(
+                "--test-only asks Slurm, but this run would start on this machine", hint="use --dry-run"
+            )
         click.echo(plan.to_text(), nl=False)
         return EXIT_OK
     from trainkit.config import dump_effective

@@ -1,1 +1,1 @@
-"""Text to token shards, and token shards to the trainer. Nothing in here imports torch."""
+"""Turns text into token shards and reads them for the trainer. Never imports torch."""

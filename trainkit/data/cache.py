@@ -1,4 +1,4 @@
-"""The cache of tokenised texts, so that they are tokenised once.
+"""The cache of tokenised texts.
 
 Imports neither numpy nor tokenizers until it has to tokenise: `trainkit.data.checks` uses it.
 """
@@ -43,7 +43,7 @@ def cache_folder(config: DataConfig) -> Path:
 
 
 def cache_key(spec: DatasetSpec, inputs: Sequence[Input]) -> str:
-    """A key that changes with the options and the names, sizes and times of the files."""
+    """A cache key: a hash of the options and of the names, sizes and modification times of the files."""
     only_stdlib = {*spec.sources, *spec.val_sources} == {STDLIB}
     tokenizer = identify(spec.tokenizer)
     contents = {
@@ -60,7 +60,7 @@ def cache_key(spec: DatasetSpec, inputs: Sequence[Input]) -> str:
 
 
 def cannot_be_written(folder: Path) -> bool:
-    """Whether this user cannot write to a folder, or to its first parent that exists."""
+    """Whether this user cannot write to a folder, or to its nearest existing parent."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
@@ -70,7 +70,7 @@ _PARTIAL_SUFFIX = ".partial"
 
 
 def has_validation(config: DataConfig) -> bool:
-    """Whether the data of a config has a `val` split; prepares it first if necessary."""
+    """Whether the data of a config has a `val` split; prepares the data first if necessary."""
     return read_dataset_file(ensure_prepared(config)).num_tokens(VAL) > 0
 
 
@@ -78,7 +78,8 @@ def ensure_prepared(config: DataConfig) -> Path:
     """The folder with the token shards of a config.
 
     A prepared `data.source` is used directly, with its own tokenizer; other sources are tokenised into the
-    cache once. If several processes call this, one prepares the data and the others wait.
+    cache once. If several processes call this, one prepares the data and the others wait. Raises UsageError
+    for unusable sources and for a cache that cannot be written.
     """
     folder = prepared_folder(config)
     if folder is not None:
@@ -103,7 +104,7 @@ def _set_aside_if_damaged(target: Path) -> None:
             check_shard_sizes(target, read_dataset_file(target), split)
     except UsageError as error:
         aside = target.with_name(f"{target.name}.damaged-{os.getpid()}")
-        print(f"{error.message}: preparing again; moved to {aside.name}", file=sys.stderr)
+        print(f"{error.message}: moved to {aside.name}, preparing again", file=sys.stderr)
         with contextlib.suppress(FileNotFoundError):  # renamed by another process
             target.rename(aside)
 
@@ -127,7 +128,7 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
                 try:
                     prepare(spec, partial, workers, on_progress)
                 except DatasetMismatch:
-                    # Begun from other versions of the same texts: it is only a cache.
+                    # An interrupted preparation of older versions of the texts; the cache can be rebuilt.
                     shutil.rmtree(partial)
                     prepare(spec, partial, workers, on_progress)
             partial.rename(target)

@@ -1,4 +1,4 @@
-"""Checks the data of a config before a run starts: names, sizes and a few lines.
+"""Checks the data of a config before a run starts, by names, sizes and a few lines.
 
 Imports neither numpy nor tokenizers, since `submit --dry-run` runs these checks.
 """
@@ -33,14 +33,14 @@ DataProblem = tuple[str, str, str]
 T = TypeVar("T")
 
 _READ_IN_FULL = 2 << 20
-"""Up to this size text is read in full; of larger texts, only sizes and the first rows of some files."""
+"""Bytes up to which texts are read completely; else only sizes and the first rows of some files are."""
 _FILES_OPENED = 8
 _ROWS_READ = 20
 _LONGEST_ROW = 1 << 20
 
 
 def data_problems(config: DataConfig) -> list[DataProblem]:
-    """The problems of the data of a config that are found quickly and are certain.
+    """The data problems of a config that can be found quickly and with certainty.
 
     `trainkit data validate` reads all of the data.
     """
@@ -66,7 +66,7 @@ def data_problems(config: DataConfig) -> list[DataProblem]:
         inputs += _collect(problems, "data.val_source", lambda: find_inputs(separate)) or []
     if problems:
         return problems
-    counts = _collect(problems, "data.source", lambda: _most_tokens(spec, inputs))
+    counts = _collect(problems, "data.source", lambda: _max_tokens(spec, inputs))
     if counts is None:
         return problems
     cache = cache_folder(config)
@@ -76,7 +76,7 @@ def data_problems(config: DataConfig) -> list[DataProblem]:
 
 
 def tokenizer_vocab_size(config: DataConfig) -> int:
-    """Rows of the embedding for the tokens of a config: the largest id plus one.
+    """The vocabulary size of a config's tokens, the number of embedding rows: the largest id plus one.
 
     Raises UsageError if the tokenizer or the prepared dataset cannot be read.
     """
@@ -85,7 +85,7 @@ def tokenizer_vocab_size(config: DataConfig) -> int:
 
 
 def _collect(problems: list[DataProblem], key: str, check: Callable[[], T]) -> T | None:
-    """The result of a check; if it fails, None after adding its problem."""
+    """The result of a check, or None if it fails; its problem is added to `problems`."""
     try:
         return check()
     except UsageError as error:
@@ -101,10 +101,10 @@ def _check_shards(folder: Path) -> None:
         check_shard_sizes(folder, file, split)
 
 
-def _most_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
-    """Upper bound of the tokens of each split; exact for the byte tokenizer and a small text.
+def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
+    """Upper bound of the number of tokens in each split; exact for small texts and the byte tokenizer.
 
-    Raises UsageError for an unusable row among those that are read.
+    Raises UsageError if a row that is read is unusable.
     """
     compressed = any(source.compressed for source in inputs)
     if not compressed and sum(source.size for source in inputs) <= _READ_IN_FULL:
@@ -126,7 +126,7 @@ def _most_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
 
 
 def _count_bytes(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
-    """Bytes and ends of documents of each split, counted by reading."""
+    """Bytes plus documents in each split, counted by reading the texts."""
     counts: dict[str, float] = {TRAIN: 0, VAL: 0}
     for unit in plan_units(inputs, spec.split_fraction):
         for number, span in enumerate(unit.spans):

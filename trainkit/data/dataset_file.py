@@ -2,7 +2,7 @@
 
 ::
 
-    DIR/dataset.json      this file, written last: a folder without it is no dataset
+    DIR/dataset.json      this file, written last: a folder without it is not a dataset
     DIR/inputs.json       the source files with the hashes of their content
     DIR/train-00000.bin   tokens, little endian, without a header; the shards of a split in order
     DIR/val-00000.bin
@@ -31,7 +31,7 @@ TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """The tokenizer that made the tokens."""
+    """The tokenizer that produced the tokens."""
 
     kind: str
     """``bytes`` or ``tokenizer.json``."""
@@ -59,7 +59,7 @@ class DatasetFile:
     tokenizer: TokenizerIdentity
     dtype: str
     fingerprint: str
-    """Changes with the tokenizer, the options and the text."""
+    """A hash of the tokenizer, the options and the text."""
     options: dict[str, Any]
     splits: dict[str, tuple[Shard, ...]]
 
@@ -70,13 +70,13 @@ class DatasetFile:
         return sum(len(shards) for shards in self.splits.values())
 
     def write(self, folder: Path, staging: Path) -> None:
-        """Publish the folder as a dataset: write the file in `staging`, then rename it."""
+        """Publish the folder as a dataset: write the file in `staging`, then rename it into place."""
         record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         write_shared_json(folder / DATASET_FILE, record, staging)
 
 
 def write_shared_json(path: Path, value: Any, staging: Path) -> None:
-    """Write a file in `staging`, then rename it; its mode follows the umask, since teams share datasets."""
+    """Write JSON in `staging`, then rename it; the mode follows the umask, since teams share datasets."""
     staged = staging / path.name
     with staged.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
@@ -86,12 +86,12 @@ def write_shared_json(path: Path, value: Any, staging: Path) -> None:
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether a folder was made by `data prepare`."""
+    """Whether a folder is a dataset that `data prepare` finished."""
     return (folder / DATASET_FILE).is_file()
 
 
 def read_dataset_file(folder: Path) -> DatasetFile:
-    """Read `dataset.json`; raises UsageError if the folder is no dataset that this version can read."""
+    """Read `dataset.json`; raises UsageError if the folder is not a dataset that this version can read."""
     path = folder / DATASET_FILE
     try:
         record = rundir.read_json(path)
@@ -106,7 +106,7 @@ def read_dataset_file(folder: Path) -> DatasetFile:
     if not isinstance(version, int) or record.get("format") != FORMAT:
         raise UsageError(
             f"{path} was not written by trainkit",
-            hint="point data.source at a folder of `trainkit data prepare`",
+            hint="set data.source to a folder written by `trainkit data prepare`",
         )
     if version > FORMAT_VERSION:
         raise UsageError(

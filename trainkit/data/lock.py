@@ -1,4 +1,4 @@
-"""One process at a time, on one machine or several that share a file system."""
+"""A lock between processes, on one machine or on several that share a file system."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainkit.rundir import LockUnsupported, acquire_lock
 def exclusive(path: Path, busy: str, wait: bool) -> Iterator[None]:
     """Hold the lock file at `path` (flock, released by the kernel when the process dies).
 
-    While another process holds it: say `busy` on stderr and wait, or raise UsageError.
-    Raises TrainkitError on a file system without locks, OSError where the file cannot be made.
+    If another process holds it, print `busy` to stderr and wait, or, without `wait`, raise UsageError(busy).
+    Raises TrainkitError on a file system without locks, OSError if the file cannot be created.
     """
     try:
         try:
@@ -30,7 +30,7 @@ def exclusive(path: Path, busy: str, wait: bool) -> Iterator[None]:
     except LockUnsupported as error:
         raise TrainkitError(
             f"the file system of {path} has no file locks: {error.strerror}",
-            hint="use a folder on another one",
+            hint="use a folder on a file system with locks",
         ) from None
     try:
         yield

@@ -1,8 +1,8 @@
 """The order of the data, as a pure function of integers.
 
 A position counts samples over the whole training: position // num_samples is the epoch, the remainder the
-offset in it. Within an epoch the offsets are permuted by a keyed bijection that is computed, never stored, so
-any process can compute the sample at any position without state, memory or communication.
+offset within it. Within an epoch, offsets are permuted by a keyed bijection that is computed, never stored,
+so any process can compute the sample at any position without state, memory or communication.
 
 The bijection is a Feistel network over a grid of rows x columns slightly larger than the data
 (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): each round shifts one coordinate by a hash

@@ -1,8 +1,8 @@
 """Tokenises texts into a folder of token shards, with several processes and in constant memory.
 
-The work is split into independent units; each publishes its shards by rename, then its record. So a
-preparation that was killed resumes where it stopped, and the result is identical to the byte for any number
-of workers and interruptions. `dataset.json` is written last.
+The work is split into independent units; each publishes its shards by rename, then its record. A killed
+preparation therefore resumes where it stopped, and the result is byte-identical for any number of workers and
+interruptions. `dataset.json` is written last.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ R = TypeVar("R")
 def run_jobs(
     function: Callable[[J], R], jobs: Sequence[J], workers: int, on_done: Callable[[int], None]
 ) -> list[R]:
-    """Run the jobs and return their results in order; `on_done` is called with the number of each job that
-    ends.
+    """Run the jobs and return their results in order; `on_done` gets the index of each finished job.
 
-    A single worker or job runs in this process. The first failure ends the others and is raised;
+    A single worker or job runs in this process. The first failure stops the other jobs and is raised. Raises
     TrainkitError if a worker was killed.
     """
     num_workers = min(workers, len(jobs))
@@ -75,7 +74,7 @@ def run_jobs(
         ) from None
     finally:
         if len(results) < len(jobs):
-            end.close()  # ends the workers at once: their results are no longer needed
+            end.close()  # stops the workers immediately: their results are no longer needed
         pool.shutdown(wait=True, cancel_futures=True)
         end.close()
         lifeline.close()
@@ -89,9 +88,9 @@ def _run_here(function: Callable[[J], R], job: J, number: int, on_done: Callable
 
 
 def _begin_worker(lifeline: Connection) -> None:
-    """Ignore signals, tokenise with one thread, and exit when the parent does.
+    """Initialise a worker: ignore signals, tokenise with one thread, and exit when the parent does.
 
-    A terminal or a scheduler signals the whole process group; the parent decides what happens then.
+    A terminal or a scheduler signals the whole process group; only the parent reacts.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -100,18 +99,18 @@ def _begin_worker(lifeline: Connection) -> None:
 
 
 def _exit_with_parent(lifeline: Connection) -> None:
-    """Wait for the end of the pipe, which only the parent has, and which closes when it exits."""
+    """Exit when the write end of the pipe closes: only the parent has it."""
     with suppress(EOFError):
         lifeline.recv()
     os._exit(1)
 
 
 PLAN_FILE = "plan.json"
-"""Describes the dataset being prepared, until the folder is finished."""
+"""Describes the dataset while it is being prepared."""
 INPUTS_FILE = "inputs.json"
-"""Separate from dataset.json, which every rank reads: there may be a million inputs."""
+"""Kept out of dataset.json, which every rank reads: there may be a million inputs."""
 OnProgress = Callable[[int, int], None]
-"""Called with the bytes of source done and in total."""
+"""Called with the source bytes done and their total."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,11 @@ class InputDigest:
 
     name: str
     role: str
-    """``both`` if the file was cut into the two splits, else its split."""
+    """``both`` if the file was divided between the splits, else its split."""
     size: int
     """Bytes on disk."""
     sha256: str
-    """Of the tokenised content, after decompression."""
+    """Of the decompressed content; of the hashes of its spans if the file was cut."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +282,7 @@ def _make_work_folder(folder: Path) -> None:
 
 
 def _options(spec: DatasetSpec, unit_bytes: int) -> dict[str, Any]:
-    """Everything that determines the tokens, besides the tokenizer and the text."""
+    """The options that determine the tokens, besides the tokenizer and the text."""
     return {
         "layout": LAYOUT_VERSION,
         "unit_bytes": unit_bytes,
@@ -304,7 +303,7 @@ def _fingerprint(tokenizer: TokenizerIdentity, options: dict[str, Any], inputs: 
 
 
 class DatasetMismatch(UsageError):
-    """A folder contains another dataset, or the beginning of one."""
+    """The folder contains another dataset, finished or not."""
 
 
 def _mismatch(folder: Path, how: str) -> DatasetMismatch:
@@ -320,11 +319,11 @@ _MIB = 1 << 20
 
 @contextmanager
 def show_progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show progress on stderr; yields a function that takes the bytes done and in total."""
+    """Show progress on stderr; yields a function that takes the bytes done and their total."""
     if not sys.stderr.isatty():
         yield _Lines(title)
         return
-    from rich.console import Console  # 50 ms, needed on a terminal only
+    from rich.console import Console  # takes 50 ms, and only a terminal needs it
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())

@@ -15,7 +15,7 @@ from trainkit.data.sources import DataConfig
 from trainkit.errors import UsageError
 
 MAX_OPEN_SHARDS = 256
-"""Memory maps kept open by one dataset: each uses a file descriptor; 1,024 is a common limit of a process."""
+"""Memory maps that a dataset keeps open; each uses a file descriptor, often limited to 1,024 per process."""
 
 
 class TokenShards:
@@ -49,7 +49,7 @@ class TokenShards:
 
     @property
     def num_samples(self) -> int:
-        """Complete samples in one epoch; up to seq_len tokens at the end are unused."""
+        """Number of complete samples in one epoch; up to seq_len tokens at the end are unused."""
         return (self.num_tokens - 1) // self.seq_len
 
     @property
@@ -58,7 +58,7 @@ class TokenShards:
 
     @property
     def tokenizer(self) -> TokenizerIdentity:
-        """The tokenizer that made the tokens."""
+        """The tokenizer that produced the tokens."""
         return self._file.tokenizer
 
     @property
@@ -70,7 +70,7 @@ class TokenShards:
         return self._file.tokenizer.eos_id
 
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The tokens of some samples, int64 of shape [len(indices), seq_len + 1].
+        """The tokens of the samples at `indices`, int64 of shape [len(indices), seq_len + 1].
 
         Raises IndexError for an index outside 0 <= index < num_samples.
         """
@@ -83,7 +83,7 @@ class TokenShards:
         return tokens
 
     def _copy(self, start: int, row: npt.NDArray[np.int64]) -> None:
-        """Fill a row with the tokens from `start` on, across shards."""
+        """Fill a row with consecutive tokens that begin at `start`, across shards."""
         number = int(np.searchsorted(self._ends, start, side="right"))
         filled = 0
         while filled < len(row):
@@ -96,7 +96,7 @@ class TokenShards:
 
 
 def open_dataset(config: DataConfig, seq_len: int, split: str) -> TokenShards:
-    """The `train` or `val` split of the data of a config; prepares it first if necessary.
+    """The `train` or `val` split of the data of a config; prepares the data first if necessary.
 
     Raises UsageError for unusable data and for a split shorter than one sample.
     """

@@ -1,6 +1,6 @@
-"""What a dataset is made from: the options that determine its tokens, and its source files in order.
+"""The inputs of a dataset: the options that determine its tokens, and its source files in order.
 
-Reads names and sizes only.
+Reads only names and sizes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DatasetSpec:
 
     sources: tuple[str, ...]
     val_sources: tuple[str, ...] = ()
-    """Replace the split by `val_fraction`."""
+    """Used for validation instead of the fraction `val_fraction` of `sources`."""
     tokenizer: str = BYTES
     val_fraction: float = 0.0
     text_key: str = "text"
@@ -95,7 +95,7 @@ def _listed(source: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 BOTH = "both"
-"""The role of an input that is cut into the two splits."""
+"""The role of an input that is divided between the two splits."""
 TEXT = "text"
 ROWS = "rows"
 _FORMS = {".txt": TEXT, ".jsonl": ROWS}
@@ -132,7 +132,7 @@ def find_inputs(spec: DatasetSpec) -> list[Input]:
 
 
 def form_of(name: str) -> tuple[str, bool] | None:
-    """(`text` or `rows`, compressed) by the name of a file; None for a kind that is not read."""
+    """(`text` or `rows`, compressed) from a file name; None for an unsupported kind."""
     stem, dot, kind = name.removesuffix(".gz").rpartition(".")
     form = _FORMS.get(dot + kind) if stem else None
     return None if form is None else (form, name.endswith(".gz"))
@@ -176,7 +176,7 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
         if form is None:
             raise UsageError(
                 f"data source {path} is of an unsupported kind; supported: {KINDS}",
-                hint="rename plain text to .txt, one JSON object a line to .jsonl",
+                hint="rename plain text to .txt, one JSON object per line to .jsonl",
             )
         yield _input(str(path), path.name, role, *form, path.stat)
         return
@@ -207,7 +207,7 @@ def _by_name(found: tuple[str, os.DirEntry[str]]) -> str:
 def _files_below(root: Path, enters: Callable[[str], bool]) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Every file below a folder with its relative name, unordered; links to folders are not followed.
 
-    Yields directory entries, which are faster than a path object for each file of a large source.
+    Yields directory entries: creating a path object per file is slow for large sources.
     """
     waiting = [("", str(root))]
     while waiting:
@@ -231,7 +231,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:
-        return False  # a circular link: reported if the file is used
+        return False  # a circular link, reported when the file is used
 
 
 def _input(

@@ -26,12 +26,12 @@ Tokens = npt.NDArray[Any]
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The smallest unsigned type for all tokens."""
+    """The smallest unsigned dtype that can represent all token ids."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 class Tokenizer:
-    """A tokenizer as `data.tokenizer` names it: `bytes`, or the path of a tokenizer.json."""
+    """The tokenizer of `data.tokenizer`: `bytes`, or the path of a tokenizer.json."""
 
     def __init__(self, name: str) -> None:
         self.identity = identify(name)
@@ -39,7 +39,7 @@ class Tokenizer:
         self._dtype = np.dtype(token_dtype(self.identity.vocab_size)).newbyteorder("<")
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The ids of each text, without special tokens; UnicodeDecodeError for text that is not UTF-8."""
+        """The ids of each text, without special tokens; raises UnicodeDecodeError if it is not UTF-8."""
         if self._library is None:
             return [np.frombuffer(text, dtype=np.uint8).astype(self._dtype) for text in texts]
         encodings = self._library.encode_batch_fast(
@@ -49,7 +49,7 @@ class Tokenizer:
 
 
 def _load(path: str) -> Any:
-    import tokenizers  # 60 ms, not needed by the byte tokenizer
+    import tokenizers  # takes 60 ms, and the byte tokenizer does not need it
 
     try:
         library = tokenizers.Tokenizer.from_file(path)
@@ -64,9 +64,9 @@ def _load(path: str) -> Any:
 
 
 WORK_FOLDER = ".work"
-"""Folder inside the output folder until that is finished."""
+"""Folder inside the output folder while the dataset is being prepared."""
 _BATCH_BYTES = 4 << 20
-"""Text passed to the tokenizer in one call, so that it can use several threads."""
+"""Bytes of text per call of the tokenizer: enough for it to use several threads."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ class UnitJob:
 def run_unit(job: UnitJob) -> None:
     """Tokenise a unit, publish its shards, then its record.
 
-    Raises UsageError for unusable text and for a source that changed, OSError if the shards cannot be
-    written.
+    Raises UsageError for unusable text or a source that has changed, OSError if the shards cannot be written.
     """
     writers = {split: _ShardWriter(job.folder, job.shard_name(split)) for split in SPLITS}
     try:
@@ -109,7 +108,7 @@ def run_unit(job: UnitJob) -> None:
 
 
 def digest_unit(job: UnitJob) -> list[str]:
-    """The current digests of the spans of a unit."""
+    """The digests of the current content of a unit's spans."""
     digests = []
     for number in range(len(job.unit.spans)):
         reader = job.reader(number)
@@ -147,7 +146,7 @@ def _tokenize(job: UnitJob, writers: dict[str, _ShardWriter]) -> list[str]:
 
 
 class _ReadError(Exception):
-    """An OSError of a source, distinct from those of the shards."""
+    """An OSError while reading a source, as opposed to writing a shard."""
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -183,7 +182,7 @@ def _check_unchanged(source: Input) -> None:
 
 @lru_cache(maxsize=1)
 def _tokenizer(name: str) -> Tokenizer:
-    """Shared by all units of a worker: loading a large vocabulary takes a second."""
+    """Cached for all units of a worker: loading a large vocabulary takes a second."""
     return Tokenizer(name)
 
 

@@ -27,7 +27,7 @@ EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]", "<|im
 def identify(tokenizer: str) -> TokenizerIdentity:
     """The identity of `bytes` or of the tokenizer.json at a path.
 
-    Raises UsageError if the file is missing, is no tokenizer.json, or has no end-of-document token.
+    Raises UsageError if the file is missing, is not a tokenizer.json, or has no end-of-document token.
     """
     return BYTES_IDENTITY if tokenizer == BYTES else _identify_file(tokenizer)
 
@@ -77,7 +77,7 @@ def _read(tokenizer: str) -> tuple[str, dict[str, int]]:
         ids = {}
     if not ids:
         raise UsageError(
-            f"tokenizer {path} is not a tokenizer.json of Hugging Face",
+            f"tokenizer {path} is not a Hugging Face tokenizer.json",
             hint="save one with `tokenizer.backend_tokenizer.save(PATH)`, or use `bytes`",
         )
     return hashlib.sha256(content).hexdigest(), ids

@@ -1,6 +1,6 @@
-"""Splits inputs into units of about 64 MiB, each of which becomes its own shards, and reads them.
+"""Splits inputs into units of about 64 MiB, one set of shards each, and reads them.
 
-The cuts depend on the files alone, so the result does not depend on the number of workers.
+The cuts depend only on the files, so the result does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from trainkit.data.sources import BOTH, ROWS, TEXT, Input
 from trainkit.errors import UsageError
 
 LAYOUT_VERSION = 1
-"""Part of every fingerprint: raise it when the same text would become different tokens."""
+"""Part of every fingerprint: increment it when the same text would yield different tokens."""
 UNIT_BYTES = 64 << 20
 MAX_LINE_SCAN = 1 << 20
-"""Bytes searched for the end of a line, before the line itself is cut."""
+"""Bytes searched for a line end; a longer line is cut between characters."""
 _BLOCK = 1 << 16
 
 
@@ -45,13 +45,13 @@ class Unit:
     index: int
     spans: tuple[InputSpan, ...]
     num_bytes: int
-    """On disk."""
+    """Size on disk."""
 
 
 def plan_units(inputs: list[Input], val_fraction: float, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
     """Split inputs into units, in the order of the data; small inputs share a unit.
 
-    Reads a few bytes of large inputs to cut them at the ends of lines.
+    Large inputs are cut at line ends, for which a few bytes of them are read.
     """
     units: list[Unit] = []
     spans: list[InputSpan] = []
@@ -95,17 +95,17 @@ def _spans(number: int, source: Input, val_fraction: float, unit_bytes: int) -> 
 
 
 def split_offset(stream: IO[bytes], size: int, val_fraction: float) -> int:
-    """Offset at which the validation split of a text begins: its last `val_fraction`, from a line start."""
+    """Offset of the validation split of a text: its last `val_fraction`, beginning at a line start."""
     target = size - round(size * val_fraction)
     border = _cut(stream, target, size, whole_lines=False)
     return border if border < size else _character_border(stream, target, size)
 
 
 def rows_phase(unit: int, span: int, name: str, every: int) -> int:
-    """Which of every `every` rows of a span goes to validation.
+    """The index, modulo `every`, of the rows of a span that go to validation.
 
-    The first row of the data does, so that the split is not empty; elsewhere a hash decides, so that many
-    small files together give the configured fraction.
+    The first row of the data is one of them, so that the split is not empty; in other spans a hash picks the
+    index, so that many small files together yield the configured fraction.
     """
     if unit == 0 and span == 0:
         return 0
@@ -154,7 +154,7 @@ class Piece:
 
 
 class RowError(ValueError):
-    """Why a row of a .jsonl file has no text."""
+    """A row of a .jsonl file has no usable text."""
 
 
 class SpanReader:
@@ -204,7 +204,7 @@ class SpanReader:
         while position < end:
             block = stream.read(min(PIECE_BYTES, end - position))
             if not block:
-                raise UsageError(f"{self.source.path} was truncated while it was read")
+                raise UsageError(f"{self.source.path} was truncated while being read")
             self._hash.update(block)
             position += len(block)
             kept += block

@@ -1,4 +1,4 @@
-"""Reads all of a source and reports every line that `prepare` would refuse."""
+"""Reads a source completely and reports every line that `prepare` would refuse."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LineProblem:
 
     file: str
     line: int | None
-    """From 1; None if the problem is not in one line."""
+    """Counted from 1; None if the problem is not in a single line."""
     message: str
 
     def render(self) -> str:
@@ -44,7 +44,7 @@ class SourceSummary:
     lines: int = 0
     documents: int = 0
     empty: int = 0
-    """Rows without text, which are skipped; or files without text."""
+    """Rows without text, which are skipped, or files without text."""
     tokens: int = 0
     """Including end-of-document tokens."""
     problems: int = 0
@@ -53,7 +53,7 @@ class SourceSummary:
 def validate_texts(
     source: Input, text_key: str, tokenizer: Tokenizer, on_problem: OnProblem
 ) -> SourceSummary:
-    """Check one .txt or .jsonl file from the first byte to the last, in constant memory."""
+    """Check every line of one .txt or .jsonl file, in constant memory."""
     summary = SourceSummary(source.path)
 
     def report(line: int | None, message: str) -> None:
@@ -77,7 +77,7 @@ def validate_texts(
 def validate_shards(folder: Path, on_problem: OnProblem) -> SourceSummary:
     """Compare every shard of a prepared dataset with its published hash.
 
-    Raises UsageError if the folder is no dataset, or a shard is missing or has changed its size.
+    Raises UsageError if the folder is not a dataset, or a shard is missing or has another size.
     """
     file = read_dataset_file(folder)
     summary = SourceSummary(str(folder))

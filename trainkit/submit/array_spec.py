@@ -1,4 +1,4 @@
-"""The indices of a Slurm array, as ``--array`` takes them."""
+"""The indices of a Slurm array, in the syntax of ``--array``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ArraySpec:
     """The parsed form of ``0-9,20%4``."""
 
     indices: tuple[int, ...]
-    """Empty for a limit alone."""
+    """Empty if only a limit was given."""
     limit: int | None
-    """The number of tasks that run at once; None leaves it to Slurm."""
+    """The maximum number of concurrent tasks; None for no limit."""
 
     @property
     def directive(self) -> str:
@@ -34,12 +34,12 @@ class ArraySpec:
 def parse_array(text: str) -> ArraySpec:
     """Parse ``0-9``, ``1,3,5`` or ``0-99:10``, each with an optional limit ``%4``, or ``%4`` alone.
 
-    Raises UsageError.
+    Raises UsageError for anything else.
     """
     spec, percent, limit = text.strip().partition("%")
     if percent and not _LIMIT.fullmatch(limit):
         raise UsageError(
-            f"--array {text}: {limit!r} is not a number of tasks that run at once",
+            f"--array {text}: {limit!r} is not a number of concurrent tasks",
             hint="for example --array 0-9%4",
         )
     indices = array_indices(spec) if spec or not percent else []
@@ -63,19 +63,19 @@ def refuse_too_large(spec: ArraySpec) -> None:
         raise UsageError(
             f"the array ends with index {spec.indices[-1]:,}; the maximum of this cluster is {size - 1:,} "
             f"(MaxArraySize is {size})",
-            hint="submit it in parts",
+            hint="split it into several arrays",
         )
     limit = _MAX_TASKS.search(config.get("SchedulerParameters", ""))
     if limit is not None and len(spec.indices) > int(limit["count"]):
         raise UsageError(
             f"the array has {len(spec.indices):,} tasks; the maximum of this cluster is "
             f"{int(limit['count']):,} (max_array_tasks)",
-            hint="submit it in parts",
+            hint="split it into several arrays",
         )
 
 
 def _spans(indices: tuple[int, ...]) -> list[str]:
-    """Ascending indices, with consecutive ones as spans."""
+    """Ascending indices as ranges, for example ``0-3``."""
     spans: list[list[int]] = []
     for index in indices:
         if spans and spans[-1][1] == index - 1:

@@ -1,4 +1,4 @@
-"""The container of the ranks: a prefix of their command (Apptainer), or options of srun (pyxis)."""
+"""The container of the ranks: a prefix of their command (Apptainer) or options of srun (pyxis)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORBIDDEN_IN_MOUNTS = ',:"'
 
 
 def container_runtime(launch: LaunchConfig, available: Sequence[str] = ()) -> str | None:
-    """``apptainer`` or ``pyxis``; None when config, image and cluster leave it open.
+    """``apptainer`` or ``pyxis``; None if config, image and cluster do not determine it, or without an image.
 
     `available` are the container programs of the cluster.
     """
@@ -33,7 +33,7 @@ def container_runtime(launch: LaunchConfig, available: Sequence[str] = ()) -> st
 
 
 def container_program(launch: LaunchConfig, available: Sequence[str]) -> str | None:
-    """The program that runs the image; apptainer is ``singularity`` where the cluster has only that."""
+    """The program that runs the image; for apptainer ``singularity`` if the cluster has only that."""
     runtime = container_runtime(launch, runtimes(available))
     older = "singularity" in available and "apptainer" not in available
     return "singularity" if runtime == "apptainer" and older else runtime
@@ -45,9 +45,9 @@ def runtimes(available: Sequence[str]) -> tuple[str, ...]:
 
 
 def absolute_image(image: str, runtime: str, cwd: str) -> str:
-    """An image with an absolute path, if it is a file; a name stays as it is.
+    """An image with an absolute path if it is a file; a URI or name is returned unchanged.
 
-    Apptainer reads everything without a scheme as a path, pyxis only what starts like one.
+    Apptainer treats everything without a scheme as a path, pyxis only what looks like one.
     """
     if image.startswith(_APPTAINER_SCHEMES):
         return image
@@ -69,10 +69,10 @@ def container_argv(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(srun options, command prefix) that run the ranks in the container.
 
-    `folders`, the run folder and what the job reads, are mounted at the same paths. The step runs in
-    `workdir`; the path of an image is relative to `cwd`. `variables` keep the job's value where the image
-    sets its own; Apptainer always keeps it. `program` is apptainer's name on this cluster: it can be
-    singularity.
+    `folders` (the run folder and what the job reads) are mounted at the same paths. The step runs in
+    `workdir`; the path of an image is relative to `cwd`. `variables` keep the job's values even if the image
+    sets them, as they always do with Apptainer. `program` is the cluster's Apptainer executable, possibly
+    ``singularity``.
     """
     assert launch.container is not None
     image = absolute_image(launch.container, runtime, cwd)
@@ -107,19 +107,19 @@ def container_problems(
             "give the path or URI of an image",
         )
     elif runtime is None:
-        message = f"is {image!r}, which both apptainer and pyxis could run"
+        message = f"is {image!r}, which apptainer and pyxis can both run"
         yield "launch.container", message, "set launch.container_runtime to apptainer or pyxis"
     else:
-        whole = absolute_image(image, runtime, str(Path(cwd).absolute()))
-        if whole.startswith("/") and not Path(whole).exists():
+        path = absolute_image(image, runtime, str(Path(cwd).absolute()))
+        if path.startswith("/") and not Path(path).exists():
             yield (
                 "launch.container",
-                f"is {image!r}, and there is no {whole}",
+                f"is {image!r}, but {path} does not exist",
                 "a URI needs its scheme: docker://…",
             )
     for folder in folders:
         if any(char in _FORBIDDEN_IN_MOUNTS for char in folder):
-            message = f"needs {folder!r} mounted, and a mount cannot contain any of {_FORBIDDEN_IN_MOUNTS}"
+            message = f"needs {folder!r} mounted, but a mount cannot contain any of {_FORBIDDEN_IN_MOUNTS}"
             yield "launch.container", message, "choose another folder, or use no container"
     for mount in launch.container_mounts:
         parts = mount.split(":")
@@ -129,7 +129,7 @@ def container_problems(
 
 
 def _own_mounts(folders: Sequence[str]) -> list[str]:
-    """The folders at the same paths, without those inside another one of them."""
+    """Mounts of the folders at the same paths, without folders inside another one."""
     unique = list(dict.fromkeys(folders))
     return [
         f"{folder}:{folder}"
@@ -139,5 +139,5 @@ def _own_mounts(folders: Sequence[str]) -> list[str]:
 
 
 def _full_mount(mount: str) -> str:
-    """A mount with its target, which pyxis requires."""
+    """A mount with an explicit target, which pyxis requires."""
     return mount if ":" in mount else f"{mount}:{mount}"

@@ -1,4 +1,4 @@
-"""Creates the folder of a new run: its code, where it comes from, and its job record."""
+"""Creates the folder of a new run: its code, its provenance and its job record."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CreatedRun:
     run: RunDir
     name: str
     code: dict[str, Any] | None
-    """The copy of the code, as job.json describes it; None when the run uses the files in place."""
+    """The copy of the code, as described in job.json; None if the run uses the files in place."""
 
 
 def create_run(
@@ -71,7 +71,7 @@ def write_origin(
     Raises UsageError when the code cannot be copied or a secret would be written.
     """
     cwd = Path.cwd()
-    with ThreadPoolExecutor(1) as thread:  # git takes about as long as the copy
+    with ThreadPoolExecutor(1) as thread:  # overlaps git with the copy: both take about as long
         provenance = thread.submit(collect_provenance, cwd)
         code = copy_code(run, plan, cwd) if wants_copy(config, plan) else None
         value = {**provenance.result(), "argv": without_secrets(argv, config.launch.secrets), "code": code}
@@ -97,7 +97,7 @@ def new_folder(name: str, run_dir: Path | None, option: str = "--run-dir") -> It
         yield folder, name
     except BaseException as error:
         if folder is not None:
-            # Everything in it was created by this command; left behind, it would block the next try.
+            # Everything in it was created by this command, and left behind it would block a retry.
             shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
@@ -134,7 +134,7 @@ def _next_free_folder(parent: Path, name: str) -> Path:
 
 
 def _empty_folder(folder: Path, option: str) -> Path:
-    """The folder that was asked for, created if it does not exist; refuses one with files in it."""
+    """The requested folder, created if it does not exist; raises UsageError if it is not empty."""
     if RunDir(folder).exists():
         raise UsageError(
             f"{folder} already contains a run", hint=f"`trainkit resume {quote(str(folder))}` resumes it"
@@ -156,7 +156,7 @@ def _empty_folder(folder: Path, option: str) -> Path:
 
 
 def collect_provenance(cwd: Path) -> dict[str, Any]:
-    """The versions, host, user and git state that a run starts from; takes four calls of git."""
+    """The versions, host, user and git state that a run starts from; runs git four times."""
     return {
         "time": utc_now(),
         "trainkit": __version__,
@@ -172,7 +172,7 @@ def collect_provenance(cwd: Path) -> dict[str, Any]:
 
 
 def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
-    """The command line with `***` for the values of secrets and of names that look like secrets."""
+    """The command line, with `***` for values whose names are, or look like, secrets."""
     return [_masked(arg, secrets) for arg in argv]
 
 
@@ -189,7 +189,7 @@ def _masked(arg: str, secrets: Sequence[str]) -> str:
 
 
 def git_state(cwd: Path) -> dict[str, Any] | None:
-    """Commit, branch and uncommitted changes of the repository around a folder; None when there is none."""
+    """Commit, branch and uncommitted changes of a folder's repository; None if there is none."""
     sha = _git(cwd, "rev-parse", "HEAD")
     if sha is None:
         return None
@@ -220,7 +220,7 @@ def _git(cwd: Path, *args: str) -> str | None:
 
 
 def _torch_version() -> str | None:
-    """The version of torch, read from its version.py, since importing torch takes seconds."""
+    """The version of torch, read from its version.py because importing torch takes seconds."""
     found = find_spec("torch")
     for folder in () if found is None else found.submodule_search_locations or ():
         try:

@@ -27,7 +27,7 @@ def start_after(plan: LaunchPlan, names: Sequence[str], warn: Callable[[str], No
 
 
 def job_ids_of(names: Sequence[str], warn: Callable[[str], None]) -> list[str]:
-    """The jobs that have to end well before these runs and groups have finished.
+    """The ids of the jobs that must finish successfully for these runs and groups to have finished.
 
     Raises UsageError for a run that has failed, is unknown or runs on this machine.
     """

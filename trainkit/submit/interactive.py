@@ -1,4 +1,4 @@
-"""Interactive allocations: a shell on nodes of its own, and a shell on a node of a running job."""
+"""Interactive shells: on the first node of a new allocation, and on a node of a running job."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trainkit.submit.job_environment import make_job_environment
 from trainkit.submit.templates import render
 
 NOWHERE = Machine(0, 0, (), "this is a login node")
-NOT_FOR_A_SHELL = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task")
+BATCH_ONLY_OPTIONS = ("signal", "requeue", "no-requeue", "no-kill", "ntasks-per-node", "cpus-per-task")
 
 
 def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
-    """salloc with what the config asks for, and in it a shell on the first node.
+    """The salloc command that requests the resources of a config and starts a shell on the first node.
 
     Raises ConfigError with every problem.
     """
@@ -30,13 +30,13 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
     known = make_target(loaded, backend)
     plan = make_plan(loaded, NOWHERE, Target("sbatch", "shell", known.cluster), command=("bash",))
     assert plan.slurm is not None
-    options = {name: value for name, value in plan.slurm.sbatch.items() if name not in NOT_FOR_A_SHELL}
-    # A task a GPU, whatever launch.per says: `srun trainkit run` is then right without a flag.
+    options = {name: value for name, value in plan.slurm.sbatch.items() if name not in BATCH_ONLY_OPTIONS}
+    # One task per GPU, even with launch.per: node, so that `srun trainkit run` needs no flags.
     options |= {"nodes": plan.num_nodes, "ntasks-per-node": plan.workers_per_node}
     if plan.threads_per_worker is not None:
         options["cpus-per-task"] = plan.threads_per_worker
     shell = ["bash", "--rcfile", start_file, "-i"]
-    # An interactive step takes nothing from the allocation: what srun starts from it gets all.
+    # An interactive step uses no resources of the allocation: steps started from the shell can have all.
     return [
         "salloc",
         *option_argv(options),
@@ -49,9 +49,9 @@ def shell_argv(loaded: LoadedConfig, start_file: str) -> list[str]:
 
 
 def shell_start_file(config: RunConfig, cwd: Path) -> str:
-    """What the shell reads first: the user's own start file, then the environment of a job.
+    """The start file of the shell: the user's own one, then the environment of a job.
 
-    The shell itself is outside of any container, like salloc and srun.
+    The shell runs outside of any container, like salloc and srun.
     """
     interpreter, problems = find_interpreter(config.launch, sys.executable, os.environ, cwd)
     if problems:
@@ -59,13 +59,13 @@ def shell_start_file(config: RunConfig, cwd: Path) -> str:
 
         raise ConfigError([Problem(key, message, hint) for key, message, hint in problems])
     launch = config.launch.model_copy(update={"container": None})
-    around = make_job_environment(launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
+    environment = make_job_environment(launch, interpreter, run_dir=str(cwd), workdir=str(cwd))
     bin_folder = str(Path(sys.executable).parent)
-    return render("shell.sh.j2", {**around.context, "workdir": str(cwd), "bin": bin_folder}, cwd).text
+    return render("shell.sh.j2", {**environment.context, "workdir": str(cwd), "bin": bin_folder}, cwd).text
 
 
 def attach_argv(job_id: str, host: str | None) -> list[str]:
-    """A shell on a node of a running job."""
+    """The srun command that starts a shell on a node of a running job; `host` is optional."""
     where = [] if host is None else [f"--nodelist={host}"]
     return [
         *("srun", f"--jobid={job_id}", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1"),

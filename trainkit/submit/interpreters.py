@@ -26,7 +26,7 @@ class Interpreter:
     host_argv: tuple[str, ...]
     """The argv prefix of the supervisor, which runs outside of any container."""
     options: tuple[str, ...] = ("-u",)
-    """Its options; ``-P`` only if the interpreter is known to be newer than 3.10."""
+    """Options of the interpreter; includes ``-P`` only if it is known to be newer than 3.10."""
     host_options: tuple[str, ...] = PYTHON_OPTIONS
     venv: str | None = None
     """The folder of the bin/activate that the script sources."""
@@ -41,7 +41,7 @@ def find_interpreter(
 ) -> tuple[Interpreter, list[LaunchProblem]]:
     """The interpreter of a launch section, and its problems; folders are relative to `cwd`.
 
-    `executable` is the submitting interpreter, which the job uses unless the config names another one.
+    `executable` is the submitting interpreter: the default of the job.
     """
     problems = list(_contradictions(launch))
     venv, conda, script = None, None, None
@@ -54,7 +54,7 @@ def find_interpreter(
         problems += _venv_problems("launch.venv", launch.venv, venv, in_container)
         argv = (f"{venv}/bin/python",)
     elif launch.uv is not None:
-        # Not `uv run`: it adds a process to each rank and forwards signals that Slurm already sends to every
+        # Not `uv run`: it adds a process per rank, and forwards signals that Slurm already sends to every
         # process of the step.
         venv, problem = _uv_environment(launch.uv, environ, cwd)
         problems += problem
@@ -95,19 +95,19 @@ def _contradictions(launch: LaunchConfig) -> Iterator[LaunchProblem]:
 
 def _venv_problems(key: str, given: str, folder: str, in_container: bool) -> Iterator[LaunchProblem]:
     if in_container:
-        return  # it may exist only in the container
+        return  # the folder may exist only in the container
     if not os.access(f"{folder}/bin/python", os.X_OK):
         message = f"is {given!r}, and there is no {folder}/bin/python"
-        yield key, message, f"`python3 -m venv {given}` makes a virtual environment"
+        yield key, message, f"`python3 -m venv {given}` creates a virtual environment"
     elif not Path(folder, "bin", "activate").is_file():
         message = f"is {given!r}, and there is no {folder}/bin/activate"
-        yield key, message, "launch.python takes an interpreter without an environment to activate"
+        yield key, message, "for an interpreter without an environment to activate, set launch.python"
 
 
 def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[str, list[LaunchProblem]]:
-    """The environment of a uv project; that of a workspace is in a folder above its members."""
+    """The environment folder of a uv project, and problems; a workspace has it above its members."""
     project = _absolute(given, cwd)
-    hint = f"`uv sync --project {given}` makes it"
+    hint = f"`uv sync --project {given}` creates it"
     if not Path(project, "pyproject.toml").is_file():
         message = f"is {given!r}, and there is no {project}/pyproject.toml"
         return f"{project}/.venv", [("launch.uv", message, "give the folder of a uv project")]
@@ -125,7 +125,7 @@ def _uv_environment(given: str, environ: Mapping[str, str], cwd: Path) -> tuple[
 def _conda_environment(
     launch: LaunchConfig, environ: Mapping[str, str], cwd: Path
 ) -> tuple[str, str | None, str | None, list[LaunchProblem]]:
-    """What to activate, conda.sh, the environment's folder (None: unknown here), and problems."""
+    """(name or folder to activate, conda.sh, folder of the environment if known here, problems)."""
     assert launch.conda is not None
     base = _conda_base(environ)
     script = None if base is None else base / "etc" / "profile.d" / "conda.sh"
@@ -138,7 +138,7 @@ def _conda_environment(
                 prefix,
                 found_script,
                 prefix,
-                [("launch.conda", message, "`conda env list` shows where they are")],
+                [("launch.conda", message, "`conda env list` lists the environments and their folders")],
             )
         return prefix, found_script, prefix, _no_conda(launch, base)
     if base is None:
@@ -147,7 +147,7 @@ def _conda_environment(
         if os.access(folder / "bin" / "python", os.X_OK):
             return launch.conda, found_script, str(folder), []
     message = f"is {launch.conda!r}, which is not an environment of {base}"
-    problems = [("launch.conda", message, "`conda env list` shows their names")]
+    problems = [("launch.conda", message, "`conda env list` lists the environments")]
     return launch.conda, found_script, None, [] if launch.modules else problems
 
 
@@ -157,7 +157,7 @@ def _no_conda(launch: LaunchConfig, base: Path | None) -> list[LaunchProblem]:
         return []
     message = f"is {launch.conda!r}, and there is no conda on PATH"
     return [
-        ("launch.conda", message, "list the module that provides it in launch.modules, or use launch.python")
+        ("launch.conda", message, "add the module that provides it to launch.modules, or set launch.python")
     ]
 
 
@@ -170,7 +170,7 @@ def _conda_base(environ: Mapping[str, str]) -> Path | None:
 
 
 def _conda_folders(name: str, base: Path, environ: Mapping[str, str]) -> Iterator[Path]:
-    """The folders that an environment of this name can be in."""
+    """The possible folders of an environment with this name."""
     if name == "base":
         yield base
     for folder in filter(None, environ.get("CONDA_ENVS_PATH", "").split(os.pathsep)):
@@ -190,12 +190,12 @@ def _absolute(folder: str, cwd: Path) -> str:
 
 
 def _program(name: str, cwd: Path) -> str:
-    """A program by its path, relative to `cwd`, or by its name, which the job looks up on PATH."""
+    """A path, made absolute from `cwd`, or a plain name, which the job looks up on PATH."""
     return _absolute(name, cwd) if "/" in name else name
 
 
 def _options(program: str, executable: str) -> tuple[str, ...]:
-    """The options of an interpreter, whose version is read from the name of the file it links to."""
+    """The options of an interpreter; its version is read from the name of the file that it links to."""
     if program == executable:
         return PYTHON_OPTIONS
     match = _VERSION.search(str(Path(program).resolve()))

@@ -11,13 +11,13 @@ from trainkit.submit.containers import container_argv
 from trainkit.submit.interpreters import Interpreter
 
 SRUN_DROPS_CPUS_PER_TASK = ((22, 5), (23, 11))
-"""From which and before which version srun ignores the --cpus-per-task of sbatch."""
+"""srun ignores the --cpus-per-task of sbatch from the first version until before the second."""
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
-"""The variables of a rank; a script submitted from inside a job must not inherit them."""
+"""Environment variables of a rank, which a job submitted from inside a job must not inherit."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class JobEnvironment:
     """The environment of the ranks; `context` is for templates/partials/environment.sh.j2."""
 
     workdir: str
-    """The working directory of the job: in the copy of the code, or where it was submitted."""
+    """The working directory of the job: in the copy of the code, or the folder it was submitted from."""
     rank_python: tuple[str, ...]
-    """The argv prefix of Python in a task of the step: container, interpreter and options."""
+    """The argv prefix of Python in a task of the step: container, interpreter, options."""
     host_python: tuple[str, ...]
     """The argv prefix of Python in the script itself, outside of any container."""
     srun_options: tuple[str, ...] = ()
@@ -67,9 +67,9 @@ def make_job_environment(
 ) -> JobEnvironment:
     """The environment for a launch section and its interpreter.
 
-    `env` are the variables of the cluster profile; `launch.env` overrides them. `folders` are mounted in a
-    container in addition to the run folder and `workdir`; `runtime` is the result of `container_runtime`. The
-    path of an image is relative to `cwd`, by default `workdir`.
+    `env` are the variables of the cluster profile, which `launch.env` overrides. A container mounts `folders`
+    in addition to the run folder and `workdir`; `runtime` is the result of `container_runtime`. The path of
+    an image is relative to `cwd`, by default `workdir`.
     """
     variables = {**(env or {}), **launch.env}
     options: tuple[str, ...] = ()
@@ -104,6 +104,6 @@ def make_job_environment(
 
 
 def _sets_cpus_per_task(version: tuple[int, ...]) -> bool:
-    """Also set for an unknown version, which is harmless: the value is that of the job itself."""
+    """True for an unknown version too: repeating the job's own value is harmless."""
     first, after = SRUN_DROPS_CPUS_PER_TASK
     return not version or first <= version < after

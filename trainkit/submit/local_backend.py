@@ -20,7 +20,7 @@ def start_local_attempt(
 ) -> dict[str, Any]:
     """Start a run's next attempt and return its job.json entry; call with the run's lock held.
 
-    Detached, it survives the terminal. In the foreground it saves and ends when this process dies.
+    The attempt survives the terminal, or with `foreground` saves and ends when this process dies.
     `reason` is one of ``submit run requeue resume``.
     """
     attempt = open_attempt(run, config_text, plan_text)
@@ -48,6 +48,6 @@ def start_local_attempt(
 
 
 def _working_dir(job: dict[str, Any]) -> str:
-    """Where the run was submitted, so that relative paths mean the same when it is resumed elsewhere."""
+    """The folder the run was submitted from, so that its relative paths stay valid."""
     cwd = job.get("cwd")
     return cwd if isinstance(cwd, str) and Path(cwd).is_dir() else str(Path.cwd())

@@ -34,8 +34,8 @@ def plan_run(
 ) -> LaunchPlan:
     """The launch plan of a config on this machine or the cluster.
 
-    `target` and `data` are what is already known about the cluster and the data; `code_dir` is the working
-    directory of the command, by default the current one. Raises ConfigError with all problems.
+    `target` and `data` skip the detection of the cluster and the data; `code_dir` is the working directory of
+    the command, by default the current one. Raises ConfigError with all problems.
     """
     check_name(loaded.config.name)
     launch, cwd = loaded.config.launch, Path.cwd()
@@ -59,7 +59,7 @@ def planning_error(
     target: Target | None = None,
     data: DataFacts | None = None,
 ) -> ConfigError:
-    """All problems of an invalid config: those of the load, and those of planning a run with the rest of it.
+    """All problems of an invalid config: those of loading it, and those of planning with its valid keys.
 
     The arguments are those of `plan_run`.
     """
@@ -68,7 +68,7 @@ def planning_error(
     except ConfigError as error:
         return invalid.with_problems_of_rest(error.problems)
     except TrainkitError:
-        return invalid  # Slurm or a file does not answer: what is known is enough to correct the config first
+        return invalid  # Slurm or a file cannot be read: report at least the problems of the load
     return invalid
 
 
@@ -79,7 +79,7 @@ def _check(
     target: Target,
     data: DataFacts | None,
 ) -> LaunchPlan:
-    """The plan of a config, checked with its launch section; ConfigError has all problems."""
+    """The plan of a config; raises ConfigError with all problems, those of its launch section included."""
     problems: list[Problem] = []
     if target.backend in ("sbatch", "submitit"):
         containers = () if target.cluster is None else target.cluster.containers

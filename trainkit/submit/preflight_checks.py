@@ -1,4 +1,4 @@
-"""Checks before a run is created: its name, launch section and command, and secrets in files."""
+"""Checks before a run is created: its name, launch section, command, and secrets in its files."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ RESERVED_NAME = re.compile(r"last|local-\d+|\d+(_\d+)?")
 
 
 def check_name(name: str) -> None:
-    """Refuse a run name that RUN on a command line would read as something else."""
+    """Raise UsageError for a name that commands would not take for a run name: `last` or a job id."""
     if RESERVED_NAME.fullmatch(name):
         raise UsageError(
             f"a run cannot be called {name!r}",
-            hint="`last` and job ids are reserved where a run is named; choose another --name",
+            hint="`last` and job ids are reserved; choose another --name",
         )
 
 
 def launch_problems(launch: LaunchConfig) -> Iterator[LaunchProblem]:
-    """Problems of the values themselves, independent of the disk: key, message and hint."""
+    """(key, message, hint) for values that are invalid on any machine."""
     for name in launch.modules:
         if name.startswith("-") or len(name.split()) != 1:
             hint = "list one name per entry; put other `module` commands in launch.setup"
@@ -47,11 +47,11 @@ def launch_problems(launch: LaunchConfig) -> Iterator[LaunchProblem]:
     for name, value in launch.env.items():
         key = f"launch.env.{name}"
         if not _VARIABLE.fullmatch(name):
-            yield key, "is not a valid name of a shell variable", "use letters, digits and _"
+            yield key, "is not a valid environment variable name", "use letters, digits and _"
         elif name in RANK_VARIABLES or _SLURM_VARIABLE.fullmatch(name):
-            yield key, "is set for every process by the job", "leave it out"
+            yield key, "is set by the job in every process", "remove it"
         elif "\0" in value:
-            yield key, "has a NUL character, which a variable cannot contain", ""
+            yield key, "has a NUL character, which an environment variable cannot contain", ""
     for line in launch.setup:
         if "\0" in line:
             yield "launch.setup", "has a NUL character, which a script cannot contain", ""
@@ -75,23 +75,23 @@ def command_python(launch: LaunchConfig, cwd: Path) -> tuple[str, ...]:
 
 
 def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, cwd: Path) -> None:
-    """Raise UsageError when a command certainly cannot start in `cwd`, where it will run."""
+    """Raise UsageError for a command that cannot start in `cwd`, its working directory."""
     elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
-    as_it_is = launcher == "python" and not any(elsewhere) and not launch.modules and not launch.setup
-    if as_it_is and shutil.which(command[0], path=os.environ.get("PATH", os.defpath)) is None:
+    runs_unchanged = launcher == "python" and not any(elsewhere) and not launch.modules and not launch.setup
+    if runs_unchanged and shutil.which(command[0], path=os.environ.get("PATH", os.defpath)) is None:
         raise UsageError(
             f"there is no program {command[0]!r} on PATH",
             hint="give its path, or set launch.venv, conda, modules or container in the config",
         )
     script = _script_of(command)
-    # A line of launch.setup may change the folder or create the script.
-    as_submitted = launch.container is None and not launch.setup
-    if script is not None and as_submitted and not (cwd / script).exists():
-        raise UsageError(f"there is no {script} in {cwd}", hint="the command is started in this folder")
+    # launch.setup may change the folder or create the script.
+    folder_is_known = launch.container is None and not launch.setup
+    if script is not None and folder_is_known and not (cwd / script).exists():
+        raise UsageError(f"there is no {script} in {cwd}", hint="commands are started in this folder")
 
 
 def _script_of(command: Sequence[str]) -> str | None:
-    """The Python script that a command starts; None when it starts something else, or that is unclear."""
+    """The Python script that a command starts; None if it starts something else or cannot be determined."""
     if PurePath(command[0]).name in SHELLS:
         return None  # the argument is a shell program, which may name any files
     before = takewhile(lambda word: word not in ("-m", "-c"), command)
@@ -101,7 +101,7 @@ def _script_of(command: Sequence[str]) -> str | None:
 def find_launch_problems(
     launch: LaunchConfig, cwd: Path, containers: Sequence[str]
 ) -> Iterator[LaunchProblem]:
-    """(key, message, hint) for everything that would fail in the job: modules, interpreter, container.
+    """(key, message, hint) for settings that would fail in the job: modules, interpreter, container.
 
     `containers` are the container programs of the cluster.
     """
@@ -111,18 +111,18 @@ def find_launch_problems(
 
 
 def present_secrets(names: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The named variables that are set, so that the job inherits them."""
+    """The named variables that are set, which the job inherits."""
     return tuple(name for name in names if environ.get(name))
 
 
 def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[str, str]) -> None:
     """Raise UsageError when a text that will be written contains the value of a named variable.
 
-    `where` names the text, for example ``submit.sbatch``. The value is searched for as it is, and as it is
-    spelled in scripts, JSON and URLs; the error names only the variable.
+    `where` names the text, for example ``submit.sbatch``. The value is searched for verbatim and as escaped
+    in scripts, JSON and URLs; the error contains only the name of the variable.
     """
     for name in present_secrets(names, environ):
-        # For a key of several lines, its longest line: the text may indent the lines.
+        # A multi-line key may be indented in the text, so search for its longest line.
         line = max(environ[name].strip().splitlines() or [""], key=len)
         if len(line) >= MIN_SECRET_CHARS and any(spelling in text for spelling in _spellings(line)):
             raise UsageError(
@@ -132,7 +132,7 @@ def refuse_leaks(text: str, where: str, names: Sequence[str], environ: Mapping[s
 
 
 def refuse_secrets(command: Sequence[str], names: Sequence[str]) -> None:
-    """Raise UsageError when a command sets a secret: the command is written to plan.json."""
+    """Raise UsageError for a command that sets a secret, since plan.json contains the command."""
     found = [name for word in command for name in written_secrets(word, names)]
     if found:
         raise UsageError(
@@ -145,6 +145,6 @@ def _spellings(value: str) -> Iterator[str]:
     yield value
     yield json.dumps(value)[1:-1]
     yield json.dumps(value, ensure_ascii=False)[1:-1]
-    yield value.replace("'", "'\"'\"'")  # within a quoted word of bash
-    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # within one with escapes
+    yield value.replace("'", "'\"'\"'")  # in a word of bash in single quotes
+    yield quote(value + "\n").removeprefix("$'").removesuffix("\\n'")  # in a $'…' word of bash
     yield url_quote(value, safe="")

@@ -1,4 +1,4 @@
-"""When a job would start, in the partition that it names and in all others that could take it."""
+"""Slurm's estimates of when a job would start, in the requested partitions and in all others that fit."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from trainkit.slurm.submit import query_start
 from trainkit.tables import table
 
 ASK_TIMEOUT_S = 5.0
-"""Of one question; a busy controller takes its time for these."""
+"""Timeout of one query; a busy controller answers these slowly."""
 ENOUGH_S = 8.0
-"""After so long no further partition is asked about."""
+"""Seconds after which no further partitions are queried."""
 AT_ONCE = 4
 SOON_S = 60
-# Slurm says this too of nodes that are only out of service now; a job would be accepted and wait.
+# Slurm also says this if nodes are only out of service for now: the job would be accepted and wait.
 MAY_CHANGE = re.compile(r"not available|busy")
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What is expected of one partition."""
+    """The estimate for one partition."""
 
     partition: str
     is_asked: bool
-    """Whether the config names it, or it is the default one that the config gets."""
+    """Whether the config requests it, or gets it by default."""
     start_time: datetime | None
-    """None when it would not start, or Slurm gives no time."""
+    """None if the job would not start, or Slurm gives no time."""
     nodes: tuple[str, ...] = ()
     remark: str = ""
     refused: bool = False
-    """Whether Slurm would not take the job."""
+    """Whether Slurm would reject the job."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the time in ISO 8601."""
@@ -66,9 +66,10 @@ def estimate_waits(
     partitions: Sequence[Partition],
     environ: Mapping[str, str],
 ) -> list[Wait]:
-    """The partitions that were asked for first, then all others; `partitions` is what Slurm says of them now.
+    """The estimates for the requested partitions, then for all others.
 
-    Raises SlurmUnreachable when it does not answer.
+    `cluster` may come from a profile; `partitions` is their current state in Slurm. Raises SlurmUnreachable
+    when Slurm answers no query.
     """
     assert plan.slurm is not None
     request = resource_request(
@@ -83,7 +84,7 @@ def estimate_waits(
     waits: list[Wait | None] = []
     questions: dict[int, str] = {}
     for index, name in enumerate([*names, *others]):
-        why_not = None if name in names else _why_not(request, cluster, name)
+        why_not = None if name in names else _misfit(request, cluster, name)
         waits.append(None if why_not is None else Wait(name, False, None, remark=why_not))
         if why_not is None:
             questions[index] = name
@@ -95,8 +96,8 @@ def estimate_waits(
     return [wait for wait in waits if wait is not None]
 
 
-def _why_not(request: ResourceRequest, cluster: Cluster, name: str) -> str | None:
-    """What keeps the job out of a partition, in one sentence."""
+def _misfit(request: ResourceRequest, cluster: Cluster, name: str) -> str | None:
+    """Why a job does not fit a partition, in one sentence; None if it does."""
     partition = cluster.partition(name)
     if partition is None:
         return None
@@ -107,7 +108,7 @@ def _why_not(request: ResourceRequest, cluster: Cluster, name: str) -> str | Non
 def _ask(
     questions: Mapping[int, str], options: Sequence[str], environ: Mapping[str, str]
 ) -> dict[int, Wait | SlurmRefused]:
-    """The answers by the number of the question; those for which time was short are left out."""
+    """The answers by index of the question; questions for which there was no time are missing."""
     answers: dict[int, Wait | SlurmRefused] = {}
     lost: list[TrainkitError] = []
     waiting, give_up = iter(list(questions.items())), time.monotonic() + ENOUGH_S
@@ -151,14 +152,14 @@ def _wait(
     now: Partition | None,
 ) -> Wait:
     if answer is None:
-        return Wait(name, is_asked, None, remark="Slurm was too busy to tell")
+        return Wait(name, is_asked, None, remark="Slurm was too busy to answer")
     if isinstance(answer, Wait):
         return replace(answer, is_asked=is_asked)
     remark = answer.sentence.splitlines()[-1] if answer.sentence else answer.message
     if not MAY_CHANGE.search(remark):
         return Wait(name, is_asked, None, remark=remark, refused=True)
     if now is not None and not now.is_up:
-        remark = "the partition is not up now"
+        remark = "the partition is not up"
     elif now is not None:
         total = sum(kind.count for kind in now.nodes)
         in_service = sum(kind.in_service or 0 for kind in now.nodes)
@@ -168,13 +169,13 @@ def _wait(
 
 
 def wait_lines(waits: Sequence[Wait], now: datetime | None = None) -> Iterator[str]:
-    """A table to read: partition, when the job would start, remark."""
+    """The lines of a table: partition, when the job would start, remark."""
     now = datetime.now(timezone.utc) if now is None else now
     rows = [("partition", "would start", "")]
     for wait in waits:
         when = "no" if wait.start_time is None else _when(wait.start_time, now)
         remark = wait.remark or f"on {_shortened(wait.nodes)}"
-        rows.append((f"{wait.partition}{' (asked for)' if wait.is_asked else ''}", when, remark))
+        rows.append((f"{wait.partition}{' (requested)' if wait.is_asked else ''}", when, remark))
     yield from table(rows).splitlines()
 
 

@@ -1,6 +1,6 @@
-"""Quoting of values in a batch script: as a word of bash, in an #SBATCH line, in a comment.
+"""Quotes values for a batch script: as a word of bash, in an #SBATCH line, in a comment.
 
-bash and sbatch, which parses its directives itself, quote differently.
+The quoting rules differ, since sbatch parses its directives itself.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _SHORT_ESCAPES = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\t": "\\t", "\r": "\\r
 
 
 def quote(value: object) -> str:
-    """One word of bash with exactly this value, on one line.
+    """One word of bash that expands to this value, on one line.
 
-    Control characters, and bytes of file names that are not UTF-8, become escapes in ``$'…'``: a plain quoted
-    newline would be correct too, but hard to read. Raises UsageError for NUL, which no argument can contain.
+    Control characters, and bytes of file names that are not UTF-8, become escapes in ``$'…'``: a newline in
+    plain quotes would be correct too, but hard to read. Raises UsageError for NUL, which no argument can
+    contain.
     """
     text = _text(value)
     if text.isprintable():
@@ -29,7 +30,7 @@ def quote(value: object) -> str:
 
 
 def words(values: Iterable[object], separator: str = " ") -> str:
-    """Several words of bash, for example an argv."""
+    """The values, for example an argv, as words of bash."""
     return separator.join(quote(value) for value in values)
 
 
@@ -44,7 +45,7 @@ def directive(value: object) -> str:
     broken = next((char for char in text if char in "\n\r" or _is_byte(char)), None)
     if broken is not None:
         raise UsageError(
-            f"{text!a} cannot be written in an #SBATCH line: it has {_describe(broken)}",
+            f"{text!a} cannot be written in an #SBATCH line: it contains {_describe(broken)}",
             hint="choose a name or a folder without it",
         )
     if _PLAIN_DIRECTIVE.fullmatch(text):
@@ -75,7 +76,7 @@ def _text(value: object) -> str:
     if not isinstance(text, str):
         text = os.fsdecode(text)
     if "\0" in text:
-        raise UsageError(f"{text!a} cannot be written in a script: it has a NUL character")
+        raise UsageError(f"{text!a} cannot be written in a script: it contains a NUL character")
     return text
 
 
@@ -88,7 +89,7 @@ def _escaped(char: str) -> str:
 
 
 def _is_byte(char: str) -> bool:
-    """Whether this character stands for a byte that is not UTF-8 (surrogateescape)."""
+    """Whether this character is the surrogate escape of a byte that is not UTF-8."""
     return "\udc80" <= char <= "\udcff"
 
 

@@ -1,4 +1,4 @@
-"""Submits the job of a run with sbatch, and the follow-up jobs that may continue it."""
+"""Submits the job of a run, and the follow-up jobs that may continue it, with sbatch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _cancel_interrupted(token: str, since: float) -> bool:
         found = find_by_token(token, since=since)
         if found is not None:
             cancel([found])
-            _print(f"{found} had been submitted already, and is cancelled")
+            _print(f"{found} had already been submitted and was cancelled")
     except TrainkitError as error:
         _print(f"cannot tell whether the job was submitted: {error.message}")
         return False
@@ -60,19 +60,19 @@ def _print(text: str) -> None:
 def submit_follow_ups(
     attempt: AttemptDir, job_id: str, request: SlurmRequest, count: int, notify: Callable[[str], None]
 ) -> list[str]:
-    """Submit the script of an attempt `count` times more, as jobs that continue it; returns their ids.
+    """Submit the script of an attempt `count` more times, as jobs that continue it; returns their ids.
 
-    Call with the run's lock held. A refused submission is no error, since the run has started: `notify` gets
-    it.
+    Call with the run's lock held. A rejected submission is only reported to `notify`: the run itself has
+    started.
     """
     run = attempt.run
-    submitits = submitit_file(run, job_id, "submission.sh")
-    script = submitits if submitits.exists() else attempt.script_file
+    submitit_script = submitit_file(run, job_id, "submission.sh")
+    script = submitit_script if submitit_script.exists() else attempt.script_file
     ids: list[str] = []
     for number in range(1, count + 1):
         token = submission_token(run, attempt.number, number)
         comment = " ".join(filter(None, (token, str(request.sbatch.get("comment") or ""))))
-        # Slurm counts a job that was removed from the queue as failed, so each names all before it.
+        # A job removed from the queue counts as failed in Slurm, so each depends on all before it.
         dependency = ",".join(f"afternotok:{before}" for before in (job_id, *ids))
         options = (f"--comment={comment}", f"--dependency={dependency}", "--kill-on-invalid-dep=yes")
         try:
@@ -99,7 +99,7 @@ def submit_follow_ups(
 def estimate_start(script: str) -> str:
     """Slurm's estimate for a script that is not submitted, in one sentence.
 
-    Raises SlurmRefused when Slurm would not take it.
+    Raises SlurmRefused when Slurm would reject it.
     """
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         path = Path(folder) / "submit.sbatch"

@@ -25,7 +25,7 @@ from trainkit.submit.templates import render
 
 TEMPLATE = "submit.sbatch.j2"
 SETUP_TEMPLATE = "partials/environment.sh.j2"
-"""The part of the script that sets up the environment; submitit writes the rest itself."""
+"""The part that sets up the environment; with submitit it is the only one, submitit writes the others."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class JobScript:
     host_python: tuple[str, ...]
     """The argv prefix of Python for the supervisor."""
     own_templates: tuple[Path, ...]
-    """Templates of the project that shadow shipped ones."""
+    """Templates of the project that override shipped ones."""
 
 
 def script_for(
@@ -54,12 +54,12 @@ def script_for(
     code: Mapping[str, Any] | None,
     array: str | None = None,
 ) -> JobScript:
-    """The script that Slurm gets for an attempt; `cwd` is where the run was submitted.
+    """The batch script of an attempt; `cwd` is the folder the run was submitted from.
 
     `code` describes the copy of the code; None without one. With an `array`, such as ``0-9%4``, `run` is the
-    folder of a group, in which each task finds its run. Templates in ``cwd/templates`` shadow the shipped
-    ones.
-    For submitit the text is that of `setup` only. Raises UsageError for values that a script cannot contain.
+    folder of a group, in which each task finds its run. Templates in ``cwd/templates`` override the shipped
+    ones. For submitit the text contains only the setup. Raises UsageError for values that a script cannot
+    contain.
     """
     assert plan.slurm is not None
     environment = _job_environment(run, plan, config, cwd, code)
@@ -95,13 +95,13 @@ def _job_environment(
     launch = config.launch
     interpreter, _ = find_interpreter(launch, sys.executable, os.environ, cwd)
     if plan.command is not None and launch.container is None:
-        # trainkit need not be installed in the environment of a command: its agent uses this interpreter.
+        # The environment of a command may lack trainkit, so its agent uses this interpreter.
         ours: Any = {"argv": (sys.executable,), "options": PYTHON_OPTIONS}
         interpreter = replace(interpreter, **ours, host_argv=ours["argv"], host_options=ours["options"])
     program = plan.container_program
     workdir, python_path, folders = str(cwd), (), [str(cwd)]
     if code is not None:
-        folders.append(str(code["code"]))  # for a point of a group, it is in the folder of the group
+        folders.append(str(code["code"]))  # a run of a group shares the copy in the group's folder
         python_path = tuple(code["import_path"])
         workdir = str(code["workdir"]) if plan.command is not None else workdir
     if plan.command is None:
@@ -123,7 +123,7 @@ def _job_environment(
 
 
 def _data_paths(config: RunConfig) -> list[str]:
-    """The paths that a container must mount: texts or shards, tokenizer and cache."""
+    """The data paths that a container must mount: texts or shards, tokenizer and cache."""
     data = config.data
     listed = [[value] if isinstance(value, str) else value or [] for value in (data.source, data.val_source)]
     named = [*listed[0], *listed[1], data.tokenizer, data.cache_dir]
@@ -141,14 +141,14 @@ def directives(run: RunDir, attempt: int, request: SlurmRequest, array: str | No
     if array is not None:
         options |= {"array": array, "output": _array_log(RunGroup(run.path))}
     if attempt > 1:
-        options.pop("dependency", None)  # that of the first attempt was satisfied
+        options.pop("dependency", None)  # only the first attempt waits for it
     return {name: value for name, value in options.items() if value is not False}
 
 
 def _array_log(group: RunGroup) -> str:
     if "\\" in str(group.path):
         raise UsageError(
-            f"{group.path} has a backslash, with which Slurm gives all tasks of an array the same log",
+            f"{group.path} contains a backslash, so Slurm would write all tasks of an array to the same log",
             hint="choose a folder without one with --run-dir",
         )
     return f"{log_path(str(group.logs_dir))}/{group.log_file('%a').name}"

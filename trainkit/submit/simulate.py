@@ -1,4 +1,4 @@
-"""A rank of a job of any size, tried on this machine without the job's memory and its other ranks."""
+"""Simulates one rank of a job of any size on this machine, without its memory and the other ranks."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
     from trainkit.plan.launch import LaunchPlan
 
 GPUS_PER_NODE = 8
-"""What a node of a simulated job has where the config does not say."""
+"""The GPUs per node of a simulated job if the config does not set them."""
 
 
 def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
-    """What would run on `world_size` GPUs; ConfigError lists everything that is wrong."""
+    """The plan of a run on `world_size` GPUs; raises ConfigError with all problems."""
     from trainkit.cluster.machine import Machine
     from trainkit.cluster.model import Target
     from trainkit.plan.make_plan import check_config
 
-    asked = loaded.config.resources.gpus_per_node
-    per_node = min(world_size, GPUS_PER_NODE if asked == "auto" else asked)
+    requested = loaded.config.resources.gpus_per_node
+    per_node = min(world_size, GPUS_PER_NODE if requested == "auto" else requested)
     if world_size % per_node:
-        message = f"is {world_size}, which is not a multiple of {per_node} GPUs a node"
-        raise ConfigError([Problem("--simulate-world", message, hint="--gpus-per-node N changes that")])
+        message = f"is {world_size}, which is not a multiple of {per_node} GPUs per node"
+        raise ConfigError([Problem("--simulate-world", message, hint="set --gpus-per-node N")])
     target = Target("local", "simulated", node_sizes=(per_node,) * (world_size // per_node))
-    machine = Machine(1, per_node, (), f"{per_node} simulated GPUs a node")
+    machine = Machine(1, per_node, (), f"{per_node} simulated GPUs per node")
     return check_config(loaded, machine, target)
 
 
 def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> dict[str, Any]:
-    """What a rank holds at its peak, in bytes, and how often it talks in a step.
+    """Simulate a step of one rank: its peak memory in bytes, its collectives and its parameters.
 
-    Raises TrainkitError when its program fails.
+    Raises UsageError for a rank that does not exist, TrainkitError when the simulation fails.
     """
     from trainkit.config import dump_effective
 
@@ -59,28 +59,28 @@ def simulate(loaded: LoadedConfig, plan: LaunchPlan, rank: int) -> dict[str, Any
     if done.returncode:
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
         raise TrainkitError(
-            f"the program of rank {rank} of {plan.world_size} fails: {' '.join(last) or 'it was killed'}",
-            hint="`trainkit --debug check …` shows all that it said",
+            f"the simulation of rank {rank} of {plan.world_size} failed: {' '.join(last) or 'killed'}",
+            hint="`trainkit --debug check …` shows its full output",
         ) from RuntimeError(done.stderr)
     value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return value
 
 
 def _without_kernels(config: RunConfig) -> RunConfig:
-    """Without what needs real values or a GPU: compiled and float8 layers hold and send no more."""
+    """The config without compile and float8, which need a GPU or real values but not more memory."""
     parallel = config.parallel.model_copy(update={"compile": False})
     precision = config.precision.model_copy(update={"float8": False})
     return config.model_copy(update={"parallel": parallel, "precision": precision})
 
 
 def simulation_lines(found: dict[str, Any]) -> list[str]:
-    """What was found, for a person."""
+    """The result of a simulation as text."""
     peak = dict(found["peak_bytes"])
     total = peak.pop("total")
     kinds = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in peak.items() if size)
-    talks = ", ".join(f"{count} {kind}" for kind, count in found["collectives"].items())
+    collectives = ", ".join(f"{count} {kind}" for kind, count in found["collectives"].items())
     return [
-        f"rank {found['rank']} of {found['world_size']}: {found['num_params']:,} parameters of its own",
+        f"rank {found['rank']} of {found['world_size']}: {found['num_params']:,} parameters on this rank",
         f"peak memory {total / 2**30:.2f} GiB ({kinds})",
-        f"collectives a step: {talks or 'none'}",
+        f"collectives per step: {collectives or 'none'}",
     ]

@@ -1,4 +1,4 @@
-"""Starts attempts of a run with the backend that its plan names: sbatch, submitit or this machine."""
+"""Starts attempts of a run with the backend of its plan: sbatch, submitit or this machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def start_run(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> dict[str, Any]:
     """Start the first attempt of a run that was just created and return its job.json entry.
 
-    With the reason ``run`` a local run ends with this process. The run folder is removed when its attempt
+    With the reason ``run`` a local run ends when this process does. The run folder is removed if the attempt
     cannot be started.
     """
     try:
@@ -76,9 +76,9 @@ def start_attempt(
 
 
 def _start_on_slurm(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: str) -> dict[str, Any]:
-    """Submit a run's next attempt; those of its follow-up jobs that still wait are cancelled.
+    """Submit a run's next attempt and cancel its pending follow-up jobs.
 
-    A refused submission leaves the run unchanged. One whose answer was lost keeps the attempt: the job may
+    A rejected submission leaves the run unchanged. If the answer was lost, the attempt is kept: the job may
     exist. Raises UsageError when the run folder cannot be written.
     """
     from trainkit.submit.sbatch_backend import removed_unless_submitted, submit_file, submit_follow_ups
@@ -115,7 +115,7 @@ def _start_on_slurm(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: st
     except OSError as error:
         raise TrainkitError(
             f"{job_id} was submitted, but {run.path} cannot be written: {error.strerror}",
-            hint=f"free some space: the job needs it too; or `scancel {job_id}`",
+            hint=f"free disk space, which the job needs too, or cancel it with `scancel {job_id}`",
         ) from error
     register(run, str(read_job(run)["name"]))
     return entry
@@ -136,14 +136,14 @@ def script_of_attempt(
 
 
 def _write_attempt(run: RunDir, config_text: str, plan_text: str, script: JobScript) -> AttemptDir:
-    """Write the run's next attempt with all its files, or nothing of it."""
+    """Write all files of the run's next attempt, or none."""
     attempt = run.attempt(next_attempt_number(run))
     try:
         open_attempt(run, config_text, plan_text)
         for file in (attempt.script_file, run.script_file):
             write_atomic(file, script.text)
     except FileExistsError:
-        raise  # the attempt of another command, which was faster
+        raise  # another command has just opened this attempt
     except OSError as error:
         discard_attempt(attempt)
         raise UsageError(
@@ -158,9 +158,9 @@ def _print(text: str) -> None:
 
 
 def start_again(run: RunDir, reason: str) -> dict[str, Any]:
-    """Start an ended run's next attempt from the files of its newest one; call with the run's lock held.
+    """Start the next attempt of a run that has ended, with the config and plan of its newest one.
 
-    Raises UsageError for a run that was never started.
+    Call with the run's lock held. Raises UsageError for a run that was never started.
     """
     newest = newest_entry(run)
     if newest is None:
@@ -188,9 +188,9 @@ def requeue_run(run: RunDir) -> tuple[dict[str, Any], bool]:
 
 
 def resume_run(run: RunDir, config: RunConfig, plan: LaunchPlan, new_code: bool) -> dict[str, Any]:
-    """Start an ended run's next attempt with another config and plan; returns its job.json entry.
+    """Start the next attempt of a run that has ended, with this config and plan; returns its job.json entry.
 
-    `new_code` replaces the run's copy of the code. Raises UsageError when the run is running.
+    `new_code` replaces the run's copy of the code. Raises UsageError if the run is still running.
     """
     with run_lock(run):
         recover_job_id(run)
@@ -201,10 +201,10 @@ def resume_run(run: RunDir, config: RunConfig, plan: LaunchPlan, new_code: bool)
 
 @contextmanager
 def defer_sigint() -> Iterator[None]:
-    """Raise KeyboardInterrupt for a SIGINT at the end of the block; a second SIGINT raises it at once.
+    """Defer the KeyboardInterrupt of a SIGINT to the end of the block; a second SIGINT raises it immediately.
 
-    For the main thread. An ignored SIGINT stays ignored. Processes of the terminal's foreground group receive
-    Ctrl-C themselves.
+    Only for the main thread. An ignored SIGINT stays ignored. Child processes in the terminal's foreground
+    group receive Ctrl-C themselves.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield

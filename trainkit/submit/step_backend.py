@@ -1,4 +1,4 @@
-"""Starts a run in the Slurm step that ``trainkit run`` was started in with srun."""
+"""Starts a run in an existing Slurm step, for ``srun … trainkit run``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.rundir import RunDir, log_event
 
 
 def step_target(task: SlurmTask, num_procs: int | None) -> Target:
-    """The nodes of the step: each task is one rank, or with `num_procs` the agent of one node.
+    """The step as a target: each task is one rank or, with `num_procs`, the agent of one node.
 
     Raises UsageError for `num_procs` with several tasks on a node.
     """
@@ -25,7 +25,7 @@ def step_target(task: SlurmTask, num_procs: int | None) -> Target:
         return Target("srun", reason, node_sizes=task.tasks, per="gpu")
     if set(task.tasks) != {1}:
         raise UsageError(
-            f"--procs {num_procs} starts {num_procs} ranks in each task, and this step has {task.num_tasks} "
+            f"--procs {num_procs} starts {num_procs} ranks in each task, but this step has {task.num_tasks} "
             f"tasks on {task.num_nodes} nodes",
             hint="use srun --ntasks-per-node=1 … --procs N, or one task per rank without --procs",
         )
@@ -44,7 +44,7 @@ def step_shape(task: SlurmTask, target: Target) -> dict[str, tuple[str, object]]
 
 
 def start_step_attempt(run: RunDir, config: RunConfig, plan: LaunchPlan, task: SlurmTask) -> dict[str, Any]:
-    """Open the first attempt of a run for the tasks of the step; returns its job.json entry."""
+    """Open the first attempt of a run for the step; returns its job.json entry."""
     with run_lock(run):
         attempt = open_attempt(run, dump_effective(config), plan.to_text())
         entry = add_slurm_entry(run, attempt.number, task.job_id, "run", "srun", step_id=task.step_id)

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 IGNORE_SIGNALS = (
-    "# When Slurm ends this shell, its supervisor still has to record how the job ended.",
+    "# When Slurm signals this shell, its supervisor must live on to record how the job ended.",
     "trap : TERM INT USR2",
 )
-"""The script of the sbatch backend does not need this: there the supervisor replaces the shell."""
+"""Not needed in the script of the sbatch backend, where the supervisor replaces the shell."""
 
 
 def make_executor(run: RunDir, script: JobScript) -> AutoExecutor:
@@ -36,10 +36,10 @@ def make_executor(run: RunDir, script: JobScript) -> AutoExecutor:
 
     for name, value in script.directives.items():
         if value is not True:
-            directive(value)  # refuses values that an #SBATCH line cannot contain
+            directive(value)  # raises for values that an #SBATCH line cannot contain
         if "\\" in str(value):
             raise UsageError(
-                f"submitit cannot pass --{name}={value!r}, which has a backslash",
+                f"submitit cannot pass --{name}={value!r}, which contains a backslash",
                 hint="use --backend sbatch, or choose a name without a backslash",
             )
     try:
@@ -112,9 +112,9 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def _rename_files(run: RunDir, job_id: str) -> None:
-    """Rename submitit's files as its job expects, which waits for them for 60 s.
+    """Rename submitit's files to the names that its job waits for, for 60 s.
 
-    submitit has done so unless the answer with the job id was lost.
+    submitit does this itself unless the answer with the job id was lost.
     """
     from submitit.core.utils import JobPaths
 

@@ -31,12 +31,12 @@ from trainkit.submit.sbatch_backend import removed_unless_submitted, submit_file
 from trainkit.submit.script import JobScript, script_for
 
 MAX_SHOWN = 10
-"""The number of problems that are listed."""
+"""The maximum number of problems that are listed."""
 
 
 @dataclass(frozen=True)
 class PlannedPoint:
-    """A point with its config and plan."""
+    """One point of a sweep or array, with its config and plan."""
 
     index: int
     values: dict[str, Any]
@@ -53,14 +53,14 @@ def plan_points(
     config_path: str,
     array: ArraySpec | None = None,
 ) -> list[PlannedPoint]:
-    """Plan each point of a group; `values` are by index, `configs` pairs of index and config.
+    """Plan each point of a group; `values` maps index to values, `configs` yields (index, config).
 
-    An `array` that exceeds the limits of the cluster is refused before its points are planned. Raises
+    An `array` that exceeds the limits of the cluster is refused before any point is planned. Raises
     ConfigError with the problems of all points, and UsageError when one array cannot run them.
     """
     planned: dict[int, PlannedPoint | ConfigError] = {}
     target: Target | None = None
-    data: dict[str, DataFacts] = {}  # by data section: most sweeps read the same data
+    data: dict[str, DataFacts] = {}  # by data section, since most sweeps read the same data
     for index, loaded in configs:
         if isinstance(loaded, ConfigError):
             planned[index] = loaded
@@ -84,10 +84,10 @@ def plan_points(
 def check_points(
     values: Mapping[int, dict[str, Any]], planned: Mapping[int, PlannedPoint | ConfigError]
 ) -> list[PlannedPoint]:
-    """The points of a group, if all have a plan and one array can run them.
+    """The points of a group, which must all have a plan and fit one array.
 
-    Raises ConfigError with the problems of all points, each with the first point that has it, and UsageError
-    when the points need different jobs.
+    Raises ConfigError with the problems of all points, each with its first point, and UsageError when the
+    points need different jobs.
     """
     found: dict[Problem, list[int]] = {}
     points: list[PlannedPoint] = []
@@ -102,7 +102,7 @@ def check_points(
     if points[0].config.requeue.follow_ups:
         raise UsageError(
             f"requeue.follow_ups is {points[0].config.requeue.follow_ups}, which a group of runs cannot have",
-            hint="follow-up jobs wait for one job, not for a task of an array: set it to 0",
+            hint="set it to 0: follow-up jobs wait for a job, not for a task of an array",
         )
     job = _job_of(points[0])
     for point in points[1:]:
@@ -114,8 +114,8 @@ def _refuse_other_backends(target: Target, config_path: str) -> None:
     """Raise UsageError for a backend without Slurm arrays."""
     if target.backend == "local":
         raise UsageError(
-            f"--sweep and --array submit a Slurm array, and this would run on this machine ({target.reason})",
-            hint="run them one after another in a shell loop: "
+            f"--sweep and --array need Slurm, but this would run on this machine ({target.reason})",
+            hint="run them in a shell loop: "
             f"for lr in 1e-4 3e-4; do trainkit run {quote(config_path)} --set optimizer.lr=$lr; done",
         )
     if target.backend == "submitit":
@@ -157,7 +157,7 @@ def reaches_command(values: Mapping[int, dict[str, Any]]) -> bool:
 def _with_points(
     found: Mapping[Problem, list[int]], values: Mapping[int, dict[str, Any]]
 ) -> Iterator[Problem]:
-    """The problems with their points; a problem of all points is one of the config."""
+    """The problems with their points; a problem of all points is shown without them."""
     for problem, indices in list(found.items())[:MAX_SHOWN]:
         if len(indices) == len(values):
             yield problem
@@ -167,11 +167,11 @@ def _with_points(
         origin = f"{points}: {problem.origin}" if problem.origin else points
         yield Problem(problem.key, problem.message, origin, problem.hint)
     if len(found) > MAX_SHOWN:
-        yield Problem("", f"and {len(found) - MAX_SHOWN:,} more problems like these")
+        yield Problem("", f"and {len(found) - MAX_SHOWN:,} more problems")
 
 
 def _refuse_other_job(first: PlannedPoint, before: Mapping[str, str], point: PlannedPoint) -> None:
-    """Refuse a point that needs another script: an array has one, with one Slurm request and environment."""
+    """Raise UsageError for a point that needs another script: an array has one script and Slurm request."""
     now = _job_of(point)
     differing = [
         f"{before.get(name, f'no {name}')} or {now.get(name, f'no {name}')}"
@@ -180,18 +180,18 @@ def _refuse_other_job(first: PlannedPoint, before: Mapping[str, str], point: Pla
     ]
     if differing:
         raise UsageError(
-            f"point {point.index} ({shown(point.values)}) needs another job than point {first.index}: "
+            f"point {point.index} ({shown(point.values)}) needs a different job than point {first.index}: "
             + ", ".join(differing),
-            hint="an array has one script and one size: submit a run, or a sweep, for each of these",
+            hint="all tasks of an array have one script and size: submit a run or a sweep for each of these",
         )
 
 
 def _job_of(point: PlannedPoint) -> dict[str, str]:
-    """The parts of the script of a point, by name, as they are shown to the user."""
+    """The parts of a point's script by name, as shown to the user."""
     plan = point.plan
     options = {} if plan.slurm is None else {**plan.slurm.srun, **plan.slurm.sbatch}
     script = {f"--{name}": "".join(option_argv({name: value})) for name, value in options.items()}
-    # The agents set variables and network.
+    # Not part of the script: agents set the variables and the network.
     launch = point.config.launch.model_dump(mode="json", exclude={"env", "network"})
     return {
         **script,
@@ -203,9 +203,9 @@ def _job_of(point: PlannedPoint) -> dict[str, str]:
 def group_script(
     group: RunGroup, points: Sequence[PlannedPoint], array: str, code: Mapping[str, Any] | None
 ) -> JobScript:
-    """The script of the array; UsageError when it would contain a secret."""
+    """The script of the array; raises UsageError when it would contain a secret."""
     config, plan = points[0].config, points[0].plan
-    # The agents of each point set the variables that differ.
+    # Variables that differ are set by the agents of each point.
     launch = config.launch.model_copy(update={"env": _common(point.config.launch.env for point in points)})
     config = config.model_copy(update={"launch": launch})
     plan = dataclasses.replace(plan, env=_common(point.plan.env for point in points))
@@ -227,7 +227,7 @@ def create_group(
     run_dir: Path | None = None,
     option: str = "--run-dir",
 ) -> tuple[RunGroup, dict[str, Any] | None]:
-    """Create the folder of a group with everything except its job; returns also the copy of the code.
+    """Create the folder of a group, without its job; returns the group and the description of its code.
 
     `option` is the command-line option of `run_dir`. Raises UsageError when `run_dir` is not empty or cannot
     be written, or a secret would be written.
@@ -285,9 +285,9 @@ def _compact(point: Point) -> dict[str, Any]:
 
 
 def start_group(group: RunGroup) -> str:
-    """Submit the array of a group and return its job id; a refused group is removed.
+    """Submit the array of a group and return its job id.
 
-    Raises SlurmRefused, and SlurmUnreachable, which keeps the group when the job may exist.
+    Raises SlurmRefused after removing the group, and SlurmUnreachable, which keeps it if the job may exist.
     """
     token = submission_token(RunDir(group.path), 1)
     with removed_unless_submitted(group.path, token):

@@ -1,4 +1,4 @@
-"""Renders templates with jinja2; a project's templates/ shadow the shipped templates of the same name."""
+"""Renders templates with jinja2; a project's templates/ override the shipped ones of the same name."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class UsedTemplate:
     """Relative to templates/, for example ``partials/environment.sh.j2``."""
     path: Path
     own: bool
-    """Whether it is a template of the project."""
+    """Whether it is the project's, not a shipped one."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text and the templates it was rendered from, in the order of their use."""
+    """A text and the templates it was rendered from, in order of use."""
 
     text: str
     templates: tuple[UsedTemplate, ...]
@@ -48,9 +48,10 @@ class Rendered:
 def render(name: str, context: Mapping[str, Any], project: Path) -> Rendered:
     """Render `name` from ``project/templates/``, or else from the shipped templates.
 
-    The text has no trailing spaces and at most one empty line in a row. Filters: `quote` one word of bash,
-    `words` several, `directive` a value in an ``#SBATCH`` line, `comment` after a ``#``, `verbatim` lines
-    that are not changed. Raises UsageError with file and line for a template that cannot be rendered.
+    The text has no trailing spaces and no repeated empty lines. Filters: `quote` for one word of bash,
+    `words` for several, `directive` for a value in an ``#SBATCH`` line, `comment` for text after ``#``,
+    `verbatim` for lines that must not change. Raises UsageError with file and line for a template that cannot
+    be rendered.
     """
     from jinja2 import TemplateError
 
@@ -67,7 +68,7 @@ def render(name: str, context: Mapping[str, Any], project: Path) -> Rendered:
     except UnicodeDecodeError as error:
         raise UsageError(f"cannot read the template {name}: {error}") from error
     except Exception as error:
-        # An expression of the template: a wrong type, a division by zero.
+        # Raised by an expression of the template, such as a division by zero.
         place = _place(error, folders)
         if not place:
             raise
@@ -77,7 +78,7 @@ def render(name: str, context: Mapping[str, Any], project: Path) -> Rendered:
 
 
 def _folders(project: Path) -> list[Path]:
-    """The folders of templates, the project's first; in a checkout of trainkit they are the same folder."""
+    """The template folders, the project's first; in a checkout of trainkit both are the same folder."""
     own, shipped = project / TEMPLATES_FOLDER, shipped_templates()
     return [own, shipped] if own.is_dir() and not own.samefile(shipped) else [shipped]
 
@@ -92,12 +93,12 @@ def _environment(folders: list[Path], used: dict[str, Path]) -> Environment:
     from jinja2.sandbox import SandboxedEnvironment
 
     class Loader(FileSystemLoader):
-        """Records the templates, each of which ends with a newline."""
+        """Records the loaded templates, and ends each with a newline."""
 
         def get_source(self, environment: Environment, template: str) -> Any:
             source, path, is_current = super().get_source(environment, template)
             used[template] = Path(path)
-            # Without it, the last line of a partial and the line after the include would be one command.
+            # Else the last line of a partial would join the line after its include.
             return source if source.endswith("\n") else f"{source}\n", path, is_current
 
     environment = SandboxedEnvironment(
@@ -115,9 +116,9 @@ def _environment(folders: list[Path], used: dict[str, Path]) -> Environment:
 
 
 def _verbatim(value: str) -> str:
-    # In hexadecimal between NULs, which no other filter lets through: `_tidy` must not change these lines.
+    # Hides the lines from `_tidy` as hexadecimal between NULs, which no other filter lets through.
     if "\0" in value:
-        raise UsageError(f"{value!a} cannot be written in a script: it has a NUL character")
+        raise UsageError(f"{value!a} cannot be written in a script: it contains a NUL character")
     return f"\0{value.encode(errors='surrogatepass').hex()}\0"
 
 
@@ -144,7 +145,7 @@ def _place(error: BaseException, folders: list[Path]) -> str:
 def _shadow_hint(folders: list[Path], used: Mapping[str, Path]) -> str:
     if not any(_is_own(path, folders) for path in used.values()):
         return ""
-    return f"it replaces the template in {folders[-1]}; compare them, or remove yours"
+    return f"it overrides the template in {folders[-1]}; compare the two, or remove yours"
 
 
 def _template_error(
@@ -153,7 +154,7 @@ def _template_error(
     from jinja2 import TemplateNotFound, TemplateSyntaxError
 
     if isinstance(error, TemplateSyntaxError):
-        # For an unclosed tag jinja2 has the file in place of the name.
+        # For an unclosed tag, jinja2 sets the name to the file.
         message = f"{error.filename or error.name}:{error.lineno}: {error.message}"
         is_length = "comment tag" in str(error.message)
         return UsageError(message, LENGTH_HINT if is_length else _shadow_hint(folders, used))

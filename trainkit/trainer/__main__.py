@@ -20,7 +20,7 @@ from trainkit.trainer.watchdog import RankStacks, Watchdog, watch_deadline
 
 def main() -> None:
     """Run one worker and end the process with its exit code."""
-    # Before torch is imported: no signal may be lost meanwhile.
+    # Before torch is imported, which takes seconds in which a signal must not be lost.
     stop = StopRequest()
     stop.install()
     progress = Progress()
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def set_up_logging(rank: int) -> None:
-    """Lines of rank 0 go to stdout as they are; other ranks say rank_info they are and only what is wrong."""
+    """Log to stdout: rank 0 everything, other ranks only warnings, with their rank as a prefix."""
     prefix = "" if rank == 0 else f"[rank {rank}] "
     logging.basicConfig(
         stream=sys.stdout,
@@ -55,7 +55,7 @@ def set_up_logging(rank: int) -> None:
         format=f"%(asctime)s {prefix}%(message)s",
         datefmt="%H:%M:%S",
     )
-    logging.raiseExceptions = False  # a full disk must not end the training through its log
+    logging.raiseExceptions = False  # a log that cannot be written must not end the training
 
 
 def record_failure(
@@ -80,16 +80,16 @@ def record_failure(
         write_json(attempt.rank_error(rank_info["rank"]), record)
     except OSError as unwritable:
         shown += f"\ncannot write the error record: {unwritable}"
-    # On a full disk the log fails too; the exit code is what remains.
+    # On a full disk printing fails too, but the exit code still reports the failure.
     with contextlib.suppress(OSError):
         print(shown, file=sys.stderr, flush=True)
     return code
 
 
 def exit_code_of(error: BaseException, current: CurrentPhase) -> int:
-    """The exit code for an error: 78 if a restart would fail again, as with a missing module."""
+    """The exit code for an error: 78 if a restart would fail in the same way, as with a missing module."""
     if isinstance(error, UsageError):
-        # A disk error may be gone at the next start.
+        # A disk error may be resolved by the next start.
         return EXIT_FAILED if isinstance(error.__cause__, OSError) else EXIT_NO_RESTART
     if isinstance(error, TrainkitError):
         return error.exit_code

@@ -22,26 +22,27 @@ _ATTENTION_OPS = {
 def recompute_and_compile(
     blocks: list[nn.Module], mode: Literal["none", "selective", "full"], *, compiled: bool
 ) -> None:
-    """Make each block recompute all of itself, or all but attention and every second matmul; compile it.
+    """Wrap the forward of each block, in place, in activation checkpointing and in torch.compile.
 
-    Parameter names stay the same. Dropout is a function of the sample, so the recomputation draws the same
-    mask without a stored generator state.
+    `full` recomputes the whole block, `selective` all but attention and every second matmul. Parameter names
+    do not change. Dropout is a function of the sample, so the recomputation draws the same mask without a
+    stored generator state.
     """
     for block in blocks:
         if mode == "full":
-            # Compile inside `checkpoint`: around it the compiler would silently give up.
+            # Compile inside `checkpoint`: around it, the compiler would silently fall back to eager.
             inner = torch.compile(block.forward) if compiled else block.forward
             block.forward = partial(checkpoint, inner, use_reentrant=False, preserve_rng_state=False)
             continue
         if mode == "selective":
             block.forward = _selectively(block.forward)
         if compiled:
-            # Not `block.compile()`: that includes the hooks that gather and reduce, and fails on them.
+            # Not `block.compile()`, which would include the FSDP hooks and fail on them.
             block.forward = torch.compile(block.forward)
 
 
 def _selectively(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Checkpoint a function; not with `partial`, which the compiler cannot trace."""
+    """The function with selective checkpointing; a closure, since the compiler cannot trace `partial`."""
 
     def forward(*args: Any) -> Any:
         return checkpoint(
@@ -52,7 +53,7 @@ def _selectively(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _selective_contexts() -> Any:
-    """A new policy for every call, so that the count of matmuls restarts with each block."""
+    """A new policy per call, so that matmuls are counted from the start of each block."""
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,8 +1,8 @@
 """The batches of one data-parallel rank, prefetched in threads.
 
-Steps consume samples at consecutive global positions. Microbatch m of rank r takes those from
-``start + (m x dp + r) x device_batch_size`` on, so the samples of a step depend on the position alone, never
-on the number of ranks.
+Steps consume samples at consecutive global positions. Microbatch m of rank r takes `device_batch_size`
+samples from position ``start + (m x dp + r) x device_batch_size``, so the samples of a step depend only on
+its position, never on the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from trainkit.plan.launch import Batch
 from trainkit.trainer.stateless_random import hash_int32, stable_key
 
 IGNORE_LABEL = -100
-"""Label that counts neither in the loss nor as a token; pads the last batch of the data."""
+"""Label of padding in the last batch of the data, ignored by the loss and the token count."""
 MAX_TOKENS_PER_READ = 1 << 16
 MAX_STEPS_PER_READ = 64
-"""Small steps are read together, up to this number: see `BatchSource.steps_at`."""
+"""Maximum number of small steps that are read together; see `BatchSource.steps_at`."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class StepBatch:
 
     microbatches: list[Microbatch]
     num_tokens: int
-    """Labels that count, on this rank."""
+    """Valid labels on this rank."""
     num_samples: int
-    """Samples that count, on all ranks together."""
+    """Valid samples on all ranks together."""
 
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Reads the batch at any position; has no state, so threads may share it."""
+    """Reads the batch at any position; stateless, so threads can share it."""
 
     dataset: TokenShards
     batch: Batch
@@ -68,7 +68,7 @@ class BatchSource:
     seed: int
     shuffle: bool
     end_position: int | None
-    """CurrentPhase after the last sample; None when only the number of steps ends the training."""
+    """Position after the last sample; None if only the number of steps ends the training."""
     pin_memory: bool = False
 
     def step_at(self, position: int) -> StepBatch:
@@ -76,7 +76,7 @@ class BatchSource:
         return self.steps_at(position, 1)[0]
 
     def steps_at(self, position: int, num_steps: int) -> list[StepBatch]:
-        """The batches of consecutive steps, read together to share the overhead of each operation."""
+        """The batches of consecutive steps, read together to amortise the overhead of each operation."""
         starts, stops = self._ranges(position, num_steps)
         rows = self._positions(starts)
         valid = rows < stops[:, None, None]
@@ -101,20 +101,20 @@ class BatchSource:
         ]
 
     def _ranges(self, position: int, num_steps: int) -> tuple[IntArray, IntArray]:
-        """First position and end position of each step; the data may end within one."""
+        """Start and end position of each step, int64 [steps]; the data may end within a step."""
         size = self.batch.global_batch_size
         starts = position + size * np.arange(num_steps, dtype=np.int64)
         stops = starts + size
         return starts, stops if self.end_position is None else np.minimum(stops, self.end_position)
 
     def _positions(self, starts: IntArray) -> IntArray:
-        """The positions that this rank reads, [steps, microbatches, B]."""
+        """The positions that this rank reads, int64 [steps, microbatches, B]."""
         micro = np.arange(self.batch.accumulation_steps, dtype=np.int64) * self.dp_size + self.dp_rank
         offsets = micro[:, None] * self.batch.device_batch_size
         return starts[:, None, None] + offsets + np.arange(self.batch.device_batch_size, dtype=np.int64)
 
     def _sample_keys(self, positions: Tensor) -> Tensor:
-        """One key per sample for its dropout, from its position in the training."""
+        """A dropout key per sample, int32, derived from its position in the training."""
         low = (positions & 0x7FFFFFFF).to(torch.int32)
         return hash_int32(
             low, stable_key(self.seed, "sample"), (positions >> 31).to(torch.int32) * 0x2545F491
@@ -122,10 +122,10 @@ class BatchSource:
 
 
 class PrefetchedBatches:
-    """Iterates over a source's steps from a position on, prefetched by `num_workers` threads.
+    """Iterates over a source's steps from `position`, prefetched by `num_workers` threads.
 
-    Copying tokens out of memory maps releases Python's lock, so threads are enough: no processes to fork,
-    nothing to clean up after a crash. Small steps are read many at a time.
+    Copying tokens out of memory maps releases the GIL, so threads suffice: there are no processes to fork or
+    to clean up after a crash. Small steps are read in groups.
     """
 
     def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
@@ -162,6 +162,6 @@ class PrefetchedBatches:
         return position
 
     def close(self) -> None:
-        """Stop prefetching."""
+        """Stop prefetching, without waiting for reads in progress."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""From a task to a model that is ready to train, in the one order that works for every layout.
+"""Builds the model of a task for training, in the one order that works for every layout.
 
-Pipeline split, tensor parallelism, activation checkpointing, compile, data parallelism, and only then memory
-and initial values: no rank ever holds more of the model than its own shard.
+Pipeline split, tensor and context parallelism, activation checkpointing, compile, data parallelism, and only
+then memory and initial values: no rank ever allocates more of the model than its own shard.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights
 
 FLASH_CAPABILITY = (8, 0)
-"""Ampere."""
+"""Compute capability of Ampere."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of queries [B, H, T, C] to keys and values [B, K, S, C]."""
 
 
 def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's flash attention supports this type on the device."""
+    """Whether torch's flash attention supports this dtype on the device."""
     if device.type != "cuda" or dtype == torch.float32 or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 
 
 def repeat_kv_heads(attentions: list[nn.Module]) -> None:
-    """Repeat keys and values for every query head, where only flash attention supports sharing them.
+    """Make attention modules repeat keys and values for every query head.
 
-    Otherwise torch would choose the kernel that materialises all scores [B, H, T, S].
+    For devices without flash attention: for shared keys and values torch would choose a kernel that
+    materialises all scores [B, H, T, S].
     """
     for attention in attentions:
         attention.attend = _repeating(cast(Attend, attention.attend))  # type: ignore[assignment]
@@ -67,7 +68,7 @@ def _repeating(attend: Attend) -> Attend:
 
 @torch.no_grad()
 def init_parameters(model: Model, seed: int) -> None:
-    """Fill this rank's shard of every parameter from N(0, std) as the model declares, or with ones."""
+    """Initialise this rank's shard of every parameter from N(0, std²) or with ones, as the model declares."""
     for own_name, param in model.named_parameters():
         name = model.canonical(own_name)
         shard, offset = local_tensor(param), (0,) * param.dim()
@@ -84,7 +85,7 @@ def init_parameters(model: Model, seed: int) -> None:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The model on this rank, and how its gradient is computed."""
+    """The model on this rank and its forward and backward passes."""
 
     model_parts: Sequence[Model]
     weights: Sequence[Weight]
@@ -93,12 +94,12 @@ class BuiltModel:
 
 
 def build(task: Task, config: RunConfig, plan: LaunchPlan, world: World, progress: Progress) -> BuiltModel:
-    """The model on this rank's device, split, initialised, in training mode."""
+    """The model of this rank on its device: split, initialised and in training mode."""
     model_parts = build_model_parts(task, config, plan, world)
-    # Offloaded parameters stay on the host; FSDP moves them to the device block by block, but no buffers.
-    home = torch.device("cpu") if config.parallel.offload else world.device
+    # Offloaded parameters stay on the host: FSDP copies them to the device per block, but not the buffers.
+    param_device = torch.device("cpu") if config.parallel.offload else world.device
     for model in model_parts:
-        model.to_empty(device=home)
+        model.to_empty(device=param_device)
         model.rebuild_buffers()
         _move_buffers(model, world.device)
         init_parameters(model, config.seed)
@@ -106,7 +107,7 @@ def build(task: Task, config: RunConfig, plan: LaunchPlan, world: World, progres
 
 
 def build_model_parts(task: Task, config: RunConfig, plan: LaunchPlan, world: World) -> list[Model]:
-    """The parts of the model on this rank, one per pipeline stage; split, on the meta device."""
+    """The parts of the model on this rank, one per pipeline stage: split, on the meta device."""
     layout = plan.layout
     if layout.pp == 1:
         return [_build_part(task, config, plan, world, None)]
@@ -124,7 +125,7 @@ def assemble(
     progress: Progress,
     model_parts: list[Model],
 ) -> BuiltModel:
-    """Combine model parts that have their memory with what computes their gradient."""
+    """Combine allocated model parts with the forward and backward passes of their layout."""
     layout, parallel = plan.layout, config.parallel
     for model in model_parts:
         model.train()
@@ -159,7 +160,7 @@ def _assemble_pipeline(
     model_parts: list[Model],
     context: ForwardContext,
 ) -> BuiltModel:
-    # Imported only if needed: this import adds a quarter to the start-up time of the trainer.
+    # Imported only if needed: it adds a quarter to the start-up time of the trainer.
     from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, TiedWeights
 
     parallel, weights = config.parallel, weights_of(model_parts)
@@ -198,7 +199,7 @@ def _build_part(
             sequence_parallel=parallel.sequence_parallel,
             loss_parallel=parallel.loss_parallel,
         )
-        # Before sharding, which separates parameters that only share their memory.
+        # Before sharding, which would separate tied parameters.
         model.tie()
     flash = has_flash_attention(world.device, DTYPES[config.precision.dtype])
     if world.cp_group is not None:
@@ -220,6 +221,6 @@ def _build_part(
 
 
 def set_determinism(deterministic: bool) -> None:
-    """Make torch use kernels that give the same bits every time, and refuse all others."""
+    """If `deterministic`, make torch use only deterministic kernels and raise for operations without one."""
     if deterministic:
         torch.use_deterministic_algorithms(True)

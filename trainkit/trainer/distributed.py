@@ -28,15 +28,15 @@ from trainkit.trainer.startup_barrier import startup_barrier
 START_TIMEOUT = timedelta(minutes=30)
 """Long, because one rank may compile in its first step while the others wait."""
 COLLECTIVE_TIMEOUT = START_TIMEOUT + timedelta(minutes=1)
-"""Longer than the watchdog's limit: the watchdog names the blocking rank, a collective does not."""
+"""Longer than the watchdog's limit: the watchdog names the blocking rank, a timed-out collective does not."""
 MAX_FILES = 65_536
-"""A job of a thousand ranks needs a few thousand."""
+"""Open file limit; a job of a thousand ranks needs a few thousand files."""
 ONE_PROCESS = Layout()
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all ranks."""
+    """This rank, its device and its process groups."""
 
     rank: int
     size: int
@@ -45,12 +45,12 @@ class World:
     """Dimensions ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if larger than 1. ``dp_shard``
     includes cp: parameters are sharded over both. None for a single process."""
     checkpoint_group: dist.ProcessGroup | None
-    """A separate group: an asynchronous save runs collectives in its own thread."""
+    """Separate from the other groups, since asynchronous saves run collectives in a thread of their own."""
     layout: Layout = ONE_PROCESS
     cp_group: dist.ProcessGroup | None = None
     """The ranks that share a sequence; None without context parallelism."""
     is_simulated: bool = False
-    """There are no other ranks, and tensors have no values."""
+    """Whether the other ranks do not exist and tensors have no values."""
 
     @property
     def is_main(self) -> bool:
@@ -63,12 +63,12 @@ class World:
 
     @property
     def dp_rank(self) -> int:
-        """The data-parallel rank: which batch of a step this rank reads."""
+        """The data-parallel rank, which selects the samples that this rank reads."""
         return self.layout.dp_rank(self.rank)
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank counts its samples; of the ranks that share samples, one does."""
+        """Whether this rank counts its samples: one of the ranks that share the same samples does."""
         place = self.place
         return not (place.pp or place.cp or place.tp)
 
@@ -104,7 +104,8 @@ def join_world(
 ) -> World | None:
     """Wait for the other ranks and build the mesh; returns None if the ranks agreed to stop.
 
-    `is_busy` returns whether a rank that is missing still prepares data.
+    `is_busy` returns whether a missing rank is still preparing data. Raises TrainkitError for ranks that do
+    not arrive.
     """
     if env.world_size == 1:
         return None if stop else World(0, 1, device, None, None)
@@ -124,7 +125,7 @@ def join_world(
 
 
 def _raise_open_file_limit(count: int) -> None:
-    """Raise this process's limit of open files: every group opens sockets to all its ranks."""
+    """Raise the open file limit of this process: every group opens sockets to all its ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -132,7 +133,7 @@ def _raise_open_file_limit(count: int) -> None:
 
 
 def make_world(rank: int, device: torch.device, layout: Layout) -> World:
-    """The mesh and the groups of initialised ranks."""
+    """The world of this rank; call after the default process group is initialised."""
     checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     mesh, cp_group = build_mesh(device, layout), context_group(device, layout)
     groups = [*mesh.get_all_groups(), *([] if cp_group is None else [cp_group])]
@@ -142,7 +143,7 @@ def make_world(rank: int, device: torch.device, layout: Layout) -> World:
 
 
 def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
-    """The device mesh of the parameters."""
+    """The device mesh over which parameters are split."""
     sizes = {
         "pp": layout.pp,
         "dp_replicate": layout.dp_replicate,
@@ -162,7 +163,7 @@ def context_group(device: torch.device, layout: Layout) -> dist.ProcessGroup | N
 
 
 def exit_process(exit_code: int) -> None:
-    """Flush the output and end this process at once.
+    """Flush the output and exit immediately, without the interpreter's shutdown.
 
     A normal exit of a process with gloo threads occasionally ends in SIGABRT, and a finished job must not
     look like a crash.

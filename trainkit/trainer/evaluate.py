@@ -1,4 +1,4 @@
-"""Validation: the mean negative log-likelihood of the validation samples, which the ranks share."""
+"""Validation: the mean negative log-likelihood of the validation samples, divided among the ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Evaluator:
         size = plan.batch.device_batch_size * layout.dp
         num_samples = task.val_data.num_samples
         if config.train.eval_batches is not None:
-            # Shared by all ranks, so that the loss does not depend on their number.
+            # A total over all ranks, so that the loss does not depend on their number.
             num_samples = min(num_samples, config.train.eval_batches * plan.batch.device_batch_size)
         self._num_batches = -(-num_samples // size)
         self._source = BatchSource(

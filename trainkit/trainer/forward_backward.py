@@ -1,4 +1,4 @@
-"""The forward and backward passes of a step, for a model that each rank has from end to end."""
+"""The forward and backward passes of a step, and their implementation without pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ForwardBackward(Protocol):
 
 
 class ForwardContext:
-    """The settings of every pass: number format, loss parallelism, the positions of this rank."""
+    """The settings of every pass: dtype, loss parallelism, the positions of this rank."""
 
     def __init__(
         self, world: World, dtype: torch.dtype, use_loss_parallel: bool, positions: Tensor | None = None
@@ -47,10 +47,10 @@ class ForwardContext:
         self._use_loss_parallel = use_loss_parallel
         self._positions = None if positions is None else positions.to(world.device)
         self.loss_share = 0.0 if world.place.tp else 1.0
-        """Tensor-parallel ranks compute the same loss; only the first of them counts it."""
+        """Factor of this rank's loss: tensor-parallel ranks compute the same loss; the first one counts."""
 
     def local_batch(self, micro: Microbatch) -> Microbatch:
-        """A microbatch on the device, with only the positions that this rank works on."""
+        """A microbatch on the device, restricted to the positions of this rank."""
         micro = micro.to(self._device)
         if self._positions is None:
             return micro
@@ -61,12 +61,12 @@ class ForwardContext:
         return autocast(model, self._device, self._dtype)
 
     def loss_parallel(self) -> AbstractContextManager[object]:
-        """Must be active during the backward pass too."""
+        """The context of loss parallelism; must be active during the backward pass too."""
         return loss_parallel() if self._use_loss_parallel else nullcontext()
 
 
 class SequentialForwardBackward:
-    """One microbatch after the other, through a model that is not split into pipeline stages."""
+    """ForwardBackward without pipeline stages: one microbatch after the other."""
 
     def __init__(
         self,

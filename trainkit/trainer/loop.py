@@ -47,7 +47,7 @@ GC_EVERY_STEPS = 100
 
 @dataclass
 class Trainer:
-    """The training loop of one attempt: everything is built, `train` runs it to the end or to a stop."""
+    """The training loop of one attempt; `train` runs it until the end or a stop."""
 
     run: RunDir
     attempt: int
@@ -72,20 +72,20 @@ class Trainer:
     manifest_record: dict[str, Any]
     """The fields of every checkpoint manifest of this attempt, besides the training state."""
     _steps_done: int = 0
-    """By this attempt."""
+    """Steps of this attempt."""
     _is_best: bool = False
     """Whether the current state has the best value of `checkpoint.best_metric` so far."""
     _best_in_flight: int | None = None
-    """Step of a best checkpoint that may still be being written."""
+    """Step of a best checkpoint whose save may still be in progress."""
     _published_best: tuple[float | None, int | None] = (None, None)
-    """Value and step of the best checkpoint that is known to be published."""
+    """Value and step of the best checkpoint known to be published."""
     _last_save_s: float = 0.0
 
     def train(self) -> int:
-        """Train until the end, a stop, or divergence; returns the worker's exit code.
+        """Train until the end or a stop; returns the worker's exit code.
 
-        Raises DivergedError after too many consecutive steps without a finite loss and gradient, and
-        CheckpointError if the last state cannot be saved.
+        Raises DivergedError after `train.max_nonfinite_steps` consecutive steps without a finite loss and
+        gradient, and CheckpointError if the last state cannot be saved.
         """
         self.progress.enter("begin")
         if any_rank(bool(self.stop), self.world):
@@ -93,7 +93,7 @@ class Trainer:
         if self._eval_due() and not self._evaluate()[0]:
             return self._stop("asked to stop during validation")
         if self._is_best:
-            # The state is that of the checkpoint this attempt resumed from.
+            # This state is already saved: it is the checkpoint that this attempt resumed from.
             self.saver.mark_best()
             self._is_best = False
         self._published_best = self.state.best_value, self.state.best_step
@@ -109,7 +109,7 @@ class Trainer:
         return self._finish()
 
     def step(self) -> int | None:
-        """Train one step, validate, log and save if due; returns the exit code if training stops here."""
+        """Train one step, then validate, log and save if due; returns an exit code if training stops here."""
         report, lr = self._optimizer_step()
         completed, val_loss = self._evaluate() if self._eval_due() else (True, None)
         self._log_step(report, lr, val_loss)
@@ -122,7 +122,7 @@ class Trainer:
         return None
 
     def _optimizer_step(self) -> tuple[StepReport, float]:
-        """One optimizer step; nothing here waits for the device before the update is enqueued."""
+        """One optimizer step; never waits for the device before the update is enqueued."""
         step = self.state.step + 1
         lr = learning_rate(step, self.total_steps, self.plan.lr, self.config.schedule)
         self.progress.begin_step(step)
@@ -136,17 +136,18 @@ class Trainer:
         self.progress.end_step()
         self.profiler.after(step)
         if step % GC_EVERY_STEPS == 0:
-            # On all ranks at the same step: a collection at a random time makes one rank a straggler.
+            # On all ranks at the same step: a collection at a random time would make one rank a straggler.
             gc.collect(1)
         return report, lr
 
     def _compute_gradient(self, batch: StepBatch, data_wait_s: float) -> tuple[Tensor, Tensor]:
-        """Give the optimizer this step's gradient, scaled by the nominal number of tokens.
+        """Compute this step's gradient, divided by the nominal number of tokens, for the optimizer.
 
-        Returns the sums of `pack_report` over all ranks and the gradient's sum of squares, float64 [].
+        Returns the sums of `pack_report` over all ranks, float64 [5], and the gradient's sum of squares,
+        float64 [].
         """
-        # Gradients are averaged over the ranks with other samples or positions, hence their number. The true
-        # number of tokens is known in `_apply_gradient`, which corrects for the difference.
+        # Gradients are averaged over the dp x cp ranks, hence the factor. `_apply_gradient` corrects for the
+        # actual number of tokens, which is known only then.
         layout = self.plan.layout
         scale = self.loss_scale.value * (layout.dp * layout.cp / self.plan.batch.tokens_per_step)
         local_report = async_sum = None
@@ -202,7 +203,8 @@ class Trainer:
             return
         state.nonfinite_in_a_row += 1
         if self.loss_scale.enabled and self.loss_scale.value.item() > 1.0:
-            # fp16 finds its loss scale by overflows; they count only when the scale cannot be halved further.
+            # fp16 finds its loss scale through overflows; they count only if the scale cannot be halved
+            # again.
             state.nonfinite_in_a_row = 0
         if self.world.is_main:
             log.warning(f"step={state.step} skipped: loss or gradient is not finite")
@@ -227,7 +229,7 @@ class Trainer:
             self.metrics.write(self.state, report, lr, val_loss)
 
     def _eval_due(self) -> bool:
-        """Whether validation is due at this step and has not been done, by this attempt or the one before."""
+        """Whether validation is due at this step and was not done yet, possibly by the previous attempt."""
         train, step = self.config.train, self.state.step
         if self.evaluator is None or self.state.last_eval_step == step:
             return False
@@ -236,7 +238,7 @@ class Trainer:
         return step % (train.eval_every or 1) == 0 or step == self.total_steps
 
     def _evaluate(self) -> tuple[bool, float | None]:
-        """Validate; returns whether validation was completed, and the validation loss."""
+        """Validate; returns (whether validation was completed, finite validation loss or None)."""
         assert self.evaluator is not None
         started = time.monotonic()
         val_loss = self.evaluator.run(self.model_parts, self.forward_backward, self.stop, self.progress)
@@ -258,7 +260,7 @@ class Trainer:
         return True, val_loss
 
     def _update_best(self, metric: str, value: float) -> None:
-        """Record whether this is the best value so far of the metric that the config names."""
+        """Record the value if it is the best one so far of `checkpoint.best_metric`."""
         state = self.state
         if metric != self.config.checkpoint.best_metric or state.step == 0 or not math.isfinite(value):
             return
@@ -268,7 +270,7 @@ class Trainer:
             state.best_value, state.best_step = value, state.step
 
     def _confirm_best(self) -> None:
-        """Wait for a best checkpoint that is being written; if the save failed, the one before stays best."""
+        """Wait for the save of a best checkpoint; if it failed, the previous one stays best."""
         if self._best_in_flight is None:
             return
         self.saver.finish()
@@ -280,7 +282,7 @@ class Trainer:
         self._best_in_flight = None
 
     def _save_by_time(self) -> bool:
-        """Rank 0's clock decides; the others learn it from the step report."""
+        """Whether a save by time is due, by the clock of rank 0; the step report tells the other ranks."""
         minutes = self.config.checkpoint.every_minutes
         return (
             self.world.is_main and minutes is not None and time.monotonic() - self._last_save_s > minutes * 60
@@ -316,9 +318,9 @@ class Trainer:
             self.metrics.exclude(self._last_save_s - started)
 
     def _stop(self, reason: str) -> int:
-        """Save if there is anything new, and return the exit code that requests a restart.
+        """Save unless this step is already saved, and return exit code 75.
 
-        Raises CheckpointError if the save fails: that exit code promises that the state was saved.
+        Raises CheckpointError if the save fails: the exit code promises that the state was saved.
         """
         self.progress.enter("end")
         self.saver.finish()

@@ -35,7 +35,7 @@ SCALARS = (
 
 
 class TensorBoardLog:
-    """Writes scalars in its own thread: no step waits for the import or the disk."""
+    """Writes scalars in a thread, so that no step waits for the import or the disk."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._folder = folder
@@ -50,14 +50,14 @@ class TensorBoardLog:
     def _add(self, record: dict[str, Any]) -> None:
         try:
             self._add_scalars(record)
-        except Exception as error:  # nothing reads the result of this thread: log it here or lose it
+        except Exception as error:  # nobody reads the result of this thread
             log.error(f"cannot write step {record['step']} to TensorBoard ({error})")
 
     def _add_scalars(self, record: dict[str, Any]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # Hides steps that an earlier attempt computed after its last checkpoint.
+            # purge_step hides steps that an earlier attempt computed after its last checkpoint.
             self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
         for name in SCALARS:
             if record.get(name) is not None:
@@ -118,11 +118,11 @@ class Metrics:
         self._interval.data_wait_s += report.data_wait_s
 
     def exclude(self, pause_s: float) -> None:
-        """Exclude time that was not training (validation, a blocking save) from the speed."""
+        """Exclude time that was not training, such as validation or a blocking save, from the throughput."""
         self._interval.paused_s += pause_s
 
     def write(self, state: TrainingState, report: StepReport, lr: float, val_loss: float | None) -> None:
-        """Record the step that just ended and begin a new interval."""
+        """Write the record of the step that just ended, on rank 0, and begin a new interval."""
         interval, self._interval = self._interval, _Interval(time.monotonic())
         if not self._world.is_main:
             return
@@ -158,12 +158,12 @@ class Metrics:
         return round(tokens_per_s * self._flops_per_token / (self._peak_flops * self._world.size), 4)
 
     def _append(self, record: dict[str, Any]) -> None:
-        """Write the record, after those that could not be written before."""
+        """Write the record, after earlier ones that could not be written."""
         self._unwritten.append(record)
         self.flush()
 
     def flush(self) -> None:
-        """Write the records that could not be written before, as on a full disk."""
+        """Write the pending records; those that cannot be written, as on a full disk, are kept."""
         try:
             while self._unwritten:
                 append_jsonl(self._run.metrics_file, self._unwritten[0])
@@ -193,7 +193,7 @@ def _clock(seconds: float) -> str:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process: GPU memory, or resident memory on a CPU."""
+    """Peak memory of this process in GiB: allocated GPU memory, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30

@@ -1,7 +1,7 @@
-"""AdamW over local shards, with clipping and skipping folded into its one pass over the parameters.
+"""AdamW over local shards, with clipping and skipping fused into its single pass over the parameters.
 
-The optimizer never sees a DTensor: an element-wise update does not depend on how a tensor is split, and plain
-tensors have a fraction of the dispatch overhead. Only the global gradient norm depends on the split.
+The optimizer never sees a DTensor: an element-wise update does not depend on the sharding, and plain tensors
+have a fraction of the dispatch overhead. Only the global gradient norm depends on the sharding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ShardedAdamW:
         self._weights = weights
         self._params = [weight.param for weight in weights]
         self._locals = [nn.Parameter(local_tensor(param.detach())) for param in self._params]
-        # Vectors are norm weights, which are not decayed.
+        # One-dimensional parameters are norm weights, which have no weight decay.
         decayed = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() > 1]
         plain = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() <= 1]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
@@ -52,12 +52,12 @@ class ShardedAdamW:
             }
         self._by_share = self._group_by_share(layout.world_size // layout.pp)
         self.has_whole_gradient = set(self._by_share) == {1.0 / layout.world_size}
-        """Whether this rank can compute the global gradient norm alone."""
+        """Whether this rank has the whole gradient and can compute its global norm without communication."""
         if self.has_whole_gradient:
             self._by_share = {1.0: list(range(len(weights)))}
 
     def _group_by_share(self, stage_size: int) -> dict[float, list[int]]:
-        """Indices of parameters by the share of their squares that this rank adds to the global sum.
+        """Share of a parameter's squares that this rank adds to the global sum -> indices of parameters.
 
         A shard that n ranks of a pipeline stage have in common counts 1 / n on each of them.
         """
@@ -73,12 +73,12 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Assign the gradients to the shards; call once per step, after the last backward pass."""
+        """Hand the gradients to the optimizer; call once per step, after the last backward pass."""
         for shard, param in zip(self._locals, self._params, strict=True):
             shard.grad = None if param.grad is None else local_tensor(param.grad)
 
     def square_sum(self) -> Tensor:
-        """The gradient's sum of squares, float64 []: the global one, or this rank's term of it."""
+        """The gradient's sum of squares, float64 []: global if `has_whole_gradient`, else a rank's term."""
         total = torch.zeros((), dtype=torch.float64, device=self._locals[0].device)
         for share, indices in self._by_share.items():
             grads = [
@@ -92,14 +92,14 @@ class ShardedAdamW:
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         """Update the parameters with gradient / divisor, or change nothing if skip is 1.
 
-        divisor, skip: float32 [] on the device, so that the host does not wait for their values.
+        divisor, skip: float32 [] on the device, so that the host never waits for their values.
         """
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        # Offloaded parameters are on the host, to which torch would copy these without waiting for the
-        # values.
+        # Offloaded parameters are on the host, to which torch would copy these asynchronously, before they
+        # are computed.
         divisor, skip = (value.to(self._locals[0].device) for value in (divisor, skip))
-        # The attributes that GradScaler sets; the fused kernel divides and skips in the same pass.
+        # GradScaler sets these attributes; the fused kernel divides and skips in the same pass.
         optimizer = cast(Any, self._adamw)
         optimizer.grad_scale = divisor
         optimizer.found_inf = skip
@@ -111,7 +111,7 @@ class ShardedAdamW:
             param.grad = None
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer's state by weight, sharded like the parameters; loading fills it in place."""
+        """(name, tensor) of the optimizer state, sharded like the parameters; loading fills them in place."""
         for weight, shard in zip(self._weights, self._locals, strict=True):
             state, name = self._adamw.state[shard], weight.name
             yield f"{name}.exp_avg", as_shard_of(state["exp_avg"], weight.param)
@@ -120,10 +120,10 @@ class ShardedAdamW:
 
 
 def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
-    """On the CPU, split tensors into chunks whose sum of squares is accurate in float32.
+    """Split tensors on the CPU into chunks whose sum of squares is accurate in float32.
 
     The CPU kernel sums sequentially: over 16 million elements the norm is 6e-4 too small, by an amount that
-    depends on the layout. CUDA's kernel sums as a tree.
+    depends on the layout. The CUDA kernel sums as a tree.
     """
     if tensors[0].device.type != "cpu":
         return tensors
@@ -135,9 +135,9 @@ def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def learning_rate(step: int, total_steps: int, peak_lr: float, config: ScheduleConfig) -> float:
-    """The learning rate of a step; steps count from 1, and the last one is `total_steps`.
+    """The learning rate of a step; steps are numbered from 1 to `total_steps`.
 
-    Warm-up is linear and reaches the peak at step `warmup_steps`; `wsd` (warm-up, stable, decay;
+    Warmup is linear and reaches the peak at step `warmup_steps`; `wsd` (warmup, stable, decay;
     arXiv 2404.06395) stays there and decays linearly over the last `decay_steps`.
     """
     if step <= config.warmup_steps:

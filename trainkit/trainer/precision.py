@@ -1,4 +1,4 @@
-"""Number formats: autocast, the loss scale that fp16 needs, and float8 through torchao."""
+"""Precision: autocast, loss scaling for fp16, and float8 through torchao."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_LOSS_SCALE = 2.0**100
-"""An infinite scale could never be halved to a finite one."""
+"""Keeps the scale finite: an infinite one could not be halved."""
 
 
 def autocast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """The autocast context of a forward pass; FSDP casts its parameters itself."""
+    """The autocast context of a forward pass; FSDP modules cast their parameters themselves."""
     if dtype == torch.float32 or isinstance(model, FSDPModule):
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype)
 
 
 class LossScale:
-    """A factor on the loss that keeps fp16 gradients from vanishing, halved when they overflow.
+    """A loss factor that keeps fp16 gradients from underflowing; halved when they overflow.
 
     It stays on the device, so that the host never waits for it. Overflows are detected in the global gradient
     norm, so all ranks skip the same steps.
@@ -38,7 +38,7 @@ class LossScale:
         self._good_steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def update(self, skipped: Tensor) -> None:
-        """Call after each step; skipped: float32 [], 1 if the gradient was not finite."""
+        """Update the scale after a step; skipped: float32 [], 1 if the gradient was not finite."""
         if not self.enabled:
             return
         good = torch.where(skipped > 0, 0.0, self._good_steps + 1)
@@ -57,9 +57,9 @@ class LossScale:
 
 
 FLOAT8_MULTIPLE = 16
-"""Tensor cores require matrix dimensions that are multiples of it."""
+"""float8 tensor cores require matrix dimensions that are multiples of this."""
 FLOAT8_CAPABILITY = (8, 9)
-"""Ada; Hopper is (9, 0)."""
+"""Compute capability of Ada; Hopper has (9, 0)."""
 
 
 def require_float8(device: torch.device) -> None:
@@ -83,18 +83,18 @@ def require_float8(device: torch.device) -> None:
 
 
 def apply_float8(layers: list[nn.Module], emulate: bool = False) -> None:
-    """Make the linear modules of these layers multiply in float8, scaled by the maximum of each tensor.
+    """Make the linear modules of these layers multiply in float8, with one scale per tensor.
 
-    The weights keep their type. `emulate` computes the result of float8 on a device without it.
+    The weights keep their dtype. `emulate` emulates float8 on a device without it.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # One dimension of the gradients' products is the number of tokens, which can be anything.
+    # The inner dimension of weight gradients is the number of tokens, which may not be such a multiple.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     for layer in layers:
         convert_to_float8_training(layer, config=config, module_filter_fn=_fits)
 
 
 def _fits(module: nn.Module, name: str) -> bool:
-    """Whether a module is a linear one that tensor cores support."""
+    """Whether a module is linear, with dimensions that float8 tensor cores support."""
     return isinstance(module, nn.Linear) and not any(size % FLOAT8_MULTIPLE for size in module.weight.shape)

@@ -1,4 +1,4 @@
-"""Records a window of steps with torch's profiler."""
+"""Records a window of steps with torch.profiler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ProfileWindow:
             self.close()
 
     def close(self) -> None:
-        """Stop recording and write the trace, also of an incomplete window."""
+        """Stop recording and write the trace, even of an incomplete window."""
         if self._profile is None:
             return
         self._profile.stop()

@@ -1,7 +1,7 @@
 """The step and phase that a rank is in, for the watchdog and for error records.
 
 The training thread writes, other threads read. Each update assigns one tuple, so readers see either the old
-or the new state and nothing is locked; a step makes a handful of these updates.
+or the new state without a lock. A step makes a handful of updates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Phase = Literal[
     "save",
     "end",
 ]
-"""The phases of a rank, in the order of a training.
+"""The phases of a rank, in order.
 
 A pipeline alternates forward and backward passes: `forward_backward` covers both. `record` writes metrics.
 """
@@ -69,7 +69,7 @@ class Progress:
         self._current = (step, "data", 0, now)
 
     def end_step(self) -> None:
-        """Stop the step's clock and enter phase `record`, which does not count into its duration."""
+        """Record the duration of the step and enter phase `record`, which is not part of it."""
         self.enter("record")
         self._recent_s[self._num_steps % NUM_RECENT] = self._current[3] - self._began_s
         self._num_steps += 1
@@ -80,10 +80,10 @@ class Progress:
 
     @property
     def median_step_s(self) -> float | None:
-        """The median duration of the recent steps; None before the first has ended."""
+        """The median duration of the recent steps in seconds; None before the first has ended."""
         num_steps = self._num_steps
         return statistics.median(self._recent_s[:num_steps]) if num_steps else None
 
     def has_completed(self, phase: Phase) -> bool:
-        """Whether this process has completed the phase before; the first time may take long."""
+        """Whether this process has completed this phase at least once; the first time may take long."""
         return phase in self._completed

@@ -1,7 +1,7 @@
 """Simulates one rank of a job of any size in one process, without its memory and without the other ranks.
 
 ``python -m trainkit.trainer.simulate CONFIG PLAN RANK`` prints JSON: the rank's peak memory, and the number
-of collectives in a step. Tensors have shapes but no values; collectives return at once.
+of collectives per step. Tensors have shapes but no values; collectives return immediately.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class _CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NullModuleTracker:
-    """Replaces the module tracker of torch's memory tracker, without hooks on the modules.
+    """Replaces the module tracker of torch's memory tracker, which hooks into modules.
 
-    Those allow one call per step only, and no backward pass that a schedule splits in two.
+    Its hooks allow only one call per step, and no backward pass that a pipeline schedule splits in two.
     """
 
     parents: frozenset[str] = frozenset()
@@ -92,7 +92,7 @@ class _NullModuleTracker:
 
 
 class _PeakTracker(MemTracker):  # type: ignore[no-untyped-call]
-    """torch's memory tracker without its statistics per module."""
+    """torch's memory tracker without per-module statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _PeakTracker(MemTracker):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def simulated_world(plan: LaunchPlan, rank: int) -> Iterator[World]:
-    """A world in which only one rank exists."""
+    """The world of one rank, on the fake backend: the other ranks do not exist."""
     dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
     try:
         device = torch.device("cpu")
@@ -113,7 +113,7 @@ def simulated_world(plan: LaunchPlan, rank: int) -> Iterator[World]:
 
 
 def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> dict[str, Any]:
-    """The peak memory of a rank in the second step, in bytes, and the number of its collectives."""
+    """Simulate two steps of a rank; returns the peak memory, in bytes, and the collectives of the second."""
     began_s = time.monotonic()
     task = build_task(config)
     with simulated_world(plan, rank) as world:
@@ -139,7 +139,7 @@ def _measure(
         tracker, collectives = _PeakTracker(), _CountCollectives()
         tracker.track_external(*built.model_parts, *(tensor for _, tensor in optimizer.state_tensors()))
         with tracker:
-            step()  # some tensors of the first step are kept, such as the buffers of a pipeline
+            step()  # allocates tensors that later steps reuse, such as the buffers of a pipeline
         with tracker, collectives:
             step()
         peak = tracker.get_tracker_snapshot("peak")[world.device]
@@ -155,10 +155,10 @@ def _measure(
 
 @contextmanager
 def _shapes_untracked() -> Iterator[None]:
-    """Hides DTensor's shape propagation from the memory tracker.
+    """Hide DTensor's shape propagation from the memory tracker.
 
-    It creates tensors of the global shape, which no rank ever has: for sharded logits, those of the whole
-    vocabulary. The tracker ignores tensors of other fake modes, but here there is only one.
+    It creates tensors of the global shape, which no rank ever allocates: for sharded logits, those of the
+    whole vocabulary. The tracker ignores tensors of other fake modes, but here there is only one.
     """
     kind: Any = ShardingPropagator
     propagate = kind._propagate_tensor_meta_non_cached
@@ -177,7 +177,7 @@ def _shapes_untracked() -> Iterator[None]:
 def _step(
     config: RunConfig, plan: LaunchPlan, built: BuiltModel, optimizer: ShardedAdamW
 ) -> Callable[[], None]:
-    """A function that runs one step of the training loop, except for what needs values."""
+    """A function that runs one step of the training loop, without the parts that need values."""
     batch = plan.batch
     shape = (batch.device_batch_size, config.data.seq_len)
     micro = Microbatch(
@@ -204,7 +204,7 @@ def _step(
 
 
 def _set_stage_shapes(schedule: Any, dtype: torch.dtype) -> None:
-    """Sets the input shapes of torch's stages, which they would exchange in the first step."""
+    """Set the input shapes of torch's stages, which would otherwise exchange them in the first step."""
 
     def prepare(
         stages: Sequence[Any],
@@ -230,7 +230,7 @@ def _set_stage_shapes(schedule: Any, dtype: torch.dtype) -> None:
 
 
 def main() -> int:
-    """Simulate the rank that the command line names, and print the result."""
+    """Simulate the rank given on the command line, and print the result."""
     config_file, plan_file, rank = sys.argv[1:4]
     config = read_effective(Path(config_file))
     plan = LaunchPlan.from_dict(read_json(Path(plan_file)))

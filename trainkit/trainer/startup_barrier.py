@@ -1,9 +1,9 @@
 """A barrier before any process group exists, at which the ranks agree whether to start at all.
 
-torch's own rendezvous blocks in C++ until the last rank has arrived: missing ranks cannot be named, and a
-rank that is asked to stop meanwhile either hangs or leaves the others hanging. Here each rank reports to the
-store and polls it every few milliseconds, and one key decides for all: the first rank that sees all ranks
-sets "go", a rank that was asked to stop sets "stop", and the first value wins.
+torch's rendezvous blocks in C++ until the last rank has arrived: missing ranks cannot be named, and a rank
+that is asked to stop during it either hangs or leaves the others hanging. Here each rank reports to the store
+and polls it every few milliseconds, and one key decides for all: the first rank that sees all ranks sets
+"go", a rank that was asked to stop sets "stop", and the first value wins.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from trainkit.job.signals import StopRequest
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.02
 BUSY_POLL_S = 10.0
-"""After the timeout, how often to check whether the missing ranks are still preparing data."""
+"""Seconds between checks, after the timeout, whether missing ranks are still preparing data."""
 STOP_GRACE_S = 20.0
-"""How long a rank that was asked to stop waits to tell the others."""
+"""Seconds that a rank asked to stop allows for notifying the others."""
 
 
 def startup_barrier(
@@ -33,8 +33,8 @@ def startup_barrier(
 ) -> Store | None:
     """Wait for all ranks; returns the store that they share, or None if they agreed to stop.
 
-    Raises TrainkitError naming the ranks that are missing after the timeout, unless `is_busy` returns True
-    for one of them: then it waits on.
+    Raises TrainkitError with the ranks that are missing after the timeout, but keeps waiting while `is_busy`
+    returns True for one of them.
     """
     timeout_s = timeout.total_seconds()
     if env.rank != 0 and not _wait_for_main(env, stop, timeout_s, is_busy):
@@ -42,7 +42,7 @@ def startup_barrier(
     deadline = time.monotonic() + timeout_s
     store = _open_store(env, timeout)
     if stop:
-        # Before arriving: else this rank, arriving last, could be outvoted by "go".
+        # Before it arrives: if it is the last rank, another rank could otherwise set "go" first.
         store.compare_set("verdict", "", "stop")
     store.set(f"arrived/{env.rank}", socket.gethostname())
     store.add("num_arrived", 1)
@@ -69,7 +69,7 @@ def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
     options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
     if env.rank == 0 and env.master_addr == LOOPBACK:
         listener = socket.create_server((LOOPBACK, env.master_port), backlog=env.world_size + 16)
-        # libuv's server cannot take over a socket that already listens.
+        # The libuv server cannot take over a listening socket.
         options |= {"master_listen_fd": listener.detach(), "use_libuv": False}
     return TCPStore(env.master_addr, env.master_port, env.world_size, is_master=env.rank == 0, **options)
 
@@ -90,13 +90,13 @@ def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float, is_busy: C
             if time.monotonic() > deadline:
                 raise TrainkitError(
                     f"rank {env.rank} cannot reach rank 0 at {env.master_addr}:{env.master_port} ({error})",
-                    hint="check the log of rank 0: it may have failed before it listened",
+                    hint="check the log of rank 0: it may have failed before it started to listen",
                 ) from None
             time.sleep(POLL_S)
 
 
 def _keep_store_alive(env: RankEnv, store: TCPStore) -> None:
-    """Rank 0 runs the store, so it leaves last: after all ranks have arrived and read the verdict."""
+    """Rank 0 runs the store, so it leaves last, after all ranks have read the verdict."""
     store.add("num_left", 1)
     deadline = time.monotonic() + STOP_GRACE_S
     while env.rank == 0 and store.add("num_left", 0) < env.world_size and time.monotonic() < deadline:

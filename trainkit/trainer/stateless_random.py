@@ -1,8 +1,8 @@
 """Random numbers as a function of where they are used, without generator state.
 
-A counter-based generator has no state to save or restore, and gives the same numbers on any number of
-processes. Dropout is a function of (seed, sample, layer, element); initial weights are a function of
-(seed, parameter name, element), so each rank fills its own shard and all layouts start with equal weights.
+A counter-based generator has no state to save or restore, and yields the same numbers on any number of
+processes. Dropout is a function of (seed, sample, layer, element); initial weights are a function of (seed,
+parameter name, element), so each rank fills its own shard and all layouts start with identical weights.
 
 The mixing function is the finaliser of MurmurHash3 (Austin Appleby, public domain) on 32-bit integers,
 with a second key mixed in half-way. It is not cryptographic.
@@ -17,16 +17,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_STRIDE = -1640531527  # 0x9E3779B9 as int32, odd: neighbouring counters land far apart
+_STRIDE = -1640531527  # 0x9E3779B9 as int32; odd, and spreads neighbouring counters
 _MULTIPLY_1 = -2048144789  # 0x85EBCA6B
 _MULTIPLY_2 = -1028477387  # 0xC2B2AE35
 _UNIT = 1.0 / (1 << 24)
 _CHUNK_ELEMENTS = 1 << 24
-"""Chunk size: the counters take several times the memory of the chunk."""
+"""Limits memory: the counters of a chunk take several times its size."""
 
 
 def stable_key(*parts: object) -> int:
-    """A 31-bit key for these parts, the same in every process and Python version."""
+    """A 31-bit key of these parts, the same in every process and Python version."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "little") & 0x7FFFFFFF
 
@@ -73,7 +73,7 @@ def dropout(
 
 
 def fill_normal_(local: Tensor, std: float, name: str, shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Fill one shard of a tensor from N(0, std); equal to the same slice of a whole tensor that is filled.
+    """Fill one shard of a tensor from N(0, std²), with the values that it would have in the whole tensor.
 
     local: the shard; name: key of the tensor, seed included; shape: of the whole tensor; offset: start of the
     shard in each dimension.
@@ -94,7 +94,7 @@ def _fill_chunk(local: Tensor, std: float, name: str, shape: Sequence[int], offs
     low = index & 0xFFFFFFFF
     counter = (low - ((low >> 31) << 32)).to(torch.int32)
     high = (index >> 32).to(torch.int32) * _STRIDE
-    # Unrelated keys: keys that differ in one bit give correlated numbers.
+    # Two independent keys, since keys that differ in one bit yield correlated numbers.
     first = hash_int32(counter, stable_key(name, "radius"), high)
     second = hash_int32(counter, stable_key(name, "angle"), high)
     # Box-Muller; 24 bits are the resolution of a uniform float32 in (0, 1].

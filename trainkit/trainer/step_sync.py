@@ -1,7 +1,7 @@
-"""One small collective per step, in which the ranks agree on everything that must be equal on all of them.
+"""One small all-reduce per step, in which the ranks agree on everything that must be equal on all of them.
 
-It carries the number of tokens, the loss, whether a rank was asked to stop, and whether a checkpoint is due.
-Logging, clipping and signals use it too: nothing else in the loop communicates.
+It carries the loss, the number of tokens, the time spent waiting for data, whether a rank was asked to stop,
+and whether a checkpoint is due. Logging, clipping and signals need no other communication.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def all_reduce_sum(values: Tensor, world: World) -> Tensor:
 
 
 class AsyncSum:
-    """A sum over all ranks that runs while this rank computes."""
+    """An asynchronous all-reduce, which overlaps with the computation of this rank."""
 
     def __init__(self, values: Tensor, world: World) -> None:
         self._values = values
@@ -64,7 +64,7 @@ def pack_report(
     """This rank's terms of the step report, float64 [5] on the device."""
     cuda = world.device.type == "cuda"
     numbers = (float(num_tokens * world.counts_samples), float(stop), float(save), data_wait_s)
-    # Pinned: a copy from pageable memory would wait for all kernels that are enqueued.
+    # Pinned, since a copy from pageable memory would wait for all enqueued kernels.
     rest = torch.tensor(numbers, dtype=torch.float64, pin_memory=cuda)
     return torch.cat((nll_sum.detach().double().view(1), rest.to(world.device, non_blocking=True)))
 
@@ -72,8 +72,8 @@ def pack_report(
 class ReportReadback:
     """Copies the step report to the host without stalling the device.
 
-    Call `start` before the optimizer's kernels are enqueued and `finish` after: the host then waits for the
-    gradients only, while the device computes the update.
+    Call `start` before the optimizer's kernels are enqueued and `finish` afterwards: the host then waits only
+    for the gradients, while the device computes the update.
     """
 
     def __init__(self, world: World) -> None:

@@ -1,4 +1,4 @@
-"""The training task: it owns the model, the data and the loss; the loop owns everything else."""
+"""The training task, which defines the model, the data and the loss; the loop does everything else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.trainer.models.model import Model, StageSpec
 
 
 class Task(Protocol):
-    """The parts of a training that depend on what is learned."""
+    """The model, the data and the loss of a training run."""
 
     train_data: TokenShards
     val_data: TokenShards | None
@@ -33,7 +33,7 @@ class Task(Protocol):
         ...
 
     def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The negative log-likelihood, summed over the labels that count, float32 []."""
+        """The negative log-likelihood, summed over all valid labels, float32 []."""
         ...
 
 
@@ -60,7 +60,7 @@ class CausalLM:
         nll_sum = F.cross_entropy(
             logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction="sum"
         )
-        # With loss parallelism it is a DTensor, split over the vocabulary.
+        # A DTensor with loss parallelism, which splits logits over the vocabulary.
         return nll_sum.full_tensor() if isinstance(nll_sum, DTensor) else nll_sum
 
 

@@ -1,8 +1,8 @@
 """The watchdogs of a rank: one enforces the deadline after a stop signal, one detects and reports hangs.
 
-Stacks are read in Python by a thread that has the interpreter's lock, so the other threads do not run
-meanwhile. faulthandler's C handler reads them while they run, and crashed a busy process about once in 250
-times; it is installed for SIGQUIT only, the last resort for a rank that never releases the lock.
+Stacks are read in Python by a thread that holds the GIL, so the other threads are paused. faulthandler's C
+handler reads stacks of running threads, and crashed a busy process in about one of 250 calls; it is installed
+only for SIGQUIT, the last resort for a rank that never releases the GIL.
 """
 
 from __future__ import annotations
@@ -33,27 +33,26 @@ log = getLogger(__name__)
 
 POLL_S = 1.0
 EXIT_AFTER_S = 60.0
-"""A rank that hangs exits by itself when its supervisor has not ended it after this time."""
+"""Seconds after which a hanging rank exits if its supervisor has not killed it."""
 SLOW_PHASE_LIMIT_S = 30 * 60.0
-"""Lower bound of the limit for slow phases: saving, and the first run of any phase, which may compile."""
+"""Minimum time limit of slow phases: saving, and the first run of any phase, which may compile."""
 SLOW_PHASES: tuple[Phase, ...] = ("save", "end")
 UNWATCHED_PHASES: tuple[Phase, ...] = ("start", "rendezvous")
 """Tokenising the data may take hours, and the startup barrier has its own timeout."""
 SUSPENDED_S = 10.0
-"""After a longer gap between two checks the whole process was suspended: that time is not counted."""
+"""A longer gap between two checks means that the process was suspended; that time does not count."""
 NUM_COLLECTIVES = 200
 
 
 def deadline_margin_s(grace_s: float) -> float:
-    """How long before the end of the grace period a stuck rank exits."""
+    """Seconds before the end of the grace period at which a stuck rank exits."""
     return min(10.0, 0.2 * grace_s)
 
 
 def watch_deadline(stop: StopRequest, grace_s: float, stacks: RankStacks) -> None:
-    """After a stop signal, exit with code 70 shortly before `grace_s` is over, unless the process has ended.
+    """Exit with code 70 shortly before `grace_s` seconds have passed since a stop signal.
 
-    Writes the stacks of all threads first. Published checkpoints stay; one that was being written stays
-    unpublished.
+    Writes the stacks of all threads first. A checkpoint that is being written is not published.
     """
 
     def watch() -> None:
@@ -70,7 +69,7 @@ def watch_deadline(stop: StopRequest, grace_s: float, stacks: RankStacks) -> Non
 
 
 def _print_line(text: str) -> None:
-    """Print a line without the log, whose lock the hanging thread may hold."""
+    """Print a line to stderr, not through the log, whose lock the hanging thread may hold."""
     with contextlib.suppress(OSError):  # a full disk must not end the watchdog
         os.write(2, f"{text}\n".encode())
 
@@ -85,7 +84,7 @@ class Hang:
 
 
 def phase_limit_s(phase: Phase, progress: Progress, policy: RequeuePolicy) -> float | None:
-    """The time limit of a phase; None for phases without one."""
+    """The time limit of a phase in seconds; None for phases without one."""
     if policy.hang_factor is None or phase in UNWATCHED_PHASES:
         return None
     median_step_s = progress.median_step_s
@@ -106,7 +105,7 @@ class HangDetector:
         self._checked_s = self._resumed_s = time.monotonic()
 
     def check(self, now_s: float) -> Hang | None:
-        """Return the hang, if there is one; call about once a second."""
+        """The hang of this rank, or None; call about once per second."""
         if now_s > self._checked_s + SUSPENDED_S:
             self._resumed_s = now_s
         self._checked_s = now_s
@@ -115,7 +114,7 @@ class HangDetector:
         waited_s = now_s - max(current.since_s, self._resumed_s)
         if limit is None or waited_s < self._policy.hang_min_s / 2:
             return None
-        # One hang ends all ranks: those with a longer limit report their own state before that.
+        # A hang of one rank ends all ranks: those with a longer limit report their state before that.
         return Hang(current, waited_s, limit) if waited_s > limit or self._others_hang() else None
 
 
@@ -123,7 +122,7 @@ class HangDetector:
 class Watchdog:
     """Reports a hang of this rank in the attempt's folder.
 
-    The supervisor then ends all ranks; a rank that is not ended exits by itself with code 70.
+    The supervisor then ends all ranks; a rank that it does not end exits with code 70.
     """
 
     attempt: AttemptDir
@@ -156,7 +155,7 @@ class Watchdog:
                 self._record.unlink(missing_ok=True)
 
     def _others_hang(self) -> bool:
-        """Whether a rank reports a hang now; a rank that makes progress again removes its report."""
+        """Whether a rank currently reports a hang; a rank that makes progress again removes its report."""
         try:
             return any(self.attempt.hangs_dir.glob("rank-*.json"))
         except OSError:
@@ -167,7 +166,7 @@ class Watchdog:
         return self.attempt.rank_hang(self.rank_info["rank"])
 
     def _report(self, hang: Hang) -> None:
-        """Write the step, phase and stack of this rank; read by `job.watch.hangs`."""
+        """Write the step, phase and stack of this rank for `job.watch.hangs`."""
         step, phase, phase_index, _ = hang.current
         message = f"no progress for {hang.waited_s:.0f} s at step {step}, in {phase}"
         _print_line(f"{message} (limit {hang.limit_s:.0f} s); stacks: {self.stacks.file}")
@@ -180,7 +179,7 @@ class Watchdog:
         dump_collectives(self.stacks.file.with_suffix(".collectives.json"), self.plan.device)
 
     def _wait_for_progress(self, hang: Hang, poll_s: float) -> None:
-        """Return when there is progress again; exit with code 70 when nothing ends this rank."""
+        """Return when there is progress again; exit with code 70 if there is none for `EXIT_AFTER_S`."""
         exit_s = time.monotonic() + EXIT_AFTER_S
         while self.progress.current == hang.current:
             if time.monotonic() > exit_s:
@@ -190,7 +189,7 @@ class Watchdog:
 
 
 def dump_collectives(path: Path, device: str) -> None:
-    """Write the newest collectives of this rank from torch's flight recorder."""
+    """Write the newest collectives of this rank, from torch's flight recorder."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 
@@ -203,7 +202,7 @@ def dump_collectives(path: Path, device: str) -> None:
 
 
 def thread_stacks() -> dict[str, list[str]]:
-    """The frames of each thread but the calling one, innermost first; the main thread comes first."""
+    """Thread -> its frames, innermost first; the main thread comes first, the calling one is left out."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     main = threading.main_thread().ident
@@ -214,7 +213,7 @@ def thread_stacks() -> dict[str, list[str]]:
 
 
 def training_stack() -> list[str]:
-    """The frames of the main thread, which trains, innermost first."""
+    """The frames of the main thread, which runs the training loop, innermost first."""
     return _walk(sys._current_frames()[threading.main_thread().ident or 0])
 
 
@@ -237,10 +236,10 @@ class RankStacks:
         self._progress = progress
 
     def listen(self, stop: StopRequest) -> None:
-        """Start answering requests for stacks, and SIGQUIT."""
+        """Start answering requests for stacks and SIGQUIT."""
         try:
             self.file.parent.mkdir(exist_ok=True)
-            # The C handler cannot open a file when it is called.
+            # Opened here, since the C handler cannot open a file.
             faulthandler.register(signal.SIGQUIT, self.file.open("a"), all_threads=True)
         except OSError as error:
             log.error(f"cannot write stacks to {self.file} ({error})")

@@ -1,4 +1,4 @@
-"""One worker: determines its rank, builds the model of the run, trains, and returns its exit code."""
+"""One worker of a run: determines its rank, builds the model and trains."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ log = getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.02
 LOG_IDLE_S = 300.0
-"""A rank whose log has not changed for this long no longer counts as preparing data."""
+"""Seconds without a change of its log after which a rank no longer counts as preparing data."""
 
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
@@ -60,7 +60,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
         torch.set_num_threads(plan.threads_per_worker)
     set_determinism(config.train.deterministic)
     device = select_device(plan.device, env.local_rank)
-    # Before the startup barrier, since tokenising the data may take long.
+    # Before the startup barrier and its timeout, since tokenising the data may take long.
     task = run_unless_stopped(stop, partial(build_task, config, attempt.run))
     progress.enter("rendezvous")
     world = join_world(env, device, plan.layout, stop, partial(_is_writing_log, attempt))
@@ -83,7 +83,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
 
 
 def _is_writing_log(attempt: AttemptDir, rank: int) -> bool:
-    """Whether the log of a rank has changed recently, as while it tokenises data, which may take hours."""
+    """Whether the log of a rank has changed recently, as it does while the rank tokenises data."""
     try:
         return time.time() - attempt.rank_log(rank).stat().st_mtime < LOG_IDLE_S
     except OSError:
@@ -91,9 +91,9 @@ def _is_writing_log(attempt: AttemptDir, rank: int) -> bool:
 
 
 def run_unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T | None:
-    """Return what `work` returns or raises, or None as soon as this process is asked to stop.
+    """Run `work` in a thread; returns its result, or None as soon as this process is asked to stop.
 
-    Abandoned work continues in its thread until the process ends.
+    Raises what `work` raises. Abandoned work continues in its thread until the process ends.
     """
     future: Future[T] = Future()
 
@@ -130,7 +130,7 @@ def build_trainer(
     stop: StopRequest,
     progress: Progress,
 ) -> tuple[Trainer, TensorBoardLog | None]:
-    """Build the model, load the newest checkpoint, and set up the training loop."""
+    """Build the model, load the newest checkpoint and set up the training loop."""
     built = build(task, config, plan, world, progress)
     optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
     tensors = StateTensors.of(built.weights, optimizer)
@@ -206,7 +206,7 @@ def training_batches(
 
 
 def data_identity(config: RunConfig, task: Task) -> dict[str, object]:
-    """The values that determine which sample is at a position; they must not change on resume."""
+    """The values that determine the sample at each position; they must not change on resume."""
     return {
         "fingerprint": task.train_data.fingerprint,
         "data.seq_len": config.data.seq_len,
@@ -221,7 +221,7 @@ def val_fingerprint(task: Task) -> str:
 
 
 def refuse_other_data(checkpoint: Checkpoint, manifest: dict[str, Any], identity: dict[str, object]) -> None:
-    """Raise TrainkitError (exit code 78) if the positions of a checkpoint refer to other samples now."""
+    """Raise TrainkitError (exit code 78) if positions in the data no longer refer to the same samples."""
     for key, value in identity.items():
         before = manifest["data"][key]
         if before == value:
@@ -247,7 +247,7 @@ def resume(
 ) -> TrainingState:
     """Load the newest intact checkpoint, if there is one, and return its training state.
 
-    Raises TrainkitError (exit code 78) if the training data has changed since.
+    Raises TrainkitError (exit code 78) if the training data has changed since it was saved.
     """
     chosen = choose_checkpoint(attempt.run, attempt.number, world)
     if chosen is None:
@@ -269,7 +269,7 @@ def resume(
 
 
 def count_steps(config: RunConfig, plan: LaunchPlan, state: TrainingState, end: int | None) -> int:
-    """The last step: as configured, or the rest of the epochs in batches of the current size."""
+    """The number of the last step: `train.steps`, or where the epochs end with the current batch size."""
     if end is None:
         assert config.train.steps is not None
         return config.train.steps

@@ -99,6 +99,6 @@ def test_a_script_that_is_named_past_the_copy(run: RunDir, project: Path, loaded
     code = copy_code(run, past, project)
     assert code is not None
     assert code["notes"] == [
-        f"{project}/train.py is used from the source, which may change; name it relative to {project} "
-        "to use the copy"
+        f"{project}/train.py is run from the source, which may change; name it relative to {project} "
+        "to run the copy"
     ]

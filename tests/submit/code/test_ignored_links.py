@@ -52,7 +52,7 @@ def test_data_between_the_code(project: Path, run: RunDir, monkeypatch: pytest.M
     monkeypatch.setattr(source_tree, "MAX_LINKS", 2)
     for number in range(3):
         (project / f"{number}.jpg").touch()
-    with pytest.raises(UsageError, match=r"has 3 files next to its code that are not code"):
+    with pytest.raises(UsageError, match=r"has 3 files besides its code"):
         take_snapshot(project, run, {}, links=True)
     assert take_snapshot(project, run, {}).num_files == 0
 

@@ -184,7 +184,7 @@ def test_full_disk_leaves_nothing(project: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         with pytest.raises(UsageError) as caught:
             take(project, RunDir(disk))
-        assert caught.value.message == f"there is no space for the code in {disk}: No space left on device"
+        assert caught.value.message == f"cannot copy the code to {disk}: No space left on device"
         assert names(disk) == []
 
 
@@ -198,7 +198,7 @@ def test_plan_is_what_is_taken(project: Path, run: RunDir) -> None:
 
 def test_second_copy_is_refused(project: Path, run: RunDir) -> None:
     take(project, run)
-    with pytest.raises(UsageError, match="code exists already"):
+    with pytest.raises(UsageError, match="code already exists"):
         take(project, run)
 
 

@@ -33,34 +33,34 @@ from trainkit.submit.code.source_tree import (
 MAX_BYTES = 500_000_000
 MAX_FILES = 50_000
 MAX_LISTED = 100
-"""How many of the files left out job.json names."""
+"""Maximum number of skipped files, and of links, that job.json lists."""
 NUM_THREADS = 8
-"""A shared file system takes milliseconds for each file."""
+"""On a shared file system each file takes milliseconds."""
 _CHUNK = 1 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of the code at one moment."""
+    """A copy of the code, taken when a run is submitted."""
 
     source: str
-    """The root that was copied: of the git work tree, or the working directory."""
+    """The folder that was copied: the root of the git work tree, or the working directory."""
     code: str
     """The root of the copy."""
     subfolder: str
-    """The working directory below both roots; empty for the root."""
+    """The working directory relative to both roots; empty for the root."""
     kind: str
     """``git`` or ``pattern``."""
     num_files: int
     num_bytes: int
     left_out: tuple[LeftOut, ...]
     links: tuple[str, ...]
-    """Paths that are links to the source, which may change."""
+    """Paths in the copy that are links to the source, which may change."""
     import_path: tuple[str, ...]
     """Folders of the copy for PYTHONPATH, so that modules are imported from the copy."""
     notes: tuple[str, ...]
-    """Sentences for the user."""
+    """Messages for the user."""
 
     @property
     def workdir(self) -> Path:
@@ -82,7 +82,7 @@ def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
 
 
 def planned_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> dict[str, Any] | None:
-    """What `copy_code` would return now; writes nothing."""
+    """The description that `copy_code` would return now; writes nothing."""
     if not wants_copy(config, plan):
         return None
     return _describe(plan_snapshot(cwd, run, links=_runs_in_copy(plan)), plan)
@@ -91,17 +91,17 @@ def planned_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) ->
 def copy_code(run: RunDir, plan: LaunchPlan, cwd: Path) -> dict[str, Any]:
     """Copy the code around `cwd` into the run; returns the description for job.json.
 
-    Raises UsageError when the code is too large or cannot be read, or there is no space.
+    Raises UsageError when the code is too large or cannot be read, or the disk is full.
     """
     return _describe(take_snapshot(cwd, run, links=_runs_in_copy(plan)), plan)
 
 
 @contextmanager
 def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[None]:
-    """Replace the run's copy of the code by the current code; the old copy stays as ``code.001`` and so on.
+    """Replace the run's copy of the code with the current code, and keep the old copy as ``code.001`` etc.
 
-    Call with the run's lock held. When the block fails to start an attempt, the old copy is restored. Raises
-    UsageError as `copy_code` does.
+    Call with the run's lock held. The old copy is restored if the block starts no attempt. Raises UsageError
+    like `copy_code`.
     """
     job, attempts = read_job(run), run.attempt_numbers()
     candidates = (run.path / f"code.{number:03d}" for number in range(1, 1000))
@@ -128,21 +128,21 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
 
 
 def _runs_in_copy(plan: LaunchPlan) -> bool:
-    """Whether the ranks run in the copy, from which they must reach the files that git ignores."""
+    """Whether the ranks run in the copy, which then needs links to the files that git ignores."""
     return plan.command is not None
 
 
 def _describe(snapshot: Snapshot, plan: LaunchPlan) -> dict[str, Any]:
     kept = snapshot.to_dict()
-    # Python imports the modules next to such a script from the source, too.
+    # Python then also imports modules next to such a script from the source.
     outside_copy = [word for word in plan.command or () if Path(word).is_relative_to(kept["source"])]
     return {
         **kept,
         "notes": [
             *kept["notes"],
             *(
-                f"{word} is used from the source, which may change; name it relative to {kept['source']} "
-                "to use the copy"
+                f"{word} is run from the source, which may change; name it relative to {kept['source']} "
+                "to run the copy"
                 for word in outside_copy
                 if Path(word).is_file()
             ),
@@ -165,16 +165,16 @@ def plan_snapshot(
 def take_snapshot(
     cwd: Path, run: RunDir, environ: Mapping[str, str] = os.environ, links: bool = False
 ) -> Snapshot:
-    """Copy the code around a working directory to the run's code/, completely or not at all.
+    """Copy the code of a working directory to the run's code/, completely or not at all.
 
-    Modes and symlinks are kept: a link to a copied file points to its copy, any other one to its old target.
-    With `links` the copy has links to the files that were not copied: a command that runs in the copy may
-    expect its data there, as in ``python train.py --data data/train.jsonl``.
+    Modes and symlinks are kept: a link to a copied file points to its copy, any other link to its old target.
+    With `links`, files that are not copied are linked: a command that runs in the copy may expect its data
+    there, as in ``python train.py --data data/train.jsonl``.
     Raises UsageError when the code is too large, a file cannot be read, or the run folder cannot be written.
     """
     snapshot, tree = _plan(cwd, run, environ, links)
     if run.code_dir.exists():
-        raise UsageError(f"{run.code_dir} exists already", hint="every run has its own code folder")
+        raise UsageError(f"{run.code_dir} already exists", hint="every run has its own code folder")
     try:
         stage = tempfile.mkdtemp(prefix=".code.", dir=run.path)
         try:
@@ -215,7 +215,7 @@ def _plan(cwd: Path, run: RunDir, environ: Mapping[str, str], links: bool) -> tu
 
 
 def _find_tree(cwd: str, run_dir: str) -> SourceTree:
-    """The files that git knows; without git, or where it ignores the folder, those that look like sources."""
+    """The files that git lists; without git or in an ignored folder, those that look like sources."""
     known = repository_tree(cwd, run_dir)
     if known is None:
         return pattern_tree(cwd, run_dir)
@@ -268,16 +268,16 @@ def _copy_files(root: str, target: str, paths: Iterable[str]) -> None:
 def _copy_file(source: str, target: str) -> None:
     """Copy bytes and mode; no hard link, since an editor may write to the source in place."""
     try:
-        # Do not follow a link, or wait for a pipe, that has just replaced the file.
+        # The file may just have been replaced: do not follow a link, do not block on a pipe.
         reading = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return  # deleted since it was listed
     try:
         found = os.fstat(reading)
-        share = min(found.st_size + 1, _CHUNK)
+        block_size = min(found.st_size + 1, _CHUNK)
         writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            while data := os.read(reading, share):
+            while data := os.read(reading, block_size):
                 while data:
                     data = data[os.write(writing, data) :]
             os.fchmod(writing, S_IMODE(found.st_mode) & 0o777 | 0o600)
@@ -288,18 +288,18 @@ def _copy_file(source: str, target: str) -> None:
 
 
 def _link_target(tree: SourceTree, folders: set[str], path: str) -> str:
-    """The target for the copy of a symlink: within the copy, or else the old target."""
+    """The target for the copy of a symlink: inside the copy if possible, else the old target."""
     text = str(Path(tree.root, path).readlink())
     parent = path.rpartition("/")[0]
-    whole = os.path.normpath(text if text.startswith("/") else f"{tree.root}/{parent}/{text}")
-    inside = below(tree.root, whole)
-    if whole != tree.root and inside not in tree.files and inside not in folders:
-        return whole
+    target = os.path.normpath(text if text.startswith("/") else f"{tree.root}/{parent}/{text}")
+    inside = below(tree.root, target)
+    if target != tree.root and inside not in tree.files and inside not in folders:
+        return target
     return os.path.relpath(inside or ".", parent or ".") if text.startswith("/") else text
 
 
 def _left_out_notes(left_out: Iterable[LeftOut]) -> Iterator[str]:
-    """One sentence for each reason, with the first few names."""
+    """One sentence per reason, with the first few names."""
     by_reason: dict[str, list[str]] = {}
     for item in left_out:
         by_reason.setdefault(item.reason, []).append(printable(item.path))
@@ -311,8 +311,8 @@ def _left_out_notes(left_out: Iterable[LeftOut]) -> Iterator[str]:
 def _copy_error(error: OSError, run: RunDir) -> UsageError:
     if error.errno in _NO_SPACE:
         return UsageError(
-            f"there is no space for the code in {run.path}: {error.strerror}",
-            hint="free some space or quota, or use the files in place with --no-snapshot",
+            f"cannot copy the code to {run.path}: {error.strerror}",
+            hint="free disk space or quota, or use the files in place with --no-snapshot",
         )
     name = printable(os.fsdecode(error.filename)) if error.filename else str(run.path)
     return UsageError(
@@ -334,7 +334,7 @@ def _as_text(value: Any) -> Any:
 
 
 def _make_links(tree: SourceTree, paths: Iterable[str], target: str) -> None:
-    """Create the links in a copy, each with the absolute path of the source."""
+    """Create the links of a copy, each to the absolute path of the source."""
     for path in paths:
         link = Path(target, path)
         link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -359,9 +359,9 @@ def find_import_path(
 
     `files` are the paths below `source` that are copied to `code`.
 
-    A project installed with ``pip install -e`` would be imported from the source, which can change after the
-    submission; folders on PYTHONPATH come first. They are the working directory, the folder that each project
-    file around it installs, and the copies of the folders of `inherited` (PYTHONPATH) below the source.
+    A project installed with ``pip install -e`` would be imported from the source, which can change after
+    submission, but PYTHONPATH takes precedence. The folders are the working directory, the package folder of
+    each project around it, and the copies of the folders of `inherited` (PYTHONPATH) below the source.
     """
     taken: list[str] = []
     notes: list[str] = []

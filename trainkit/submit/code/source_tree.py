@@ -1,4 +1,4 @@
-"""The files of a project: which are its code, and which a copy of the code links to."""
+"""The files of a project: those that are code, and those that a copy of the code links to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit.rundir import RUNS_FOLDER
 
 
 def _matcher(*patterns: str) -> re.Pattern[str]:
-    """One expression for file names that match any of some patterns such as ``*.py``."""
+    """A regular expression for file names that match any of the patterns, such as ``*.py``."""
     return re.compile("|".join(map(translate, patterns)))
 
 
@@ -36,17 +36,24 @@ _HARMLESS = re.compile(r"\.pub$|example|sample|template|\.dist$", re.IGNORECASE)
 
 
 def looks_like_source(name: str) -> bool:
-    """Whether a file of this name belongs to a project's code."""
+    """Whether a file with this name is usually code."""
     return _SOURCE.match(name) is not None
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a file of this name usually holds a key or a password."""
+    """Whether a file with this name usually contains a key or a password."""
     return _SECRET.match(name) is not None and not _HARMLESS.search(name)
 
 
 GIT_LIMIT_S = 60.0
-_GIT_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX", "GIT_NAMESPACE")
+_GIT_LOCATIONS = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_COMMON_DIR",
+    "GIT_PREFIX",
+    "GIT_NAMESPACE",
+)
 
 
 @dataclass(frozen=True)
@@ -77,12 +84,12 @@ class SourceTree:
 
 
 def repository_tree(cwd: str, run_dir: str) -> SourceTree | None:
-    """The code of the git work tree around a folder; None without a work tree or git.
+    """The code of the git work tree that contains a folder; None without a work tree or git.
 
-    These are the files that are tracked, or neither tracked nor ignored, also in submodules and nested
+    This is every file that is tracked, or neither tracked nor ignored, including submodules and nested
     clones. Untracked files that look like keys or passwords are left out; tracked ones are in the repository
-    anyway, and the code may need them. Folders of runs are left out. Both paths are real paths. Raises
-    UsageError when git fails.
+    anyway, and the code may need them. Run folders are left out. Both paths are real paths. Raises UsageError
+    when git fails.
     """
     root = _work_tree(cwd)
     if root is None:
@@ -109,23 +116,23 @@ def is_run(folder: str) -> bool:
 
 
 def _work_tree(folder: str) -> str | None:
-    """The root of the git work tree around a folder; None when there is none or no git."""
+    """The root of the git work tree that contains a folder; None without a work tree or git."""
     if not any((parent / ".git").exists() for parent in (Path(folder), *Path(folder).parents)):
         return None
     try:
         done = _git(folder, "rev-parse", "--show-toplevel")
     except FileNotFoundError:
         return None
-    said = os.fsdecode(done.stderr)
+    stderr = os.fsdecode(done.stderr)
     if done.returncode == 0:
         return os.fsdecode(done.stdout.removesuffix(b"\n")) or None
-    if "not a git repository" in said or "must be run in a work tree" in said:
+    if "not a git repository" in stderr or "must be run in a work tree" in stderr:
         return None
-    raise _refused(folder, said)
+    raise _git_error(folder, stderr)
 
 
 def _git(folder: str, *args: str) -> subprocess.CompletedProcess[bytes]:
-    environ = {name: value for name, value in os.environ.items() if name not in _GIT_PLACES}
+    environ = {name: value for name, value in os.environ.items() if name not in _GIT_LOCATIONS}
     try:
         return subprocess.run(
             ["git", "-C", folder, *args],
@@ -142,8 +149,8 @@ def _git(folder: str, *args: str) -> subprocess.CompletedProcess[bytes]:
         ) from None
 
 
-def _refused(folder: str, said: str) -> UsageError:
-    reason = next((line for line in said.splitlines() if line.startswith("fatal:")), said.strip())
+def _git_error(folder: str, stderr: str) -> UsageError:
+    reason = next((line for line in stderr.splitlines() if line.startswith("fatal:")), stderr.strip())
     return UsageError(
         f"cannot list the code of {folder}: git failed: {reason.removeprefix('fatal: ')}",
         hint=f"`git -C {quote(folder)} status` must work; --no-snapshot uses the files in place",
@@ -153,18 +160,18 @@ def _refused(folder: str, said: str) -> UsageError:
 def _names(folder: str, *args: str) -> list[str]:
     done = _git(folder, "ls-files", "-z", *args)
     if done.returncode != 0:
-        raise _refused(folder, os.fsdecode(done.stderr))
+        raise _git_error(folder, os.fsdecode(done.stderr))
     return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
 
 
 def ignored_names(root: str) -> list[str]:
-    """The paths that git ignores in a work tree; a folder that is ignored as a whole is one path."""
+    """The paths that git ignores in a work tree; a completely ignored folder is one path."""
     names = _names(root, "--others", "--ignored", "--exclude-standard", "--directory")
     return [name.rstrip("/") for name in names]
 
 
 def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) -> None:
-    """Add the files of a repository and of those nested in it; files tracked in `runs_dir` are code too."""
+    """Add the files of a repository and of nested ones; files tracked in `runs_dir` are code too."""
     folder = f"{tree.root}/{prefix}"
     patterns = [
         f"--exclude=/{_as_pattern(path[len(prefix) :])}"
@@ -190,7 +197,7 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
                 tree.add(path, found)
             elif looks_secret(path.rpartition("/")[2]):
                 tree.left_out.append(LeftOut(path, "looks like a secret"))
-            elif not _in_a_run(tree.root, path, runs):
+            elif not _is_in_run(tree.root, path, runs):
                 tree.add(path, found)
 
 
@@ -203,28 +210,28 @@ def _is_in(path: str, folder: str) -> bool:
     return folder != "" and (path == folder or path.startswith(f"{folder}/"))
 
 
-def _in_a_run(root: str, path: str, known: dict[str, bool]) -> bool:
+def _is_in_run(root: str, path: str, known: dict[str, bool]) -> bool:
     """Whether a file is in a run folder; `known` caches the answer for folders."""
     parent = path.rpartition("/")[0]
     if not parent:
         return False
     if parent not in known:
-        known[parent] = is_run(f"{root}/{parent}") or _in_a_run(root, parent, known)
+        known[parent] = is_run(f"{root}/{parent}") or _is_in_run(root, parent, known)
     return known[parent]
 
 
 MAX_SEARCHED = 200_000
-"""The search fails after this number of files: the folder is not a project."""
+"""The maximum number of files searched: a larger folder is not a project."""
 MAX_FILE_BYTES = 50_000_000
 """Larger files count as data."""
 NOT_SOURCES = frozenset(
     {"__pycache__", "node_modules", "runs", "checkpoints", "wandb", "mlruns", "lightning_logs"}
 )
-"""Folders that the search by pattern skips, as it skips hidden folders and environments."""
+"""Folders that the search by pattern skips, besides hidden folders and environments."""
 
 
 def pattern_tree(cwd: str, run_dir: str) -> SourceTree:
-    """The code below a folder: files with the names of sources, and all symlinks.
+    """The code below a folder: files named like sources, and all symlinks.
 
     Hidden folders, environments, runs and caches are skipped; files that look like keys or passwords, and
     very large files, are left out. Both paths are real paths.
@@ -286,9 +293,9 @@ _NEVER_LINKED = frozenset({"__pycache__", ".git"})
 
 
 def find_links(tree: SourceTree, cwd: str, run_dir: str) -> tuple[str, ...]:
-    """The files and folders next to the copied ones that a copy links to, by their paths below the root.
+    """The files and folders that a copy of the code links to, by their paths below the root.
 
-    Keys, passwords, run folders and caches of Python are not linked. Raises UsageError when there are more
+    Keys, passwords, run folders and Python caches are not linked. Raises UsageError when there are more
     than `MAX_LINKS`.
     """
     uncopied = ignored_names(tree.root) if tree.kind == "git" else _uncopied(tree)
@@ -304,8 +311,8 @@ def find_links(tree: SourceTree, cwd: str, run_dir: str) -> tuple[str, ...]:
     )
     if len(found) > MAX_LINKS:
         raise UsageError(
-            f"{tree.root} has {len(found):,} files next to its code that are not code; at most {MAX_LINKS:,} "
-            "can be linked",
+            f"{tree.root} has {len(found):,} files besides its code; at most {MAX_LINKS:,} can be linked "
+            "into the copy of the code",
             hint="move them to a separate folder, or use --no-snapshot",
         )
     return tuple(found)
@@ -319,7 +326,7 @@ def _is_linked(root: str, path: str) -> bool:
 
 
 def _uncopied(tree: SourceTree) -> Iterator[str]:
-    """Without git: the entries of the folders of copied files that were not copied."""
+    """The entries, in the folders of copied files, that were not copied; for a tree without git."""
     folders = {""} | {parent for path in tree.files for parent in _parents(path)}
     for folder in folders:
         prefix = f"{folder}/" if folder else ""

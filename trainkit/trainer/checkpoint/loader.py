@@ -1,4 +1,4 @@
-"""Loads the newest intact checkpoint, which rank 0 chooses and all ranks verify."""
+"""Loads the newest intact checkpoint, chosen by rank 0 and verified by all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainkit.trainer.distributed import World, record_event
 log = getLogger(__name__)
 T = TypeVar("T")
 SETTLE_S = 65.0
-"""A host of a network filesystem may see an outdated folder for up to a minute."""
+"""A host may see an outdated folder of a network filesystem for up to a minute."""
 RETRY_S = 1.0
 
 
@@ -55,14 +55,14 @@ def gather_from_all(value: T, world: World) -> list[T]:
 
 
 def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoint, dict[str, Any]] | None:
-    """The newest intact published checkpoint, with its manifest; None in a run that never had one.
+    """The newest intact published checkpoint and its manifest; None in a run that never had a checkpoint.
 
-    Rank 0 names the candidate, the ranks share the verification, and damage found by one rank counts for all.
-    A damaged checkpoint is logged and set aside, and the one before it is tried.
+    Rank 0 proposes a candidate, the ranks share the verification, and damage found by one rank counts for
+    all. A damaged checkpoint is logged and set aside, and the one before it is tried.
 
     Raises CheckpointError if a checkpoint cannot be read at the moment, and with exit code 78 if a newer
-    trainkit wrote it or if all checkpoints of the run are gone or damaged: starting over at step 0 is left to
-    the user.
+    trainkit wrote it or if all checkpoints of the run are missing or damaged: only the user may start over at
+    step 0.
     """
     listed: list[tuple[str, int]] = []
     if world.is_main:
@@ -99,14 +99,14 @@ def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoi
 def list_published(run: RunDir) -> list[Checkpoint]:
     """The published checkpoints, oldest first, once the newest committed one is visible.
 
-    On a network filesystem a host may see an outdated folder for a while. Resuming from an older checkpoint
-    would compute, and then try to publish, steps that are already there.
+    A host may see an outdated folder of a network filesystem for a while. After resuming from an older
+    checkpoint, the run would try to publish steps that already exist.
     """
     deadline_s, warned = time.monotonic() + SETTLE_S, False
     while True:
         listed = published(run.checkpoints_dir)
         known = _newest_committed_step(run)
-        # A later one counts too: its writer may have died between publishing and recording the event.
+        # Or a later one, whose writer died between publishing it and recording the event.
         if known is None or any(checkpoint.step >= known for checkpoint in listed):
             return listed
         if time.monotonic() > deadline_s:
@@ -121,7 +121,7 @@ def list_published(run: RunDir) -> list[Checkpoint]:
 
 
 def _newest_committed_step(run: RunDir) -> int | None:
-    """The step of the newest checkpoint that the events record as published and not as rejected."""
+    """The step of the newest checkpoint that events.jsonl records as published, not rejected; or None."""
     newest: list[int] = []
     for event in read_jsonl(run.events_file):
         step = event.get("step")
@@ -137,7 +137,7 @@ def _remove_leftovers(run: RunDir) -> None:
         try:
             remove(leftover)
         except OSError as error:
-            log.warning(f"{leftover.name} is an unfinished save and cannot be removed ({error})")
+            log.warning(f"{leftover.name} is an unfinished save, but cannot be removed ({error})")
         else:
             log.warning(f"{leftover.name} is an unfinished save: removed")
 
@@ -153,7 +153,7 @@ def _describe_lost(run: RunDir) -> str:
 
 
 def _restore_best_link(checkpoint: Checkpoint) -> None:
-    """Point `best` at the best step of the manifest: a crash right after a save may have left it outdated."""
+    """Point `best` at the best step of the manifest, in case of a crash between a save and its update."""
     step = checkpoint.manifest().get("progress", {}).get("best_step")
     best = next((c for c in published(checkpoint.path.parent) if c.step == step), None)
     if best is not None and best_step(checkpoint.path.parent) != step:
@@ -166,15 +166,15 @@ def _restore_best_link(checkpoint: Checkpoint) -> None:
 def _agree_on_damage(candidate: Checkpoint, world: World) -> str:
     """The damage of a checkpoint, empty if it is intact; all ranks verify it together.
 
-    Raises CheckpointError if a rank cannot read it or sees other files than rank 0: a single bad node must
-    not cause an intact checkpoint to be set aside.
+    Raises CheckpointError if a rank cannot read it or sees different files than rank 0: one bad node must not
+    cause an intact checkpoint to be set aside.
     """
     found = _inspect_on_all_ranks(candidate, world)
     return found[0][0] or next((hashed for _, hashed, _ in found if hashed), "")
 
 
 def _inspect_on_all_ranks(candidate: Checkpoint, world: World) -> list[tuple[str, str, str]]:
-    """The findings of each rank, once they agree; retries while they do not."""
+    """The findings of each rank, once they agree; retries for `SETTLE_S` seconds."""
     deadline_s = time.monotonic() + SETTLE_S
     while True:
         mine = _inspect(candidate, world)
@@ -184,7 +184,7 @@ def _inspect_on_all_ranks(candidate: Checkpoint, world: World) -> list[tuple[str
         if odd is None:
             return found
         plain, _, error = found[odd]
-        reason = error or plain or "it sees other files than rank 0"
+        reason = error or plain or "it sees different files than rank 0"
         if not broadcast_from_main(time.monotonic() < deadline_s, world):
             raise CheckpointError(
                 f"rank {odd} cannot read {candidate.path}: {reason}",
@@ -196,7 +196,7 @@ def _inspect_on_all_ranks(candidate: Checkpoint, world: World) -> list[tuple[str
 
 
 def _inspect(candidate: Checkpoint, world: World) -> tuple[str, str, str]:
-    """The findings of this rank: damage of the files, damage in its share of the hashes, a read error."""
+    """(damage of the files, damage in this rank's share of the hashes, read error); empty strings if none."""
     try:
         plain = plain_damage(candidate)
         return plain, "" if plain else hash_damage(candidate, world.rank, world.size), ""
@@ -221,9 +221,9 @@ def load_tensors(checkpoint: Checkpoint, tensors: dict[str, Tensor], world: Worl
     ]
     if missing or reshaped or len(saved) != len(wanted):
         surplus = sorted(set(saved) - wanted)
-        details = [f"not in it: {missing[0]}"] if missing else []
-        details += [f"other shape: {reshaped[0]}"] if reshaped else []
-        details += [f"only in it: {surplus[0]}"] if surplus else []
+        details = [f"not in the checkpoint: {missing[0]}"] if missing else []
+        details += [f"different shape: {reshaped[0]}"] if reshaped else []
+        details += [f"only in the checkpoint: {surplus[0]}"] if surplus else []
         raise TrainkitError(
             f"checkpoint {checkpoint.path} belongs to another model ({'; '.join(details)})",
             hint="resume with the model section it was trained with, or start a new run",

@@ -51,7 +51,7 @@ class SaveRequest:
 
 
 class _PublishingWriter(HashingWriter):
-    """Writes the manifest and renames the folder once the coordinator has the results of all ranks."""
+    """Publishes the checkpoint once the coordinator has the results of all ranks: manifest, then rename."""
 
     def __init__(
         self, partial: Path, target: Path, request: SaveRequest, keep_last: int, *, from_device: bool
@@ -78,11 +78,11 @@ class _PublishingWriter(HashingWriter):
             _sync_folder(self._target.parent)
             self._delete_obsolete()
         except OSError as error:
-            # The checkpoint is published nevertheless.
+            # The checkpoint is published all the same.
             log.error(f"cannot clean up after checkpoint {self._target.name}: {error}")
 
     def _delete_obsolete(self) -> None:
-        """Update `best` and delete obsolete checkpoints; in this thread, so that no step waits for it."""
+        """Update `best` and delete obsolete checkpoints; in the writing thread, so that no step waits."""
         if self._request.is_best:
             point_best_at(Checkpoint(self._target, self._request.step))
         folder = self._target.parent
@@ -107,7 +107,7 @@ class CheckpointSaver:
         self._has_buffers = True
         self._pending: tuple[SaveRequest, Path, Future[Any], float] | None = None
         self.last_step: int | None = None
-        """Step of the newest checkpoint that is known to be published."""
+        """Step of the newest checkpoint known to be published; None if there is none."""
 
     def allocate_buffers(self) -> None:
         """Allocate the staging buffers in the background, so that the first save is as fast as the others."""
@@ -116,9 +116,9 @@ class CheckpointSaver:
         self._allocating = allocating
 
     def save(self, request: SaveRequest, blocking: bool) -> None:
-        """Write a checkpoint; with `blocking` it is published on return.
+        """Write a checkpoint; if `blocking`, it is published when this returns.
 
-        A failed save is logged: training continues, and the checkpoints before it stay.
+        A failed save is only logged: training continues, and earlier checkpoints are kept.
         """
         self.finish()
         if request.step == self.last_step:
@@ -147,7 +147,7 @@ class CheckpointSaver:
                 future.set_exception(error)
         else:
             if self._world.device.type == "cuda":
-                # The stager copies on its own stream, and the optimizer's kernels may still run.
+                # The stager copies on its own stream while the optimizer's kernels may still be running.
                 torch.cuda.current_stream().synchronize()
             response = state_dict_saver.async_save(self._tensors, async_stager=self._get_stager(), **options)
             assert isinstance(response, AsyncSaveResponse)
@@ -158,13 +158,13 @@ class CheckpointSaver:
             self.finish()
 
     def wait_until_staged(self) -> None:
-        """Wait until the state may change again; call before each optimizer step."""
+        """Wait until the state has been copied and may change; call before each optimizer step."""
         if self._staging is not None:
             self._staging.result()
             self._staging = None
 
     def poll(self) -> None:
-        """Report a save that has ended, without waiting for one that has not."""
+        """Report the save in progress if it has ended, without waiting."""
         if self._pending is not None and self._pending[2].done():
             self.finish()
 
@@ -201,12 +201,12 @@ class CheckpointSaver:
             log.error(f"cannot point `best` at step {self.last_step} ({error})")
 
     def close(self) -> None:
-        """Release the staging buffers and their thread; call after the last save."""
+        """Release the staging buffers and their thread; call after the last save has finished."""
         if self._stager is not None:
             self._stager.close()
 
     def _can_stage(self) -> bool:
-        """Whether all ranks could allocate staging buffers; determined before the first save."""
+        """Whether all ranks could allocate staging buffers; a collective before the first save."""
         if self._allocating is not None:
             error, self._allocating = self._allocating.exception(), None
             missing = torch.tensor(int(error is not None))
@@ -215,7 +215,7 @@ class CheckpointSaver:
             self._has_buffers = not missing
             if not self._has_buffers and (error is not None or self._world.is_main):
                 reason = "on another rank" if error is None else _root_cause(error)
-                log.warning(f"no memory for asynchronous saves ({reason}): training waits for every save")
+                log.warning(f"no memory for asynchronous saves ({reason}): every save blocks training")
         return self._has_buffers
 
     def _get_stager(self) -> DefaultStager:
@@ -253,7 +253,7 @@ class CheckpointSaver:
     def _report_failure(self, request: SaveRequest, partial: Path, error: BaseException) -> None:
         if not self._world.is_main:
             return
-        # The incomplete files are useless, and lack of space may be the cause.
+        # The incomplete files are useless, and a full disk may be the cause.
         shutil.rmtree(partial, ignore_errors=True)
         cause = _root_cause(error)
         log.error(
@@ -263,7 +263,7 @@ class CheckpointSaver:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The error of the first rank that failed, in one line."""
+    """The error of the lowest rank that failed, in one line."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = min(failures.items())

@@ -1,4 +1,4 @@
-"""The state that a checkpoint contains: tensors, by names that do not depend on the layout, and counters."""
+"""The state in a checkpoint: tensors, under names that do not depend on the layout, and counters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StateTensors:
 
     tensors: dict[str, Tensor]
     duplicates: list[tuple[Tensor, Tensor]]
-    """Tensors that this rank has twice, having both ends of a pipeline; the checkpoint has them once."""
+    """Pairs of equal tensors on a rank with the first and last stage; the checkpoint has one of them."""
 
     @classmethod
     def of(cls, weights: Sequence[Weight], optimizer: ShardedAdamW) -> StateTensors:
@@ -45,11 +45,11 @@ class StateTensors:
 
 @dataclass
 class TrainingState:
-    """The counters of a training, equal on all ranks; `progress` in the manifest."""
+    """The counters of a training run, equal on all ranks; `progress` in the manifest."""
 
     step: int = 0
     samples_seen: int = 0
-    """CurrentPhase in the data: samples consumed so far, over all epochs."""
+    """Position in the data: samples consumed so far, over all epochs."""
     tokens_seen: int = 0
     last_eval_step: int = -1
     best_value: float | None = None

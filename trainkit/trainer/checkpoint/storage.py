@@ -1,4 +1,4 @@
-"""Reads and writes checkpoint files: hashed while they are written; only metadata is unpickled."""
+"""Reads and writes checkpoint files: they are hashed while written, and only metadata is unpickled."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torch.futures import Future
 
 from trainkit.manifest import file_hash
 
-# A single process saves without a process group on purpose; a filter set here applies to all threads.
+# A single process deliberately saves without a process group; filters set here apply to all threads.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 METADATA_NAME = ".metadata"
 COPY_AHEAD = 10_000_000
-"""Bytes copied from the device while others are written."""
+"""Bytes copied from the device ahead of the write."""
 _SAFE_NAMES = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
@@ -54,7 +54,7 @@ class HashedResults(list[WriteResult]):
 
 
 class _HashingStream(io.BufferedWriter):
-    """A file that hashes what is written to it."""
+    """A file that hashes the data written to it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"), buffer_size=1 << 20)
@@ -85,7 +85,7 @@ class _HashingFileSystem(FileSystem):
 class HashingWriter(FileSystemWriter):
     """Writes a sharded checkpoint; on the coordinator `files` then has the size and hash of every file.
 
-    `from_device`: the tensors are on the current CUDA device of the thread that writes them.
+    `from_device`: the tensors are on the current CUDA device of the writing thread.
     """
 
     def __init__(self, path: Path, *, from_device: bool = False) -> None:
@@ -94,7 +94,7 @@ class HashingWriter(FileSystemWriter):
             single_file_per_rank=True,
             sync_files=True,
             overwrite=False,
-            # Otherwise torch would use a stream of the current device, which in its thread is the first GPU.
+            # Else torch would use a stream of the current device, which in its thread is the first GPU.
             per_thread_copy_ahead=COPY_AHEAD if from_device else 0,
         )
         self._hashing = _HashingFileSystem()
@@ -114,13 +114,13 @@ class HashingWriter(FileSystemWriter):
             self.files.update(cast(HashedResults, part).files)
         path = Path(self.path) / METADATA_NAME
         with path.open("rb") as stream:
-            # torch syncs the file before it flushes the buffer, when the file is still empty.
+            # torch syncs the file before it flushes the buffer, while the file is still empty.
             os.fsync(stream.fileno())
         self.files[METADATA_NAME] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Builds the classes of checkpoint metadata and refuses all others."""
+    """Unpickles only the classes of checkpoint metadata; raises UnpicklingError for others."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -130,7 +130,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """Reads a sharded checkpoint without running code that its metadata might contain."""
+    """Reads a sharded checkpoint without executing code that its pickled metadata might contain."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / METADATA_NAME).open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Model architectures, each one file with a subclass of `Model`, and the loader for your own."""
+"""Model architectures, one file with a subclass of `Model` each, and the loader for your own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
     """The class that `model.architecture` names: a built-in one, or FILE.py:CLASS.
 
-    A run loads it from its code snapshot, so that later edits have no effect.
+    A run loads the file from its code snapshot, so later edits have no effect.
     Raises TrainkitError (exit code 78) if the file or the class does not exist.
     """
     if name in ARCHITECTURES:

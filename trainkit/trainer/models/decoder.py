@@ -21,7 +21,7 @@ INIT_STD = 0.02
 
 
 def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
-    """Rotation angles' cosines and sines, float32 [2, T, C / 2] (RoFormer, arXiv 2104.09864)."""
+    """Cosines and sines of the rotation angles, float32 [2, T, C / 2] (RoFormer, arXiv 2104.09864)."""
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = theta ** (-pairs / head_dim)
     angles = torch.outer(positions.float(), frequencies)
@@ -29,7 +29,7 @@ def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate pairs (i, i + C/2) of the last dimension of x [B, T, heads, C] by their position's angle."""
+    """Rotate pairs (i, i + C/2) of the last dimension of x [B, T, heads, C] by the angles in `rope`."""
     cos, sin = rope[0, : x.shape[1], None, :], rope[1, : x.shape[1], None, :]
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
@@ -52,10 +52,10 @@ class Attention(nn.Module):
         self.wv = nn.Linear(shape.dim, kv_dim, bias=False)
         self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
-        """Replaced by context parallelism."""
+        """Replaced by context parallelism, and where keys and values have to be repeated."""
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        # -1: with tensor parallelism a rank has a share of the heads.
+        # -1, since with tensor parallelism a rank has only some of the heads.
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k = rotate(self.wq(x).view(heads), rope), rotate(self.wk(x).view(heads), rope)
         v = self.wv(x).view(heads)
@@ -79,7 +79,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each behind a norm and added to its input."""
+    """A pre-norm layer: attention, then feed-forward, each added to its input."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 class Decoder(Model):
-    """Token ids to logits, or one pipeline stage of that.
+    """A decoder from token ids to logits, or one pipeline stage of it.
 
     `forward(tokens, sample_keys)`: tokens int64 [B, T], sample_keys int32 [B] -> logits [B, T, vocab].
     A stage without the embedding takes the residual stream [B, T, D]; one without the head returns it.
@@ -133,7 +133,7 @@ class Decoder(Model):
         stage = stage or StageSpec.whole(shape.num_layers)
         self.position_slice = PositionSlice.all(seq_len)
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim) if stage.has_embedding else None
-        # With gaps, so that a parameter has the same name in every stage.
+        # With gaps, so that parameter names do not depend on the stage.
         self.blocks = nn.ModuleList()
         for layer in range(shape.num_layers):
             self.blocks.add_module(str(layer), Block(shape) if layer in stage.layers else None)
@@ -167,9 +167,9 @@ class Decoder(Model):
         return rope_table(self.position_slice.attention, self.shape.head_dim, self.shape.rope_theta)
 
     def make_site_keys(self) -> Tensor:
-        """One key for each dropout of the model, int32 [1 + 2 x layers].
+        """One key per dropout of the model, int32 [1 + 2 x layers].
 
-        Tensors, not numbers in the blocks: a block would be compiled again for each number.
+        A tensor, since Python integers in the blocks would make the compiler specialise each block.
         """
         sites = range(1 + 2 * self.shape.num_layers)
         return torch.tensor([stable_key("dropout", site) for site in sites], dtype=torch.int32)
@@ -195,7 +195,7 @@ class Decoder(Model):
     def init_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values by its name; None: ones (norm weights).
 
-        Projections into the residual stream start smaller with depth, as in GPT-2.
+        Projections into the residual stream are scaled down with depth, as in GPT-2.
         """
         if "norm" in name:
             return None

@@ -1,4 +1,4 @@
-"""The interface of a model, which lets every layout split it, and its parameters by name.
+"""The interface that lets every layout split a model, and its parameters by name.
 
 An architecture is one file with a subclass of `Model`.
 """
@@ -18,14 +18,14 @@ from trainkit.plan.model_shape import ModelShape
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
 """How tensor parallelism splits a module: ``column`` and ``row`` split a matrix by its outputs and by its
-inputs; ``whole_input`` gathers the whole sequence; a ``norm``, and any other module of the ``stream`` that
-works position by position, needs only its slice. Every module with parameters has a role, or is inside one
-that has."""
+inputs; ``whole_input`` gathers the whole sequence; a ``norm``, or another position-wise module of the
+``stream``, gets only this rank's slice of the sequence. Every module with its own parameters needs a role
+other than ``whole_input``."""
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The modules of a model that one pipeline stage has."""
+    """The modules of one pipeline stage."""
 
     layers: range
     has_embedding: bool = True
@@ -47,7 +47,7 @@ class PositionSlice:
 
     @classmethod
     def all(cls, seq_len: int) -> PositionSlice:
-        positions = torch.arange(seq_len, device="cpu")  # also while a model is built on the meta device
+        positions = torch.arange(seq_len, device="cpu")  # even if the default device is meta
         return cls(positions, positions)
 
 
@@ -60,9 +60,9 @@ class Model(nn.Module):
     """
 
     TENSOR_PLAN: ClassVar[dict[str, Role]]
-    """Module names -> roles; ``*`` matches one component of a name."""
+    """Module name -> role; ``*`` matches one component of a name."""
     TIED: ClassVar[dict[str, str]]
-    """Parameters that share one weight if embeddings are tied: the later name -> the first."""
+    """Parameters that share a weight if embeddings are tied: later name -> first name."""
 
     def __init__(self, shape: ModelShape, seq_len: int, stage: StageSpec | None = None) -> None:
         """Create the modules of `stage`, or the whole model if None."""
@@ -73,17 +73,17 @@ class Model(nn.Module):
     @staticmethod
     @abstractmethod
     def num_params(shape: ModelShape) -> int:
-        """Number of parameters; tied ones count once."""
+        """Number of parameters; tied ones are counted once."""
 
     @staticmethod
     @abstractmethod
     def flops_per_token(shape: ModelShape, seq_len: int) -> float:
-        """Floating point operations of training per token, without recomputation."""
+        """FLOPs per token of a training step, forward and backward, without recomputation."""
 
     @property
     @abstractmethod
     def layers(self) -> list[nn.Module]:
-        """The repeated layers of this stage, in order: the units of compiling, recomputing and sharding."""
+        """The repeated layers of this stage, in order: units of compilation, recomputation and sharding."""
 
     @property
     @abstractmethod
@@ -93,15 +93,15 @@ class Model(nn.Module):
     @property
     @abstractmethod
     def stream_shape(self) -> tuple[int, int]:
-        """Positions and width of this rank's residual stream of one sample."""
+        """(positions, width) of this rank's residual stream for one sample."""
 
     @abstractmethod
     def set_positions(self, position_slice: PositionSlice) -> None:
-        """Restrict the model to some positions of a sequence."""
+        """Restrict the model to some positions of each sequence."""
 
     @abstractmethod
     def rebuild_buffers(self) -> None:
-        """Recompute the buffers and tie the weights again, both of which `to_empty` loses."""
+        """Recompute the buffers and tie the weights again: `to_empty` loses both."""
 
     @abstractmethod
     def init_std(self, name: str) -> float | None:
@@ -118,23 +118,23 @@ class Model(nn.Module):
                 setattr(self.get_submodule(owner), name, params[first])
 
     def canonical(self, name: str) -> str:
-        """The name of a parameter in the whole model; of tied ones, that of the first."""
+        """The name under which a parameter is saved: its own, or for tied parameters that of the first."""
         return self.TIED.get(name, name) if self.is_tied else name
 
     @property
     def tied_names(self) -> set[str]:
-        """Canonical names of the tied weights."""
+        """The canonical names of tied weights."""
         return set(self.TIED.values()) if self.is_tied else set()
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of a rank, or its shard."""
+    """One parameter, or this rank's shard of it."""
 
     name: str
     param: nn.Parameter
     is_copy: bool = False
-    """Tied to a parameter of another stage, which counts it."""
+    """Whether it is tied to a parameter of another stage, which counts it."""
 
 
 def weights_of(model_parts: Sequence[Model]) -> list[Weight]:
@@ -153,8 +153,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
-    """A shard as a DTensor that is split like `whole`; unchanged if `whole` is not split."""
+    """A shard as a DTensor that is split like `whole`; unchanged if `whole` is not a DTensor."""
     if not isinstance(whole, DTensor):
         return shard
-    # Not `from_local`, which would copy a tensor on the host to the device of the mesh.
+    # Not `from_local`, which would copy an offloaded tensor to the device of the mesh.
     return DTensor(shard, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """Context parallelism: each rank has a slice of the sequence and gathers the keys and values of all ranks.
 
-As in Llama 3 (arXiv 2407.21783): with few key/value heads the gather is cheap compared with the attention,
-and any attention kernel can be used. Each rank has one chunk from the front of the sequence and one from the
-back, so that all ranks attend to the same number of keys.
+As in Llama 3 (arXiv 2407.21783): with few key/value heads the all-gather is cheap compared with the
+attention, and any attention kernel can be used. Each rank has one chunk from the front of the sequence and
+one from the back, which balances the work of causal attention.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import all_gather_single_autograd
 from trainkit.trainer.models.model import PositionSlice
 
 FLASH_MULTIPLE = 8
-"""Flash attention requires head sizes that are multiples of it."""
+"""Flash attention requires head dimensions that are multiples of this."""
 
 
 def context_positions(cp_rank: int, cp: int, seq_len: int) -> Tensor:
@@ -34,7 +34,7 @@ def position_slice(cp_rank: int, cp: int, tp_rank: int, tp: int, seq_len: int) -
 
 
 def apply_context_parallel(attentions: list[nn.Module], group: dist.ProcessGroup, flash: bool) -> None:
-    """Make attention modules gather keys and values of all ranks; a rank works on `context_positions`."""
+    """Make attention modules gather the keys and values of all ranks; queries are at `context_positions`."""
     for attention in attentions:
         attention.attend = partial(all_gather_attention, group=group, flash=flash)  # type: ignore[assignment]
 
@@ -42,9 +42,9 @@ def apply_context_parallel(attentions: list[nn.Module], group: dist.ProcessGroup
 def all_gather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, flash: bool = False
 ) -> Tensor:
-    """Causal attention of this rank's queries [B, H, T, C] to the keys and values [B, K, T, C] of all.
+    """Causal attention of this rank's queries [B, H, T, C] to the keys and values [B, K, T, C] of all ranks.
 
-    `flash`: the device has flash attention for tensors of this type.
+    `flash`: whether the device has flash attention for this dtype.
     """
     cp, cp_rank = group.size(), group.rank()
     keys, values = _gather(torch.stack((k, v)), group, cp)
@@ -62,7 +62,7 @@ def _attend_suffix(q: Tensor, k: Tensor, v: Tensor, flash: bool) -> Tensor:
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared_kv)
     if flash and q.shape[3] % FLASH_MULTIPLE == 0:
-        # Needs no mask in memory: this kernel aligns the last query with the last key.
+        # Without a mask in memory: this kernel aligns the last query with the last key.
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
         return out
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)

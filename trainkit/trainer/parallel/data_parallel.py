@@ -1,8 +1,8 @@
 """Data parallelism: `replicate` if every rank has the whole model, `fully_shard` if it is sharded.
 
 Replicas on CPUs are not wrapped: `HostReduction` averages their gradients during the backward pass.
-`replicate` reduces on a stream of the device. A host has none, so its backward pass would stop and wait for
-the network; gloo has its own threads, so a reduction that starts early is done when the pass is.
+`replicate` reduces on a stream of the device. A CPU has no streams, so the backward pass would block on the
+network; gloo reduces in its own threads, which overlap with the backward pass.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from trainkit.trainer.distributed import World
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 MIN_UNIT_BYTES = 25 * 2**20
-"""Blocks are grouped up to this size: smaller collectives lose more to latency than overlap gains."""
+"""Blocks are grouped up to this size: for smaller collectives, latency costs more than overlap gains."""
 
 
 def communication_units(blocks: list[nn.Module], min_bytes: int = MIN_UNIT_BYTES) -> list[list[nn.Module]]:
     """Split consecutive blocks into groups of at least `min_bytes` of parameters.
 
-    The rest at the end is not a group: it belongs to the root, with the embedding and the head.
+    Blocks left over at the end are not a group: they belong to the root, with the embedding and the head.
     """
     units: list[list[nn.Module]] = []
     unit: list[nn.Module] = []
@@ -49,7 +49,7 @@ def communication_units(blocks: list[nn.Module], min_bytes: int = MIN_UNIT_BYTES
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Compute in `dtype`, reduce gradients in float32.
 
-    Inputs are not cast: activations already have the type, and rotation tables must stay float32.
+    Inputs are not cast: activations already have that dtype, and rotation tables must stay float32.
     """
     if dtype == torch.float32:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -68,8 +68,8 @@ def apply_data_parallel(
 ) -> None:
     """Wrap the model in place, so that gradients are averaged over the data-parallel ranks.
 
-    The average includes context-parallel ranks, each of which has the gradient of its slice. Without anything
-    to average, wrapping is still needed to cast the parameters.
+    The average includes context-parallel ranks, each of which has the gradient of its slice. A model is
+    wrapped even if there is nothing to average, since wrapping casts the parameters.
     """
     policy = mixed_precision(dtype)
     units = communication_units(blocks)
@@ -83,7 +83,7 @@ def apply_data_parallel(
     options: dict[str, Any] = {
         "mesh": mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"],
         "mp_policy": policy,
-        # A pipeline needs the parameters for every microbatch.
+        # A pipeline would gather the parameters again for every microbatch.
         "reshard_after_forward": zero == 3 and layout.pp == 1,
     }
     if offload:
@@ -95,11 +95,11 @@ def apply_data_parallel(
 
 
 GradientSwitch = Callable[[bool], None]
-"""Disables gradient reduction for all but the last microbatch of a step."""
+"""Enables or disables gradient reduction; disabled for all but the last microbatch of a step."""
 
 
 def reduces_on_host(world: World) -> bool:
-    """Whether `HostReduction` averages the gradients, without wrapping the model."""
+    """Whether `HostReduction` averages the gradients and the model is not wrapped."""
     layout = world.layout
     return (
         world.device.type == "cpu"
@@ -117,19 +117,19 @@ def gradient_switch(model: nn.Module, world: World) -> GradientSwitch:
         return HostReduction(model, world.mesh["dp_replicate"].get_group()).set_enabled
     if world.layout.dp_shard * world.layout.cp == 1:
         return model.set_requires_gradient_sync
-    # Sharded gradients are reduced after every microbatch: unsharded ones would stay in memory on every rank.
+    # Reduce-scatter after every microbatch: unsharded gradients would stay in memory on every rank.
     return model.set_requires_all_reduce
 
 
 MIN_BUCKET_BYTES = 4 * 2**20
-"""Small enough to start early, large enough to amortise the latency of a reduction."""
+"""Small enough for reductions to start early, large enough to amortise their latency."""
 
 
 class HostReduction:
-    """Averages the gradients of a model over a group; done when `backward` returns.
+    """Averages the gradients of a model over a group; they are averaged when `backward` returns.
 
-    Gradients are reduced in buckets, each as soon as its last gradient is ready; all ranks reduce the buckets
-    in the same order, whatever the order of their gradients.
+    Each bucket is reduced as soon as its last gradient is ready; all ranks reduce the buckets in the same
+    order, whatever the order of their gradients.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -145,7 +145,7 @@ class HostReduction:
             cast(Any, param).register_post_accumulate_grad_hook(self._on_gradient)
 
     def set_enabled(self, enabled: bool) -> None:
-        """Whether the next backward pass averages gradients; otherwise they accumulate on each rank."""
+        """Set whether the next backward pass averages gradients; otherwise they accumulate on each rank."""
         self._enabled = enabled
 
     def _on_gradient(self, param: Tensor) -> None:
@@ -164,7 +164,7 @@ class HostReduction:
 
     def _finish(self) -> None:
         while len(self._works) < len(self._buckets):
-            # Without a gradient on this rank; another rank may have one.
+            # No gradient on this rank, but another rank may have one.
             for param in self._buckets[len(self._works)]:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
@@ -175,7 +175,7 @@ class HostReduction:
 
 
 def make_buckets(params: list[nn.Parameter], min_bytes: int = MIN_BUCKET_BYTES) -> list[list[nn.Parameter]]:
-    """Parameters from last to first, the order of their gradients, in groups of at least `min_bytes`."""
+    """Parameters from last to first, as their gradients become ready, in groups of at least `min_bytes`."""
     groups: list[list[nn.Parameter]] = [[]]
     size = 0
     for param in reversed(params):

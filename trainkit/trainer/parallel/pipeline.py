@@ -1,4 +1,4 @@
-"""Pipeline parallelism: consecutive layers on consecutive ranks, through which the microbatches pass."""
+"""Pipeline parallelism: stages of consecutive layers on several ranks, through which microbatches pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TORCH_NAMES: dict[PipelineSchedule, str] = {
 
 
 class PipelineForwardBackward:
-    """ForwardBackward through the stages that this rank has, in the order of a schedule."""
+    """ForwardBackward through the pipeline stages of this rank, in the order of a schedule."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class PipelineForwardBackward:
         self._has_last = self._num_stages - 1 in self._stages
         self._scale = torch.ones((), device=world.device)
         self._num_evaluated = num_microbatches
-        # A step is one run of the schedule whatever the accumulation, so it has one bubble.
+        # One run of the schedule per step, whatever the accumulation, so that a step has one bubble.
         self._num_microbatches = num_microbatches * accumulation_steps
         self.schedule = self._make_schedule()
         group = self._schedule_group()
@@ -104,7 +104,7 @@ class PipelineForwardBackward:
         return self._share(losses)
 
     def _join(self, microbatches: list[Microbatch]) -> Microbatch:
-        """All microbatches of a step as one batch, which the schedule splits again."""
+        """All microbatches of a step as one batch, on the device; the schedule splits it again."""
         whole = Microbatch(
             torch.cat([micro.tokens for micro in microbatches]),
             torch.cat([micro.labels for micro in microbatches]),
@@ -130,16 +130,16 @@ _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def stage_specs(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> list[StageSpec]:
-    """The stages of a pipeline rank."""
+    """The specs of the stages of a pipeline rank."""
     last = num_stages(pp, schedule) - 1
     layers = stage_layers(num_layers, last + 1)
     return [StageSpec(layers[stage], stage == 0, stage == last) for stage in stages_of(pp_rank, pp, schedule)]
 
 
 class ForwardOnlySchedule:
-    """Sends microbatches through the stages without a backward pass.
+    """Runs microbatches through the stages without a backward pass.
 
-    torch's schedules support that only with one stage per rank.
+    torch's schedules support this only with one stage per rank.
     """
 
     def __init__(
@@ -157,12 +157,12 @@ class ForwardOnlySchedule:
         self._group = group
         self._device = device
         self._shapes: dict[int, Tensor] = {}
-        """Stage that this rank receives from -> its output as a meta tensor."""
+        """Stage from which this rank receives -> its output as a meta tensor."""
         self._announced: set[int] = set()
-        """Stages whose receiver has been sent the type and shape of the output."""
+        """Stages whose receiver already knows the dtype and shape of the output."""
 
     def run(self, inputs: Sequence[Tensor], sample_keys: Sequence[Tensor]) -> list[Tensor]:
-        """The output of the last stage for each input; empty unless this rank has that stage."""
+        """The output of the last stage for each input; empty unless this rank has the last stage."""
         outputs, works = [], []
         for x, keys in zip(inputs, sample_keys, strict=True):
             for stage, model in self._local_stages:
@@ -200,10 +200,10 @@ class ForwardOnlySchedule:
 
 
 class TiedWeights:
-    """Keeps embedding and head equal when they are tied and on different stages.
+    """Keeps embedding and head equal if they are tied but on different stages.
 
-    Each has its own gradient. Both get the sum, which is the gradient of the weight, so their updates are
-    equal.
+    Each has its own gradient; both get the sum, which is the gradient of the shared weight, so their updates
+    are equal.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], world: World) -> None:

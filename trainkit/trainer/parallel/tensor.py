@@ -1,7 +1,7 @@
 """Tensor parallelism: splits the matrices of a model over ranks by the plan that the model declares.
 
-Megatron's scheme (arXiv 1909.08053, 2205.05198): a column split followed by a row split needs one reduction
-for both; with sequence parallelism each rank has a slice of the residual stream between them.
+Megatron's scheme (arXiv 1909.08053, 2205.05198): a column-wise followed by a row-wise matrix needs only one
+reduction; with sequence parallelism each rank has a slice of the residual stream between such pairs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEQUENCE_DIM = 1
 
 
 class VocabularyParallel(ParallelStyle):
-    """Splits an embedding by rows of its table, so that a tied head can share it.
+    """Splits an embedding by rows, over the vocabulary, so that a tied head can share it.
 
     Each rank looks up its own rows, and the sum over the ranks is the embedding.
     """
@@ -98,7 +98,7 @@ def apply_tensor_parallel(
 def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
     """Raise TrainkitError (exit code 78) for modules with parameters that the plan does not name.
 
-    They would silently get the gradient of one rank's slice only.
+    Their gradients would silently cover only the slice of one rank.
     """
     for name, module in model.named_modules():
         has_own = next(module.parameters(recurse=False), None) is not None
@@ -111,7 +111,7 @@ def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
 
 
 def _role(name: str, plan: Mapping[str, Role]) -> Role | None:
-    """The role of a module in the plan, if any."""
+    """The role of a module in the plan; None if the plan does not name it."""
     components = name.split(".")
     for pattern, role in plan.items():
         patterns = pattern.split(".")
@@ -142,10 +142,10 @@ def _on_local(module: nn.Module, forward: Callable[..., Tensor], *args: Tensor) 
 
 
 class _WholeInput(ParallelStyle):
-    """Gathers a module's first argument on every rank; the others are already whole.
+    """Gathers a module's first argument on every rank; its other arguments are not split.
 
-    It stays a DTensor, so that the gradients from several matrices are summed before they are reduced over
-    the ranks once.
+    The argument stays a DTensor, so that the gradients from several matrices are summed before a single
+    reduction over the ranks.
     """
 
     def __init__(self, stream: Placement) -> None:
