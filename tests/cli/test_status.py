@@ -76,4 +76,4 @@ def test_ambiguous_name_takes_the_newest_and_says_so(desk):
     newer = desk.submit("--run-dir", str(desk.folder / "elsewhere" / "small"))
     done = desk.trainkit("status", "small", "--json")
     assert json.loads(done.stdout)["run_dir"] == str(newer.path)
-    assert f"also so called: {run.path}" in done.stderr
+    assert f"the others are {run.path}" in done.stderr

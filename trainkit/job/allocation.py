@@ -184,7 +184,7 @@ class SlurmAllocation(Allocation):
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         """The job's restart count when this start began."""
         self.step_may_still_run = False
-        """Whether Slurm may still count an earlier step as running: one that could not be ended everywhere."""
+        """Whether an earlier step could not be ended on all hosts, so Slurm may still count it as running."""
         self.job: JobDetails | None = None
         """The job at the last query; None when Slurm did not respond."""
         self._host_watch: subprocess.Popen[bytes] | None = None

@@ -48,8 +48,8 @@ class Outcome:
     launch_error: str | None = None
     """srun's message when Slurm could not start the step."""
     hangs: list[HangRecord] = field(default_factory=list)
-    """The reports of hanging ranks, read before the ranks were killed: a rank deletes its report when the death
-    of a peer unblocks it."""
+    """The reports of hanging ranks, read before the ranks were killed: a rank that a peer's death unblocks
+    deletes its report."""
     lost_nodes: tuple[str, ...] = ()
     """Hosts that no longer respond."""
     killed_node: int | None = None
@@ -279,7 +279,7 @@ def _restart_limit(
 
 
 def _is_same(failure: Failure, progress: int, before: PreviousAttempt) -> bool:
-    """Whether the previous attempt failed in the same way; if the step is unknown, also without a new save."""
+    """Whether the previous attempt failed in the same way, if the step is unknown without a save since."""
     last = before.failure
     if last is None or (failure.what, failure.step) != (last.what, last.step):
         return False

@@ -141,7 +141,7 @@ def submitit_file(run: RunDir, job_id: str, name: str) -> Path:
 
 
 def copy_submitit_files(run: RunDir, job_id: str, new_id: str) -> None:
-    """Copy the submitit files of a job to a new one: its script looks for a pickle named after its own id."""
+    """Copy the submitit files of a job to a new one, whose script looks for a pickle named after its id."""
     for name in ("submitted.pkl", "submission.sh"):
         file = submitit_file(run, job_id, name)
         if file.exists():
@@ -162,7 +162,7 @@ def read_job(run: RunDir) -> dict[str, Any]:
 
 
 def read_job_to_change(run: RunDir) -> dict[str, Any]:
-    """The content of job.json, to be written back: raises OSError rather than overwrite an unreadable file."""
+    """The content of job.json, to be written back: raises OSError if it cannot be read."""
     try:
         job = read_json(run.job_file)
     except (FileNotFoundError, ValueError):
@@ -270,7 +270,10 @@ def is_exiting(run: RunDir, entry: Mapping[str, Any]) -> bool:
 
 
 def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
-    """Record that the user cancelled the newest attempt, with `now` without a save; call with the lock held."""
+    """Record that the user cancelled the newest attempt; call with the lock held.
+
+    `now` means that it does not save.
+    """
     job = read_job_to_change(run)
     job["attempts"][-1]["cancelled_at"] = utc_now()
     if now:

@@ -17,7 +17,7 @@ from types import FrameType
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED
 
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
-"""SIGTERM: preempted, cancelled or out of time. SIGUSR2: early notice, or a request to restart. SIGINT: Ctrl-C.
+"""SIGTERM: preempted, cancelled or out of time. SIGUSR2: early notice or requested restart. SIGINT: Ctrl-C.
 
 SIGUSR1 is not used: NCCL has been seen to catch it.
 """
