@@ -121,7 +121,7 @@ def test_a_point_is_steered_alone(login: Login) -> None:
     assert read_json(runs[3].attempt(1).end_file)["state"] == "cancelled"
     done = login.trainkit("cancel", "small", "--wait")
     assert done.returncode == 0, done.stderr
-    assert "2 runs are ended" in done.stderr
+    assert "2 runs ended" in done.stderr
     assert status(login, group)["states"] == {"cancelled": 3}
     assert "asked by" in (runs[5].attempt(1).rank_log(0)).read_text()
     # A point goes on as a job of its own, and the group knows.

@@ -42,7 +42,7 @@ class CancelResult:
     """What `cancel_run` or `cancel_group` did."""
 
     state: str
-    """``ended``: it had already ended; ``cancelled``: it is gone now; ``cancelling``: it is saving."""
+    """``ended`` if it had already ended, ``cancelled`` if it is over now, ``cancelling`` while it saves."""
     message: str
     facts: Mapping[str, Any]
     """For ``--json``."""

@@ -169,7 +169,7 @@ def _live_local_entry(run: RunDir, entry: dict[str, Any], command: str) -> dict[
 
 
 def _follow_up_entry(run: RunDir, entry: dict[str, Any]) -> dict[str, Any] | None:
-    """The entry of an attempt whose job has ended, with the id of a pending follow-up job; None without one."""
+    """The entry of an ended job's attempt, with the id of a follow-up job in the queue; None without one."""
     waiting = [] if is_exiting(run, entry) else waiting_follow_ups(run)
     jobs = query_jobs(waiting)
     return next(({**entry, "job_id": job_id} for job_id in waiting if in_queue(jobs.get(job_id))), None)

@@ -199,10 +199,10 @@ STATE_VARIABLE = "XDG_STATE_HOME"
 
 @contextmanager
 def isolated_state(folder: Path) -> Iterator[None]:
-    """Redirect the user's trainkit state to a folder, so that runs started in this context are not registered.
+    """Redirect the user's trainkit state to `folder`: runs started in this context are not in the user's index.
 
-    `last` keeps its meaning, and a node killed by a drill is not recorded as bad. Nodes that are already
-    recorded as bad are copied.
+    `last` keeps its meaning, and a node killed by a drill is not recorded as bad. The current records of bad
+    nodes still apply.
     """
     before, own = os.environ.get(STATE_VARIABLE), folder / ".state"
     known = state_folder() / "bad_nodes"
