@@ -199,7 +199,7 @@ STATE_VARIABLE = "XDG_STATE_HOME"
 
 @contextmanager
 def isolated_state(folder: Path) -> Iterator[None]:
-    """Redirect the user's trainkit state to `folder`: runs started in this context are not in the user's index.
+    """Redirect the user's trainkit state to `folder`, so that the user's index omits runs started meanwhile.
 
     `last` keeps its meaning, and a node killed by a drill is not recorded as bad. The current records of bad
     nodes still apply.

@@ -222,7 +222,7 @@ def _json(path: str) -> dict[str, Any]:
 
 
 def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:
-    """The `count` most relevant points: failures first, then by state, and best results first within a state."""
+    """The `count` most relevant points: by state, failures first, then by best result."""
 
     def key(point: PointStatus) -> tuple[int, float, int]:
         value = float(point.best["value"]) if point.best else float("inf")
