@@ -453,7 +453,7 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
 
 
 def best_result(run: RunDir, events: Iterable[dict[str, Any]] | None = None) -> dict[str, Any] | None:
-    """The lowest validation loss of a run, else its newest loss, as ``metric, value, step``; None without both.
+    """The lowest validation loss of a run, else its newest loss, as ``metric, value, step``; None without.
 
     `events` are all events of the run, for callers that have already read them.
     """

@@ -1,4 +1,4 @@
-"""Follows a run that a command has started, until it ends, and says how it ended."""
+"""Follows a run that a command has started until it ends, and prints how it ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END_S = 3.0
 def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[], None] = lambda: None) -> int:
     """Print rank 0's log and the run's events until it ends, then how it ended; returns the exit code.
 
-    `on_poll` is called several times a second. KeyboardInterrupt passes through.
+    `on_poll` is called several times per second. KeyboardInterrupt passes through.
     """
     events = LogTail(run.events_file)
     is_alive = liveness_probe(run, lambda text: click.echo(text, err=True))
@@ -38,14 +38,14 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
         click.echo(line.text, err=to_stderr)
     entry = newest_entry(run)
     if entry is not None:
-        # Otherwise the next command, for example `resume`, could find the supervisor still running.
+        # Otherwise the next command, for example `resume`, might find the supervisor still running.
         wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
     _print_events(events, attempt)
     return print_end(run)
 
 
 def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
-    """`follow_run`, which Ctrl-C leaves without ending the job (exit code 130)."""
+    """`follow_run`, except that Ctrl-C detaches with exit code 130 while the job continues."""
     try:
         return follow_run(run, attempt, to_stderr)
     except KeyboardInterrupt:
@@ -72,7 +72,7 @@ LOGGED_EVENTS = {
     "checkpoint_rejected",
     "checkpoint_failed",
 }
-"""Events of the trainer, which rank 0's log contains too."""
+"""Events of the trainer that rank 0's log also contains."""
 
 
 def _print_events(events: LogTail, attempt: int) -> None:
@@ -88,7 +88,7 @@ def _print_events(events: LogTail, attempt: int) -> None:
 
 
 def _end_soon(run: RunDir) -> dict[str, Any] | None:
-    """end.json of the newest attempt; `cancel --now` writes it shortly after killing the supervisor."""
+    """end.json of the newest attempt, None without one; `cancel --now` writes it after killing the supervisor."""
     deadline_s = time.monotonic() + END_S
     while True:
         end = read_end(run.attempt(run.attempt_numbers()[-1]))
@@ -105,7 +105,7 @@ def print_end(run: RunDir) -> int:
         log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
         last_line = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")
         click.echo(
-            f"died: the supervisor is gone and recorded no end; {log} ends with: {last_line}", err=True
+            f"died: the supervisor exited without recording an end; {log} ends with: {last_line}", err=True
         )
         return EXIT_FAILED
     click.echo(f"{end['state']}: {end['reason']}", err=True)
@@ -113,7 +113,7 @@ def print_end(run: RunDir) -> int:
         click.echo(failure_line(end["verdict"]), err=True)
         if end["verdict"].get("rank") is not None:
             command = f"trainkit logs {quote(str(run.path))} --rank {end['verdict']['rank']}"
-            click.echo(f"`{command}` shows what it printed", err=True)
+            click.echo(f"`{command}` shows its output", err=True)
     if end["state"] == "stopped":
         click.echo(f"`trainkit resume {quote(str(run.path))}` continues from here", err=True)
     return EXIT_OK if end["exit_code"] in (EXIT_OK, EXIT_STOPPED) else EXIT_FAILED

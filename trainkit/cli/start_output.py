@@ -1,4 +1,4 @@
-"""What commands print about a run that they create and start."""
+"""The output of commands that create or start a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainkit.rundir import RunDir
 
 
 def print_copied(code: dict[str, Any] | None) -> None:
-    """Print on stderr which code was copied to the run, if any."""
+    """Print on stderr which code was copied into the run folder, if any."""
     if code is None:
         return
     click.echo(f"  code                {code['num_files']:,} files of {code['source']} copied", err=True)
@@ -20,7 +20,7 @@ def print_copied(code: dict[str, Any] | None) -> None:
 
 
 def print_started(run: RunDir, name: str, entry: dict[str, Any], backend: str, as_json: bool) -> None:
-    """Print the run folder and the job id; `entry` is that of job.json."""
+    """Print the run folder and the job id; `entry` is the attempt's entry in job.json."""
     if as_json:
         facts = {"job_id": entry["job_id"], "attempt": entry["attempt"], "backend": backend}
         click.echo(json.dumps({"run_dir": str(run.path), "name": name, **facts}, ensure_ascii=False))

@@ -193,5 +193,5 @@ def _deterministic(config: RunConfig, device: str) -> Iterator[Change]:
     reason = "makes two runs on GPUs bit-identical"
     yield Change("train.deterministic", True, config.train.deterministic, reason)
     env = config.launch.env
-    # Without it cuBLAS is not deterministic, and torch.use_deterministic_algorithms raises an error.
+    # Without it cuBLAS is not deterministic, and most versions of torch raise an error.
     yield Change("launch.env", {CUBLAS_VARIABLE: ":4096:8", **env}, env, "train.deterministic needs it")
