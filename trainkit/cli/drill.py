@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     metavar="N",
     help=f"Steps of each run; default: {DEFAULT_STEPS}.",
 )
-@click.option("--seed", type=int, default=0, metavar="N", help="Seed of the times and targets.")
+@click.option("--seed", type=int, default=0, metavar="N", help="Seed for choosing times and targets.")
 @click.option(
     "--only",
     type=click.Choice(NAMES),

@@ -88,7 +88,7 @@ def _print_events(events: LogTail, attempt: int) -> None:
 
 
 def _end_soon(run: RunDir) -> dict[str, Any] | None:
-    """end.json of the newest attempt, None without one; `cancel --now` writes it after killing the supervisor."""
+    """end.json of the newest attempt, None without one; after `cancel --now` it may appear a bit later."""
     deadline_s = time.monotonic() + END_S
     while True:
         end = read_end(run.attempt(run.attempt_numbers()[-1]))

@@ -233,9 +233,9 @@ def _warnings(
     if state == "unknown":
         where = f"its job is on the cluster {entry['cluster']}" if "cluster" in entry else ""
         where = where or f"it was started on {entry.get('host')}"
-        warnings.append(f"unknown from here whether it runs: {where}")
+        warnings.append(f"cannot tell from here whether it is running: {where}")
     if state == "died":
-        warnings.append("the supervisor is gone and did not record how the attempt ended")
+        warnings.append("the supervisor exited without recording how the attempt ended")
     return warnings
 
 
