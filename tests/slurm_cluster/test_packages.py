@@ -89,7 +89,7 @@ def test_what_is_missing_is_named(machine: Path, monkeypatch: pytest.MonkeyPatch
         packages.install_missing()
     assert str(error.value) == "iproute2, util-linux are not installed"
     assert error.value.hint == (
-        "type: apt-get update && apt-get install --no-install-recommends iproute2 util-linux"
+        "run: apt-get update && apt-get install --no-install-recommends iproute2 util-linux"
     )
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(packages.NotPossible, match="only root can create the namespaces of its hosts"):

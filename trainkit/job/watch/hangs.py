@@ -105,7 +105,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
 
 
 def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
-    """The rank that is furthest behind, and whether it can be told apart from the others.
+    """The rank that is furthest behind, and whether it is distinguishable from the others.
 
     Among ranks at the same position, a rank whose stack differs from the majority's blocks the majority.
     """
