@@ -108,7 +108,7 @@ def _daemon(options: argparse.Namespace) -> int:
 
 def _shell(options: argparse.Namespace) -> int:
     packages.require()
-    shell.in_own_cluster(not options.no_accounting, dict(options.set))
+    shell.run_shell_in_new_cluster(not options.no_accounting, dict(options.set))
     return 0
 
 

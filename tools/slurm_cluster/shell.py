@@ -30,7 +30,7 @@ Leave with `exit` or Ctrl-D; this removes the cluster and all its jobs. Its fold
 """
 
 
-def in_own_cluster(accounting: bool, options: Mapping[str, str]) -> None:
+def run_shell_in_new_cluster(accounting: bool, options: Mapping[str, str]) -> None:
     """Start a cluster, run $SHELL in it, and remove it, also after SIGTERM or when the terminal closes."""
     for number in ENDING:
         signal.signal(number, _leave)

@@ -323,10 +323,10 @@ def liveness_probe(
     It queries Slurm at most every `QUERY_INTERVAL_S`. `notify` is called whenever the reason why the job is
     pending changes.
     """
-    asked_s, alive, notified = float("-inf"), None, ""
+    queried_s, alive, notified = float("-inf"), None, ""
 
     def probe() -> bool | None:
-        nonlocal asked_s, alive, notified
+        nonlocal queried_s, alive, notified
         entry = newest_entry(run)
         if entry is None:
             return None
@@ -335,10 +335,10 @@ def liveness_probe(
         if other_cluster(entry):
             return None
         is_pending = notified != "" or alive is None
-        interval_s = FIRST_QUERY_INTERVAL_S if is_pending and asked_s < 0 else QUERY_INTERVAL_S
-        if time.monotonic() - asked_s < interval_s:
+        interval_s = FIRST_QUERY_INTERVAL_S if is_pending and queried_s < 0 else QUERY_INTERVAL_S
+        if time.monotonic() - queried_s < interval_s:
             return alive
-        asked_s = time.monotonic()
+        queried_s = time.monotonic()
         try:
             job = slurm_job(entry)
             alive = in_queue(job)

@@ -19,7 +19,7 @@ from trainkit.manifest import newest_intact, published
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.rundir import PARTIAL_SUFFIX, RunDir
 
-FIXED = ("seed", "data.seq_len", "data.shuffle")
+FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
 """The keys that determine the order of samples; the trainer also compares the data itself."""
 
 
@@ -40,7 +40,7 @@ def refuse_incompatible(run: RunDir, loaded: LoadedConfig) -> None:
 def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> Iterator[Problem]:
     config = loaded.config
     hint = "use the old value, or start a new run"
-    for key in FIXED:
+    for key in FIXED_KEYS:
         before, now = manifest.get("data", {}).get(key), _value(config, key)
         if before is not None and before != now:
             yield loaded.problem(key, f"is {now}, but {name} was trained with {before}", hint)

@@ -80,15 +80,15 @@ def _known(folder: Path, name: str | None = None, time: str | None = None) -> Kn
     run, group = RunDir(folder), RunGroup(folder)
     try:
         if group.exists():
-            return KnownRun(run, name or run.name, time or _written(group.sweep_file), is_group=True)
+            return KnownRun(run, name or run.name, time or _modified_at(group.sweep_file), is_group=True)
         if run.exists():
-            return KnownRun(run, name or str(read_job(run)["name"]), time or _written(run.config_file))
+            return KnownRun(run, name or str(read_job(run)["name"]), time or _modified_at(run.config_file))
     except OSError:
         pass  # another user's run, or an unavailable disk: skip only this one
     return None
 
 
-def _written(file: Path) -> str:
+def _modified_at(file: Path) -> str:
     return datetime.fromtimestamp(file.stat().st_mtime, timezone.utc).isoformat()
 
 
@@ -122,14 +122,14 @@ def find_run_or_group(text: str) -> RunDir | RunGroup:
             f"{text} cannot be read: {error.strerror}", hint="only the owner of a run can read it"
         ) from None
     if is_run:
-        return _opened(run)
+        return _ensure_created(run)
     head, separator, tail = text.rpartition(os.sep)
     if separator and (os.sep in head or not is_index(tail)):
         raise UsageError(f"{text} does not contain a run", hint="`trainkit status` lists the runs")
     known = known_runs()
     if separator:
         known = [item for item in known if item.is_group]
-        return _point(_newest(head, _called(head, known), known).group, int(tail))
+        return _run_of_point(_newest(head, _matching_name(head, known), known).group, int(tail))
     if text == "last":
         matches = known[:1]
     elif text.startswith("local-") or is_job_id(text):
@@ -137,22 +137,22 @@ def find_run_or_group(text: str) -> RunDir | RunGroup:
         # A point that was restarted individually is also registered as a run.
         matches = [item for item in having if not item.is_group] or having
     else:
-        matches = _called(text, known)
+        matches = _matching_name(text, known)
     newest = _newest(text, matches, known)
     if not newest.is_group:
         return newest.run
-    return (
-        _point(newest.group, int(text.partition("_")[2])) if is_job_id(text) and "_" in text else newest.group
-    )
+    if is_job_id(text) and "_" in text:
+        return _run_of_point(newest.group, int(text.partition("_")[2]))
+    return newest.group
 
 
-def _called(name: str, known: Sequence[KnownRun]) -> list[KnownRun]:
+def _matching_name(name: str, known: Sequence[KnownRun]) -> list[KnownRun]:
     return [item for item in known if item.run.name == name] or [item for item in known if item.name == name]
 
 
 def _newest(text: str, matches: Sequence[KnownRun], known: Sequence[KnownRun]) -> KnownRun:
     if not matches:
-        raise UsageError(f"there is no run {text!r}", hint=_closest(text, known))
+        raise UsageError(f"there is no run {text!r}", hint=_closest_name_hint(text, known))
     if len(matches) > 1:
         others = ", ".join(str(item.run.path) for item in matches[1:])
         print(
@@ -163,12 +163,12 @@ def _newest(text: str, matches: Sequence[KnownRun], known: Sequence[KnownRun]) -
     return matches[0]
 
 
-def _point(group: RunGroup, index: int) -> RunDir:
+def _run_of_point(group: RunGroup, index: int) -> RunDir:
     group.point(index)
-    return _opened(group.run(index))
+    return _ensure_created(group.run(index))
 
 
-def _opened(run: RunDir) -> RunDir:
+def _ensure_created(run: RunDir) -> RunDir:
     """The run, after creating its folder if it is an array task that has not started."""
     if not run.exists():
         from trainkit.job.array_tasks import create_task_run  # slow to import: it loads configs
@@ -184,7 +184,7 @@ def _has_job(known: KnownRun, job_id: str) -> bool:
     return job_id in [*(entry.get("job_id") for entry in job["attempts"]), *(job.get("follow_ups") or [])]
 
 
-def _closest(text: str, known: Sequence[KnownRun]) -> str:
+def _closest_name_hint(text: str, known: Sequence[KnownRun]) -> str:
     if not known:
         return "no runs yet: `trainkit submit` starts one"
     names = ["last", *(item.name for item in known), *(item.run.name for item in known)]

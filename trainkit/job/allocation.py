@@ -51,7 +51,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 from trainkit.slurm.client import QUERY_PATIENCE_S
 from trainkit.slurm.control import requeue
-from trainkit.slurm.hosts import expand_hosts, hosts_of_job, is_out, node_states
+from trainkit.slurm.hosts import expand_hosts, hosts_of_job, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 
@@ -284,9 +284,9 @@ class SlurmAllocation(Allocation):
         return tuple(hosts) if len(self.good_hosts) - len(hosts) >= plan.num_nodes else ()
 
     def is_down(self, host: str) -> bool:
-        """Whether Slurm says that a host is down; False when Slurm does not respond."""
+        """Whether Slurm reports a host as unavailable; False when Slurm does not respond."""
         try:
-            return is_out(node_states([host]).get(host, ""))
+            return is_unavailable(node_states([host]).get(host, ""))
         except TrainkitError as error:
             log_line(f"cannot query the state of {host}: {error.message}")
             return False
@@ -467,4 +467,4 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
         return None
     if is_running and not remaining:
         return None  # the job ended between the two queries: its hosts are not lost
-    return tuple(host for host in hosts if host not in remaining or is_out(states.get(host, "")))
+    return tuple(host for host in hosts if host not in remaining or is_unavailable(states.get(host, "")))

@@ -44,7 +44,7 @@ class Outcome:
     supervisor_was_signalled: bool = False
     """Whether the supervisor received that signal too; at a preemption Slurm signals only the steps."""
     cause: Cause | None = None
-    """The reason for the signal; None when a person wants the job to end."""
+    """The reason for the signal; None if a person cancelled the job."""
     launch_error: str | None = None
     """srun's message when Slurm could not start the step."""
     hangs: list[HangRecord] = field(default_factory=list)
@@ -97,7 +97,7 @@ class AttemptResult:
     stop_signal: str | None = None
     """The signal that asked them to stop."""
     cause: Cause | None = None
-    """The reason for the signal; None when a person wants the job to end."""
+    """The reason for the signal; None if a person cancelled the job."""
     out_of_time: bool = False
     """Whether some did not end within the grace time."""
     not_started: bool = False

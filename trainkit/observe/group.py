@@ -187,8 +187,8 @@ class GroupFiles:
 def _read_points(group: RunGroup) -> list[PointFiles]:
     points = group.points
     names = (path.name for path in group.path.iterdir())
-    made = [int(name) for name in names if is_index(name) and int(name) in points]
-    shares = [made[first : first + POINTS_PER_TASK] for first in range(0, len(made), POINTS_PER_TASK)]
+    created = [int(name) for name in names if is_index(name) and int(name) in points]
+    shares = [created[first : first + POINTS_PER_TASK] for first in range(0, len(created), POINTS_PER_TASK)]
     found = {index: PointFiles(point, group.task_id(index)) for index, point in points.items()}
     with ThreadPoolExecutor(NUM_READERS) as readers:
         for files in itertools.chain.from_iterable(readers.map(lambda share: _read(group, share), shares)):

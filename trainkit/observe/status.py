@@ -192,7 +192,7 @@ def _failed_requeue(end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, An
 
 def _slurm_end(job: JobInfo) -> str:
     """Slurm's information about the end of a job, as text."""
-    words = [f"Slurm says {job.slurm_state}"]
+    words = [f"Slurm reports {job.slurm_state}"]
     if job.exit_code:
         meaning = " (state saved)" if job.exit_code == EXIT_STOPPED else ""
         words.append(f"exit code {job.exit_code}{meaning}")

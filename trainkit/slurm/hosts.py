@@ -129,7 +129,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 HOSTS_TIMEOUT_S = 10.0
 _NOT_RESPONDING = "*"
-_OUT = re.compile(r"down|fail|unk|error", re.IGNORECASE)
+_DOWN = re.compile(r"down|fail|unk|error", re.IGNORECASE)
 """States in which no step can run. A draining host still runs its current job."""
 
 
@@ -157,14 +157,14 @@ def parse_node_states(text: str) -> dict[str, str]:
     return {record[0]: record[1] for record in records(text, 2)}
 
 
-def is_out(state: str) -> bool:
+def is_unavailable(state: str) -> bool:
     """Whether a host in this state is down, failed or not responding."""
-    return _NOT_RESPONDING in state or _OUT.search(state) is not None
+    return _NOT_RESPONDING in state or _DOWN.search(state) is not None
 
 
 def is_down(state: str) -> bool:
     """Whether Slurm considers a host down; one that merely does not respond may be busy or being upgraded."""
-    return _OUT.search(state) is not None
+    return _DOWN.search(state) is not None
 
 
 def hosts_of_job(

@@ -108,14 +108,16 @@ def query_jobs(
     arrays = {base_id(job_id) for job_id in known if "_" in job_id}
     # The tasks of an array leave squeue one by one, so an array that is listed may be incomplete.
     missing = [job_id for job_id in wanted if job_id not in known or job_id in arrays]
-    why = UNKNOWN_JOB
+    reason = UNKNOWN_JOB
     if missing:
-        ended, why = _query_accounting(missing, environ)
+        ended, reason = _query_accounting(missing, environ)
         known = {**ended, **known}
-    return dict(_picked(wanted, known, why))
+    return dict(_select(wanted, known, reason))
 
 
-def _picked(wanted: Sequence[str], known: Mapping[str, JobInfo], why: str) -> Iterator[tuple[str, JobInfo]]:
+def _select(
+    wanted: Sequence[str], known: Mapping[str, JobInfo], reason: str
+) -> Iterator[tuple[str, JobInfo]]:
     of_array: dict[str, list[str]] = {}
     for job_id in known:
         of_array.setdefault(base_id(job_id), []).append(job_id)
@@ -124,9 +126,9 @@ def _picked(wanted: Sequence[str], known: Mapping[str, JobInfo], why: str) -> It
             for found in sorted(of_array[job_id], key=_task_number):
                 yield found, known[found]
             continue
-        info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN, reason=why))
+        info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN, reason=reason))
         rest = known.get(base_id(job_id), info)
-        if info.state is JobState.UNKNOWN and rest.state is JobState.CANCELLED and why == UNKNOWN_JOB:
+        if info.state is JobState.UNKNOWN and rest.state is JobState.CANCELLED and reason == UNKNOWN_JOB:
             # Tasks cancelled while pending may share one record under the array's id.
             info = replace(rest, job_id=job_id)
         yield job_id, info
@@ -225,7 +227,7 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, partition, nodes, num_nodes, submitted, start, end, exit_code, name = fields
         state = state_in_accounting(word)
-        code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
+        code, signal = _parse_exit(exit_code) if state.is_terminal else (None, None)
         info = JobInfo(
             job_id=job_id,
             state=state,
@@ -255,7 +257,7 @@ def _from_wait_status(text: str) -> tuple[int | None, int | None]:
     return status >> 8 & 0xFF, status & 0x7F or None
 
 
-def _exit_of(text: str) -> tuple[int | None, int | None]:
+def _parse_exit(text: str) -> tuple[int | None, int | None]:
     """`1:0` or `0:9` as (exit code, signal)."""
     code, _, signal = text.partition(":")
     if not code.isdigit():
