@@ -1,6 +1,6 @@
-"""`make demo`: train the quickstart, kill a second run of it, resume that one, and compare the losses.
+"""`make demo`: train the quickstart, kill a second run of it, resume that run, and compare the losses.
 
-It runs the commands that a user would type, and prints each one.
+Runs the commands that a user would type, and prints each one.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ SHORT = (
 SUBMIT = ("submit", "quickstart", "--nodes", "2", *SHORT)
 START_TIMEOUT_S = 300.0
 NEXT = """
-What to try next:
+Next steps:
 
   . .venv/bin/activate                           put `trainkit` on your PATH
-  trainkit status last                           how the run went
-  trainkit logs last                             what it printed
+  trainkit status last                           show the state of the run
+  trainkit logs last                             print its log
   trainkit resume last --nodes 1 --set train.steps=72 --follow
-                                                 train on, on one node instead of two
-  trainkit drill quickstart --nodes 2            interrupt it in every way that is possible here
-  trainkit submit quickstart --nodes 2 --dry-run the plan, or on a Slurm cluster the script
+                                                 continue on one node instead of two
+  trainkit drill quickstart --nodes 2            interrupt it in every way possible here
+  trainkit submit quickstart --nodes 2 --dry-run show the plan, on a Slurm cluster also the script
 """
 
 
 def main() -> None:
-    """Show the demo; exits with 1 if the losses differ."""
-    say("Train a small model as a job of two nodes: here, two processes on this machine.")
+    """Run the demo; exits with 1 if the losses differ."""
+    print_heading("Train a small model as a job of two nodes: here, two processes on this machine.")
     uninterrupted = submit("--follow")
 
-    say("Start the same training again, and kill it after its first checkpoint.")
+    print_heading("Start the same training again, and kill it after its first checkpoint.")
     killed = submit()
     wait_for_checkpoint(killed)
     trainkit("cancel", "last", "--now")
     last_step = metrics(killed)[-1]["step"]
 
-    say("Resume it.")
+    print_heading("Resume it.")
     trainkit("resume", "last", "--follow")
     resumed_step = next(record["step"] for record in metrics(killed) if record["attempt"] == 2)
 
-    say("Compare the losses in the two files metrics.jsonl.")
+    print_heading("Compare the losses in the metrics.jsonl files of both runs.")
     print(f"  killed after step {last_step}; first step written after the resume: {resumed_step}\n")
     print("  step   uninterrupted        killed and resumed")
     expected, resumed = losses(uninterrupted), losses(killed)
@@ -58,23 +58,23 @@ def main() -> None:
         print(f"  {step:4}   {loss:<20} {resumed.get(step, 'missing')}")
     if resumed != expected:
         sys.exit("error: the losses differ\n\nhint: please report this with the folders of both runs")
-    print("\nThe losses are the same, digit for digit: the kill cost time, and nothing else.")
+    print("\nThe losses are identical, digit for digit: the kill cost only time.")
     print(NEXT)
 
 
-def say(text: str) -> None:
+def print_heading(text: str) -> None:
     """Print a heading."""
     print(f"\n=== {text}\n", flush=True)
 
 
 def submit(*options: str) -> Path:
-    """Submit the quickstart; returns the folder of the run."""
+    """Submit the quickstart; returns the run folder."""
     done = trainkit(*SUBMIT, *options)
     return Path(done.splitlines()[0])
 
 
 def trainkit(*args: str) -> str:
-    """Show a command and run it; returns what it printed. Ends the demo if the command fails."""
+    """Print and run a command; returns its output. Exits the demo if the command fails."""
     print(f"$ {shlex.join(['trainkit', *args])}", flush=True)
     process = subprocess.Popen([TRAINKIT, *args], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -88,7 +88,7 @@ def trainkit(*args: str) -> str:
 
 
 def wait_for_checkpoint(run: Path) -> None:
-    """Wait until the first checkpoint of a run is written."""
+    """Wait for the first checkpoint of a run."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not (run / "checkpoints" / f"step-{SAVE_EVERY:08}").exists():
         if time.monotonic() > deadline_s:
@@ -99,12 +99,12 @@ def wait_for_checkpoint(run: Path) -> None:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """What a run has written about its steps so far, in the order of writing."""
+    """The metrics records of a run so far, in the order in which they were written."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(run: Path) -> dict[int, str]:
-    """The loss of each step as it is written; of a step that was computed twice, the later one."""
+    """The loss of each step as JSON text; the last one for a step that was computed twice."""
     return {record["step"]: json.dumps(record["loss"]) for record in metrics(run)}
 
 

@@ -1,7 +1,7 @@
-"""Writes docs/config.md and docs/commands.md from the schema and from the help of every command.
+"""Generates docs/config.md and docs/commands.md from the config schema and the help of every command.
 
-python -m tools.reference            # write both
-python -m tools.reference --check    # exit with 1 when one of them is out of date
+python -m tools.reference            # write both pages
+python -m tools.reference --check    # exit with 1 if a page is out of date
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _table(fields: dict[str, dict[str, Any]], prefix: str = "") -> str:
 
 
 def _value(field: dict[str, Any]) -> str:
-    """The values that a key takes, in a few words."""
+    """The allowed values of a key, as Markdown."""
     if "anyOf" in field:
         return " or ".join(dict.fromkeys(_value(option) for option in field["anyOf"]))
     if "enum" in field:
@@ -127,7 +127,7 @@ def commands_text() -> str:
 
 
 def _pages(name: str, command: click.Command, parent: click.Context) -> Iterator[str]:
-    """The help of a command and of the commands below it."""
+    """Yield the help of a command and of its subcommands."""
     context = click.Context(command, info_name=name, parent=parent)
     yield _section(context.command_path, command, context)
     if isinstance(command, click.Group):
@@ -146,7 +146,7 @@ PAGES = {"config.md": config_text, "commands.md": commands_text}
 
 
 def stale_pages() -> list[str]:
-    """The pages that differ from what would be written now."""
+    """The names of the pages that are out of date."""
     return [name for name, text in PAGES.items() if _read(DOCS / name) != text()]
 
 
@@ -156,8 +156,8 @@ def _read(path: Path) -> str:
 
 def main() -> int:
     """Write the pages, or with ``--check`` only compare them; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Write docs/config.md and docs/commands.md.")
-    parser.add_argument("--check", action="store_true", help="only compare; exit with 1 when out of date")
+    parser = argparse.ArgumentParser(description="Generate docs/config.md and docs/commands.md.")
+    parser.add_argument("--check", action="store_true", help="only compare; exit with 1 if out of date")
     if parser.parse_args().check:
         stale = stale_pages()
         if stale:

@@ -1,15 +1,15 @@
-"""Everything that trainkit raises on purpose.
+"""The exceptions of trainkit, and its exit codes.
 
 ::
 
-    TrainkitError            exit 1   the thing failed
+    TrainkitError            exit 1   the command failed
     ├── UsageError           exit 2   wrong flag, wrong file, wrong state of a run
-    │   └── ConfigError      exit 2   one or more `Problem`s of a config, all at once
+    │   └── ConfigError      exit 2   one or more `Problem`s of a config
     ├── SlurmError           exit 3   Slurm cannot be reached: try again
-    ├── CheckpointError      exit 1   no checkpoint that can be trusted
-    └── DivergedError        exit 78  training cannot get better by starting again
+    ├── CheckpointError      exit 1   no intact checkpoint
+    └── DivergedError        exit 78  non-finite loss or gradients that a restart cannot fix
 
-The exit codes of a *worker* are a contract of their own: see `EXIT_*` below.
+Workers use further exit codes: see `EXIT_*` below.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TRY_AGAIN = 3
 EXIT_STUCK = 70
-"""A rank left by itself before the deadline because its peers did not answer."""
+"""A rank exited before the deadline because its peers did not respond."""
 EXIT_STOPPED = 75
-"""The state is saved and the run wants to continue."""
+"""The state is saved and the run can be resumed."""
 EXIT_NO_RESTART = 78
-"""Starting again cannot help: the config is wrong or the run diverged."""
+"""A restart cannot help: the config is wrong or the run diverged."""
 EXIT_INTERRUPTED = 130
 
 
 class TrainkitError(Exception):
-    """What happened, and in `hint` what to do about it."""
+    """The base class: `message` says what happened, `hint` what to do about it."""
 
     exit_code = EXIT_FAILED
 
@@ -43,27 +43,27 @@ class TrainkitError(Exception):
             self.exit_code = exit_code
 
     def render(self) -> str:
-        """The error as a person reads it: ``error: …``, a blank line, ``hint: …``."""
+        """The error as text: ``error: …``, a blank line, ``hint: …``."""
         text = f"error: {self.message}"
         return f"{text}\n\nhint: {self.hint}" if self.hint else text
 
 
 class UsageError(TrainkitError):
-    """The command cannot be carried out as it was typed."""
+    """The command cannot be carried out: a wrong flag, a wrong file or a wrong state of a run."""
 
     exit_code = EXIT_USAGE
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a config."""
+    """One problem of a config."""
 
     key: str
     """Dotted key, for example ``train.steps``; empty when the problem is not about one key."""
     message: str
     """What is wrong, with the value."""
     origin: str = ""
-    """Where the value came from: ``configs/x.yaml:12``, ``--set train.steps=0``, ``TRAINKIT_SEED``."""
+    """The source of the value: ``configs/x.yaml:12``, ``--set train.steps=0``, ``TRAINKIT_SEED``."""
     hint: str = ""
 
     def render(self) -> str:
@@ -74,7 +74,7 @@ class Problem:
 
 
 class ConfigError(UsageError):
-    """All problems of a config at once."""
+    """All problems of a config."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
@@ -85,20 +85,20 @@ class ConfigError(UsageError):
         super().__init__(message)
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
-        return type(self), (self.problems,)  # an exception is pickled by its message otherwise
+        return type(self), (self.problems,)  # by default an exception is pickled with its message only
 
 
 class SlurmError(TrainkitError):
-    """Slurm did not answer; nothing is wrong with the request as far as we know."""
+    """Slurm cannot be reached; the request itself may be valid."""
 
     exit_code = EXIT_TRY_AGAIN
 
 
 class CheckpointError(TrainkitError):
-    """There is no checkpoint that can be trusted."""
+    """There is no intact checkpoint."""
 
 
 class DivergedError(TrainkitError):
-    """Loss or gradients are not finite and will not become so by starting again."""
+    """Loss or gradients are not finite, and a restart would not change that."""
 
     exit_code = EXIT_NO_RESTART

@@ -1,4 +1,4 @@
-"""Files that ship with trainkit, configs and templates, and the config that commands use by default."""
+"""The configs and templates that ship with trainkit, and the config that commands use by default."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIRST_RUN = "first-run.yaml"
 """The run config that `trainkit init` writes."""
 QUICKSTART = "quickstart"
 NOT_RUNS = ("clusters", "profiles")
-"""Folders of shipped files that are laid over a run config."""
+"""Folders of shipped files that are layered over a run config and do not describe a run themselves."""
 
 
 def shipped_configs() -> Path:
@@ -29,7 +29,7 @@ def _shipped(name: str) -> Path:
 
 
 def default_config(cwd: Path) -> tuple[str, str]:
-    """The config of a command without CONFIG, and where it is from: a file in `cwd`, else the quickstart."""
+    """The default config, a file in `cwd` or else the quickstart, and a text that says where it is from."""
     if (cwd / PROJECT_CONFIG).is_file():
         return PROJECT_CONFIG, "in this folder"
     if (cwd / FIRST_RUN).is_file():
@@ -38,7 +38,10 @@ def default_config(cwd: Path) -> tuple[str, str]:
 
 
 def find_shipped_config(name: str) -> Path | None:
-    """The file of a shipped config: ``quickstart``, ``models/8b.yaml`` or ``configs/models/8b.yaml``."""
+    """The file of a shipped config such as ``quickstart``, ``models/8b.yaml`` or ``configs/models/8b.yaml``.
+
+    None if no such config ships.
+    """
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts or path.suffix not in ("", ".yaml"):
         return None
@@ -49,7 +52,7 @@ def find_shipped_config(name: str) -> Path | None:
 
 
 def shipped_config_names() -> list[str]:
-    """The names of the shipped configs that describe a whole run: ``quickstart``, ``models/8b``."""
+    """The names of the shipped run configs, such as ``quickstart`` and ``models/8b``."""
     folder = shipped_configs()
     others = [file for file in sorted(folder.glob("*/*.yaml")) if file.parent.name not in NOT_RUNS]
     files = [folder / f"{QUICKSTART}.yaml", *others]

@@ -1,7 +1,7 @@
-"""A run is a folder: every path in it, and how its files are written, read, locked and waited for.
+"""The run folder: its paths, and functions that write, read, lock and wait for its files.
 
-All writers go through `write_atomic` (whole files) or `append_jsonl` (whole lines), so a reader never
-sees a partial file or line, except a last line cut off by a crash, which `read_jsonl` skips.
+All writers use `write_atomic` (whole files) or `append_jsonl` (whole lines), so a reader never sees a partial
+file or line, except for a line cut off by a crash, which `read_jsonl` skips.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def utc_now() -> str:
 
 
 def as_utc(time: datetime, timespec: str = "milliseconds") -> str:
-    """An aware time in the format of the run's files: ISO-8601, UTC."""
+    """A timezone-aware time in the format of the run's files: ISO-8601, UTC."""
     return time.astimezone(timezone.utc).isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
 def parse_time(text: object) -> datetime | None:
-    """The time that a file's text stands for; None if it is not a time."""
+    """Parse a time from a run's file; None if it is not a time."""
     if not isinstance(text, str):
         return None
     try:
@@ -43,7 +43,7 @@ def parse_time(text: object) -> datetime | None:
 
 
 def seconds_between(start: object, end: datetime | None) -> float | None:
-    """Seconds from a time in a file's format until `end`; None when either is unknown."""
+    """Seconds from `start`, in the format of the run's files, to `end`; None if either is unknown."""
     started = parse_time(start)
     return None if started is None or end is None else (end - started).total_seconds()
 
@@ -57,7 +57,7 @@ RESUME_ACTIONS = ("restart", "requeue", "resubmit", "follow_up")
 
 
 class RunDir:
-    """The paths of one run."""
+    """The paths of one run folder."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -94,12 +94,12 @@ class RunDir:
 
     @property
     def step_file(self) -> Path:
-        """The argv of the step that a submitit job starts."""
+        """The argv of the step that a submitit job starts, as JSON."""
         return self.path / "step.json"
 
     @property
     def code_dir(self) -> Path:
-        """The code as it was when the run was submitted."""
+        """The snapshot of the code at submission."""
         return self.path / "code"
 
     @property
@@ -129,7 +129,7 @@ class RunDir:
 
     @property
     def supervisor_lock_file(self) -> Path:
-        """Locked by the run's supervisor for as long as it lives."""
+        """Locked by the run's supervisor until it exits."""
         return self.path / ".supervisor.lock"
 
     def checkpoint_dir(self, step: int) -> Path:
@@ -139,18 +139,18 @@ class RunDir:
         return AttemptDir(self, number)
 
     def attempt_numbers(self) -> list[int]:
-        """The attempts that exist, oldest first; attempts count from 1."""
+        """The numbers of the existing attempts, oldest first; they start at 1."""
         if not self.attempts_dir.is_dir():
             return []
         return sorted(int(p.name) for p in self.attempts_dir.iterdir() if p.name.isdigit())
 
     def exists(self) -> bool:
-        """True when this folder is a run, not merely when it exists."""
+        """Whether this folder exists and contains a run."""
         return self.config_file.is_file() and self.attempts_dir.is_dir()
 
 
 class AttemptDir:
-    """The paths of one attempt: one start of the workers, with the config and plan it ran with."""
+    """The paths of one attempt: one start of the workers, with its config and plan."""
 
     def __init__(self, run: RunDir, number: int) -> None:
         self.run = run
@@ -175,7 +175,7 @@ class AttemptDir:
 
     @property
     def batch_host_log(self) -> Path:
-        """Separate from the supervisor's log, where a task's end belongs to the step of the ranks."""
+        """Separate from the supervisor's log, in which srun's messages about tasks refer to the ranks."""
         return self.logs_dir / "batch-host.log"
 
     def node_log(self, node_rank: int) -> Path:
@@ -225,13 +225,13 @@ class AttemptDir:
 
     @property
     def end_file(self) -> Path:
-        """How the attempt ended; absent while it runs and when its supervisor was killed."""
+        """How the attempt ended; absent while it runs and if its supervisor was killed."""
         return self.path / "end.json"
 
     def create(self) -> None:
         """Create the folders of a new attempt.
 
-        Raises FileExistsError when another command has created it already.
+        Raises FileExistsError when another command has already created it, OSError when it cannot be written.
         """
         self.run.attempts_dir.mkdir(mode=0o700, exist_ok=True)
         self.path.mkdir(mode=0o700)
@@ -244,7 +244,7 @@ class AttemptDir:
             raise
 
     def make_latest(self) -> None:
-        """Point the link ``attempts/latest`` at this attempt."""
+        """Point the symlink ``attempts/latest`` to this attempt."""
         latest = self.run.attempts_dir / "latest"
         staged = self.run.attempts_dir / f".latest-{self.number:03d}"
         staged.symlink_to(self.path.name)
@@ -252,7 +252,7 @@ class AttemptDir:
 
 
 def read_end(attempt: AttemptDir) -> dict[str, Any] | None:
-    """How an attempt ended; None while it runs and when its supervisor was killed."""
+    """The content of end.json; None while the attempt runs and if its supervisor was killed."""
     try:
         end = read_json(attempt.end_file)
     except (OSError, ValueError):
@@ -261,9 +261,9 @@ def read_end(attempt: AttemptDir) -> dict[str, Any] | None:
 
 
 def copied_file(run: RunDir, name: str) -> Path:
-    """The snapshot's copy of a file, named relative to the folder the run was submitted from.
+    """The copy of a file in the run's code snapshot, else the file itself.
 
-    The file itself where the run has no copy of it.
+    A relative `name` refers to the current folder, which must be the one that the run was submitted from.
     """
     original = Path(name).absolute()
     try:
@@ -277,12 +277,12 @@ def copied_file(run: RunDir, name: str) -> Path:
 
 
 def will_resume(end: Mapping[str, Any]) -> bool:
-    """Whether an end.json says that the run resumes without a command."""
+    """Whether the run resumes automatically after this end.json."""
     return end.get("action") in RESUME_ACTIONS
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a whole file in one step: a reader sees the old or the new content."""
+    """Replace a file atomically: a reader sees either the old or the new content."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
@@ -296,19 +296,20 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write one JSON value, indented, keys in the order given."""
+    """Write one JSON value atomically, indented, with keys in their given order."""
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file; FileNotFoundError and ValueError pass through."""
+    """The JSON value in a file; raises OSError if it cannot be read, ValueError if it is not JSON."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:
-    """Append one record as one line in one write.
+    """Append one record as one line, with a single write.
 
-    A line that a crash cut off is terminated first, so that the new record has a line of its own.
+    Terminates a line that a crash cut off first, so that the new record starts on its own line.
+    Raises OSError when the record does not fit on the disk; the file is then unchanged.
     """
     line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -325,9 +326,9 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file; skips lines that a crash cut off; none where there is no file."""
+    """Yield the records of a file; skips lines cut off by a crash. A missing file has no records."""
     if not path.is_file():
-        return  # a pipe or a device in its place would never end
+        return  # reading a pipe or a device might never end
     try:
         stream = path.open(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -352,10 +353,10 @@ def wait_for_json(
     accept: Callable[[Any], bool] = lambda value: True,
     pause: Callable[[float], object] = time.sleep,
 ) -> Any:
-    """The JSON value of a file that another host writes, as soon as this host sees it and `accept` is true.
+    """Wait until a file that another host writes is visible and `accept` is true; returns its JSON value.
 
-    An NFS client caches which files a folder has; listing the folders makes it ask the server again.
-    Raises TimeoutError, with the reason, when the file does not appear in time; `pause` may raise to stop.
+    An NFS client caches directory entries; listing the folders makes it query the server again.
+    Raises TimeoutError, with the reason, if the file does not appear in time. `pause` may raise to stop.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -379,9 +380,9 @@ class LockUnsupported(OSError):
 
 
 def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> int:
-    """Lock a file with flock; its descriptor. The kernel releases the lock when it is closed.
+    """Lock a file with flock and return its descriptor; closing it releases the lock.
 
-    Waits for another process without limit, or for `timeout_s` and then raises BlockingIOError.
+    Waits indefinitely for another process, or raises BlockingIOError after `timeout_s`.
     Raises LockUnsupported, and OSError when the file cannot be created.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
@@ -404,7 +405,7 @@ def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) 
 
 @contextmanager
 def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> Iterator[None]:
-    """Hold the lock of a file; see `acquire_lock`."""
+    """Hold the lock of a file; parameters and errors are those of `acquire_lock`."""
     descriptor = acquire_lock(path, timeout_s, mode)
     try:
         yield
@@ -417,22 +418,22 @@ class ProcessStat:
     """A process as the kernel describes it in ``/proc/PID/stat``."""
 
     state: str
-    """One letter: ``T`` for stopped, ``Z`` for a zombie."""
+    """One letter, such as ``T`` for stopped and ``Z`` for a zombie."""
     parent_pid: int
     start_ticks: int
-    """Start time in clock ticks since boot: with it a pid names one process."""
+    """Start time in clock ticks since boot: together with the pid it identifies the process."""
 
 
 PROC = Path("/proc")
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """The state of a process; None when there is no such process. Raises OSError when it cannot be read."""
+    """The kernel's state of a process; None if there is no such process. Raises OSError if unreadable."""
     try:
         text = (PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command name stands in brackets and may contain brackets and spaces itself.
+    # The command name is in parentheses and may itself contain parentheses and spaces.
     fields = text.rpartition(")")[2].split()
     return ProcessStat(fields[0], int(fields[1]), int(fields[19]))
 
@@ -443,7 +444,7 @@ def log_event(run: RunDir, attempt: int, event: str, **fields: Any) -> None:
 
 
 def read_metrics(run: RunDir) -> list[dict[str, Any]]:
-    """The training curve: one record per step, the newest attempt's where a step was computed twice."""
+    """The training curve: one record per step, the last one written if a step was computed twice."""
     by_step: dict[int, dict[str, Any]] = {}
     for record in read_jsonl(run.metrics_file):
         if isinstance(record.get("step"), int):
@@ -452,9 +453,9 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
 
 
 def best_result(run: RunDir, events: Iterable[dict[str, Any]] | None = None) -> dict[str, Any] | None:
-    """The lowest validation loss of a run as ``metric, value, step``; without one, its newest loss.
+    """The lowest validation loss of a run, else its newest loss, as ``metric, value, step``; None without.
 
-    `events` are all events of the run, for callers that have read them already.
+    `events` are all events of the run, for callers that have already read them.
     """
     evaluated = [
         record

@@ -1,4 +1,4 @@
-"""Plain text tables: the one place that aligns columns."""
+"""Plain-text tables with aligned columns."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ GAP = "  "
 
 
 def table(rows: Sequence[Sequence[str]], right: Container[int] = (), max_width: int | None = None) -> str:
-    """Rows as aligned columns, one line each; a heading is simply the first row.
+    """Format rows as aligned columns, one line per row; the first row can be a heading.
 
-    The columns numbered in `right` are aligned on the right. A cell longer than `max_width` overflows
-    instead of widening its column.
+    Columns whose indices are in `right` are right-aligned. A cell longer than `max_width` characters
+    overflows instead of widening its column.
     """
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]

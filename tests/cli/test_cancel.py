@@ -23,7 +23,7 @@ def test_cancel_of_an_ended_run_says_so(desk):
     desk.wait_for_end(run)
     done = desk.trainkit("cancel", "small", "--json")
     assert (done.returncode, json.loads(done.stdout)["state"]) == (0, "ended")
-    assert "has ended already" in done.stderr
+    assert "has already ended" in done.stderr
     assert desk.wait_for_end(run)["state"] == "finished"
 
 

@@ -54,7 +54,7 @@ def test_supervisor_that_is_gone_without_a_word_has_died(desk):
     run = desk.submit()
     os.kill(read_json(run.job_file)["attempts"][0]["pid"], signal.SIGKILL)
     wait_for(lambda: desk.status(run)["state"] == "died")
-    assert "the supervisor is gone" in desk.trainkit("status", "small").stdout
+    assert "the supervisor exited without" in desk.trainkit("status", "small").stdout
 
 
 def test_run_by_folder_name_job_id_and_last_from_anywhere(desk):
@@ -76,4 +76,4 @@ def test_ambiguous_name_takes_the_newest_and_says_so(desk):
     newer = desk.submit("--run-dir", str(desk.folder / "elsewhere" / "small"))
     done = desk.trainkit("status", "small", "--json")
     assert json.loads(done.stdout)["run_dir"] == str(newer.path)
-    assert f"also so called: {run.path}" in done.stderr
+    assert f"the others are {run.path}" in done.stderr

@@ -195,7 +195,7 @@ def test_a_run_is_watched_while_its_follow_up_waits(run: RunDir, monkeypatch: py
     queue(monkeypatch, j7=ENDED, j8=WAITS)
     said: list[str] = []
     assert liveness_probe(run, said.append)() is True
-    assert said == ["8 is pending: waits for the jobs that it depends on"]
+    assert said == ["8 is pending: waiting for the jobs that it depends on"]
 
 
 def test_a_run_on_another_cluster_is_not_taken_for_dead(

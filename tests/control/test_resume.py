@@ -61,8 +61,8 @@ def test_what_may_change(run: RunDir, tmp_path: Path, overrides: list[str]) -> N
             "model.architecture=mine.py:Mine",
             "model.architecture: is Mine, but step-00000100 was trained with llama",
         ),
-        ("model.preset=nano", "model: has another shape than the model of step-00000100"),
-        ("train.steps=99", "train.steps: is 99, but step-00000100 is there already"),
+        ("model.preset=nano", "model: differs in shape from the model of step-00000100"),
+        ("train.steps=99", "train.steps: is 99, but the run is already at step-00000100"),
     ],
 )
 def test_what_may_not(run: RunDir, tmp_path: Path, override: str, message: str) -> None:

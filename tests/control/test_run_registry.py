@@ -79,7 +79,7 @@ def test_state_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     register(RunDir(tmp_path), "x")
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot write" in capsys.readouterr().err
 
 
 def test_a_folder_of_somebody_else_hides_no_other_run(tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ def test_all_end_with_the_code_of_a_start_that_failed(tmp_path: Path) -> None:
 
 def test_what_another_step_announced_does_not_count(tmp_path: Path) -> None:
     announce(tmp_path, replace(TASK, launcher_port="4001"), {"exit_code": 0})
-    with pytest.raises(TrainkitError, match=r"task 0 of step 7\.0 has not announced its run in 0\.2 s"):
+    with pytest.raises(TrainkitError, match=r"task 0 of step 7\.0 has not announced its run within 0\.2 s"):
         await_announcement(tmp_path, TASK, timeout_s=0.2)
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.groups import SUBMITTED_AT, make_group
 from trainkit.job.array_tasks import create_task_run
 from trainkit.job.record import add_slurm_entry, claim_entry, run_lock
-from trainkit.observe.group import GroupFiles, GroupStatus, most_telling
+from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
 from trainkit.rundir import RunDir, append_jsonl, log_event, write_json
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.jobs import JobInfo
@@ -83,7 +83,7 @@ def test_points_that_run_and_that_have_ended(tmp_path: Path) -> None:
     assert seen.best is not None
     assert (seen.best.index, seen.best.best) == (1, {"metric": "val_loss", "value": 2.25, "step": 7})
     assert seen.age_s == 30.0
-    assert [point.index for point in most_telling(seen.points, 3)] == [3, 1, 2]
+    assert [point.index for point in most_relevant(seen.points, 3)] == [3, 1, 2]
     assert GroupFiles(group).open_ids == ["12_1", "12_2"]
 
 

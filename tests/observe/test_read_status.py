@@ -62,7 +62,7 @@ def test_a_job_that_slurm_was_to_start_again_and_did_not(run):
     job = JobInfo("7", JobState.FAILED, slurm_state="FAILED", exit_code=1)
     status = read_status(run, False, NOW, job)
     words = "Slurm did not restart it after the requeue that followed: lost node2"
-    assert (status.state, status.reason) == ("died", f"Slurm says FAILED; exit code 1; {words}")
+    assert (status.state, status.reason) == ("died", f"Slurm reports FAILED; exit code 1; {words}")
 
 
 @pytest.mark.parametrize(("later_s", "is_later"), [(-1, False), (1, False), (30, True)])

@@ -60,7 +60,7 @@ def test_a_run_starts_when_the_other_has_finished(login: Login) -> None:
         assert f"#SBATCH --dependency=afterok:{job_id}" in run.script_file.read_text()
     for run in runs:
         # Slurm writes the reason down when it next looks at its queue.
-        assert wait_for_reason(login, run)["reason"] == "waits for the jobs that it depends on"
+        assert wait_for_reason(login, run)["reason"] == "waiting for the jobs that it depends on"
         assert login.status(run)["state"] == "pending"
     release_waiter(login, 0)
     for run in runs:
@@ -106,7 +106,7 @@ def test_a_run_starts_when_a_whole_group_has_finished(login: Login) -> None:
     many = login.trainkit("submit", str(login.config), "--after", "first", "--array", "0-1", "--", "true")
     assert many.returncode == 0, many.stderr
     waiting = RunGroup(many.stdout.splitlines()[0])
-    said = "waits for the jobs that it depends on"
+    said = "waiting for the jobs that it depends on"
     wait_for(lambda: said in login.trainkit("status", str(waiting.path)).stdout, "the reason")
     release_waiter(login, 0)
     for waiter in (run, one, waiting.run(0), waiting.run(1)):

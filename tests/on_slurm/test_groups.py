@@ -121,7 +121,7 @@ def test_a_point_is_steered_alone(login: Login) -> None:
     assert read_json(runs[3].attempt(1).end_file)["state"] == "cancelled"
     done = login.trainkit("cancel", "small", "--wait")
     assert done.returncode == 0, done.stderr
-    assert "2 runs are ended" in done.stderr
+    assert "2 runs ended" in done.stderr
     assert status(login, group)["states"] == {"cancelled": 3}
     assert "asked by" in (runs[5].attempt(1).rank_log(0)).read_text()
     # A point goes on as a job of its own, and the group knows.
@@ -217,7 +217,7 @@ def test_an_array_that_is_too_large_is_refused_before_its_points_are_planned(log
 def test_a_task_that_fails_before_its_run_begins(login: Login) -> None:
     group = submit(login, "--array", "0-1", *settings("launch.setup=['echo looking; exit 9']"), *LISTENS)
     seen = wait_for_states(login, group, died=2)
-    assert seen["points"][0]["reason"] == "Slurm says FAILED; exit code 9"
+    assert seen["points"][0]["reason"] == "Slurm reports FAILED; exit code 9"
     log = login.trainkit("logs", f"{group.job_id}_0", "--all").stdout
     assert "supervisor | looking" in log
 

@@ -44,7 +44,7 @@ def test_a_shell_in_an_allocation_of_two_nodes(login: Login) -> None:
 
 def test_a_shell_needs_a_terminal(login: Login) -> None:
     done = login.trainkit("shell", "--nodes", "2", "--gpus-per-node", "1")
-    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: there is no terminal for a shell")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: a shell needs a terminal")
     assert not (login.folder / "runs").exists()
     assert login.jobs() == []
 

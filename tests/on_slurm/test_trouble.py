@@ -116,7 +116,7 @@ def test_the_controller_is_restarted_during_a_submit(login: Login) -> None:
         starts.append((login.start(argv, stderr=log), Path(log.name)))
     asked = login.start([*TRAINKIT, "submit", str(login.config), "--test-only"])
     for _, log_file in starts:
-        wait_for(lambda file=log_file: "trying again" in file.read_text(), "the first try")  # type: ignore[misc]
+        wait_for(lambda file=log_file: "retrying" in file.read_text(), "the first try")  # type: ignore[misc]
     _, said = asked.communicate(timeout=240)
     assert asked.returncode == 3, said
     assert "hint: `scontrol ping` shows whether Slurm's controller is up" in said

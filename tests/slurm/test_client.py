@@ -46,7 +46,7 @@ def test_bytes_that_are_no_utf8(fake: FakeSlurm) -> None:
 
 
 def test_program_missing(fake: FakeSlurm) -> None:
-    with pytest.raises(UsageError, match="`sbatch` is not on PATH: there is no Slurm here") as caught:
+    with pytest.raises(UsageError, match="`sbatch` is not on PATH: Slurm is not available here") as caught:
         run_slurm(["sbatch"], 60, environ=fake.environ)
     assert "--backend local" in caught.value.hint
     assert caught.value.exit_code == 2

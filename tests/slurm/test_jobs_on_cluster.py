@@ -70,7 +70,7 @@ def test_a_running_job(cluster: Cluster, tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     while (waiting := wait_for(cluster, waiting_id, JobState.PENDING)).reason != "Resources":
         assert time.monotonic() < deadline, waiting
-    assert (waiting.nodes, waiting.sentence) == ("", "waits for nodes to become free; it is next in line")
+    assert (waiting.nodes, waiting.sentence) == ("", "waiting for nodes to become free; next in line")
 
 
 def test_requeued_is_not_the_end(cluster: Cluster, tmp_path: Path) -> None:

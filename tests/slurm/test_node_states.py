@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.slurm.client import SlurmUnreachable
-from trainkit.slurm.hosts import hosts_of_job, is_out, node_states
+from trainkit.slurm.hosts import hosts_of_job, is_unavailable, node_states
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from trainkit.slurm.hosts import hosts_of_job, is_out, node_states
     ],
 )
 def test_states(state: str, out: bool) -> None:
-    assert is_out(state) is out
+    assert is_unavailable(state) is out
 
 
 def test_a_host_in_two_partitions_is_one(fake: FakeSlurm) -> None:

@@ -7,9 +7,9 @@ import pytest
 from trainkit.slurm.states import reason_sentence
 
 SENTENCES = {
-    "Resources": "waits for nodes to become free; it is next in line",
+    "Resources": "waiting for nodes to become free; next in line",
     "(Priority)": "other jobs have a higher priority",
-    "Dependency": "waits for the jobs that it depends on",
+    "Dependency": "waiting for the jobs that it depends on",
     "DependencyNeverSatisfied": "will never start, because a job that it depends on failed: cancel it",
     "JobHeldUser": "is held by its user: `scontrol release JOB` releases it",
     "QOSMaxJobsPerUserLimit": "you have reached your limit of running jobs in its QOS",

@@ -164,7 +164,7 @@ def test_away_for_good(fake: FakeSlurm, script: Path) -> None:
 def test_an_open_question_is_said(fake: FakeSlurm, script: Path) -> None:
     fake.add("sbatch", LOST)
     fake.add("squeue", AWAY)
-    with pytest.raises(SlurmUnreachable, match="may or may not be submitted") as caught:
+    with pytest.raises(SlurmUnreachable, match="may or may not have been submitted") as caught:
         send(fake, script, patience_s=0.5)
     assert caught.value.may_have_arrived
     assert caught.value.exit_code == 3

@@ -108,7 +108,7 @@ def test_one_that_does_not_start_says_why_and_leaves_nothing(clusters_possible: 
 
 def test_a_folder_with_something_in_it_is_refused(clusters_possible: None, tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    with pytest.raises(RuntimeError, match="is not empty: a cluster wants a folder of its own"):
+    with pytest.raises(RuntimeError, match="is not empty: a cluster needs an empty folder"):
         up(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 

@@ -89,10 +89,10 @@ def test_what_is_missing_is_named(machine: Path, monkeypatch: pytest.MonkeyPatch
         packages.install_missing()
     assert str(error.value) == "iproute2, util-linux are not installed"
     assert error.value.hint == (
-        "type: apt-get update && apt-get install --no-install-recommends iproute2 util-linux"
+        "run: apt-get update && apt-get install --no-install-recommends iproute2 util-linux"
     )
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(packages.NotPossible, match="only root can make its hosts, which are namespaces"):
+    with pytest.raises(packages.NotPossible, match="only root can create the namespaces of its hosts"):
         packages.require()
 
 
@@ -120,15 +120,15 @@ def pytest_as_nobody(folder: Path, *args: str, **env: str) -> subprocess.Complet
 
 def test_without_root_one_loud_line_and_in_ci_a_failure(tmp_path: Path) -> None:
     done = pytest_as_nobody(tmp_path)
-    why = "only root can make its hosts, which are namespaces"
+    why = "only root can create the namespaces of its hosts"
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"NOTHING WAS TESTED ON SLURM: {why} (do it as root)\n" in done.stdout
+    assert f"NOTHING WAS TESTED ON SLURM: {why} (run this as root)\n" in done.stdout
     assert done.stdout.count("SKIPPED") == 1
     assert "SKIPPED [2] tools/slurm_cluster/plugin.py" in done.stdout
     assert "1 passed, 2 skipped" in done.stdout
     done = pytest_as_nobody(tmp_path, CI="true")
     assert done.returncode == 1
-    assert f"CI=true wants every test to run, and no Slurm cluster can: {why}" in done.stdout
+    assert f"CI=true requires the Slurm tests, but no cluster can run: {why}" in done.stdout
     assert "1 passed, 2 errors" in done.stdout
 
 

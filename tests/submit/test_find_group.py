@@ -51,7 +51,7 @@ def test_a_group_is_not_one_run(group: RunGroup) -> None:
     with pytest.raises(UsageError) as caught:
         find_run("group")
     assert caught.value.message == "group is a group of 2 runs"
-    assert caught.value.hint == f"name one of them, for example {group.run(3).path}"
+    assert caught.value.hint == f"choose one of them, for example {group.run(3).path}"
 
 
 @pytest.mark.parametrize("text", ["12_5", "group/5"])

@@ -1,4 +1,4 @@
-"""The command line of the cluster: up, down, status, env, run, shell and install."""
+"""The command line: up, down, status, env, run, host, daemon, shell and install."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tools.slurm_cluster.state import all_states
 USAGE = 2
 EXAMPLES = """\
 examples:
-  python -m tools.slurm_cluster up                        start one, and say where
+  python -m tools.slurm_cluster up                        start a cluster and print its folder
   eval "$(python -m tools.slurm_cluster env)"             use it in this shell
-  python -m tools.slurm_cluster run -- srun -N4 hostname  one command in it
+  python -m tools.slurm_cluster run -- srun -N4 hostname  run one command in it
   python -m tools.slurm_cluster run --host 2 -- df /var/tmp
-  python -m tools.slurm_cluster host kill 3               cut its power; also revive, cut-off, reconnect
-  python -m tools.slurm_cluster daemon stop slurmdbd      sacct fails from now on
-  python -m tools.slurm_cluster down                      take it away
-  python -m tools.slurm_cluster shell                     a shell in one of its own, taken away when you leave
+  python -m tools.slurm_cluster host kill 3               power off host 3; also revive, cut-off, reconnect
+  python -m tools.slurm_cluster daemon stop slurmdbd      stop accounting, so that sacct fails
+  python -m tools.slurm_cluster down                      remove the cluster
+  python -m tools.slurm_cluster shell                     open a shell in a new cluster, removed on exit
 """
 
 
@@ -64,7 +64,7 @@ def _down(options: argparse.Namespace) -> int:
 
 def _status(options: argparse.Namespace) -> int:
     for state in all_states():
-        left = " (left behind: the next `up` takes it away)" if state.abandoned else ""
+        left = " (abandoned: the next `up` removes it)" if state.abandoned else ""
         running = [name for name, pid in state.processes.items() if pid.alive()]
         print(f"{state.name} {state.folder}{left}\n  running: {' '.join(running) or 'nothing'}")
     if not all_states():
@@ -108,16 +108,16 @@ def _daemon(options: argparse.Namespace) -> int:
 
 def _shell(options: argparse.Namespace) -> int:
     packages.require()
-    shell.in_own_cluster(not options.no_accounting, dict(options.set))
+    shell.run_shell_in_new_cluster(not options.no_accounting, dict(options.set))
     return 0
 
 
 def _install(options: argparse.Namespace) -> int:
-    """Never fails without CI: where it is not possible, the tests say so themselves."""
+    """Install missing packages; on failure returns 1 only in CI, since the tests themselves report a skip."""
     try:
         packages.install_missing()
     except packages.NotPossible as error:
-        print(f"the tests on a Slurm cluster will not run: {error}", file=sys.stderr)
+        print(f"the tests on a Slurm cluster will be skipped: {error}", file=sys.stderr)
         return 1 if os.environ.get("CI") == "true" else 0
     return 0
 
@@ -136,7 +136,7 @@ def _find(folder: Path | None, must_exist: bool) -> Cluster | None:
         states = [state for state in states if state.path == named.absolute()]
     if len(states) > 1:
         folders = " ".join(state.folder for state in states)
-        raise RuntimeError(f"there are {len(states)} clusters, name one with --folder: {folders}")
+        raise RuntimeError(f"there are {len(states)} clusters; choose one with --folder: {folders}")
     if not states and must_exist:
         raise RuntimeError(f"no cluster is running{f' in {named}' if named else ''}; start one with `up`")
     return Cluster(states[0]) if states else None
@@ -170,28 +170,28 @@ def _parser() -> argparse.ArgumentParser:
         help="a line of slurm.conf",
     )
     up = commands.add_parser("up", parents=[make], help="start a cluster and print its folder")
-    up.add_argument("folder", nargs="?", type=Path, help="an empty folder; a new one below /tmp by default")
+    up.add_argument("folder", nargs="?", type=Path, help="an empty folder; default: a new one below /tmp")
     up.set_defaults(call=_up)
-    down = commands.add_parser("down", parents=[which], help="take a cluster away; none is fine")
-    down.add_argument("--all", action="store_true", help="all clusters of this machine")
+    down = commands.add_parser("down", parents=[which], help="remove a cluster, if there is one")
+    down.add_argument("--all", action="store_true", help="all clusters on this machine")
     down.set_defaults(call=_down)
-    commands.add_parser("status", help="list the clusters of this machine").set_defaults(call=_status)
-    env = commands.add_parser("env", parents=[which], help="print what a shell has to export")
+    commands.add_parser("status", help="list the clusters on this machine").set_defaults(call=_status)
+    env = commands.add_parser("env", parents=[which], help="print the export statements for a shell")
     env.set_defaults(call=_env)
     run = commands.add_parser("run", parents=[which], help="run a command on the login node or on a host")
-    run.add_argument("--host", type=int, help="the number of a host, from 1")
+    run.add_argument("--host", type=int, help="the number of the host, from 1; default: the login node")
     run.add_argument("command", nargs="+")
     run.set_defaults(call=_run)
     host = commands.add_parser("host", parents=[which], help="kill, revive, cut off or reconnect a host")
     host.add_argument("what", choices=("kill", "revive", "cut-off", "reconnect"))
-    host.add_argument("number", type=int, help="which one, from 1")
+    host.add_argument("number", type=int, help="the number of the host, from 1")
     host.set_defaults(call=_host)
     daemon = commands.add_parser("daemon", parents=[which], help="stop or start the scheduler or accounting")
     daemon.add_argument("what", choices=("stop", "start"))
     daemon.add_argument("name", choices=("slurmctld", "slurmdbd"))
     daemon.set_defaults(call=_daemon)
-    own = commands.add_parser("shell", parents=[make], help="a shell in a cluster of its own")
+    own = commands.add_parser("shell", parents=[make], help="open a shell in a new cluster, removed on exit")
     own.set_defaults(call=_shell)
-    install = commands.add_parser("install", help="install the Debian packages that are missing")
+    install = commands.add_parser("install", help="install missing Debian packages")
     install.set_defaults(call=_install)
     return parser

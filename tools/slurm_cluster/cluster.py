@@ -1,4 +1,4 @@
-"""A Slurm cluster of several hosts on this machine: used and broken."""
+"""A Slurm cluster of several hosts on this machine, with methods to use it and to inject faults."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from tools.slurm_cluster.state import STATE_LINK, State
 
 NUM_HOSTS = 4
 COMPLETING_S = 15.0
-"""Longer than KillWait: a job that still completes then was on a host that lost it with its power.
+"""Longer than KillWait: a job that is still completing after this was on a host that was powered off.
 
-slurmctld would ask that host again only after a minute.
+slurmctld would query that host again only after a minute.
 """
 BIN = Path(__file__).resolve().parents[2] / ".venv/bin"
 
 
 class Cluster:
-    """A running cluster. The machine is its login node, its shared disks are the machine's; users are root.
+    """A running cluster. This machine is its login node and its disks are shared; the user is root.
 
-    Hosts are counted from 1. Its state is read from a file each time: several processes can use it at once.
+    Hosts are numbered from 1. The state is read from a file on each access, so that several processes can use
+    the cluster concurrently.
     """
 
     def __init__(self, state: State) -> None:
@@ -34,7 +35,7 @@ class Cluster:
 
     @property
     def state(self) -> State:
-        """What is known of it now; the last that was known when it is gone."""
+        """The current state; the last known state once the cluster is removed."""
         if self._last.file.exists():
             current = State.load(self._last.file)
             if current.folder == self._last.folder:
@@ -56,25 +57,25 @@ class Cluster:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What has to be set in a shell for it to use this cluster."""
+        """The environment variables that a shell needs to use this cluster."""
         path = f"{BIN}:{daemons.path_with_sbin()}"
         return {**daemons.environ(self.state), "PATH": path, "TEST_CLUSTER": str(self.folder)}
 
     @property
     def environ(self) -> dict[str, str]:
-        """The whole environment of a command on the login node."""
+        """The complete environment of a command on the login node."""
         return {**os.environ, **self.variables}
 
     def address(self, index: int) -> str:
-        """The address of a host."""
+        """The IP address of a host."""
         return self.state.address(index)
 
     def local_disk(self, index: int) -> Path:
-        """Where the machine has a host's own /var/tmp."""
+        """The folder on this machine that a host mounts as /var/tmp."""
         return hosts.folder(self.state, index) / "var-tmp"
 
     def log(self, name: str) -> str:
-        """A daemon's log: slurmctld, slurmdbd or a host's name."""
+        """The content of a log: that of slurmctld or slurmdbd, or for a host's name that of its slurmd."""
         return (self.folder / "log" / f"{name}.log").read_text(errors="replace")
 
     def run(
@@ -89,7 +90,7 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the login node, or on a host; `env` is added to the cluster's environment.
 
-        Raises subprocess.TimeoutExpired, and RuntimeError with what it printed when it fails under `check`.
+        Raises subprocess.TimeoutExpired, and with `check` RuntimeError with the output if the command fails.
         """
         words = [os.fspath(word) for word in argv]
         done = subprocess.run(
@@ -106,18 +107,18 @@ class Cluster:
         return done
 
     def command_line(self, argv: Sequence[str], host: int | None, cwd: str) -> list[str]:
-        """The command line, for `environ`, that runs a command on a host, in a folder there."""
+        """The argv that runs a command in folder `cwd` on a host; run it with `environ`."""
         return list(argv) if host is None else hosts.inside(self.state, host, argv, cwd)
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What `scontrol show job` says of a job or one array task; RuntimeError when it is forgotten."""
+        """The fields of `scontrol show job` for a job or array task; RuntimeError if it is unknown."""
         shown = self.run(["scontrol", "--oneliner", "show", "job", job_id], timeout_s=30, check=True).stdout
         return dict(re.findall(r"(\S+?)=(\S*)", shown.splitlines()[0]))
 
     def wait_for_job(self, job_id: str, states: str | Sequence[str], timeout_s: float = 60) -> dict[str, str]:
-        """Wait until a job has one of these states; returns `job()` of it, raises TimeoutError.
+        """Wait until a job has one of these states, and return its `job()`. Raises TimeoutError.
 
-        It is over at once, with an AssertionError, when the job has ended in another state for good.
+        Raises AssertionError immediately if the job has ended in another state.
         """
         wanted = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + timeout_s
@@ -137,16 +138,19 @@ class Cluster:
             time.sleep(0.1)
 
     def node_states(self) -> dict[str, str]:
-        """The state of every host as Slurm sees it: ``idle``, ``mixed``, ``allocated``, ``down*``, …"""
+        """Slurm's state of every host: ``idle``, ``mixed``, ``allocated``, ``down*``, …"""
         shown = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"], timeout_s=30, check=True).stdout
         return dict(line.split() for line in shown.splitlines())
 
     def wait_for_node(self, index: int, state: str, timeout_s: float = 60) -> str:
-        """Wait until the state of a host matches a pattern, for example ``idle`` or ``down.*``."""
+        """Wait until the state of a host matches a regex such as ``down.*``, and return the state."""
         return self.wait_for_nodes([index], state, timeout_s)[self.state.host(index)]
 
     def wait_for_nodes(self, indices: Sequence[int], state: str, timeout_s: float = 60) -> dict[str, str]:
-        """Wait until the states of these hosts match a pattern; returns all, raises TimeoutError."""
+        """Wait until the states of these hosts match a regex; returns the states of all hosts.
+
+        Raises TimeoutError.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             states = self.node_states()
@@ -157,7 +161,7 @@ class Cluster:
             time.sleep(0.05)
 
     def kill_host(self, index: int) -> None:
-        """Cut the power of a host: nobody is told."""
+        """Power off a host without notice."""
         hosts.power_off(self.state, index)
 
     def revive_host(self, index: int) -> None:
@@ -165,45 +169,45 @@ class Cluster:
         hosts.power_on(self.state, index)
 
     def kill_slurmd(self, index: int) -> None:
-        """Kill only the daemon of a host: what runs there goes on."""
+        """Kill only the slurmd of a host: its jobs keep running."""
         if not hosts.signal_slurmd(self.state, index, signal.SIGKILL):
-            raise RuntimeError(f"slurmd of {self.state.host(index)} does not run")
+            raise RuntimeError(f"slurmd of {self.state.host(index)} is not running")
 
     def start_slurmd(self, index: int) -> None:
-        """Start the daemon of a host that is on."""
+        """Start the slurmd of a host that is powered on."""
         self.run(["slurmd", "-N", self.state.host(index)], host=index, timeout_s=30, check=True)
 
     def cut_off(self, index: int) -> None:
-        """Cut the cable of a host, which itself goes on."""
+        """Disconnect a host from the network; the host itself keeps running."""
         network.set_cable(self.state, index, up=False)
 
     def reconnect(self, index: int) -> None:
-        """Mend the cable of a host."""
+        """Reconnect a host to the network."""
         network.set_cable(self.state, index, up=True)
 
     def stop_slurmctld(self, force: bool = False) -> None:
-        """End the scheduler; jobs go on. `force` kills it."""
+        """Stop slurmctld, with `force` by SIGKILL; jobs keep running."""
         daemons.stop(self.state, "slurmctld", force)
 
     def start_slurmctld(self) -> None:
-        """Start the scheduler again; returns when it answers."""
+        """Start slurmctld again; returns once it responds."""
         daemons.start_slurmctld(self.state)
 
     def restart_slurmctld(self) -> None:
-        """End the scheduler and start it again."""
+        """Stop and start slurmctld."""
         self.stop_slurmctld()
         self.start_slurmctld()
 
     def stop_accounting(self) -> None:
-        """End slurmdbd: sacct fails, jobs go on."""
+        """Stop slurmdbd: sacct fails, but jobs keep running."""
         daemons.stop(self.state, "slurmdbd")
 
     def start_accounting(self) -> None:
-        """Start slurmdbd again; returns when it answers."""
+        """Start slurmdbd again; returns once it responds."""
         daemons.start_slurmdbd(self.state)
 
     def cancel_all(self, timeout_s: float = 60) -> None:
-        """Cancel every job and wait until all hosts are idle: for between two tests."""
+        """Cancel every job and wait until all hosts are idle, as between two tests."""
         self.run(["scancel", "--user=root"], timeout_s=30)
         began = time.monotonic()
         while queue := self.run(["squeue", "--noheader"], timeout_s=30, check=True).stdout:
@@ -219,7 +223,7 @@ class Cluster:
         self.wait_for_nodes(list(self.state.hosts()), "idle", timeout_s)
 
     def restore(self, timeout_s: float = 60) -> None:
-        """Bring back whatever was stopped, killed, cut off or drained, and cancel all jobs."""
+        """Restore everything that was stopped, killed, disconnected or drained, and cancel all jobs."""
         state = self.state
         if state.accounting and not daemons.is_running(state, "slurmdbd"):
             self.start_accounting()
@@ -244,7 +248,7 @@ class Cluster:
         self.run(argv, timeout_s=30, check=True)
 
     def down(self) -> None:
-        """Take everything away; what is away already is no error."""
+        """Remove the cluster; does nothing if it is already removed."""
         lifecycle.take_down(self.state)
 
 
@@ -255,10 +259,10 @@ def up(
     owner: Pid | None = None,
     num_hosts: int = NUM_HOSTS,
 ) -> Cluster:
-    """Start a cluster and wait until its hosts are idle; take away those that were left behind.
+    """Start a cluster and wait until its hosts are idle, after removing abandoned clusters.
 
     `options` are lines of slurm.conf, for example ``{"MinJobAge": "5"}``. With an `owner`, the cluster counts
-    as left behind when that process is dead. Raises RuntimeError when a daemon does not start.
+    as abandoned once that process is dead. Raises RuntimeError when a daemon does not start.
     """
     lifecycle.clean_up()
     began = time.monotonic()
@@ -276,5 +280,5 @@ def up(
 
 
 def attach(folder: Path) -> Cluster:
-    """The cluster in a folder, which another process has started; raises FileNotFoundError."""
+    """The cluster in a folder, started by another process; raises FileNotFoundError without one."""
     return Cluster(State.load(folder / STATE_LINK))

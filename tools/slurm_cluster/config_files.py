@@ -12,7 +12,7 @@ NUM_CPUS = 8
 NUM_GPUS = 4
 MEM_MB = 64_000
 ACCOUNT = "research"
-"""The account of root, by default with the QOS `normal`; `short` can be asked for."""
+"""The default account of root; its default QOS is `normal`, and jobs can request `short`."""
 OTHER_ACCOUNT = "teaching"
 SHORT_QOS = "short"
 
@@ -21,11 +21,11 @@ PARTITIONS = {
     "high": "Default=NO MaxTime=12:00:00 DefaultTime=10 PriorityTier=10 PreemptMode=OFF",
     "debug": "Default=NO MaxTime=5 DefaultTime=2 PriorityTier=1 PreemptMode=OFF MaxNodes=1",
 }
-"""Jobs in `high` put those in `low` back into the queue; `debug` has one node and five minutes."""
+"""Jobs in `high` preempt and requeue those in `low`; `debug` has one node and a limit of five minutes."""
 
 
 def slurm_conf(state: State) -> str:
-    """slurm.conf: four pretended hosts; what `state.options` names replaces the value here."""
+    """The text of slurm.conf; `state.options` override the values here."""
     folder = state.path
     values = {
         "ClusterName": state.name,
@@ -34,7 +34,7 @@ def slurm_conf(state: State) -> str:
         "SlurmUser": "root",
         "SlurmdUser": "root",
         "AuthType": "auth/munge",
-        # A requeued job starts after the old credentials have expired, by default 120 s.
+        # A requeued job starts only after the old credentials have expired, by default after 120 s.
         "AuthInfo": f"socket={folder}/munge/socket,cred_expire=6",
         "StateSaveLocation": f"{folder}/slurmctld",
         "SlurmdSpoolDir": f"{folder}/hosts/%n/spool",
@@ -46,10 +46,10 @@ def slurm_conf(state: State) -> str:
         "TaskPlugin": "task/none",
         "MpiDefault": "none",
         "MailProg": "/bin/true",
-        # A machine with two cores pretends more.
+        # Use the configured CPUs and memory instead of the machine's.
         "SlurmdParameters": "config_overrides",
         "ReturnToService": "2",
-        # A host that is gone is down after 12 to 18 s, and a command fails 5 s after slurmctld is gone.
+        # A dead host is marked down after 12 to 18 s, and commands fail 5 s after slurmctld has stopped.
         "MessageTimeout": "5",
         "SlurmdTimeout": "10",
         "SlurmctldTimeout": "10",
@@ -82,12 +82,12 @@ def slurm_conf(state: State) -> str:
 
 
 def gres_conf(state: State) -> str:
-    """gres.conf: the GPUs are character devices, a bare count is refused by Slurm."""
+    """The text of gres.conf; the GPUs are character devices because Slurm refuses a mere count."""
     return f"Name=gpu Type=h100 File={state.path}/dev/gpu[0-{NUM_GPUS - 1}]\n"
 
 
 def slurmdbd_conf(state: State) -> str:
-    """slurmdbd.conf; readable by its owner only, or slurmdbd refuses it."""
+    """The text of slurmdbd.conf, which slurmdbd refuses unless only its owner can read it."""
     folder = state.path
     values = {
         "AuthType": "auth/munge",
@@ -107,7 +107,7 @@ def slurmdbd_conf(state: State) -> str:
 
 
 def write(state: State) -> None:
-    """Write them all below the cluster's folder."""
+    """Write all configuration files into the cluster's folder."""
     etc = state.path / "etc"
     etc.mkdir(exist_ok=True)
     texts: Mapping[str, str] = {
@@ -128,7 +128,7 @@ def _accounting(state: State) -> dict[str, str]:
         "AccountingStorageType": "accounting_storage/slurmdbd",
         "AccountingStorageHost": state.address(MACHINE_INDEX),
         "AccountingStoragePort": str(state.port + 1),
-        # What sounds like a password is the socket of munge.
+        # Not a password: with munge this is the path of its socket.
         "AccountingStoragePass": f"{state.path}/munge/socket",
         "AccountingStorageTRES": "gres/gpu",
         "AccountingStorageEnforce": "associations,limits,qos",

@@ -1,4 +1,4 @@
-"""Starting and stopping what a cluster consists of, one function a daemon; each returns when it answers."""
+"""Starts and stops the daemons of a cluster; the start functions return once the daemon responds."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ SBIN = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 START_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 60.0
 NAMES = ("slurmctld", "slurmdbd", "mariadb", "munge")
-"""In the order in which they are ended."""
+"""In the order in which they are stopped."""
 
 
 def path_with_sbin() -> str:
-    """PATH, with the folders of daemons that only root's login shell has."""
+    """PATH, extended by the sbin folders, which contain the daemons."""
     folders = os.environ.get("PATH", os.defpath).split(":")
     return ":".join([*folders, *(sbin for sbin in SBIN if sbin not in folders)])
 
 
 def environ(state: State) -> dict[str, str]:
-    """What a daemon or a command of Slurm needs to find this cluster and not another."""
+    """The environment variables that select this cluster for Slurm's daemons and commands."""
     return {"SLURM_CONF": str(state.path / "etc/slurm.conf"), "PATH": path_with_sbin()}
 
 
 def call(state: State, *argv: str, timeout_s: float = START_TIMEOUT_S) -> str:
-    """Run a command on the machine; returns its stdout, raises RuntimeError with its stderr."""
+    """Run a command on this machine; returns its stdout, raises RuntimeError with its stderr if it fails."""
     env = {**os.environ, **environ(state)}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
@@ -41,27 +41,27 @@ def call(state: State, *argv: str, timeout_s: float = START_TIMEOUT_S) -> str:
 
 
 def start_munge(state: State) -> None:
-    """Who vouches for the sender of every message; one for all hosts, as on a cluster they share the key."""
+    """Start munged, which authenticates Slurm's messages; a single one serves all hosts."""
     folder = state.path / "munge"
     folder.mkdir(mode=0o755)
     key = folder / "key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
     files = (f"--{name}-file={folder / name}" for name in ("key", "pid", "seed", "log"))
-    # Without --force it wants all users to reach the socket, and the folder can be private.
+    # Without --force it insists that all users can reach the socket, but the folder may be private.
     argv = ["munged", "--foreground", "--force", f"--socket={folder}/socket", *files]
     _start(state, "munge", argv, lambda: succeeds(state, "munge", f"--socket={folder}/socket", "--no-input"))
 
 
 def start_database(state: State) -> None:
-    """MariaDB for slurmdbd, reached through its socket only and by nobody else on the machine."""
+    """Start MariaDB for slurmdbd, accessible only through a private socket."""
     folder = state.path / "mariadb"
     fast = [
         "--innodb-flush-log-at-trx-commit=0",
         "--innodb-log-file-size=16M",
         "--innodb-buffer-pool-size=64M",
     ]
-    # A server that starts removes the temporary tables of any other in the same folder.
+    # A starting server removes the temporary tables of other servers in the same tmpdir.
     folders = [f"--datadir={folder}/data", f"--tmpdir={folder}"]
     common = ["--no-defaults", "--user=root", *folders, *fast]
     folder.mkdir(mode=0o700)
@@ -73,15 +73,14 @@ def start_database(state: State) -> None:
 
 
 def start_slurmdbd(state: State) -> None:
-    """The accounting daemon."""
+    """Start slurmdbd, which reads slurmdbd.conf from the folder of slurm.conf."""
     env = {"MYSQL_UNIX_PORT": f"{state.path}/mariadb/socket"}
-    # It reads its own file from beside slurm.conf.
     ask = ["sacctmgr", "--noheader", "list", "cluster"]
     _start(state, "slurmdbd", ["slurmdbd", "-D"], lambda: succeeds(state, *ask), env)
 
 
 def add_accounts(state: State) -> None:
-    """Two accounts, of which root has one by default, and a second QOS."""
+    """Add two accounts for root, one of them the default, and a second QOS."""
     for change in (
         f"add cluster {state.name}",
         f"add account {ACCOUNT} {OTHER_ACCOUNT} Organization=trainkit",
@@ -94,12 +93,12 @@ def add_accounts(state: State) -> None:
 
 
 def start_slurmctld(state: State) -> None:
-    """The scheduler."""
+    """Start slurmctld."""
     _start(state, "slurmctld", ["slurmctld", "-D"], lambda: succeeds(state, "scontrol", "ping"))
 
 
 def stop(state: State, name: str, force: bool = False) -> None:
-    """End a daemon and wait until it is gone; `force` kills it. Not running is fine."""
+    """Stop a daemon, with `force` by SIGKILL, and wait for its exit; does nothing if it is not running."""
     pid = state.processes.get(name)
     if pid is not None:
         if force:
@@ -110,13 +109,13 @@ def stop(state: State, name: str, force: bool = False) -> None:
 
 
 def record(state: State, name: str, pid: Pid) -> None:
-    """Note a process in the state file, so that whoever comes can end it."""
+    """Record a process in the state file, so that any later process can end it."""
     state.processes[name] = pid
     state.save()
 
 
 def succeeds(state: State, *argv: str) -> bool:
-    """Whether a command ends with 0 within a few seconds."""
+    """Whether a command exits with 0 within five seconds."""
     env = {**os.environ, **environ(state)}
     try:
         done = subprocess.run(argv, env=env, capture_output=True, timeout=5, stdin=subprocess.DEVNULL)
@@ -126,7 +125,7 @@ def succeeds(state: State, *argv: str) -> bool:
 
 
 def is_running(state: State, name: str) -> bool:
-    """Whether a daemon runs."""
+    """Whether a daemon is running."""
     pid = state.processes.get(name)
     return pid is not None and pid.alive()
 
@@ -145,14 +144,14 @@ def _start(
     env: dict[str, str] | None = None,
 ) -> None:
     if is_running(state, name):
-        raise RuntimeError(f"{name} of {state.name} is running already")
+        raise RuntimeError(f"{name} of {state.name} is already running")
     log = state.path / "log" / f"{name}.out"
     pid = start_daemon(argv, log, {**environ(state), **(env or {})})
     record(state, name, pid)
     deadline = time.monotonic() + START_TIMEOUT_S
     while not ready():
         if not pid.alive() or time.monotonic() > deadline:
-            what = "ended" if not pid.alive() else f"does not answer after {START_TIMEOUT_S:.0f} s"
-            own = tail(log.with_suffix(".log"))
-            raise RuntimeError(f"{name} {what}; its output:\n{tail(log)}\nits log:\n{own}")
+            problem = "exited" if not pid.alive() else f"does not respond after {START_TIMEOUT_S:.0f} s"
+            own_log = tail(log.with_suffix(".log"))
+            raise RuntimeError(f"{name} {problem}; its output:\n{tail(log)}\nits log:\n{own_log}")
         time.sleep(0.02)

@@ -1,7 +1,7 @@
-"""The first process of a host: makes it a host of its own, starts slurmd, and reaps what ends.
+"""The init process of a host: sets the host up, starts slurmd, and reaps orphaned processes.
 
-Run in fresh network, UTS, IPC, mount and PID namespaces, with nothing but the standard library; the one
-argument is a JSON object. The host is powered off by killing this process: the kernel kills the rest.
+Runs in new network, UTS, IPC, mount and PID namespaces and uses only the standard library; its only argument
+is a JSON object. Killing this process powers the host off: the kernel then kills the rest of the namespace.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def run(*argv: str) -> None:
 
 
 def make_host(host: dict[str, str]) -> None:
-    """Hostname, /proc, /sys, boot id, node-local disk and names, as another machine would have them."""
+    """Set up hostname, /sys, boot id, node-local disks and name resolution, as on a separate machine."""
     socket.sethostname(host["name"])
     folder = Path(host["folder"])
-    # A /sys of its own shows the host's own network; slurmd wants to see the machine's cgroups in it.
+    # A new /sys shows the host's own network; slurmd also needs the machine's cgroups in it.
     cgroup = folder / "cgroup"
     if os.path.ismount("/sys/fs/cgroup"):
         run("mount", "--rbind", "/sys/fs/cgroup", str(cgroup))
@@ -35,16 +35,16 @@ def make_host(host: dict[str, str]) -> None:
     run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
     run("mount", "--bind", host["hosts_file"], "/etc/hosts")
     if Path("/etc/resolv.conf").exists():
-        # No name server is reached from here; without one named, a look-up fails at once.
+        # No name server is reachable from here; without one configured, lookups fail immediately.
         run("mount", "--bind", "/dev/null", "/etc/resolv.conf")
 
 
 def join_network(host: dict[str, str]) -> None:
-    """Wait for the cable and take the address."""
+    """Wait for the network interface, then assign the host's address to it."""
     deadline = time.monotonic() + 120
     while host["interface"] not in {name for _, name in socket.if_nameindex()}:
         if time.monotonic() > deadline:
-            raise TimeoutError("nobody plugged a cable in")
+            raise TimeoutError(f"no network interface {host['interface']} after 120 s")
         time.sleep(0.005)
     run("ip", "link", "set", "lo", "up")
     run("ip", "address", "add", f"{host['address']}/24", "dev", host["interface"])

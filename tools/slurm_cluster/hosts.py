@@ -1,4 +1,4 @@
-"""Powering hosts on and off: each is a process in namespaces of its own, with slurmd below it."""
+"""Powers hosts on and off: each is a process in its own namespaces, with slurmd as its child."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ INIT = Path(__file__).with_name("host_init.py")
 
 
 def folder(state: State, index: int) -> Path:
-    """What a host has on its own disk."""
+    """The folder with a host's node-local disks."""
     return state.path / "hosts" / state.host(index)
 
 
 def power_on(state: State, index: int) -> None:
-    """Start a host: again with the disk that it had, and with another boot id."""
+    """Start a host; a restarted host keeps its disks but gets a new boot id."""
     home = folder(state, index)
     for name in ("spool", "var-tmp", "cgroup"):
         (home / name).mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def power_on(state: State, index: int) -> None:
 
 
 def power_off(state: State, index: int) -> None:
-    """Cut the power: nobody on the network is told, and nothing on the host is. Off already is fine."""
+    """Power a host off without notice to its processes or the network; does nothing if it is off."""
     network.unplug(state, index)
     for name in (_inner(index), _outer(index)):
         pid = state.processes.pop(name, None)
@@ -60,13 +60,13 @@ def power_off(state: State, index: int) -> None:
 
 
 def is_on(state: State, index: int) -> bool:
-    """Whether the host runs."""
+    """Whether the host is powered on."""
     pid = state.processes.get(_inner(index))
     return pid is not None and pid.alive()
 
 
 def inside(state: State, index: int, argv: Sequence[str], cwd: str) -> list[str]:
-    """The command line that runs a command on a host; raises RuntimeError when it is off."""
+    """The argv that runs a command on a host, in folder `cwd`; raises RuntimeError if the host is off."""
     if not is_on(state, index):
         raise RuntimeError(f"{state.host(index)} is off")
     enter = ["nsenter", f"--target={state.processes[_inner(index)].pid}", *NAMESPACES]
@@ -74,7 +74,10 @@ def inside(state: State, index: int, argv: Sequence[str], cwd: str) -> list[str]
 
 
 def signal_slurmd(state: State, index: int, number: int) -> bool:
-    """Send a signal to the daemon of a host, jobs on it go on; whether it was there. 0 only asks."""
+    """Send a signal to the slurmd of a host, but not to its jobs; returns whether slurmd was running.
+
+    Signal 0 only checks that.
+    """
     pid = (folder(state, index) / "slurmd.pid").read_text().strip()
     argv = inside(state, index, ["kill", f"-{number}", pid], "/")
     return subprocess.run(argv, capture_output=True, timeout=60).returncode == 0

@@ -1,4 +1,4 @@
-"""Making a cluster and taking it away, from the state alone."""
+"""Creates and removes a cluster, based only on its state file."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ from tools.slurm_cluster.state import (
 
 FIRST_PORT = 21_000
 MARK = ".trainkit-cluster"
-"""A file that says: everything in this folder belongs to a cluster and goes with it."""
+"""A file that marks a folder as a cluster's, to be deleted with the cluster."""
 
 
 def claim(
     folder: Path | None, accounting: bool, options: Mapping[str, str], owner: Pid | None, num_hosts: int
 ) -> State:
-    """Take the first free number; make the folder, the bridge and the names."""
+    """Reserve the first free cluster number, and create the folder, the bridge and the host names.
+
+    Raises RuntimeError when all numbers are taken or the folder is not empty.
+    """
     path = _make_folder(folder)
     with registry_lock():
         for number in range(1, MAX_NUMBER + 1):
@@ -39,7 +42,7 @@ def claim(
                 break
         else:
             shutil.rmtree(path)
-            raise RuntimeError(f"there are {MAX_NUMBER} clusters already")
+            raise RuntimeError(f"there are already {MAX_NUMBER} clusters")
         state = State(
             number,
             str(path),
@@ -59,7 +62,10 @@ def claim(
 
 
 def start(state: State) -> None:
-    """Start everything; the hosts still have to register. RuntimeError when a daemon does not start."""
+    """Start all daemons and hosts; returns before the hosts have registered with slurmctld.
+
+    Raises RuntimeError when a daemon does not start.
+    """
     config_files.write(state)
     (state.path / "etc/hosts").write_text(network.hosts_file_inside(state))
     for number in range(config_files.NUM_GPUS):
@@ -75,7 +81,7 @@ def start(state: State) -> None:
 
 
 def take_down(state: State) -> None:
-    """End all processes of a cluster and remove its network, names, folder and state; none is fine."""
+    """End all processes of a cluster and remove its network, host names, folder and state, if they exist."""
     if state.boot_id != boot_id():
         state.processes = {}
     for index in state.hosts():
@@ -91,7 +97,7 @@ def take_down(state: State) -> None:
 
 
 def clean_up() -> None:
-    """Take away the clusters whose owner is dead, and those from before the machine was restarted."""
+    """Remove abandoned clusters: those whose owner is dead and those from before a reboot."""
     with registry_lock("cleaning"):
         for state in all_states():
             if state.abandoned:
@@ -99,11 +105,11 @@ def clean_up() -> None:
 
 
 def _make_folder(folder: Path | None) -> Path:
-    # Paths of sockets can have 107 bytes, and a TMPDIR can be long.
+    # Socket paths are limited to 107 bytes, so a long TMPDIR is not used.
     path = Path(tempfile.mkdtemp(prefix="tk-", dir="/tmp")) if folder is None else folder.absolute()
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
-        raise RuntimeError(f"{path} is not empty: a cluster wants a folder of its own")
+        raise RuntimeError(f"{path} is not empty: a cluster needs an empty folder")
     path.chmod(0o755)
     (path / MARK).touch()
     for name in ("log", "etc", "hosts", "slurmctld", "dev"):

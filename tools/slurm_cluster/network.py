@@ -1,4 +1,4 @@
-"""The network of a cluster: a bridge, a cable a host, and lines in /etc/hosts."""
+"""The network of a cluster: a bridge, a veth pair per host, and lines in /etc/hosts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tools.slurm_cluster.state import State
 HOSTS_FILE = Path("/etc/hosts")
 MACHINE_INDEX = 254
 INSIDE = "eth0"
-"""What a host calls its end of the cable."""
+"""The name of the interface inside a host."""
 
 
 def ip(*args: str, check: bool = True) -> str:
-    """Run `ip`; raises CalledProcessError."""
+    """Run `ip` and return its stdout; with `check`, raises RuntimeError if it fails."""
     done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=60)
     if check and done.returncode:
         raise RuntimeError(f"`ip {' '.join(args)}` failed: {done.stderr.strip()}")
@@ -23,7 +23,7 @@ def ip(*args: str, check: bool = True) -> str:
 
 
 def is_free(number: int, port: int) -> bool:
-    """Whether nothing on this machine has the names, addresses or ports of a cluster with this number."""
+    """Whether the interface names, addresses and ports of a cluster with this number are unused."""
     used = ip("-o", "address") + ip("route")
     if f"10.213.{number}." in used or f": tk{number}:" in ip("-o", "link"):
         return False
@@ -37,26 +37,26 @@ def is_free(number: int, port: int) -> bool:
 
 
 def make_bridge(state: State) -> None:
-    """The switch that all hosts are plugged into, with the machine itself at .254."""
+    """Create the bridge that connects all hosts; this machine has the address .254."""
     ip("link", "add", state.name, "type", "bridge")
     ip("address", "add", f"{state.address(MACHINE_INDEX)}/24", "dev", state.name)
     ip("link", "set", state.name, "up")
 
 
 def remove_bridge(state: State) -> None:
-    """Remove the switch and all cables; not there is fine."""
+    """Remove the bridge and all veth pairs, if they exist."""
     for index in state.hosts():
         unplug(state, index)
     ip("link", "delete", state.name, check=False)
 
 
 def cable(state: State, index: int) -> str:
-    """The machine's end of a host's cable."""
+    """The name of a host's interface on the machine's side."""
     return state.host(index).replace("-node", "h")
 
 
 def plug_in(state: State, index: int, namespace_pid: int) -> None:
-    """Lay a cable from the bridge into the network namespace of a process."""
+    """Create a veth pair between the bridge and the network namespace of a process."""
     outside = cable(state, index)
     inside = ("peer", "name", INSIDE, "netns", str(namespace_pid))
     ip("link", "add", outside, "master", state.name, "type", "veth", *inside)
@@ -64,33 +64,33 @@ def plug_in(state: State, index: int, namespace_pid: int) -> None:
 
 
 def unplug(state: State, index: int) -> None:
-    """Take a host's cable away for good; not there is fine."""
+    """Remove a host's veth pair, if it exists."""
     ip("link", "delete", cable(state, index), check=False)
 
 
 def set_cable(state: State, index: int, up: bool) -> None:
-    """Cut a host's cable, or mend it."""
+    """Take the link of a host up or down."""
     ip("link", "set", cable(state, index), "up" if up else "down")
 
 
 def names(state: State) -> str:
-    """The lines of /etc/hosts that name the hosts."""
+    """The lines of /etc/hosts for the hosts."""
     return "".join(f"{state.address(index)} {state.host(index)}\n" for index in state.hosts())
 
 
 def hosts_file_inside(state: State) -> str:
-    """The whole /etc/hosts of a host: there the machine has the address of the bridge, not a local one.
+    """The complete /etc/hosts of a host, in which the machine has the address of the bridge.
 
-    A name that is not found costs seconds, and Slurm then says "credential expired".
+    A failed lookup takes seconds, after which Slurm reports "credential expired".
     """
     known = f"{state.address(MACHINE_INDEX)} {state.machine}\n{names(state)}"
-    # Sockets for both kinds of addresses ask for the mapped one. Look-ups by name shall not find it.
+    # Dual-stack sockets look up IPv4-mapped addresses; lookups by name must not return those.
     mapped = "".join(f"::ffff:{line}.mapped\n" for line in known.splitlines())
     return f"127.0.0.1 localhost\n::1 localhost ip6-localhost\n{known}{mapped}"
 
 
 def add_names(state: State) -> None:
-    """Make the hosts' names known on the machine itself."""
+    """Add the hosts' names to the machine's /etc/hosts."""
     new = names(state)
     try:
         socket.gethostbyname(state.machine)
@@ -104,7 +104,7 @@ def add_names(state: State) -> None:
 
 
 def remove_names(state: State) -> None:
-    """Take this cluster's lines out of /etc/hosts; other lines stay as they are."""
+    """Remove this cluster's lines from the machine's /etc/hosts."""
     kept = _others(state)
     if kept != HOSTS_FILE.read_text():
         HOSTS_FILE.write_text(kept)

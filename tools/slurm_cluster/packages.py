@@ -1,4 +1,4 @@
-"""The Debian packages of a cluster: what is missing, and installing just that."""
+"""The Debian packages that a cluster needs: finds and installs the missing ones."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PROGRAMS = {
     "iproute2": ("ip",),
     "util-linux": ("unshare", "nsenter", "mount"),
 }
-"""The programs of each package: where they are there, it does not matter who brought them."""
+"""Package -> the programs needed from it; programs installed in another way are fine too."""
 POLICY = Path("/usr/sbin/policy-rc.d")
 INSTALL_TIMEOUT_S = 600
 
 
 class NotPossible(Exception):
-    """A cluster cannot run on this machine; `hint` says what would help."""
+    """A cluster cannot run on this machine; `hint` says how to fix that."""
 
     def __init__(self, what: str, hint: str) -> None:
         super().__init__(what)
@@ -36,7 +36,7 @@ class NotPossible(Exception):
 
 
 def missing() -> list[str]:
-    """The packages of which a program is not there, in a fixed order."""
+    """The packages with missing programs, in the order of PROGRAMS."""
     path = path_with_sbin()
     return [
         package
@@ -48,20 +48,20 @@ def missing() -> list[str]:
 def require() -> None:
     """Raise NotPossible unless a cluster can be started now."""
     if os.geteuid() != 0:
-        raise NotPossible("only root can make its hosts, which are namespaces", "do it as root")
+        raise NotPossible("only root can create the namespaces of its hosts", "run this as root")
     if packages := missing():
         raise NotPossible(
             f"{_listed(packages)} not installed",
-            f"type: apt-get update && apt-get install --no-install-recommends {' '.join(packages)}",
+            f"run: apt-get update && apt-get install --no-install-recommends {' '.join(packages)}",
         )
     if reason := _namespaces_denied():
         raise NotPossible(
-            f"this machine does not let root make hosts: {reason}", "in a container, it takes --privileged"
+            f"this machine does not allow namespaces or bridges: {reason}", "a container needs --privileged"
         )
 
 
 def install_missing() -> None:
-    """Install what is missing and say so; no daemon is started. Raises NotPossible."""
+    """Install missing packages without starting their daemons. Raises NotPossible."""
     packages = missing()
     if os.geteuid() != 0 or (packages and shutil.which("apt-get") is None):
         require()
@@ -69,7 +69,7 @@ def install_missing() -> None:
         return
     print(f"installing {' '.join(packages)}, for the tests on a Slurm cluster", file=sys.stderr)
     with no_daemons_started():
-        # The lists of a fresh image are empty, and those of an old one name files that are gone.
+        # The package lists of a fresh image are empty, and those of an old image are outdated.
         for args in (("install", *packages), ("update",), ("install", *packages)):
             failure = _apt_get(*args)
             if args[0] == "install" and not failure:
@@ -77,14 +77,14 @@ def install_missing() -> None:
         else:
             print(failure, file=sys.stderr)
             raise NotPossible(
-                f"{_listed(packages)} not installed, and apt-get fails", "see what it said above"
+                f"{_listed(packages)} not installed, and apt-get failed", "see its output above"
             )
     require()
 
 
 @contextlib.contextmanager
 def no_daemons_started(policy: Path = POLICY) -> Iterator[None]:
-    """Debian starts a daemon when its package is installed, unless this file forbids it."""
+    """Prevent Debian from starting daemons on package installation, with a policy-rc.d file."""
     if policy.exists():
         yield
         return
@@ -97,7 +97,7 @@ def no_daemons_started(policy: Path = POLICY) -> Iterator[None]:
 
 
 def _namespaces_denied() -> str:
-    """What the machine says when it does not allow namespaces, mounts or bridges; empty when it does."""
+    """The error message if this machine does not allow namespaces, mounts or bridges; else empty."""
     bridge = f"tk-{os.getpid()}"
     for command in (
         ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "true"],
@@ -112,7 +112,7 @@ def _namespaces_denied() -> str:
 
 
 def _apt_get(*args: str) -> str:
-    """What it printed if it failed, and nothing if it did not."""
+    """Run apt-get; returns its output if it failed, else an empty string."""
     options = (
         "--yes",
         "--quiet",
@@ -130,7 +130,7 @@ def _apt_get(*args: str) -> str:
             timeout=INSTALL_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        return f"apt-get {args[0]} was not done after {INSTALL_TIMEOUT_S} s"
+        return f"apt-get {args[0]} did not finish within {INSTALL_TIMEOUT_S} s"
     return done.stdout if done.returncode else ""
 
 

@@ -1,4 +1,4 @@
-"""The fixture `cluster`, and saying loudly when there cannot be one."""
+"""Pytest plugin: the fixture `cluster`, and a prominent report if no cluster can run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PLACE_OF_SKIPS = (__file__, 1)
 
 @pytest.fixture(scope="session")
 def clusters_possible() -> None:
-    """Skips the test where no cluster can run; fails it instead where CI is true."""
+    """Skip the test if no cluster can run here; fail it instead if CI=true."""
     try:
         packages.require()
     except packages.NotPossible as error:
         if os.environ.get("CI") == "true":
-            pytest.fail(f"CI=true wants every test to run, and no Slurm cluster can: {error}", pytrace=False)
+            pytest.fail(f"CI=true requires the Slurm tests, but no cluster can run: {error}", pytrace=False)
         pytest.skip(f"no Slurm cluster: {error} ({error.hint})")
 
 
@@ -29,7 +29,7 @@ def clusters_possible() -> None:
 def cluster(clusters_possible: None) -> Iterator[Cluster]:
     """A Slurm cluster of four hosts.
 
-    After each test, what was stopped or broken is brought back and all jobs are cancelled.
+    After each test, everything that was stopped or broken is restored and all jobs are cancelled.
     """
     made = up(owner=Pid.of(os.getpid()))
     yield made
@@ -38,7 +38,7 @@ def cluster(clusters_possible: None) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def cluster_without_accounting(clusters_possible: None) -> Iterator[Cluster]:
-    """Another one that was configured without slurmdbd; left as found after each test too."""
+    """A second cluster, without slurmdbd; also restored after each test."""
     made = up(accounting=False, owner=Pid.of(os.getpid()))
     yield made
     made.down()
@@ -46,7 +46,7 @@ def cluster_without_accounting(clusters_possible: None) -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def _clusters_are_left_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Around each test that has a cluster."""
+    """Restore the clusters that a test has used."""
     names = {"cluster", "cluster_without_accounting"} & set(request.fixturenames)
     clusters: list[Cluster] = [request.getfixturevalue(name) for name in sorted(names)]
     yield
@@ -56,7 +56,7 @@ def _clusters_are_left_as_found(request: pytest.FixtureRequest) -> Iterator[None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test that has a cluster, before `-m` chooses."""
+    """Mark every test that uses a cluster, before `-m` selects."""
     for item in items:
         if _has_cluster(item):
             item.add_marker("cluster")
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Tests skipped for want of a cluster have one place, so that they are one line at the end."""
+    """Give all skips for lack of a cluster the same location, so that the summary merges them."""
     report = yield
     if report.skipped and _has_cluster(item) and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2]
@@ -75,7 +75,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The loud line."""
+    """Print a prominent line if the tests on Slurm were skipped."""
     for report in terminalreporter.stats.get("skipped", []):
         if tuple(report.longrepr[:2]) == PLACE_OF_SKIPS:
             reason = report.longrepr[2].partition("no Slurm cluster: ")[2]

@@ -1,4 +1,4 @@
-"""Daemons that outlive who started them, ended by their id and by nothing else."""
+"""Starts daemons that outlive their parent, and ends them by pid and start time only."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Pid:
-    """One process for good: its id, and when it was started in clock ticks since the machine's start."""
+    """A unique process: its pid, and its start time in clock ticks since boot."""
 
     pid: int
     start_ticks: int
 
     @classmethod
     def of(cls, pid: int) -> Pid:
-        """The process that has this id now; raises ProcessLookupError."""
+        """The process that currently has this pid; raises ProcessLookupError."""
         fields = _stat(pid)
         if fields is None:
             raise ProcessLookupError(f"no process {pid}")
         return cls(pid, int(fields[19]))
 
     def alive(self) -> bool:
-        """Whether it still runs; one that waits to be reaped does not."""
+        """Whether the process is still running; zombies do not count."""
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, os.WNOHANG)
         fields = _stat(self.pid)
         return fields is not None and fields[0] not in "ZX" and int(fields[19]) == self.start_ticks
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ask it to end and wait until it has; SIGKILL when it takes longer than `timeout_s`."""
+        """Send a signal and wait for the process to end; SIGKILL if it takes longer than `timeout_s`."""
         self.kill(number)
         if not self.wait(timeout_s):
             self.kill()
             self.wait(10)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; whether it came."""
+        """Wait for the process to end; returns whether it has."""
         deadline = time.monotonic() + timeout_s
         while self.alive():
             if time.monotonic() > deadline:
@@ -60,7 +60,7 @@ class Pid:
 
 
 def start_daemon(argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Pid:
-    """Start a process in a session of its own that writes to `log`; it keeps running when this one ends."""
+    """Start a process in a new session, with its output in `log`; it outlives this process."""
     with log.open("ab") as stream:
         process = subprocess.Popen(
             argv,
@@ -71,13 +71,13 @@ def start_daemon(argv: Sequence[str], log: Path, env: Mapping[str, str] | None =
             start_new_session=True,
             cwd="/",
         )
-    # It is reaped in Pid.alive(); Popen would warn about a process that still runs.
+    # Pid.alive() reaps it; without this, Popen would warn about a process that is still running.
     process.returncode = 0
     return Pid.of(process.pid)
 
 
 def child_of(parent: Pid, timeout_s: float) -> Pid:
-    """The first child of a process, waited for; raises TimeoutError."""
+    """Wait for the first child of a process; raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while True:
         for entry in PROC.iterdir():
@@ -85,12 +85,12 @@ def child_of(parent: Pid, timeout_s: float) -> Pid:
             if fields is not None and int(fields[1]) == parent.pid:
                 return Pid.of(int(entry.name))
         if time.monotonic() > deadline or not parent.alive():
-            raise TimeoutError(f"process {parent.pid} has started no other")
+            raise TimeoutError(f"process {parent.pid} has not started a child")
         time.sleep(0.005)
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third on (the second can hold spaces)."""
+    """The fields of /proc/PID/stat after the process name; None if there is no such process."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

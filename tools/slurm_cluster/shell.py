@@ -1,4 +1,4 @@
-"""`make cluster`: a person's shell in a cluster that goes away with it."""
+"""`make cluster`: an interactive shell in a cluster that is removed when the shell exits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ENDING = (signal.SIGHUP, signal.SIGTERM)
 WELCOME = """
 A Slurm cluster of {num} hosts, up after {seconds:.1f} s; this machine is its login node, you are root.
 
-  sinfo                                        hosts and partitions: low (default), high preempts it, debug
-  srun -N4 --ntasks-per-node=2 hostname        eight tasks on four hosts
-  trainkit --help                              all of trainkit
+  sinfo                                        list hosts and partitions: low (default), high, debug
+  srun -N4 --ntasks-per-node=2 hostname        run eight tasks on four hosts
+  trainkit --help                              list trainkit's commands
   {mine} run --host 2 -- ps -e
   {mine} --help             more
 
-Leave with `exit` or Ctrl-D: the cluster and all its jobs go away. Its folder, with all logs: {folder}
+Leave with `exit` or Ctrl-D; this removes the cluster and all its jobs. Its folder, with all logs: {folder}
 """
 
 
-def in_own_cluster(accounting: bool, options: Mapping[str, str]) -> None:
-    """Start a cluster, run $SHELL in it, take it away; a closed terminal and SIGTERM take it away too."""
+def run_shell_in_new_cluster(accounting: bool, options: Mapping[str, str]) -> None:
+    """Start a cluster, run $SHELL in it, and remove it, also after SIGTERM or when the terminal closes."""
     for number in ENDING:
         signal.signal(number, _leave)
     print("starting a Slurm cluster …", file=sys.stderr)
@@ -46,7 +46,7 @@ def in_own_cluster(accounting: bool, options: Mapping[str, str]) -> None:
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         with contextlib.suppress(OSError):  # the terminal can be gone
-            print("taking the cluster away …", file=sys.stderr)
+            print("removing the cluster …", file=sys.stderr)
         cluster.down()
 
 
@@ -55,9 +55,9 @@ def _run_shell(cluster: Cluster) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *ENDING))
 
-    # Ctrl-C is for what runs in the shell.
+    # Ctrl-C is meant for the programs in the shell.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A signal between fork and `shell =` would leave a shell that nobody ends.
+    # A signal between fork and the assignment to `shell` would leave the shell running.
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     environ = {**cluster.environ, "PS1": f"({cluster.name}) $ "}
     shell = subprocess.Popen(_command(cluster), env=environ, preexec_fn=child)
@@ -70,13 +70,13 @@ def _run_shell(cluster: Cluster) -> None:
 
 
 def _command(cluster: Cluster) -> list[str]:
-    """The shell, and with bash a prompt that says where one is."""
+    """The argv of the shell; bash also gets a prompt with the cluster's name."""
     program = os.environ.get("SHELL") or "/bin/sh"
     if Path(program).name != "bash":
         return [program]
     rc = cluster.folder / "etc/bashrc"
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in cluster.variables.items())
-    # The person's own file may set PATH and the prompt again.
+    # After ~/.bashrc, which may set PATH and the prompt itself.
     rc.write_text(f'[ -e ~/.bashrc ] && . ~/.bashrc\n{exports}PS1="({cluster.name}) $PS1"\n')
     return [program, "--rcfile", str(rc)]
 

@@ -1,4 +1,4 @@
-"""What is known of a cluster by other processes: a JSON file a cluster, in a folder of the machine."""
+"""The state of each cluster, shared between processes as one JSON file per cluster."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from tools.slurm_cluster.processes import Pid
 
 REGISTRY = Path("/run/trainkit-cluster")
-"""Outside of the clusters' folders: a cluster whose folder was deleted can still be torn down."""
+"""Outside the clusters' folders, so that a cluster whose folder was deleted can still be removed."""
 MAX_NUMBER = 99
 STATE_LINK = "cluster.json"
-"""In a cluster's folder: a link to its file in the registry."""
+"""The symlink in a cluster's folder to its file in the registry."""
 
 
 @dataclass
 class State:
-    """A cluster as it was last seen, and every process that was started for it."""
+    """The configuration of a cluster and every process that was started for it."""
 
     number: int
     folder: str
@@ -37,7 +37,7 @@ class State:
 
     @property
     def name(self) -> str:
-        """What the bridge, the hosts and Slurm's cluster are called."""
+        """The name of the bridge and the Slurm cluster, and the prefix of host names."""
         return f"tk{self.number}"
 
     @property
@@ -50,24 +50,24 @@ class State:
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody will take it away: its owner is dead, or the machine was restarted."""
+        """Whether its owner is dead or the machine was rebooted, so that nothing else will remove it."""
         return self.boot_id != boot_id() or (self.owner is not None and not self.owner.alive())
 
     def host(self, index: int) -> str:
-        """The name of a host; they are counted from 1. Raises ValueError when there is none."""
+        """The name of a host; hosts are numbered from 1. Raises ValueError if there is no such host."""
         if index not in self.hosts():
-            raise ValueError(f"there is no host {index}, they are 1 to {self.num_hosts}")
+            raise ValueError(f"there is no host {index}; hosts are 1 to {self.num_hosts}")
         return f"{self.name}-node{index}"
 
     def address(self, index: int) -> str:
-        """The address of a host; 254 is the machine itself."""
+        """The IP address of a host; index 254 is this machine."""
         return f"10.213.{self.number}.{index}"
 
     def hosts(self) -> range:
         return range(1, self.num_hosts + 1)
 
     def save(self) -> None:
-        """Write the file, in one piece; called before and after every process that is started."""
+        """Write the state file atomically; called whenever a process is started or stopped."""
         new = self.file.with_suffix(".new")
         new.write_text(json.dumps(asdict(self), indent=2) + "\n")
         os.replace(new, self.file)
@@ -85,14 +85,14 @@ def boot_id() -> str:
 
 
 def all_states() -> list[State]:
-    """Every cluster of this machine, in the order of their numbers."""
+    """The states of all clusters on this machine, by number."""
     files = sorted(REGISTRY.glob("[0-9]*.json"), key=lambda file: int(file.stem))
     return [State.load(file) for file in files]
 
 
 @contextmanager
 def registry_lock(name: str = "lock") -> Iterator[None]:
-    """One process at a time: takes a number or edits /etc/hosts; with a name of its own, other things."""
+    """Hold a machine-wide lock; the default one protects cluster numbers and /etc/hosts."""
     REGISTRY.mkdir(exist_ok=True)
     with (REGISTRY / name).open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

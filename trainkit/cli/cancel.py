@@ -1,4 +1,4 @@
-"""``trainkit cancel``: end a run."""
+"""``trainkit cancel``: cancel a run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainkit.errors import EXIT_FAILED, EXIT_OK
     epilog=examples("trainkit cancel last", "trainkit cancel last --wait", "trainkit cancel last --now"),
 )
 @run_argument
-@click.option("--now", is_flag=True, help="Kill at once, without saving.")
-@click.option("--wait", is_flag=True, help="Return when the run has ended.")
+@click.option("--now", is_flag=True, help="Kill the run immediately, without saving.")
+@click.option("--wait", is_flag=True, help="Wait until the run has ended.")
 @json_option
 def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
-    """End RUN: it saves first, and is killed if it has not ended after the grace time.
+    """Cancel RUN: it saves and exits, or is killed after the grace time.
 
-    For a group, all its runs are ended. It is no error if RUN has ended already.
+    For a group, cancels all of its runs. Succeeds if RUN has already ended.
     """
     from trainkit.control.cancel import cancel_group, cancel_run
     from trainkit.control.run_registry import find_run_or_group

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     metavar="N",
     help=f"Steps of each run; default: {DEFAULT_STEPS}.",
 )
-@click.option("--seed", type=int, default=0, metavar="N", help="Seed for when and what to interrupt.")
+@click.option("--seed", type=int, default=0, metavar="N", help="Seed for choosing times and targets.")
 @click.option(
     "--only",
     type=click.Choice(NAMES),
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     help="Run only this scenario; repeatable.",
 )
 @click.option(
-    "--list", "only_list", is_flag=True, help="List the scenarios and which can be tried here; run nothing."
+    "--list", "only_list", is_flag=True, help="List the scenarios and which are possible here; run nothing."
 )
 @json_option
 def command(
@@ -68,11 +68,11 @@ def command(
     only_list: bool,
     as_json: bool,
 ) -> int:
-    """Interrupt short runs of CONFIG in every way possible here, and compare their losses with an
+    """Interrupt short runs of CONFIG in every way possible here, and compare their losses with those of an
     uninterrupted run.
 
-    The runs are in a new folder, runs/drill-TIME; nothing else is touched. Exit code 0 only when every
-    scenario that was tried passed. Only the built-in trainer is shortened: give a COMMAND few steps yourself.
+    All files are written to a new folder, runs/drill-TIME. The exit code is 0 only if every scenario that was
+    tried passed. Only runs of the built-in trainer are shortened: limit the steps of a COMMAND yourself.
     Ctrl-C cancels the current run.
     """
     from trainkit.cluster.target import make_target

@@ -1,4 +1,4 @@
-"""Follows a run until it ends, and prints how it ended."""
+"""Follows a run that a command has started until it ends, and prints how it ended."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ END_S = 3.0
 
 
 def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[], None] = lambda: None) -> int:
-    """Print rank 0's log and the run's events until the run ends, then its result; returns the exit code.
+    """Print rank 0's log and the run's events until it ends, then how it ended; returns the exit code.
 
-    `on_poll` is called several times per second. KeyboardInterrupt is not caught.
+    `on_poll` is called several times per second. KeyboardInterrupt passes through.
     """
     events = LogTail(run.events_file)
     is_alive = liveness_probe(run, lambda text: click.echo(text, err=True))
@@ -38,20 +38,20 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
         click.echo(line.text, err=to_stderr)
     entry = newest_entry(run)
     if entry is not None:
-        # Otherwise a command that follows immediately, such as `resume`, would find the supervisor running.
+        # Otherwise the next command, for example `resume`, might find the supervisor still running.
         wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
     _print_events(events, attempt)
     return print_end(run)
 
 
 def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:
-    """`follow_run`, but Ctrl-C detaches (exit code 130) and the job continues."""
+    """`follow_run`, except that Ctrl-C detaches with exit code 130 while the job continues."""
     try:
         return follow_run(run, attempt, to_stderr)
     except KeyboardInterrupt:
         click.echo(
-            f"\ndetached; the job continues: `trainkit logs {quote(str(run.path))} -f` follows its log, "
-            f"`trainkit cancel {quote(str(run.path))}` cancels it",
+            f"\ndetached; the job continues: `trainkit logs {quote(str(run.path))} -f` follows it, "
+            f"`trainkit cancel {quote(str(run.path))}` ends it",
             err=True,
         )
         return EXIT_INTERRUPTED
@@ -72,7 +72,7 @@ LOGGED_EVENTS = {
     "checkpoint_rejected",
     "checkpoint_failed",
 }
-"""Events that are not printed because rank 0's log contains them too."""
+"""Events of the trainer that rank 0's log also contains."""
 
 
 def _print_events(events: LogTail, attempt: int) -> None:
@@ -88,7 +88,7 @@ def _print_events(events: LogTail, attempt: int) -> None:
 
 
 def _end_soon(run: RunDir) -> dict[str, Any] | None:
-    """end.json of the newest attempt; `cancel --now` writes it shortly after killing the supervisor."""
+    """end.json of the newest attempt, None without one; after `cancel --now` it may appear a bit later."""
     deadline_s = time.monotonic() + END_S
     while True:
         end = read_end(run.attempt(run.attempt_numbers()[-1]))
@@ -99,14 +99,13 @@ def _end_soon(run: RunDir) -> dict[str, Any] | None:
 
 
 def print_end(run: RunDir) -> int:
-    """Print to stderr how the newest attempt ended; returns 0 if it finished or was stopped, else 1."""
+    """Print on stderr how the newest attempt ended; returns 0 if it finished or was stopped, else 1."""
     end = _end_soon(run)
     if end is None:
         log = run.attempt(run.attempt_numbers()[-1]).supervisor_log
         last_line = b" ".join(last_lines(log, 1)[0]).decode("utf-8", errors="replace")
         click.echo(
-            f"died: the supervisor exited without recording how the run ended; {log} ends with: {last_line}",
-            err=True,
+            f"died: the supervisor exited without recording an end; {log} ends with: {last_line}", err=True
         )
         return EXIT_FAILED
     click.echo(f"{end['state']}: {end['reason']}", err=True)

@@ -27,13 +27,19 @@ if TYPE_CHECKING:
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Follow the log, across attempts, until the run ends."
 )
-@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Rank; default: 0.")
-@click.option("--node", type=click.IntRange(min=0), metavar="N", help="All ranks of this node and its agent.")
-@click.option("--all", "all_ranks", is_flag=True, help="All ranks, agents and the supervisor.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Rank to print; default: 0.")
 @click.option(
-    "--attempt", "number", type=click.IntRange(min=1), metavar="A", help="Attempt; default: the newest."
+    "--node", type=click.IntRange(min=0), metavar="N", help="Print all ranks of this node and its agent."
 )
-@click.option("--lines", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
+@click.option("--all", "all_ranks", is_flag=True, help="Print all ranks, agents and the supervisor.")
+@click.option(
+    "--attempt",
+    "number",
+    type=click.IntRange(min=1),
+    metavar="A",
+    help="Attempt to print; default: the newest.",
+)
+@click.option("--lines", type=click.IntRange(min=0), metavar="N", help="Print only the last N lines.")
 def command(
     run_name: str,
     following: bool,
@@ -43,13 +49,13 @@ def command(
     number: int | None,
     lines: int | None,
 ) -> int:
-    """Print the log of rank 0 of RUN, or of the chosen ranks."""
+    """Print the log of rank 0 of RUN, or the logs of the selected ranks."""
     from trainkit.control.jobs import liveness_probe
     from trainkit.control.run_registry import find_run
     from trainkit.observe.follow import LogTail, follow, start_of_last
 
     if sum((rank is not None, node is not None, all_ranks)) > 1:
-        raise UsageError("--rank, --node and --all exclude each other", hint="choose one of them")
+        raise UsageError("--rank, --node and --all are mutually exclusive", hint="give only one of them")
     run = find_run(run_name)
     attempt = _attempt(run, number)
     logs_of = _choice(rank, node, all_ranks)
@@ -85,7 +91,7 @@ def _attempt(run: RunDir, number: int | None) -> AttemptDir:
 
 
 def _choice(rank: int | None, node: int | None, all_ranks: bool) -> Callable[[AttemptDir], list[Path]]:
-    """A function from an attempt to the chosen logs."""
+    """Return a function that lists the selected logs of an attempt."""
 
     def logs_of(attempt: AttemptDir) -> list[Path]:
         if all_ranks:

@@ -1,4 +1,4 @@
-"""``trainkit requeue``: start the job of a run again."""
+"""``trainkit requeue``: start a run again with the same config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit.errors import EXIT_OK
 def command(run_name: str, as_json: bool) -> int:
     """Start the next attempt of RUN with the same config and plan.
 
-    A running job saves and stops first, and is then restarted.
+    A running job saves, stops and is then restarted.
     """
     from trainkit.cli.start_output import print_started
     from trainkit.control.run_registry import find_run
@@ -30,7 +30,7 @@ def command(run_name: str, as_json: bool) -> int:
     if is_started:
         print_started(run, job["name"], entry, str(job["backend"]), as_json)
         return EXIT_OK
-    click.echo(f"{entry['job_id']} saves, stops and is requeued", err=True)
+    click.echo(f"{entry['job_id']} is saving and will be requeued", err=True)
     if as_json:
         facts = {"job_id": entry["job_id"], "attempt": entry["attempt"] + 1, "backend": job["backend"]}
         click.echo(json.dumps({"run_dir": str(run.path), "name": job["name"], **facts}, ensure_ascii=False))

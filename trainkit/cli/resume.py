@@ -35,7 +35,7 @@ from trainkit.errors import EXIT_OK
 @click.option(
     "--new-code",
     is_flag=True,
-    help="On Slurm: use the current code, not the copy of the first submit.",
+    help="On Slurm: use the current code instead of the run's snapshot.",
 )
 @click.option("--as", "fork_dir", metavar="DIR", help="Resume in a new run folder and leave RUN unchanged.")
 @click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
@@ -51,9 +51,9 @@ def command(
     as_json: bool,
     **slurm: object,
 ) -> int:
-    """Resume RUN from its newest intact checkpoint, possibly on another number of nodes or GPUs.
+    """Resume RUN from its newest intact checkpoint, optionally on a different number of nodes or GPUs.
 
-    It continues in the same run folder as its next attempt, or with --as in a new one.
+    It resumes in the same run folder as the next attempt, or with --as in a new run folder.
     """
     from trainkit.cli.start_output import print_copied, print_started
     from trainkit.config import load_config, read_effective
@@ -101,7 +101,7 @@ def command(
             print_copied(created.code)
             copy_newest_checkpoint(checkpoint, run)
             entry = start_run(run, loaded.config, plan, "submit")
-            click.echo(f"from {checkpoint}", err=True)
+            click.echo(f"resuming from {checkpoint}", err=True)
     print_started(run, name, entry, plan.backend, as_json)
     if not follow:
         return EXIT_OK

@@ -1,4 +1,4 @@
-"""``trainkit shell``: an interactive allocation with the environment ready."""
+"""``trainkit shell``: an interactive allocation with a job's environment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from trainkit.errors import UsageError
 @set_option
 @slurm_options
 @shape_options
-@click.option("--dry-run", is_flag=True, help="Print the command and the shell's start file; start nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the command and the shell's startup file; run nothing.")
 def command(
     config: str | None,
     profile: str | None,
@@ -48,9 +48,9 @@ def command(
     dry_run: bool,
     **slurm: object,
 ) -> int:
-    """Allocate nodes and open a shell on the first of them, with the environment of a job.
+    """Allocate nodes and open a shell on the first one, with the environment of a job.
 
-    In it, `srun trainkit run CONFIG` trains on all of its nodes.
+    In that shell, `srun trainkit run CONFIG` trains on all allocated nodes.
     """
     from trainkit.submit.interactive import shell_argv, shell_start_file
 
@@ -64,7 +64,7 @@ def command(
         click.echo(start_file, nl=False)
         return 0
     if not sys.stdin.isatty():
-        raise UsageError("there is no terminal for a shell", hint="`trainkit submit` runs without one")
+        raise UsageError("a shell needs a terminal", hint="`trainkit submit` runs without one")
     folder = Path("runs")
     folder.mkdir(exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".shell-", suffix=".sh", delete=False) as file:
@@ -77,4 +77,4 @@ def command(
         os.execvpe(argv[0], argv, scrubbed(os.environ))
     except FileNotFoundError:
         path.unlink()
-        raise UsageError("there is no Slurm here: `salloc` is not on PATH") from None
+        raise UsageError("`salloc` is not on PATH: Slurm is not available here") from None

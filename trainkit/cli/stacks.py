@@ -1,4 +1,4 @@
-"""``trainkit stacks``: where every rank of a running job is in the code."""
+"""``trainkit stacks``: the Python stacks of the ranks of a running job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainkit.rundir import AttemptDir, RunDir
 
 WAIT_S = 20.0
-"""Agents poll every two seconds and allow their ranks three; a network filesystem adds its delay."""
+"""Agents poll every two seconds and give their ranks three to reply; network filesystems add latency."""
 
 
 @click.command(
@@ -30,10 +30,10 @@ WAIT_S = 20.0
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Print all threads of this rank.")
 @json_option
 def command(run_name: str, rank: int | None, as_json: bool) -> int:
-    """Print the Python stacks of the ranks of RUN; ranks with the same stack are printed once.
+    """Print the Python stacks of RUN's ranks, grouping ranks with identical stacks.
 
-    Training continues. Ranks that cannot answer, and the ranks of a COMMAND, are inspected with py-spy where
-    it is installed.
+    Training continues. Ranks that do not respond, and the ranks of a COMMAND, are inspected with py-spy if it
+    is installed.
     """
     from trainkit.control.run_registry import find_run
     from trainkit.job.failure.stacks import gather, group_replies
@@ -50,12 +50,12 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
     except OSError as error:
         raise UsageError(
             f"{attempt.path} cannot be written: {error.strerror}",
-            hint="requesting stacks requires write access to the run folder",
+            hint="requesting stacks needs write access to the run folder",
         ) from error
     if not replies:
         raise TrainkitError(
-            f"no rank of {run.path} answered within {WAIT_S:.0f} s",
-            hint=f"`trainkit status {quote(str(run.path))}` shows whether it still runs",
+            f"no rank of {run.path} responded within {WAIT_S:.0f} s",
+            hint=f"`trainkit status {quote(str(run.path))}` shows whether it is still running",
         )
     asked = range(world_size) if rank is None else (rank,)
     silent = sorted(set(asked) - {reply.rank for reply in replies})
@@ -76,12 +76,12 @@ def command(run_name: str, rank: int | None, as_json: bool) -> int:
         if reply.problem:
             click.echo(f"rank {reply.rank} on {reply.host}, process {reply.pid}: {reply.problem}")
     if silent:
-        click.echo(f"no answer from {_ranks(silent)}: ended, or the host does not respond")
+        click.echo(f"no response from {_ranks(silent)}: ended, or the host does not respond")
     return EXIT_OK
 
 
 def _running_attempt(run: RunDir) -> AttemptDir:
-    """The attempt whose ranks run now; UsageError when there are none."""
+    """The attempt whose ranks are running; raises UsageError when there is none."""
     from trainkit.control.jobs import live_entry
 
     entry = live_entry(run, "stacks")
@@ -110,7 +110,7 @@ def _group_text(group: Sequence[Reply], all_threads: bool) -> str:
 
 
 def _position(group: Sequence[Reply]) -> str:
-    """Step and phase, as far as the ranks of a group have them in common."""
+    """Step and phase of a group of ranks as text; empty if they differ or are unknown."""
     phases = {(reply.step, reply.phase) for reply in group}
     if len(phases) > 1 or group[0].phase is None:
         return ""
@@ -120,7 +120,7 @@ def _position(group: Sequence[Reply]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks as a person writes them: ``ranks 0-2,4``."""
+    """Ranks as compact text: ``ranks 0-2,4``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][-1] + 1:
@@ -132,5 +132,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _short(frame: str) -> str:
-    """A frame without the folder that packages are installed in."""
+    """A frame without the path of the site-packages folder."""
     return re.sub(r"\(\S*/(?:site|dist)-packages/", "(", frame)

@@ -1,4 +1,4 @@
-"""``trainkit status``: what runs are doing."""
+"""``trainkit status``: the state of runs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 @click.option("--all", "show_all", is_flag=True, help="Show every run instead of the newest ones.")
 @json_option
 def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
-    """Show what runs and the 15 newest other runs, or RUN in detail.
+    """Show active runs and the 15 newest other runs, or RUN in detail.
 
-    RUN is a job id, a run name, a run folder or `last`. A group of runs is one line; in detail, its runs are
-    counted and listed, failures first. --json always prints all of them, newest first.
+    RUN is a job id, a run name, a run folder or `last`. The list shows a group of runs as one line; given as
+    RUN, its runs are counted and listed, failures first. --json always prints all runs, newest first.
     """
     from trainkit.control.run_registry import find_run_or_group
     from trainkit.rundir import RunDir
@@ -47,8 +47,8 @@ def _show_run(run: RunDir, as_json: bool) -> int:
     from trainkit.observe.status import read_status
     from trainkit.observe.status_text import run_details
 
-    look = query_job_status([run], _warn)[0]
-    status = read_status(run, look.alive, _now(), look.job)
+    job_status = query_job_status([run], _warn)[0]
+    status = read_status(run, job_status.alive, _now(), job_status.job)
     click.echo(json.dumps(status.to_dict(), ensure_ascii=False) if as_json else run_details(status))
     return EXIT_OK
 
@@ -88,14 +88,14 @@ def _show_all_runs(show_all: bool, as_json: bool) -> int:
 
 
 def _summary(status: RunStatus | GroupStatus) -> dict[str, Any]:
-    """A line of the list as JSON: of a group without its runs."""
+    """A run or group of the list as JSON; a group without its runs."""
     from trainkit.observe.group import GroupStatus
 
     return status.to_dict(with_points=False) if isinstance(status, GroupStatus) else status.to_dict()
 
 
 def _read_all() -> list[RunStatus | GroupStatus]:
-    """The status of every known run and group, newest first, with one question to Slurm for all."""
+    """The status of every known run and group, newest first, with one Slurm query for all of them."""
     from trainkit.control.jobs import job_statuses, open_job_ids, query_known_jobs
     from trainkit.control.run_registry import known_runs
     from trainkit.observe.group import GroupFiles
@@ -106,14 +106,14 @@ def _read_all() -> list[RunStatus | GroupStatus]:
     groups = {item.run.path: GroupFiles(item.group) for item in known if item.is_group}
     ids = open_job_ids(runs) + [job_id for files in groups.values() for job_id in files.open_ids]
     jobs = query_known_jobs(ids, _warn)
-    seen = {run.path: look for run, look in zip(runs, job_statuses(runs, jobs), strict=True)}
+    by_run = {run.path: item for run, item in zip(runs, job_statuses(runs, jobs), strict=True)}
     statuses: list[RunStatus | GroupStatus] = []
     for item in known:
         if item.is_group:
             statuses.append(groups[item.run.path].status(jobs, _now()))
         else:
-            look = seen[item.run.path]
-            statuses.append(read_status(item.run, look.alive, _now(), look.job))
+            job_status = by_run[item.run.path]
+            statuses.append(read_status(item.run, job_status.alive, _now(), job_status.job))
     return statuses
 
 

@@ -1,4 +1,4 @@
-"""Cancels a run, or all runs of a group: they save and end, or are killed at once."""
+"""Cancels a run, or all runs of a group: they save and exit, or are killed immediately."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class CancelResult:
     """What `cancel_run` or `cancel_group` did."""
 
     state: str
-    """``ended`` before, ``cancelled`` now, or ``cancelling``: it saves and then ends."""
+    """``ended`` if it had already ended, ``cancelled`` if it is over now, ``cancelling`` while it saves."""
     message: str
     facts: Mapping[str, Any]
     """For ``--json``."""
 
 
 def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None]) -> CancelResult:
-    """Tell a run to save and end, or with `now` kill it; `wait` returns when it has ended.
+    """Ask a run to save and exit, or with `now` kill it; with `wait`, return once it has ended.
 
-    Raises UsageError when this host cannot reach it, SlurmUnreachable when Slurm does not answer.
+    Raises UsageError when this host cannot reach the run, SlurmUnreachable when Slurm does not answer.
     """
     outcome = ""
     with run_lock(run):
@@ -61,24 +61,24 @@ def cancel_run(run: RunDir, *, now: bool, wait: bool, warn: Callable[[str], None
             try:
                 mark_cancelled(run, now=now)
             except OSError as error:
-                # A full disk must not keep a run alive.
+                # A full disk must not prevent a cancellation.
                 warn(f"the cancellation could not be recorded ({error})")
-            # First, because a cancelled job has not ended well: the follow-up jobs would start.
+            # First, because the end of this job would start its follow-up jobs.
             cancel_follow_ups(run, keep=str(entry["job_id"]))
             if now:
                 kill(run, entry)
             else:
                 outcome = signal_job(run, entry, signal.SIGTERM)
     if entry is None:
-        return _run_result(run, None, "ended", f"{run.path} has ended already")
+        return _run_result(run, None, "ended", f"{run.path} has already ended")
     job_id = entry["job_id"]
     if now:
-        return _run_result(run, job_id, "cancelled", f"{job_id} is killed")
+        return _run_result(run, job_id, "cancelled", f"killed {job_id}")
     if outcome == "cancelled":
-        return _run_result(run, job_id, "cancelled", f"{job_id} is removed from the queue")
+        return _run_result(run, job_id, "cancelled", f"removed {job_id} from the queue")
     grace_s = LaunchPlan.from_dict(read_json(run.plan_file)).grace_s
     if not wait:
-        return _run_result(run, job_id, "cancelling", f"{job_id} saves and ends within {grace_s:g} s")
+        return _run_result(run, job_id, "cancelling", f"{job_id} is saving and ends within {grace_s:g} s")
     if wait_until_gone(run, entry, grace_s + WAIT_MARGIN_S):
         return _run_result(run, job_id, "cancelled", f"{job_id} has ended")
     message = f"{job_id} is still running; `trainkit cancel {quote(str(run.path))} --now` kills it"
@@ -90,15 +90,15 @@ def _run_result(run: RunDir, job_id: str | None, state: str, message: str) -> Ca
 
 
 def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
-    """Cancel all runs of a group that have not ended, with two calls of Slurm for all of them.
+    """Cancel all runs of a group that have not ended, with a constant number of Slurm commands.
 
-    Pending runs never start; running ones save and end, or with `now` are killed. Raises UsageError for a
-    group whose array is not known.
+    Pending runs never start; running ones save and exit, or with `now` are killed; with `wait`, return once
+    they have ended. Raises UsageError for a group whose array job is unknown.
     """
     array = recover_group_job_id(group)
     if array is None:
         raise UsageError(
-            f"{group.sweep_file} has no job id, so it is not known whether {group.path} was submitted",
+            f"cannot tell whether {group.path} was submitted: {group.sweep_file} has no job id",
             hint="`squeue --me` lists your jobs",
         )
     points = GroupFiles(group)
@@ -111,7 +111,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
     running = [point.index for point in alive if point.index not in set(pending)]
     job_ids = [str(point.job_id) for point in alive]
     if alive:
-        # A point that was resumed has a job of its own, outside of the array.
+        # A resumed point has its own job outside the array.
         _cancel_points(group, running, pending, [id for id in job_ids if not id.startswith(f"{array}_")], now)
     state = "cancelled" if alive else "ended"
     grace_s = float(group.record["plan"]["grace_s"])
@@ -132,16 +132,15 @@ def _group_message(
     group: RunGroup, num_running: int, num_pending: int, now: bool, state: str, grace_s: float
 ) -> str:
     if state == "ended":
-        return f"all runs of {group.path} have ended already"
-    plural = "run is" if num_running == 1 else "runs are"
+        return f"all runs of {group.path} have already ended"
     done = {
-        "cancelled": f"{plural} killed" if now else f"{plural} ended",
-        "cancelling": f"{'run saves and ends' if num_running == 1 else 'runs save and end'} "
+        "cancelled": f"{'run' if num_running == 1 else 'runs'} {'killed' if now else 'ended'}",
+        "cancelling": f"{'run is saving and ends' if num_running == 1 else 'runs are saving and end'} "
         f"within {grace_s:g} s",
     }[state]
     parts = [f"{num_running:,} {done}"] if num_running else []
     if num_pending:
-        parts.append(f"{num_pending:,} {'run is' if num_pending == 1 else 'runs are'} removed from the queue")
+        parts.append(f"{num_pending:,} {'run' if num_pending == 1 else 'runs'} removed from the queue")
     hint = f"; `trainkit status {quote(str(group.path))}` shows them" if state == "cancelling" else ""
     return f"{', '.join(parts)}{hint}"
 
@@ -149,7 +148,7 @@ def _group_message(
 def _cancel_points(
     group: RunGroup, running: Sequence[int], pending: Sequence[int], own_jobs: Sequence[str], now: bool
 ) -> None:
-    """Cancel points by their index; `own_jobs` are the jobs of points outside of the array."""
+    """Cancel points by index; `own_jobs` are the jobs of points that run outside the array."""
     group.update(cancelled_at=utc_now())
     created = [group.run(index) for index in (*running, *pending) if group.run(index).exists()]
     for run in created:
@@ -157,7 +156,7 @@ def _cancel_points(
             mark_cancelled(run, now=now)
     jobs = [*([] if group.job_id is None else [group.job_id]), *own_jobs]
     if now:
-        # scancel sends the jobs SIGTERM first, at which their ranks would start to save.
+        # Before scancel, whose SIGTERM would make the ranks start to save.
         with contextlib.suppress(UsageError):
             kill_steps(_steps([run for run in created if int(run.name) in running]))
         cancel(jobs)
@@ -167,13 +166,13 @@ def _cancel_points(
             send_signal(jobs, "TERM", Receiver.STEPS)
     for run in created:
         entry = newest_entry(run)
-        # These have no supervisor that could write the end of its attempt.
+        # These have no supervisor left to write the end of the attempt.
         if entry is not None and (now or int(run.name) in pending):
             write_cancelled(run, entry, KILLED if now else "cancelled before it started")
 
 
 def _steps(runs: Sequence[RunDir]) -> list[tuple[str, str]]:
-    """Job and step of the ranks of each run, after their rendezvous."""
+    """(job id, step id) of the ranks of each run whose rendezvous is done."""
     found = []
     for run in runs:
         entry = newest_entry(run)
@@ -184,7 +183,7 @@ def _steps(runs: Sequence[RunDir]) -> list[tuple[str, str]]:
 
 
 def _wait_until_jobs_gone(job_ids: Sequence[str], timeout_s: float) -> bool:
-    """Wait for all of these jobs to leave Slurm's queue; False when some have not after `timeout_s`."""
+    """Wait until all jobs have left Slurm's queue; False if some are still there after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while any(in_queue(job) for job in query_jobs(job_ids).values()):
         if time.monotonic() > deadline_s:

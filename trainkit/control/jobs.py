@@ -1,6 +1,6 @@
-"""The job of a run: whether it is alive, what Slurm knows about it, and the signals that reach it.
+"""The job of a run: its liveness, its state in Slurm, and how to signal or kill it.
 
-A run on this machine is carried by a supervisor process, any other one by a job of Slurm.
+The job of a local run is a supervisor process, that of any other run a Slurm job.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from trainkit.slurm.states import JobState
 from trainkit.slurm.submit import find_by_token
 
 QUERY_INTERVAL_S = 10.0
-"""How often a waiting command asks Slurm: its controller serves the whole cluster."""
+"""Seconds between queries of a waiting command: the controller serves the whole cluster."""
 FIRST_QUERY_INTERVAL_S = 1.0
 LOCAL_POLL_S = 0.05
 SUPERVISOR_EXIT_S = 10.0
-"""How long a supervisor may take to exit after it recorded how its job ended."""
+"""How long a supervisor may take to exit after it has recorded the end of its job."""
 KILL_TIMEOUT_S = 10.0
 ALIVE = {Liveness.ALIVE: True, Liveness.GONE: False, Liveness.UNKNOWN: None}
 
 
 def slurm_job(entry: Mapping[str, Any]) -> JobInfo | None:
-    """What Slurm knows about the job of an entry; None when Slurm no longer knows it.
+    """Slurm's information about the job of an entry; None when Slurm no longer knows it.
 
     Raises UsageError for a job on a cluster that cannot be queried from here.
     """
@@ -68,16 +68,16 @@ def require_this_cluster(record: Mapping[str, Any]) -> None:
 
 
 def liveness(entry: Mapping[str, Any]) -> Liveness:
-    """Whether the job of an entry is running or waiting to run."""
+    """Whether the job of an entry is running or pending; UNKNOWN when this host cannot tell."""
     if not is_slurm(entry):
         return local_liveness(entry)
     job = slurm_job(entry)
-    # A job that squeue does not list is not running, whatever its last state was.
+    # A job that squeue does not list is not running, whatever accounting says.
     return Liveness.ALIVE if in_queue(job) else Liveness.GONE
 
 
 def in_queue(job: JobInfo | None) -> bool:
-    """Whether Slurm has the job in its queue, pending or running."""
+    """Whether the job is in Slurm's queue, pending or running."""
     return job is not None and not job.is_terminal and job.state is not JobState.UNKNOWN
 
 
@@ -86,18 +86,18 @@ class JobStatus:
     """The newest job of a run, as far as this host can see it."""
 
     alive: bool | None
-    """None when this host cannot know."""
+    """None when this host cannot tell."""
     job: JobInfo | None = None
-    """What Slurm knows; None for a local run, and when Slurm cannot be queried."""
+    """Slurm's information; None for a local run, and when Slurm cannot be queried."""
 
 
 def query_job_status(runs: Sequence[RunDir], warn: Callable[[str], None]) -> list[JobStatus]:
-    """The job status of each run, with one query for all of them; an unreachable Slurm gives a warning."""
+    """The job status of each run, from one query; calls `warn` when Slurm is unreachable."""
     return job_statuses(runs, query_known_jobs(open_job_ids(runs), warn))
 
 
 def open_job_ids(runs: Iterable[RunDir]) -> list[str]:
-    """The newest Slurm jobs, with their follow-up jobs, of the runs that have not recorded their end."""
+    """The newest Slurm job and the pending follow-up jobs of each run that has not recorded its end."""
     pairs = ((run, newest_entry(run)) for run in runs)
     return [
         job_id
@@ -108,7 +108,7 @@ def open_job_ids(runs: Iterable[RunDir]) -> list[str]:
 
 
 def query_known_jobs(ids: Sequence[str], warn: Callable[[str], None]) -> dict[str, JobInfo] | None:
-    """What Slurm knows about these jobs; None, and a warning, when it does not answer."""
+    """Slurm's information about these jobs; calls `warn` and returns None when Slurm does not answer."""
     try:
         return query_jobs(ids)
     except TrainkitError as error:
@@ -138,9 +138,9 @@ def _job_status(
 
 
 def live_entry(run: RunDir, command: str) -> dict[str, Any] | None:
-    """The newest attempt's entry while its job is alive, None when it has ended.
+    """The newest attempt's entry if its job is alive, None if it has ended.
 
-    Raises UsageError when this host cannot know; `command` is the subcommand that needs to.
+    `command` is the subcommand to suggest in the UsageError that is raised when this host cannot tell.
     """
     entry = newest_entry(run)
     if entry is None:
@@ -157,7 +157,7 @@ def live_entry(run: RunDir, command: str) -> dict[str, Any] | None:
 
 def _live_local_entry(run: RunDir, entry: dict[str, Any], command: str) -> dict[str, Any] | None:
     if is_exiting(run, entry):
-        # The supervisor only has to exit; a signal would be lost.
+        # The supervisor is about to exit and ignores signals.
         _wait_until_process_gone(entry, SUPERVISOR_EXIT_S)
     state = local_liveness(entry)
     if state is Liveness.UNKNOWN:
@@ -169,16 +169,16 @@ def _live_local_entry(run: RunDir, entry: dict[str, Any], command: str) -> dict[
 
 
 def _follow_up_entry(run: RunDir, entry: dict[str, Any]) -> dict[str, Any] | None:
-    """The entry of an attempt whose job has ended, with the follow-up job that waits to continue it."""
+    """The entry of an ended job's attempt, with the id of a follow-up job in the queue; None without one."""
     waiting = [] if is_exiting(run, entry) else waiting_follow_ups(run)
     jobs = query_jobs(waiting)
     return next(({**entry, "job_id": job_id} for job_id in waiting if in_queue(jobs.get(job_id))), None)
 
 
 def recover_job_id(run: RunDir) -> None:
-    """Find the job of the newest attempt where the command that submitted it never learned its id.
+    """Find the job of the newest attempt by its token if its submission was never acknowledged.
 
-    Writes it to job.json; call with the lock held. Raises SlurmUnreachable when Slurm does not answer.
+    Adds it to job.json; call with the lock held. Raises SlurmUnreachable when Slurm does not answer.
     """
     attempt = run.attempt(max(run.attempt_numbers(), default=0))
     if not attempt.script_file.exists() or attempt.end_file.exists() or find_entry(run, attempt.number):
@@ -191,7 +191,7 @@ def recover_job_id(run: RunDir) -> None:
 
 
 def recover_group_job_id(group: RunGroup) -> str | None:
-    """The id of a group's array, searched in Slurm where the command that submitted it never learned it."""
+    """The job id of a group's array, looked up by its token if its submission was never acknowledged."""
     if group.job_id is None:
         written = group.script_file.stat().st_mtime
         found = find_by_token(submission_token(RunDir(group.path), 1), since=written)
@@ -212,9 +212,9 @@ def require_not_running(run: RunDir, command: str) -> None:
 
 
 def signal_job(run: RunDir, entry: Mapping[str, Any], number: signal.Signals) -> str:
-    """Ask a job to save and end (SIGTERM) or to save and requeue (SIGUSR2).
+    """Ask a job to save and exit (SIGTERM) or to save and requeue (SIGUSR2).
 
-    Returns ``signalled``, or for a job that had not started ``cancelled`` or ``waiting``.
+    Returns ``signalled``, or for a pending job ``cancelled`` or ``waiting``.
     """
     if not is_slurm(entry):
         signal_supervisor(entry, number)
@@ -231,20 +231,20 @@ def signal_job(run: RunDir, entry: Mapping[str, Any], number: signal.Signals) ->
 
 
 def signal_supervisor(entry: Mapping[str, Any], number: signal.Signals) -> None:
-    """Send a signal to the supervisor of a local run, unless it has just ended."""
+    """Send a signal to the supervisor of a local run, unless it has already exited."""
     if local_liveness(entry) is Liveness.ALIVE:
         with contextlib.suppress(ProcessLookupError):
             os.kill(entry["pid"], number)
 
 
 def kill(run: RunDir, entry: Mapping[str, Any]) -> None:
-    """End a job at once, without saving, and record that."""
+    """Kill a job immediately, without saving, and record its end."""
     if not is_slurm(entry):
         _kill_processes(run, entry)
         return
     job_id, step_id = str(entry["job_id"]), step_of(run, entry)
     if step_id is not None:
-        # scancel sends the job SIGTERM first, at which its ranks would start to save.
+        # Before scancel, whose SIGTERM would make the ranks start to save.
         with contextlib.suppress(UsageError):
             kill_step(job_id, step_id)
     cancel([job_id])
@@ -252,7 +252,7 @@ def kill(run: RunDir, entry: Mapping[str, Any]) -> None:
 
 
 def _kill_processes(run: RunDir, entry: Mapping[str, Any]) -> None:
-    """SIGKILL the supervisor and all its descendants, and write the end.json that it no longer can."""
+    """Send SIGKILL to the supervisor and all its descendants, and write end.json in its place."""
     for pid in (entry["pid"], *descendants(entry["pid"])):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -269,7 +269,7 @@ def _kill_processes(run: RunDir, entry: Mapping[str, Any]) -> None:
 
 
 def step_of(run: RunDir, entry: Mapping[str, Any]) -> str | None:
-    """The number of the Slurm step of an attempt's ranks; None before their rendezvous."""
+    """The id of the Slurm step that runs an attempt's ranks; None before their rendezvous."""
     if "step_id" in entry:
         return str(entry["step_id"])
     try:
@@ -280,7 +280,7 @@ def step_of(run: RunDir, entry: Mapping[str, Any]) -> str | None:
 
 
 def write_cancelled(run: RunDir, entry: Mapping[str, Any], reason: str) -> None:
-    """Write the end of an attempt whose supervisor cannot."""
+    """Record the end of an attempt whose supervisor cannot do so itself."""
     attempt = run.attempt(entry["attempt"])
     end = {
         "state": "cancelled",
@@ -295,7 +295,7 @@ def write_cancelled(run: RunDir, entry: Mapping[str, Any], reason: str) -> None:
 
 
 def wait_until_gone(run: RunDir, entry: Mapping[str, Any], timeout_s: float) -> bool:
-    """Wait for the job to end; False when it is still alive after `timeout_s`."""
+    """Wait until the job has ended; False if it is still alive after `timeout_s`."""
     if not is_slurm(entry):
         return _wait_until_process_gone(entry, timeout_s)
     deadline_s = time.monotonic() + timeout_s
@@ -318,15 +318,15 @@ def _wait_until_process_gone(entry: Mapping[str, Any], timeout_s: float) -> bool
 def liveness_probe(
     run: RunDir, notify: Callable[[str], None] = lambda text: None
 ) -> Callable[[], bool | None]:
-    """A function for polling whether a run's newest job is alive; it returns None when that is unknown.
+    """Return a function that polls whether a run's newest job is alive, None if unknown.
 
-    It asks Slurm at most every `QUERY_INTERVAL_S`. `notify` gets the reason why a job is pending whenever it
-    changes.
+    It queries Slurm at most every `QUERY_INTERVAL_S`. `notify` is called whenever the reason why the job is
+    pending changes.
     """
-    asked_s, alive, notified = float("-inf"), None, ""
+    queried_s, alive, notified = float("-inf"), None, ""
 
     def probe() -> bool | None:
-        nonlocal asked_s, alive, notified
+        nonlocal queried_s, alive, notified
         entry = newest_entry(run)
         if entry is None:
             return None
@@ -335,10 +335,10 @@ def liveness_probe(
         if other_cluster(entry):
             return None
         is_pending = notified != "" or alive is None
-        interval_s = FIRST_QUERY_INTERVAL_S if is_pending and asked_s < 0 else QUERY_INTERVAL_S
-        if time.monotonic() - asked_s < interval_s:
+        interval_s = FIRST_QUERY_INTERVAL_S if is_pending and queried_s < 0 else QUERY_INTERVAL_S
+        if time.monotonic() - queried_s < interval_s:
             return alive
-        asked_s = time.monotonic()
+        queried_s = time.monotonic()
         try:
             job = slurm_job(entry)
             alive = in_queue(job)
@@ -349,7 +349,7 @@ def liveness_probe(
         except SlurmError as error:
             if str(error) != notified:
                 notified = str(error)
-                notify(f"{error.message}; asking again")
+                notify(f"{error.message}; retrying")
             return alive
         reason = job.sentence if job is not None and job.state.is_waiting else ""
         if job is not None and reason and reason != notified:
@@ -361,7 +361,7 @@ def liveness_probe(
 
 
 def cancel_follow_ups(run: RunDir, keep: str = "") -> None:
-    """Remove the follow-up jobs, except `keep`, from the queue; call with the run's lock held.
+    """Cancel the pending follow-up jobs except `keep`; call with the run's lock held.
 
     Raises SlurmUnreachable.
     """

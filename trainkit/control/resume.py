@@ -1,4 +1,4 @@
-"""Resuming a run: whether its newest checkpoint fits a changed config, and copies of that checkpoint."""
+"""Resuming a run: checks a changed config against its newest checkpoint, and copies that checkpoint."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from trainkit.manifest import newest_intact, published
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.rundir import PARTIAL_SUFFIX, RunDir
 
-FIXED = ("seed", "data.seq_len", "data.shuffle")
-"""The keys that decide which sample is at a position; the trainer compares the data itself as well."""
+FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
+"""The keys that determine the order of samples; the trainer also compares the data itself."""
 
 
 def refuse_incompatible(run: RunDir, loaded: LoadedConfig) -> None:
-    """Raise ConfigError with all values of a config that do not fit the run's newest checkpoint."""
+    """Raise ConfigError with every value of a config that is incompatible with the newest checkpoint."""
     found = published(run.checkpoints_dir)
     if not found:
         return
     try:
         manifest = found[-1].manifest()
     except (OSError, ValueError):
-        return  # damaged: the trainer checks the one before it
+        return  # damaged: the trainer falls back to an earlier one and checks that
     problems = list(_problems(manifest, loaded, found[-1].path.name))
     if problems:
         raise ConfigError(problems)
@@ -40,11 +40,11 @@ def refuse_incompatible(run: RunDir, loaded: LoadedConfig) -> None:
 def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> Iterator[Problem]:
     config = loaded.config
     hint = "use the old value, or start a new run"
-    for key in FIXED:
+    for key in FIXED_KEYS:
         before, now = manifest.get("data", {}).get(key), _value(config, key)
         if before is not None and before != now:
             yield loaded.problem(key, f"is {now}, but {name} was trained with {before}", hint)
-    # The path of a custom architecture may have changed.
+    # Only the class of a custom architecture counts: its path may have changed.
     before = str(manifest.get("model", {}).get("architecture", "")).rpartition(":")[2]
     now = config.model.architecture.rpartition(":")[2]
     if before not in ("", now):
@@ -53,14 +53,14 @@ def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> I
     if "model" in manifest:
         before_shape = _shape(ModelConfig(**manifest["model"]), vocab_size)
         if before_shape != _shape(config.model, vocab_size):
-            yield loaded.problem("model", f"has another shape than the model of {name}", hint)
+            yield loaded.problem("model", f"differs in shape from the model of {name}", hint)
     if config.train.steps is not None and config.train.steps < manifest["step"]:
-        message = f"is {config.train.steps}, but {name} is there already"
-        yield loaded.problem("train.steps", message, "give the number of steps of the whole run")
+        message = f"is {config.train.steps}, but the run is already at {name}"
+        yield loaded.problem("train.steps", message, "it counts all steps of the run, from the first one")
 
 
 def _shape(model: ModelConfig, vocab_size: int) -> ModelShape:
-    """The shape of the parameters: dropout may change."""
+    """The shape of the parameters, without dropout, which may change."""
     return replace(resolve_model_shape(model, vocab_size), dropout=0.0)
 
 
@@ -88,9 +88,10 @@ def _value(config: RunConfig, key: str) -> Any:
 
 @contextmanager
 def submission_folder(run: RunDir, takes_new_code: bool) -> Iterator[Path]:
-    """Change to the folder that a run was submitted from, which paths in its config are relative to.
+    """Change to the folder that a run was submitted from: paths in its config are relative to it.
 
-    Yields the working directory of its command: in the run's copy of the code, if it has one.
+    Yields the working directory of the run's command, which is inside its code snapshot if it has one and
+    `takes_new_code` is not set.
     """
     job, here = read_job(run), Path.cwd()
     submitted = Path(str(job.get("cwd") or here))
@@ -105,7 +106,7 @@ def submission_folder(run: RunDir, takes_new_code: bool) -> Iterator[Path]:
 
 
 def newest_checkpoint_of(run: RunDir) -> Path:
-    """The newest intact checkpoint of a run; UsageError when there is none."""
+    """The newest intact checkpoint of a run; raises UsageError when there is none."""
     checkpoint = newest_intact(published(run.checkpoints_dir))
     if checkpoint is None:
         raise UsageError(
@@ -115,7 +116,7 @@ def newest_checkpoint_of(run: RunDir) -> Path:
 
 
 def copy_newest_checkpoint(checkpoint: Path, run: RunDir) -> None:
-    """Copy a checkpoint to a run that was just created; the run folder is removed when that fails."""
+    """Copy a checkpoint to a newly created run; removes the run folder if that fails."""
     try:
         copy_checkpoint(checkpoint, run)
     except BaseException:
@@ -124,7 +125,7 @@ def copy_newest_checkpoint(checkpoint: Path, run: RunDir) -> None:
 
 
 def copy_checkpoint(checkpoint: Path, run: RunDir) -> Path:
-    """Publish a copy of a checkpoint in another run, as hard links where the filesystem supports them.
+    """Publish a copy of a checkpoint in another run, as hard links if the filesystem supports them.
 
     Published checkpoints never change, so both runs can share the files.
     """

@@ -1,9 +1,9 @@
 """Finds runs: RUN on a command line is a job id, a run name, a run folder or `last`.
 
-A run of a group is also `GROUP/INDEX`, and a task of its array `123_4`.
+A run of a group is also `GROUP/INDEX`, or the id of its array task, `123_4`.
 
-Every start of a run appends a line to ``$XDG_STATE_HOME/trainkit/runs.jsonl``, so a run is found from
-any directory; runs below ./runs are found without it.
+Every start of a run appends a line to ``$XDG_STATE_HOME/trainkit/runs.jsonl``, so that runs are found from
+any directory; runs in ./runs are found without it.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from trainkit.slurm.job_id import base_id, is_job_id
 
 @dataclass(frozen=True)
 class KnownRun:
-    """A run, or a group of runs, that was started by this user and whose folder is still there."""
+    """A run or a group of runs that this user started and whose folder still exists."""
 
     run: RunDir
-    """Of a group this has only a path."""
+    """For a group, only its path is meaningful."""
     name: str
     time: str
-    """Its newest start, ISO-8601 UTC."""
+    """Time of the newest start, ISO-8601 UTC."""
     is_group: bool = False
 
     @property
     def group(self) -> RunGroup:
-        """The group that this is."""
+        """The group in this folder; call only if `is_group`."""
         return RunGroup(self.run.path)
 
 
 def index_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where started runs are written down."""
+    """The file that lists started runs."""
     return state_folder(environ) / "runs.jsonl"
 
 
 def register(run: RunDir, name: str) -> None:
-    """Write down that a run was started; a home that cannot be written is said, and is no reason to stop."""
+    """Add a started run to the index; prints a note if the index cannot be written."""
     path = index_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         append_jsonl(path, {"time": utc_now(), "name": name, "path": str(run.path)})
     except OSError as error:
         print(
-            f"note: {path} cannot be written ({error.strerror}): name the run by its folder", file=sys.stderr
+            f"note: cannot write {path} ({error.strerror}): refer to the run by its folder", file=sys.stderr
         )
 
 
 def known_runs(cwd: Path | None = None) -> list[KnownRun]:
-    """Every run and every group that is known and exists, the one started last first."""
+    """Every known run and group that still exists, most recently started first."""
     found: dict[str, KnownRun] = {}
     for folder in sorted(((cwd or Path.cwd()) / RUNS_FOLDER).glob("*/")):
         known = _known(folder)
@@ -76,26 +76,26 @@ def known_runs(cwd: Path | None = None) -> list[KnownRun]:
 
 
 def _known(folder: Path, name: str | None = None, time: str | None = None) -> KnownRun | None:
-    """The run or group in a folder; a missing name or time is read from its files."""
+    """The run or group in a folder, None without one; a missing name or time is read from its files."""
     run, group = RunDir(folder), RunGroup(folder)
     try:
         if group.exists():
-            return KnownRun(run, name or run.name, time or _written(group.sweep_file), is_group=True)
+            return KnownRun(run, name or run.name, time or _modified_at(group.sweep_file), is_group=True)
         if run.exists():
-            return KnownRun(run, name or str(read_job(run)["name"]), time or _written(run.config_file))
+            return KnownRun(run, name or str(read_job(run)["name"]), time or _modified_at(run.config_file))
     except OSError:
-        pass  # another user's, or on a disk that is away: no reason to hide the others
+        pass  # another user's run, or an unavailable disk: skip only this one
     return None
 
 
-def _written(file: Path) -> str:
+def _modified_at(file: Path) -> str:
     return datetime.fromtimestamp(file.stat().st_mtime, timezone.utc).isoformat()
 
 
 def find_run(text: str) -> RunDir:
-    """The run that RUN means; the folder of a group's run is made if it is not there yet.
+    """The run that RUN refers to; creates the folder of an array task that has not started.
 
-    Raises UsageError when there is none, with the closest name, and for a whole group.
+    Raises UsageError, with the closest name as a hint, when there is none, and for a whole group.
     """
     found = find_run_or_group(text)
     if isinstance(found, RunDir):
@@ -103,14 +103,14 @@ def find_run(text: str) -> RunDir:
     indices = sorted(found.points)
     raise UsageError(
         f"{text} is a group of {len(indices):,} runs",
-        hint=f"name one of them, for example {quote(str(found.run(indices[0]).path))}",
+        hint=f"choose one of them, for example {quote(str(found.run(indices[0]).path))}",
     )
 
 
 def find_run_or_group(text: str) -> RunDir | RunGroup:
-    """The run or the group that RUN means.
+    """The run or group that RUN refers to.
 
-    Raises UsageError when there is none, with the closest name.
+    Raises UsageError, with the closest name as a hint, when there is none.
     """
     run = RunDir(text)
     try:
@@ -119,55 +119,59 @@ def find_run_or_group(text: str) -> RunDir | RunGroup:
         is_run = run.exists() or group_of(run) is not None
     except OSError as error:
         raise UsageError(
-            f"{text} cannot be read: {error.strerror}", hint="another user's run is its owner's alone"
+            f"{text} cannot be read: {error.strerror}", hint="only the owner of a run can read it"
         ) from None
     if is_run:
-        return _opened(run)
+        return _ensure_created(run)
     head, separator, tail = text.rpartition(os.sep)
     if separator and (os.sep in head or not is_index(tail)):
         raise UsageError(f"{text} does not contain a run", hint="`trainkit status` lists the runs")
     known = known_runs()
     if separator:
         known = [item for item in known if item.is_group]
-        return _point(_newest(head, _called(head, known), known).group, int(tail))
+        return _run_of_point(_newest(head, _matching_name(head, known), known).group, int(tail))
     if text == "last":
         matches = known[:1]
     elif text.startswith("local-") or is_job_id(text):
         having = [item for item in known if _has_job(item, text)]
-        # A point that was started again on its own is known by itself too.
+        # A point that was restarted individually is also registered as a run.
         matches = [item for item in having if not item.is_group] or having
     else:
-        matches = _called(text, known)
+        matches = _matching_name(text, known)
     newest = _newest(text, matches, known)
     if not newest.is_group:
         return newest.run
-    return (
-        _point(newest.group, int(text.partition("_")[2])) if is_job_id(text) and "_" in text else newest.group
-    )
+    if is_job_id(text) and "_" in text:
+        return _run_of_point(newest.group, int(text.partition("_")[2]))
+    return newest.group
 
 
-def _called(name: str, known: Sequence[KnownRun]) -> list[KnownRun]:
+def _matching_name(name: str, known: Sequence[KnownRun]) -> list[KnownRun]:
     return [item for item in known if item.run.name == name] or [item for item in known if item.name == name]
 
 
 def _newest(text: str, matches: Sequence[KnownRun], known: Sequence[KnownRun]) -> KnownRun:
     if not matches:
-        raise UsageError(f"there is no run {text!r}", hint=_closest(text, known))
+        raise UsageError(f"there is no run {text!r}", hint=_closest_name_hint(text, known))
     if len(matches) > 1:
         others = ", ".join(str(item.run.path) for item in matches[1:])
-        print(f"note: {text} is {matches[0].run.path}, the newest; also so called: {others}", file=sys.stderr)
+        print(
+            f"note: using the newest of {len(matches)} matches for {text}, {matches[0].run.path};"
+            f" the others are {others}",
+            file=sys.stderr,
+        )
     return matches[0]
 
 
-def _point(group: RunGroup, index: int) -> RunDir:
+def _run_of_point(group: RunGroup, index: int) -> RunDir:
     group.point(index)
-    return _opened(group.run(index))
+    return _ensure_created(group.run(index))
 
 
-def _opened(run: RunDir) -> RunDir:
-    """The run, whose folder is made if it is a point that has not started."""
+def _ensure_created(run: RunDir) -> RunDir:
+    """The run, after creating its folder if it is an array task that has not started."""
     if not run.exists():
-        from trainkit.job.array_tasks import create_task_run  # which knows configs, and takes time to load
+        from trainkit.job.array_tasks import create_task_run  # slow to import: it loads configs
 
         create_task_run(run)
     return run
@@ -180,9 +184,9 @@ def _has_job(known: KnownRun, job_id: str) -> bool:
     return job_id in [*(entry.get("job_id") for entry in job["attempts"]), *(job.get("follow_ups") or [])]
 
 
-def _closest(text: str, known: Sequence[KnownRun]) -> str:
+def _closest_name_hint(text: str, known: Sequence[KnownRun]) -> str:
     if not known:
-        return "no run has been started yet: `trainkit submit`"
+        return "no runs yet: `trainkit submit` starts one"
     names = ["last", *(item.name for item in known), *(item.run.name for item in known)]
     from difflib import get_close_matches
 
@@ -195,10 +199,10 @@ STATE_VARIABLE = "XDG_STATE_HOME"
 
 @contextmanager
 def isolated_state(folder: Path) -> Iterator[None]:
-    """Let runs that are started now be written down in a folder of theirs, not in the user's list of runs.
+    """Redirect the user's trainkit state to `folder`, so that the user's index omits runs started meanwhile.
 
-    `last` still means the run that the user started last, and a node that a drill killed is not taken for a
-    bad one later. Nodes that are known to be bad stay known.
+    `last` keeps its meaning, and a node killed by a drill is not recorded as bad. The current records of bad
+    nodes still apply.
     """
     before, own = os.environ.get(STATE_VARIABLE), folder / ".state"
     known = state_folder() / "bad_nodes"

@@ -1,1 +1,1 @@
-"""Fire drill: interrupts short runs on purpose and compares their losses with an uninterrupted run."""
+"""Fire drill: interrupts short runs on purpose and compares their losses to an uninterrupted run."""

@@ -36,7 +36,7 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class RunProcesses:
-    """The pids of a run at one moment."""
+    """The pids of a run's processes at one moment."""
 
     supervisors: tuple[int, ...]
     agents: Mapping[int, int]
@@ -70,7 +70,7 @@ def find_processes(run: RunDir) -> RunProcesses:
 
 
 def _words(pid: int, file: str) -> list[str]:
-    """The NUL-separated words of a file of a process; none when it has ended or is another user's."""
+    """The NUL-separated strings in a /proc file of a process; empty if it has ended or is not readable."""
     try:
         return (PROC / str(pid) / file).read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -78,7 +78,7 @@ def _words(pid: int, file: str) -> list[str]:
 
 
 def kill_all(pids: Iterable[int]) -> int:
-    """Send SIGKILL to processes; returns how many still existed."""
+    """Send SIGKILL to processes; returns the number that still existed."""
     num_killed = 0
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -88,7 +88,7 @@ def kill_all(pids: Iterable[int]) -> int:
 
 
 def kill_node(run: RunDir, node_rank: int) -> int:
-    """Send SIGKILL to an agent and everything below it, as when its node dies; returns how many processes."""
+    """Send SIGKILL to an agent and its descendants, as if its node died; returns the number of processes."""
     agent = find_processes(run).agents.get(node_rank)
     return 0 if agent is None else kill_all((agent, *descendants(agent)))
 
@@ -96,7 +96,7 @@ def kill_node(run: RunDir, node_rank: int) -> int:
 GONE_WITHIN_S = 120.0
 FLIPPED_BYTES = 8
 
-# Kills every process whose environment has all of these words; one that has ended meanwhile is no error.
+# Kills every process whose environment contains all given assignments; ignores processes that have ended.
 _KILL_BY_ENVIRONMENT = """
 files=$(ls -d /proc/[0-9]*/environ)
 for word; do files=$(grep -lzsFx -e "$word" $files); [ -n "$files" ] || exit 0; done
@@ -109,7 +109,7 @@ class FaultInjector(Protocol):
     """Interrupts a run; each method returns False when nothing was left to interrupt."""
 
     poll_s: float
-    """Polling interval of the run's files."""
+    """Seconds between polls of the run's files."""
 
     def kill_rank(self, rank: int) -> bool: ...
 
@@ -138,7 +138,7 @@ class LocalFaultInjector:
 
 @dataclass
 class SlurmFaultInjector:
-    """Kills processes of a run's job through Slurm, which protects those of other users."""
+    """Kills processes of a run's job through Slurm, which permits only the user's own jobs."""
 
     run: RunDir
     poll_s: float = 0.02
@@ -149,7 +149,7 @@ class SlurmFaultInjector:
     def kill_node(self, node_rank: int) -> bool:
         entry = newest_entry(self.run)
         step_id = None if entry is None else step_of(self.run, entry)
-        # The batch shell is not part of the step, and its node number is meaningless.
+        # The step id leaves out the batch shell, whose SLURM_NODEID is meaningless.
         return step_id is not None and self._kill_where(
             f"SLURM_STEP_ID={step_id}", f"SLURM_NODEID={node_rank}"
         )
@@ -178,20 +178,20 @@ class SlurmFaultInjector:
 
 
 def injector_for(run: RunDir, backend: str) -> FaultInjector:
-    """The fault injector for a run of this backend."""
+    """The fault injector for a run with this backend."""
     return LocalFaultInjector(run) if backend == "local" else SlurmFaultInjector(run)
 
 
 def notify(run: RunDir) -> bool:
-    """Signal a run to save and requeue; False when it no longer runs."""
+    """Signal a run to save and requeue; False if it is no longer running."""
     entry = newest_entry(run)
     return entry is not None and signal_job(run, entry, signal.SIGUSR2) == "signalled"
 
 
 def requeue_job(run: RunDir) -> bool:
-    """Requeue a run's job through Slurm, without asking the run.
+    """Requeue a run's job through Slurm without notifying the run; False if it has no job.
 
-    Raises SlurmRefused where this cluster does not allow it.
+    Raises SlurmRefused if this cluster does not allow it.
     """
     entry = newest_entry(run)
     if entry is None:
@@ -201,9 +201,9 @@ def requeue_job(run: RunDir) -> bool:
 
 
 def kill_job(run: RunDir) -> bool:
-    """Kill a run for good, as `trainkit cancel --now` does; False when it had ended.
+    """Kill a run, as `trainkit cancel --now` does, and wait until its processes are gone.
 
-    Returns when all of its processes are gone.
+    Returns False if it had already ended.
     """
     with run_lock(run):
         recover_job_id(run)
@@ -211,10 +211,10 @@ def kill_job(run: RunDir) -> bool:
         if entry is None:
             return False
         mark_cancelled(run)
-        # First, because they start when the killed job has not ended well.
+        # First, because the end of this job would start its follow-up jobs.
         cancel_follow_ups(run, keep=str(entry["job_id"]))
         kill(run, entry)
-    # The end is recorded by now; Slurm takes a while to clear the nodes.
+    # The end is already recorded, but Slurm takes a while to clean up the nodes.
     deadline_s = time.monotonic() + GONE_WITHIN_S
     while liveness(entry) is Liveness.ALIVE and time.monotonic() < deadline_s:
         time.sleep(FIRST_QUERY_INTERVAL_S)
@@ -222,7 +222,10 @@ def kill_job(run: RunDir) -> bool:
 
 
 def flip_bytes(run: RunDir, rng: random.Random) -> Checkpoint:
-    """Change a few bytes of the largest file of a run's newest checkpoint, but not its size."""
+    """Flip a few bytes in the largest file of a run's newest checkpoint, and return that checkpoint.
+
+    Raises UsageError without a checkpoint.
+    """
     checkpoints = published(run.checkpoints_dir)
     if not checkpoints:
         raise UsageError(f"{run.checkpoints_dir} has no checkpoint to damage")

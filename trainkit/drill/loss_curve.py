@@ -1,4 +1,4 @@
-"""The loss curve of a run as its metrics record it, and what an interruption did to it."""
+"""The loss curve of a run, from its metrics, and its comparison with that of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Point:
 
     step: int
     loss: str
-    """The text of the file: equal text means equal to the last bit."""
+    """The loss as JSON text: equal texts mean bit-identical losses."""
     samples_seen: int | None = None
     attempt: int | None = None
-    """None where the trainer does not record it."""
+    """None if the trainer does not record it."""
 
 
 def read_points(run: RunDir) -> list[Point]:
-    """Every computed step in the order of computation; a step computed twice appears twice."""
+    """Every computed step of a run, in order of computation; a step computed twice appears twice."""
     return points_of(read_jsonl(run.metrics_file))
 
 
@@ -38,10 +38,10 @@ def points_of(records: Iterable[Mapping[str, Any]]) -> list[Point]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A curve compared with that of the uninterrupted run."""
+    """The comparison of a curve with that of the uninterrupted run."""
 
     num_recomputed: int
-    """How many steps were computed more than once, counted with multiplicity."""
+    """Number of repeated computations of steps."""
     difference: str
     """The first difference as text; empty when the curves are equal."""
 
@@ -65,9 +65,9 @@ def compare(reference: Sequence[Point], points: Sequence[Point]) -> Comparison:
 
 
 def steps_while_saving(points: Sequence[Point], events: Sequence[Mapping[str, Any]]) -> int:
-    """How many steps were computed while a save was written that an interruption then cut off.
+    """Number of steps computed while a save was being written that an interruption then cut off.
 
-    Training continues while a save is written, so these are lost on top of the interval between two saves.
+    Training continues during an asynchronous save, so these steps are lost in addition to one save interval.
     """
     return sum(
         _steps_while_saving(points, events, event["attempt"] - 1, event["step"])
@@ -79,7 +79,7 @@ def steps_while_saving(points: Sequence[Point], events: Sequence[Mapping[str, An
 def _steps_while_saving(
     points: Sequence[Point], events: Sequence[Mapping[str, Any]], attempt: int, resumed_step: int
 ) -> int:
-    """Those of one attempt, when the next one resumed from `resumed_step`."""
+    """The number for one attempt, if the next one resumed from `resumed_step`."""
     done = [point.step for point in points if point.attempt == attempt]
     begun = [
         event["step"]

@@ -1,4 +1,4 @@
-"""The result of a scenario: whether the interrupted run did what it should, and the table of a drill."""
+"""The results of a drill: checks the run of each scenario, and formats the table of all results."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from trainkit.drill.scenarios import Scenario
 from trainkit.tables import table
 
 State = Literal["passed", "failed", "missed", "skipped"]
-"""`missed`: the run was over before it could be interrupted; `skipped`: it cannot be tried here."""
+"""`missed`: the run ended before it could be interrupted; `skipped`: the scenario cannot be tried here."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table at the end of a drill."""
+    """The result of one scenario: a row of the table at the end of a drill."""
 
     scenario: str
     state: State
     message: str = ""
-    """What is wrong or why it was skipped; for one that passed, a remark."""
+    """What is wrong or why the scenario was skipped; if it passed, a remark."""
     action: str = ""
     """What was done to the run."""
     step: int | None = None
     restart_s: float | None = None
     restarted_by: str = ""
     num_recomputed: int | None = None
-    """Steps that were computed again; None where the trainer does not record its steps."""
+    """Number of steps that were computed again; None if the trainer does not record its steps."""
     curve: Literal["equal", "differs", "unknown", ""] = ""
     run_dir: str = ""
 
     @property
     def sentence(self) -> str:
-        """The result as one line of the drill's log."""
+        """The result as a line of the drill's log."""
         if self.state != "passed":
             return f"{self.state}: {self.message}"
         restart = (
@@ -50,7 +50,7 @@ class Result:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a run left in its folder."""
+    """The end of a run, as recorded in its folder."""
 
     end: Mapping[str, Any]
     """end.json of its newest attempt; empty when there is none."""
@@ -69,10 +69,10 @@ def evaluate(
     interval: int | None,
     requeue_on: Sequence[str],
 ) -> Result:
-    """The result of one interrupted run.
+    """Check one interrupted run and return its result.
 
-    `reference` is the curve of the uninterrupted run, empty where the trainer writes none; `interval` is the
-    number of steps between two saves, None where unknown; `requeue_on` is the config's `requeue.on`.
+    `reference` is the curve of the uninterrupted run, empty if the trainer writes none; `interval` is the
+    number of steps between two saves, None if unknown; `requeue_on` is the config's `requeue.on`.
     """
     comparison, has_curve = compare(reference, outcome.points), bool(reference)
     result = Result(
@@ -120,7 +120,7 @@ def _problems(
 def _too_many_recomputed(
     scenario: Scenario, num_recomputed: int, outcome: RunOutcome, interval: int | None
 ) -> list[str]:
-    """After a signal no step is recomputed; without one, at most the steps since the last save."""
+    """The problem if too many steps were recomputed: none may be after a signal, else those since a save."""
     if scenario.graceful:
         return [f"{num_recomputed} steps were recomputed after a graceful stop"] if num_recomputed else []
     if interval is None:
@@ -137,7 +137,7 @@ def _too_many_recomputed(
 
 
 def _remark(record: ScenarioRecord, has_curve: bool) -> str:
-    """What is worth knowing about a scenario that passed."""
+    """A remark on a scenario that passed; empty without one."""
     if record.no_restart:
         return f"resumed by the drill: {record.no_restart}"
     return "" if has_curve else "only its end was checked: the COMMAND writes no steps to metrics.jsonl"
@@ -147,7 +147,7 @@ HEADING = ["SCENARIO", "ACTION", "AT STEP", "RESUMED AFTER", "RECOMPUTED", "LOSS
 
 
 def result_table(results: Sequence[Result]) -> str:
-    """One line a scenario, skipped ones included, with the messages below."""
+    """The table with one line per scenario, including skipped ones, followed by the messages."""
     lines = [table([HEADING, *map(_row, results)])]
     lines += [f"{result.scenario}: {result.message}" for result in results if result.message]
     return "\n".join(lines)
@@ -168,7 +168,7 @@ def _row(result: Result) -> list[str]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """The whole drill in a sentence."""
+    """A one-line summary of the drill."""
     tried = [result for result in results if result.state != "skipped"]
     passed = [result for result in tried if result.state == "passed"]
     num_skipped = len(results) - len(tried)
@@ -177,6 +177,6 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def all_passed(results: Sequence[Result]) -> bool:
-    """Whether something was tried and all of it passed."""
+    """Whether at least one scenario was tried and all tried scenarios passed."""
     tried = [result for result in results if result.state != "skipped"]
     return bool(tried) and all(result.state == "passed" for result in tried)

@@ -1,4 +1,4 @@
-"""A whole drill: the uninterrupted run, then one run a scenario, one after another."""
+"""Runs a drill: the uninterrupted run, then one run per scenario, one after another."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ REFERENCE = "uninterrupted"
 
 @dataclass
 class Drill:
-    """A drill of one config in a folder of its own."""
+    """A drill of one config, in its own folder."""
 
     folder: Path
     config: RunConfig
     plan: LaunchPlan
     seed: int
     interval: int | None
-    """Steps between two saves; None for a COMMAND, which saves when it likes."""
+    """Steps between two saves; None for a COMMAND, whose saves are not known."""
     start: Callable[[Path], RunDir]
-    """Submits a run of the drill in this folder."""
+    """Submits a run of the drill in the given folder."""
     log_line: Callable[[str], None]
     reference: list[Point] = field(default_factory=list)
     usual_s: float = 0.0
-    """How long the uninterrupted run took."""
+    """Duration of the uninterrupted run, in seconds."""
     running: RunDir | None = None
 
     def run(self, scenarios: Sequence[Scenario]) -> Iterator[Result]:
-        """The results of the scenarios, each as soon as it is known; no run outlives this.
+        """Yield the result of each scenario as soon as it is known; no run outlives this generator.
 
-        Raises TrainkitError when the run does not finish even without interruption.
+        Raises TrainkitError when the uninterrupted run does not finish.
         """
         try:
             self._run_uninterrupted()
@@ -87,10 +87,10 @@ class Drill:
         self.usual_s = _seconds_of(run, end)
         last = f"{self.reference[-1].step} steps" if self.reference else "no steps in metrics.jsonl"
         self.log_line(f"{REFERENCE}: {last}, {self.usual_s:.1f} s")
-        remove_all(run.checkpoints_dir)  # dozens of checkpoints of a large model would fill the disk
+        remove_all(run.checkpoints_dir)  # the checkpoints of all runs of a large model would fill the disk
 
     def _run_scenario(self, scenario: Scenario) -> Result:
-        # The run's own hang monitor ends hanging ranks sooner than this.
+        # Longer than the run's own watchdog takes to end hanging ranks.
         patience_s = 2 * self.config.requeue.hang_min_s + 3 * self.usual_s
         run, watch = self._start(scenario.name, patience_s)
         plan = self.plan
@@ -116,7 +116,7 @@ class Drill:
         return run, RunWatch(run, poll_s, patience_s, lambda text: self.log_line(f"{name}: {text}"))
 
     def _kill_running(self) -> None:
-        """Kill the current run after an error or Ctrl-C: it has no further use."""
+        """Kill the current run after an error or Ctrl-C."""
         if self.running is None:
             return
         run, self.running = self.running, None
@@ -136,7 +136,7 @@ def _outcome(run: RunDir) -> RunOutcome:
 
 
 def _seconds_of(run: RunDir, end: Mapping[str, Any]) -> float:
-    """How long a finished run took, from the start of its workers to their end."""
+    """Seconds that a finished run took, from the start of its workers to its end."""
     started = next(event["time"] for event in read_jsonl(run.events_file) if event.get("event") == "started")
     ended = parse_time(end["time"])
     assert ended is not None
@@ -144,9 +144,9 @@ def _seconds_of(run: RunDir, end: Mapping[str, Any]) -> float:
 
 
 def make_folder() -> Path:
-    """A new folder for a drill, below runs/.
+    """Create a new folder for a drill below runs/.
 
-    Raises UsageError when it cannot be written.
+    Raises UsageError when it cannot be created.
     """
     with new_folder(datetime.now(timezone.utc).strftime("drill-%Y%m%d-%H%M%S"), None) as (folder, _):
         return folder.absolute()
@@ -154,7 +154,7 @@ def make_folder() -> Path:
 
 DEFAULT_STEPS = 30
 MIN_STEPS = 12
-"""With fewer there are not two checkpoints before the last third, in which nothing is interrupted."""
+"""With fewer steps there are not two checkpoints before the last third, which is never interrupted."""
 NUM_SAVES = 6
 ORIGIN = "trainkit drill"
 
@@ -187,11 +187,11 @@ CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def _deterministic(config: RunConfig, device: str) -> Iterator[Change]:
-    """What makes two runs on GPUs bit-identical."""
+    """The changes that make two runs on GPUs bit-identical."""
     if device == "cpu":
         return
     reason = "makes two runs on GPUs bit-identical"
     yield Change("train.deterministic", True, config.train.deterministic, reason)
     env = config.launch.env
-    # Without it cuBLAS picks each stream's workspace itself, which most versions of torch refuse here.
+    # Without it cuBLAS is not deterministic, and most versions of torch raise an error.
     yield Change("launch.env", {CUBLAS_VARIABLE: ":4096:8", **env}, env, "train.deterministic needs it")

@@ -1,4 +1,4 @@
-"""Runs one scenario: waits for the target step, interrupts the run, and follows it to its end."""
+"""Runs one scenario: waits for its target step, interrupts the run, and follows the run to its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainkit.submit.start import start_again
 OVER = "the run was over before it could be interrupted: give it more steps"
 NOTHING_LEFT = "no step was left after the restart: give it more steps"
 MAX_TRIES = 3
-"""A save of a small model can be over before the kill arrives: then the next save is tried."""
+"""A save of a small model can finish before the kill arrives: then the next save is tried."""
 
 
 @dataclass
@@ -28,17 +28,17 @@ class ScenarioRecord:
     action: str = ""
     """What was done to the run."""
     step: int | None = None
-    """The newest step seen when it was done."""
+    """The newest step seen at the interruption."""
     restart_s: float | None = None
-    """From the interruption to the first step after it, or to the next start where steps are not recorded."""
+    """Seconds from the interruption to the next step, or to the next start if steps are not recorded."""
     restarted_by: str = ""
-    """restart, requeue and so on, or resume: by the drill."""
+    """The action of the restart, such as ``requeue``, or ``resume`` if the drill resumed the run."""
     no_restart: str = ""
-    """Why it did not restart by itself; empty when it did."""
+    """Why the run did not restart automatically; empty if it did."""
     missed: str = ""
-    """Why it could not be interrupted as planned."""
+    """Why the run could not be interrupted as planned."""
     stuck: str = ""
-    """How long it made no progress before it was killed."""
+    """For how long the run made no progress before it was killed, as text."""
     refused: str = ""
     """Why this cluster does not allow the interruption."""
     damaged_step: int | None = None
@@ -47,7 +47,7 @@ class ScenarioRecord:
 
 @dataclass
 class ScenarioRunner:
-    """One scenario with its run."""
+    """Runs one scenario on its run."""
 
     scenario: Scenario
     target: Target
@@ -55,11 +55,11 @@ class ScenarioRunner:
     injector: FaultInjector
     watch: RunWatch
     usual_s: float
-    """How long the uninterrupted run took."""
+    """Duration of the uninterrupted run, in seconds."""
     record: ScenarioRecord = field(default_factory=ScenarioRecord)
 
     def run(self) -> ScenarioRecord:
-        """Follow the run from its start to its end, and interrupt it on the way."""
+        """Follow the run from start to end, and interrupt it; returns the record of what happened."""
         for number in range(1, MAX_TRIES + 1):
             if not self._await_target(number):
                 self.record.missed = "" if self.watch.is_stuck else OVER
@@ -78,7 +78,7 @@ class ScenarioRunner:
         return self.record
 
     def _await_target(self, number: int) -> bool:
-        """Whether the run reached its target; for mid-save, the first save from there on."""
+        """Wait until the run reaches its target, for mid-save the next save; False if it does not."""
         watch, target = self.watch, self.target
         if self.scenario.name == "mid-save":
             assert target.step is not None
@@ -92,7 +92,7 @@ class ScenarioRunner:
         return watch.until(lambda: time.monotonic() - watch.started_s.get(1, float("inf")) > wait_s)
 
     def _interrupt_and_await(self) -> bool:
-        """Interrupt the run and wait for its restart; False when either did not happen."""
+        """Interrupt the run and wait for its restart; False if either did not happen."""
         watch, before, began_s = self.watch, self.watch.attempt, time.monotonic()
         self.record.step = watch.step or None
         try:
@@ -129,7 +129,7 @@ class ScenarioRunner:
         return True
 
     def _interrupt(self) -> bool:
-        """Do what the scenario is about; False when nothing was left to interrupt."""
+        """Interrupt the run as the scenario says; False if nothing was left to interrupt."""
         run, target, injector = self.run_dir, self.target, self.injector
         actions: dict[str, tuple[str, Callable[[], bool]]] = {
             "signal": ("SIGUSR2", lambda: notify(run)),
@@ -149,7 +149,7 @@ class ScenarioRunner:
         return True
 
     def _resume(self) -> None:
-        """Resume the run as a person would, with `trainkit resume`."""
+        """Resume the run as `trainkit resume` does."""
         with run_lock(self.run_dir):
             recover_job_id(self.run_dir)
             require_not_running(self.run_dir, "resume")
@@ -163,7 +163,7 @@ class ScenarioRunner:
         return str(end.get("action") or "requeue by Slurm")
 
     def _save_was_cut_off(self) -> bool:
-        """Whether the interruption kept the save under way from being published."""
+        """Whether the interruption prevented the save in progress from being published."""
         newest = self.watch.attempt
         resumed = [
             event["step"]

@@ -1,4 +1,4 @@
-"""Watches a run from outside: its steps, attempts, saves and end."""
+"""Watches the steps, attempts, saves and end of a run from outside."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CHECK_END_EVERY_S = 0.25
 
 
 class RunWatch:
-    """What has been seen of a run so far.
+    """The progress of a run as seen so far.
 
-    `poll_s` is the polling interval of its files: the moment to interrupt lasts no longer than a step.
-    After `patience_s` without progress, time in the queue aside, the run counts as stuck.
+    `poll_s` is the polling interval of its files; it must be shorter than a step for an interruption to hit
+    its target. After `patience_s` without progress, not counting time in the queue, the run counts as stuck.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RunWatch:
         self.expect_life()
 
     def expect_life(self) -> None:
-        """Watch for the liveness of a new job; call after the run was started again."""
+        """Reset the liveness probe; call after the run was started again as a new job."""
         self._is_alive = liveness_probe(self.run, self._log_line)
         self._checked_s, self._is_over = float("-inf"), False
         self._progress_s = time.monotonic()
@@ -86,11 +86,11 @@ class RunWatch:
 
     def read(self) -> None:
         """Read new metrics and events."""
-        # Steps first: those recorded before an attempt starts are not its own.
+        # Steps first: those recorded before an attempt starts belong to the previous attempt.
         for point in points_of(_records(self._metrics)):
             self._progress_s = time.monotonic()
             self.step = point.step
-            # Other trainers need not record their attempt.
+            # A COMMAND need not record the attempt.
             attempt = self.attempt if point.attempt is None else point.attempt
             self.first_step_s.setdefault(attempt, time.monotonic())
         for event in _records(self._events):

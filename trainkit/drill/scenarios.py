@@ -1,4 +1,4 @@
-"""The interruptions of a drill, where each can be tried, and when and what each one hits."""
+"""The scenarios of a drill, where each can be tried, and the choice of its target."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Scenario:
     name: str
     description: str
     graceful: bool = False
-    """Whether the run gets a signal before it ends: then no step may be computed twice."""
+    """Whether the run gets a signal in time to save: then no step may be computed twice."""
     cause: str | None = None
-    """The entry of `requeue.on` that makes it restart; None when it restarts whatever the config says."""
+    """The entry of `requeue.on` that makes it restart; None if it restarts whatever the config says."""
     by_hand: bool = False
-    """Whether the drill itself resumes the run: nothing is left that could."""
+    """Whether the drill resumes the run, because nothing else is left that could."""
     needs_slurm: bool = False
     needs_checkpoints: bool = False
     """Whether the drill must know where and how the trainer saves."""
     never: str = ""
-    """Why it can be tried nowhere, for one that is listed nevertheless."""
+    """Why it can never be tried; empty if it can. Such a scenario is only listed."""
 
 
 SCENARIOS = (
@@ -58,7 +58,7 @@ NAMES = tuple(scenario.name for scenario in SCENARIOS)
 
 
 def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
-    """Why a scenario cannot be tried with this config here; empty when it can."""
+    """Why a scenario cannot be tried here with this config; empty if it can."""
     if scenario.never:
         return scenario.never
     if scenario.needs_slurm and plan.backend == "local":
@@ -71,7 +71,7 @@ def skip_reason(scenario: Scenario, config: RunConfig, plan: LaunchPlan) -> str:
 
 
 def select(names: Sequence[str]) -> tuple[Scenario, ...]:
-    """The scenarios with these names, in the order of the table; all without names."""
+    """The scenarios with these names, in the order of SCENARIOS; without names, all."""
     return tuple(scenario for scenario in SCENARIOS if not names or scenario.name in names)
 
 
@@ -80,13 +80,13 @@ class Target:
     """When a scenario interrupts, and which rank or node it hits."""
 
     step: int | None
-    """After this step; None where the trainer does not record its steps."""
+    """Interrupt after this step; None if the trainer does not record its steps."""
     share: float
-    """After this share of the uninterrupted run's time, where there are no steps to go by."""
+    """Interrupt after this fraction of the uninterrupted run's duration, if `step` is None."""
     rank: int
     node_rank: int
     rng: random.Random
-    """For any further choice."""
+    """The generator for any further random choice."""
 
 
 def choose_target(
@@ -97,10 +97,10 @@ def choose_target(
     world_size: int,
     num_nodes: int,
 ) -> Target:
-    """The target of one scenario.
+    """Choose the target of one scenario at random.
 
-    Not in the first steps, when there is nothing to lose, and not in the last third, since an interruption
-    takes time to arrive. `interval` is the number of steps between two saves where the drill has set it.
+    It is not in the first steps, where nothing is saved yet, nor in the last third, because an interruption
+    takes time to arrive. `interval` is the number of steps between two saves, None if unknown.
     """
     rng = random.Random(f"{seed} {scenario.name}")
     step = None

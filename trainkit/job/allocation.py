@@ -1,7 +1,7 @@
-"""Where a run's attempts execute: this machine, or the hosts and the time that Slurm gave to a job.
+"""Where a run's attempts execute: this machine, or the hosts that Slurm allocated to a job.
 
-An allocation claims attempts, starts their processes, knows how the run can start again, and is released when
-it continues elsewhere. The supervisor runs the same steps on either kind.
+An allocation claims attempts, starts their processes, lists the ways to restart the run, and is released when
+the run continues elsewhere. The supervisor treats both kinds alike.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 from trainkit.slurm.client import QUERY_PATIENCE_S
 from trainkit.slurm.control import requeue
-from trainkit.slurm.hosts import expand_hosts, hosts_of_job, is_out, node_states
+from trainkit.slurm.hosts import expand_hosts, hosts_of_job, is_unavailable, node_states
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 
 CANCELLED = "cancelled before the ranks started"
 QUERY_PATIENCE_RESTART_S = 300.0
-"""How long Slurm's controller may be unavailable when a step is to be started again."""
+"""How long to retry while Slurm's controller is unavailable, when a step may be restarted."""
 REQUEUE_PATIENCE_S = 600.0
-"""How long the controller may be unavailable for a requeue; what was saved is worth the wait."""
+"""How long to retry a requeue while the controller is unavailable; giving up would strand a saved run."""
 START_S = 30.0
-"""A step is not started with less time than this before the job may receive its early notice."""
+"""Minimum time between the start of a step and the earliest moment of the time limit's notice signal."""
 
 
 class Allocation:
-    """What a supervisor does differently on this machine and in a Slurm job."""
+    """Interface of the supervisor to this machine or to a Slurm job."""
 
     lock_timeout_s = 10.0
     """How long to wait for the previous supervisor of the run to exit."""
@@ -74,11 +74,11 @@ class Allocation:
         self.run = run
 
     def claim(self) -> AttemptDir | int:
-        """The first attempt to run, else the exit code of a supervisor that has nothing to do."""
+        """Claim the first attempt to run; returns the exit code instead when there is nothing to do."""
         raise NotImplementedError
 
     def claim_next(self, attempt: AttemptDir) -> AttemptDir | None:
-        """The attempt in which the run restarts in this allocation; None when it was cancelled."""
+        """Open the next attempt, which restarts the run in this allocation; None when it was cancelled."""
         with run_lock(self.run):
             if is_cancelled(attempt):
                 return None
@@ -89,25 +89,28 @@ class Allocation:
         return following
 
     def register(self, attempt: AttemptDir) -> str:
-        """Record a restarted attempt in job.json; its job id. Called with the run's lock held."""
+        """Record a restarted attempt in job.json; returns its job id. Called with the run's lock held."""
         raise NotImplementedError
 
     def close_dead_attempts(self, attempt: AttemptDir) -> tuple[Outcome, Decision] | None:
-        """Write the end of earlier attempts whose host died; the end of `attempt` if these forbid a start."""
+        """Write the end of earlier attempts whose host died.
+
+        Returns the outcome and decision that end `attempt` if those failures forbid a restart, else None.
+        """
         return None
 
     def watch(self, attempt: AttemptDir, plan: LaunchPlan) -> AttemptWatch:
-        """The processes of an attempt, ready to run."""
+        """The watch of an attempt's processes, which `AttemptWatch.run` starts."""
         raise NotImplementedError
 
     def inspect(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
-        """Complete the outcome of an attempt with what is known of the job and its hosts."""
+        """Complete the outcome of an attempt from the state of the job and its hosts."""
 
     def record_suspect(self, attempt: AttemptDir, failure: dict[str, Any] | None) -> None:
-        """Remember the host that a failure speaks against."""
+        """Record the host that a failure implicates."""
 
     def restart_options(self, plan: LaunchPlan) -> RestartOptions:
-        """The ways in which the run can start again now."""
+        """How the run can be restarted now."""
         raise NotImplementedError
 
     def has_time(self, plan: LaunchPlan) -> bool:
@@ -117,11 +120,11 @@ class Allocation:
     def after_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
     ) -> Decision:
-        """What follows a stop signal that came while the run waited to restart."""
+        """Decide what follows a stop signal that arrived while the run waited to restart."""
         raise NotImplementedError
 
     def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
-        """Leave the allocation as decided; why the run does not resume, None when it does."""
+        """Leave the allocation as decided; returns why the run does not resume, None when it does."""
         return None
 
     def cancel_pending(self) -> None:
@@ -165,7 +168,7 @@ class LocalAllocation(Allocation):
 
 
 class SlurmAllocation(Allocation):
-    """What Slurm has given to one start of a job."""
+    """The allocation of one start of a Slurm job."""
 
     lock_timeout_s = 600.0
     """A dead node holds its locks on a network filesystem for about 90 s, on some for much longer."""
@@ -174,16 +177,16 @@ class SlurmAllocation(Allocation):
         super().__init__(run)
         self.job_id = job_id
         self.step = step
-        """The argv of the step, as it is in the script."""
+        """The argv of the step, as written in the batch script."""
         self.hosts = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
         self.bad: dict[str, str] = {}
         """Hosts on which no further step is started, with the reason."""
         self.restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        """The job's restart count when this start of it began."""
+        """The job's restart count when this start began."""
         self.step_may_still_run = False
-        """Whether Slurm counts a step as running that could not be ended on all hosts."""
+        """Whether an earlier step could not be ended on all hosts, so Slurm may still count it as running."""
         self.job: JobDetails | None = None
-        """Slurm's newest answer; None when it did not respond."""
+        """The job at the last query; None when Slurm did not respond."""
         self._host_watch: subprocess.Popen[bytes] | None = None
 
     def claim(self) -> AttemptDir | int:
@@ -227,7 +230,7 @@ class SlurmAllocation(Allocation):
         return [host for host in self.hosts if host not in self.bad]
 
     def _watch_batch_host(self, plan: LaunchPlan, log: Path) -> None:
-        """Have another host watch this one, where Slurm would not requeue the job after its loss."""
+        """Have another host watch this one: with spare nodes Slurm does not requeue a job that loses it."""
         others = self.good_hosts[1:] if self.good_hosts[:1] == self.hosts[:1] else self.good_hosts
         is_running = self._host_watch is not None and not processes.ended(self._host_watch)
         if not plan.spare_nodes or not others or is_running:
@@ -252,9 +255,9 @@ class SlurmAllocation(Allocation):
             ends = self.job is not None and is_ending(self.job, self.restarts, plan.grace_s)
             if not ends or reached_its_stop(attempt):
                 return
-            # They received a signal that could not be recorded, as on a full disk.
+            # The ranks received a signal that could not be recorded, for example on a full disk.
             outcome.stop_signal = RESTART_SIGNAL if is_running else signal.SIGTERM.name
-        # Without an answer from Slurm no host is given up: the next start will show.
+        # Without an answer from Slurm no host is ruled out: a lost one will fail the next start.
         lost = lost_hosts(self.job_id, self.good_hosts, is_running=is_running) or ()
         if outcome.stop_signal is None and not any(attempt.errors_dir.glob("rank-*.json")):
             output = attempt.supervisor_log.read_text(encoding="utf-8", errors="replace")
@@ -277,28 +280,28 @@ class SlurmAllocation(Allocation):
             )
 
     def _replaceable(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
-        """Unresponsive hosts, if the allocation has others to take their place."""
+        """Unresponsive hosts, if the allocation has enough others to replace them; else none."""
         return tuple(hosts) if len(self.good_hosts) - len(hosts) >= plan.num_nodes else ()
 
     def is_down(self, host: str) -> bool:
-        """Whether Slurm says that a host is down; False when Slurm does not respond."""
+        """Whether Slurm reports a host as unavailable; False when Slurm does not respond."""
         try:
-            return is_out(node_states([host]).get(host, ""))
+            return is_unavailable(node_states([host]).get(host, ""))
         except TrainkitError as error:
             log_line(f"cannot query the state of {host}: {error.message}")
             return False
 
     def record_suspect(self, attempt: AttemptDir, failure: dict[str, Any] | None) -> None:
-        """Give up the host that a failure speaks against, and remember it for later jobs.
+        """Stop using the host that a failure implicates, and record it for later jobs.
 
-        A host on which ranks only died or hung is given up when that happens twice in a run.
+        A host on which ranks were only killed or hung is used until that has happened twice in the run.
         """
         suspect = None if failure is None else suspect_host(failure)
         if failure is None or suspect is None:
             return
         host, kind = suspect
         if host not in self.hosts:
-            return  # not a name of Slurm's: no step or job can exclude it
+            return  # not one of Slurm's node names: neither a step nor a job can exclude it
         previous = [suspect_host(earlier) for earlier in previous_failures(attempt)]
         if kind != "culprit" or suspect in previous:
             self.bad[host] = "lost" if kind == "died" else "failed"
@@ -306,10 +309,10 @@ class SlurmAllocation(Allocation):
             cluster, reason = os.environ.get("SLURM_CLUSTER_NAME", ""), str(failure["message"])
             note_failure(cluster, host, kind, reason, run=str(attempt.run.path), attempt=attempt.number)
         except OSError as error:
-            log_line(f"cannot remember that {host} failed: {error}")
+            log_line(f"cannot record that {host} failed: {error}")
 
     def hosts_to_exclude(self) -> list[str]:
-        """The hosts that the next start of the run should not use: given up here or remembered."""
+        """The hosts that the next start of the run should avoid: bad in this job or in an earlier one."""
         return sorted({*self.bad, *excluded(os.environ.get("SLURM_CLUSTER_NAME", ""))})
 
     def restart_options(self, plan: LaunchPlan) -> RestartOptions:
@@ -325,9 +328,9 @@ class SlurmAllocation(Allocation):
         )
 
     def has_time(self, plan: LaunchPlan) -> bool:
-        """Whether a step that starts now runs for some time before the early notice may come.
+        """Whether a step started now would run for a while before the time limit's notice signal.
 
-        Slurm sends the notice once: a step that starts later would not receive it.
+        Slurm sends that signal once, and a step that starts later does not receive it.
         """
         left_s = self.time_left_s()
         return left_s is None or left_s > plan.grace_s + EARLY_S + START_S
@@ -341,7 +344,7 @@ class SlurmAllocation(Allocation):
     def after_notice(
         self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome, received: signal.Signals
     ) -> Decision:
-        # Either the allocation is being taken away or a person wants the job to end: Slurm knows which.
+        # Either Slurm is ending the allocation or a person cancelled the job: its state tells which.
         outcome.stop_signal, outcome.supervisor_was_signalled = received.name, True
         self.inspect(attempt, plan, outcome)
         return judge(attempt, outcome, self.restart_options(plan))
@@ -360,7 +363,7 @@ class SlurmAllocation(Allocation):
         return None
 
     def _requeue(self, plan: LaunchPlan) -> None:
-        """Have Slurm requeue the job, unless it already does so by itself."""
+        """Requeue the job, unless Slurm is already requeuing it, and exclude bad hosts."""
         if not self.is_being_requeued:
             if self.was_cancelled_meanwhile():
                 raise TrainkitError("it was cancelled meanwhile")
@@ -372,11 +375,11 @@ class SlurmAllocation(Allocation):
 
     @property
     def is_being_requeued(self) -> bool:
-        """Whether Slurm starts the job again without a request."""
+        """Whether Slurm is already requeuing the job or has restarted it."""
         return self.is_queued or (self.job is not None and self.job.restarts > self.restarts)
 
     def was_cancelled_meanwhile(self) -> bool:
-        """Whether a person has ended the job since it was inspected: a requeue would undo that."""
+        """Whether a person has cancelled the job since the last query; a requeue would undo that."""
         if self.job is None or self.job.state is not JobState.RUNNING:
             return False
         now = query_job(self.job_id, QUERY_PATIENCE_S)
@@ -392,26 +395,25 @@ class SlurmAllocation(Allocation):
 
     @property
     def is_completing(self) -> bool:
-        """Whether Slurm is ending the job, and waits only for this shell."""
+        """Whether Slurm is ending the job and waits only for this batch shell."""
         return self.job is not None and self.job.state is JobState.COMPLETING
 
     def cancel_pending(self) -> None:
-        """Cancel the jobs that wait to continue the run, and this one if Slurm requeues it.
+        """Cancel the follow-up jobs, and this job if Slurm is requeuing it, as it does after losing a host.
 
-        Slurm requeues a job by itself after losing a host. A start of the job that already runs elsewhere is
-        left alone.
+        A start of the job that already runs elsewhere is left alone.
         """
         waiting, completing = waiting_follow_ups(self.run), []
         if self.is_queued:
             waiting.append(self.job_id)
         elif self.is_completing and self.is_being_requeued:
-            # It enters the queue only after this shell has ended.
+            # The job enters the queue only after this shell has exited.
             completing.append(self.job_id)
         cancel_jobs(waiting, completing)
 
 
 def _notice_signal(plan: LaunchPlan) -> str:
-    """The signal by which Slurm announces the time limit."""
+    """The signal that Slurm sends before the time limit: that of `--signal`."""
     option = "" if plan.slurm is None else str(plan.slurm.sbatch.get("signal", ""))
     return f"SIG{option.partition('@')[0]}"
 
@@ -424,12 +426,12 @@ def choose_hosts(hosts: Sequence[str], bad: Container[str], num: int) -> list[st
 def step_argv(
     step: Sequence[str], plan: LaunchPlan, hosts: Sequence[str], overlap: bool = False
 ) -> list[str]:
-    """The argv that starts the ranks on these hosts, made from the step of the script.
+    """The argv that starts the ranks on these hosts, derived from the step in the batch script.
 
-    Without spare nodes the step uses all hosts of the job, and its argv is unchanged. `overlap` is for a job
-    in which Slurm counts an earlier step as running, with the job's memory: on a host that is cut off a step
-    cannot be ended.
-    Raises TrainkitError when there are fewer hosts than the plan has nodes.
+    Without spare nodes the step uses all hosts of the job, and its argv is unchanged. Set `overlap` when
+    Slurm may still count an earlier step as running, which then occupies the job's memory: a step on an
+    unreachable host cannot be ended.
+    Raises TrainkitError when there are fewer hosts than the plan has nodes, or the step does not use srun.
     """
     if len(hosts) < plan.num_nodes:
         raise TrainkitError(
@@ -451,10 +453,10 @@ def step_argv(
 
 
 def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[str, ...] | None:
-    """The hosts of a job on which nothing can be started any more; None when Slurm does not respond.
+    """The hosts of a job that can no longer start processes; None when Slurm does not respond.
 
-    Slurm reports them as down, failed or not responding, or has removed them from the job while it
-    `is_running`: from a job that ends, it removes hosts one by one as they are done.
+    Slurm reports them as down, failed or not responding. In a running job, hosts that Slurm has removed from
+    it count too; from a job that is ending, Slurm also removes the healthy ones as they finish.
     """
     if not hosts:
         return ()
@@ -464,5 +466,5 @@ def lost_hosts(job_id: str, hosts: Sequence[str], *, is_running: bool) -> tuple[
         log_line(f"cannot query the hosts of {job_id}: {error.message}")
         return None
     if is_running and not remaining:
-        return None  # it ended between the two queries: that does not mean that all hosts were lost
-    return tuple(host for host in hosts if host not in remaining or is_out(states.get(host, "")))
+        return None  # the job ended between the two queries: its hosts are not lost
+    return tuple(host for host in hosts if host not in remaining or is_unavailable(states.get(host, "")))

@@ -1,4 +1,4 @@
-"""Creates the run folder of an array task: when the task starts, or when a command needs it earlier."""
+"""Creates the run folder of an array task when the task starts, or earlier when a command needs it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainkit.rungroup import Point, RunGroup, group_of
 
 
 def create_task_run(run: RunDir, job_id: str | None = None) -> None:
-    """Create the folder of a run that is an array task and does not exist yet; does nothing for other runs.
+    """Create the run folder of an array task if it does not exist yet; does nothing for other runs.
 
-    `job_id` is that of the task; by default it follows from the group's sweep.json.
+    `job_id` is the id of the task, by default derived from the group's sweep.json.
     Raises UsageError when the group has no such task, was not submitted, or cannot be written.
     """
     found = group_of(run)
@@ -43,12 +43,12 @@ def create_task_run(run: RunDir, job_id: str | None = None) -> None:
 
 
 def point_config(group: RunGroup, point: Point) -> RunConfig:
-    """The config of a point."""
+    """The config of a point: that of the group, with the point's values."""
     return RunConfig.model_validate(changed(group.record["config"], point.config))
 
 
 def point_plan(group: RunGroup, point: Point) -> LaunchPlan:
-    """The plan of a point."""
+    """The plan of a point: that of the group, with the point's values."""
     return LaunchPlan.from_dict(changed(group.record["plan"], point.plan))
 
 

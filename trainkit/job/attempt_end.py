@@ -1,4 +1,4 @@
-"""How attempts ended: judges an ended attempt, writes its end.json, and reads those of earlier attempts."""
+"""Judges an ended attempt, writes its end.json, and reads the end.json files of earlier attempts."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "Checkpoin
 
 
 def judge(attempt: AttemptDir, outcome: Outcome, options: RestartOptions) -> Decision:
-    """What follows an ended attempt; completes the outcome with its first failure."""
+    """Decide what follows an ended attempt, and set `outcome.failure` if it is unset."""
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     cause, killed = outcome.cause, signal_exit_code(signal.SIGKILL)
     if is_cancelled(attempt):
-        # Slurm's SIGTERM for the job that it cancels may have come first.
+        # scancel sends SIGTERM before SIGKILL, so a stop signal may have been recorded as well.
         if is_cancelled_now(attempt) and killed in outcome.exit_codes:
             return Decision("stopped", KILLED, killed)
         cause = None
@@ -82,9 +82,10 @@ def close_dead_attempts(
 ) -> tuple[Outcome, Decision] | None:
     """Write the end of earlier attempts of this job whose host died before their supervisor could.
 
-    None when the run may continue, else the end of `attempt` too: Slurm restarts a job whenever its host
-    dies, and a run that crashes its hosts must stop like any other. `is_down` tells whether a host is down
-    now; otherwise the job may only have been preempted without grace time.
+    Returns None when the run may continue, else the outcome and decision that end `attempt` as well: Slurm
+    restarts a job whenever its host dies, and a run that crashes its hosts must stop like any other run.
+    `is_down` tells whether a host is down now; if it is not, the job may have been preempted without grace
+    time.
     """
     entries = read_job(attempt.run)["attempts"]
     job_ids = {entry["job_id"] for entry in entries if entry["attempt"] == attempt.number}
@@ -122,13 +123,13 @@ def _decide_dead(
 
 
 def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None:
-    """Record how the attempt ended and what follows: end.json and events."""
+    """Record how the attempt ended and what follows, in end.json and events.jsonl. Raises OSError."""
     run, number = attempt.run, attempt.number
     failure = None
     if decision.action == "failed" or decision.cause in FAILURES:
         reason = decision.reason.partition(";")[0]
         failure = outcome.failure or agent_failure(outcome.first_failed_node, reason)
-    # end.json comes first: the events only repeat it.
+    # end.json first: the events only repeat its content.
     state = _state(attempt, decision)
     write_json(
         attempt.end_file,
@@ -173,12 +174,12 @@ def _best(run: RunDir) -> dict[str, Any] | None:
 
 
 def previous_attempts(attempt: AttemptDir) -> list[tuple[int, PreviousAttempt]]:
-    """The attempts before this one since a person last started the run, oldest first, with their numbers."""
+    """The earlier attempts since a command last started the run, oldest first, as (number, attempt)."""
     return [(earlier.number, _previous(earlier)) for earlier in _earlier(attempt)]
 
 
 def previous_failures(attempt: AttemptDir) -> list[dict[str, Any]]:
-    """The first failures of those attempts that had one."""
+    """The first failure of each attempt in `previous_attempts` that had one."""
     failures = [(read_end(earlier) or {}).get("verdict") for earlier in _earlier(attempt)]
     return [failure for failure in failures if isinstance(failure, dict)]
 
@@ -204,7 +205,7 @@ def _previous(attempt: AttemptDir) -> PreviousAttempt:
 
 
 def repeatable_failure(failure: Mapping[str, Any]) -> Failure | None:
-    """What identifies a failure when it happens again; None for one with an external cause."""
+    """The part of a failure that identifies its recurrence; None if the cause was external or random."""
     code = failure.get("exit_code")
     was_killed = isinstance(code, int) and code > 128 and code != signal_exit_code(signal.SIGABRT)
     if was_killed or failure.get("type") in RANDOM_TYPES:
@@ -218,7 +219,7 @@ def repeatable_failure(failure: Mapping[str, Any]) -> Failure | None:
 
 
 def progress_of(attempt: AttemptDir) -> int:
-    """How far the run has come: the step of its newest checkpoint, else the number of long attempts."""
+    """The run's progress: the step of its newest checkpoint, else the number of long attempts."""
     checkpoints = published(attempt.run.checkpoints_dir)
     if checkpoints:
         return checkpoints[-1].step
@@ -239,7 +240,7 @@ def reached_its_stop(attempt: AttemptDir) -> bool:
 
 
 def _duration_s(attempt: AttemptDir) -> float:
-    """How long an attempt has run; an ended attempt until the last write to its logs."""
+    """Seconds that an attempt has run; for an earlier attempt, until the last write to its logs."""
     entry = find_entry(attempt.run, attempt.number) or {}
     is_newest = attempt.number == max(attempt.run.attempt_numbers())
     end = datetime.now(timezone.utc) if is_newest else last_log_write(attempt)
@@ -247,7 +248,7 @@ def _duration_s(attempt: AttemptDir) -> float:
 
 
 def last_log_write(attempt: AttemptDir) -> datetime | None:
-    """When an attempt last wrote to one of its logs; None when there is none."""
+    """When an attempt last wrote to one of its logs; None without logs."""
     logs = (attempt.supervisor_log, *attempt.logs_dir.glob("*"))
     times = [log.stat().st_mtime for log in logs if log.is_file()]
     return datetime.fromtimestamp(max(times), timezone.utc) if times else None

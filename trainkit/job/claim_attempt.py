@@ -1,4 +1,4 @@
-"""Which attempt of its run a start of a Slurm job is."""
+"""Claims the attempt that one start of a Slurm job runs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ ENTRY_TIMEOUT_S = 20.0
 
 
 def claim_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
-    """The attempt that this start of the job runs; None when there is nothing left to do.
+    """Claim the attempt that this start of the job runs; None when there is nothing to do.
 
-    That is so when the job was cancelled while it waited, and for a follow-up of a run that has ended.
+    There is nothing to do when the job was cancelled while pending, and for a follow-up of an ended run.
+    Raises UsageError when the run folder cannot be locked, and OSError.
     """
     with contextlib.suppress(TimeoutError):
         wait_for_json(
@@ -45,10 +46,10 @@ def claim_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
         newest = run.attempt(run.attempt_numbers()[-1])
         entry = find_entry(run, newest.number)
         if entry is not None and "cancelled_at" in entry:
-            return None  # another job ran that attempt: this one has none yet
+            return None  # cancelled while another job ran that attempt: this job must not open the next one
         if entry is not None:
             newest = reopen_attempt(newest)
-        # Not in job.json yet: the job was requeued, or the command that submitted it never learned its id.
+        # This start is not in job.json yet: the job was requeued, or its submission was never acknowledged.
         reason = AUTO_RESTART if own or follows else "submit"
         register_start(newest, job_id, reason)
     log_event(run, newest.number, "submitted", job_id=job_id, reason=reason)
@@ -63,13 +64,13 @@ def register_start(attempt: AttemptDir, job_id: str, reason: str) -> None:
 
 
 def _has_ended(run: RunDir) -> bool:
-    """Whether the newest attempt has written an end after which nothing follows."""
+    """Whether the newest attempt has recorded its end and no restart follows."""
     end = read_end(run.attempt(run.attempt_numbers()[-1]))
     return end is not None and not will_resume(end)
 
 
 def cancelled_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
-    """The attempt that ends with a job that was cancelled before it started anything; None without one."""
+    """The attempt to close when a job was cancelled before it started any process; None without one."""
     own = entries_of(run, job_id)
     if own:
         return run.attempt(own[-1]["attempt"])
@@ -78,7 +79,7 @@ def cancelled_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
 
 
 def is_follow_up(run: RunDir, job_id: str) -> bool:
-    """Whether a job was submitted to continue the run after another."""
+    """Whether a job was submitted as a follow-up, to continue the run after another job."""
     return job_id in read_job(run).get("follow_ups", [])
 
 

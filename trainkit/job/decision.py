@@ -1,6 +1,6 @@
-"""What happens after an attempt has ended: a pure function of how it ended, what came before and the options.
+"""Decides what follows an ended attempt: a pure function of its result, earlier attempts and the options.
 
-`Outcome` is what the supervisor observed, `AttemptResult` what the decision depends on.
+`Outcome` is what the supervisor observed; `AttemptResult` is the part that the decision depends on.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from trainkit.plan.launch import RequeuePolicy
 from trainkit.rundir import RESUME_ACTIONS
 
 RESTART_SIGNAL = "SIGUSR2"
-"""Sent to a supervisor it means: save, stop, and start again."""
+"""Asks a supervisor to save, stop and restart."""
 
 Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmit", "follow_up"]
-"""`restart` starts the step again inside the allocation, `requeue` the same job, `resubmit` a new job;
-`follow_up` leaves it to a job that waits in the queue already."""
+"""`restart` restarts the step inside the allocation, `requeue` requeues the job, `resubmit` submits a new
+job, and `follow_up` lets a job that is already in the queue continue the run."""
 
 Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "not_started"]
-"""Why a run starts again: the words of `requeue.on`; `asked` when a person requested it; `not_started` when
-Slurm could not start the step, which is no failure of the run."""
+"""Why a run is restarted: a value of `requeue.on`; `asked` when a person requested it; `not_started` when
+Slurm could not start the step, which does not count as a failure of the run."""
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
 MAX_ENDS_AT_STEP = 3
-"""Consecutive ends at the same checkpoint after which the run is not started again."""
+"""Consecutive attempts that end at the same step and checkpoint before the run is given up."""
 MAX_DELAY_S = 60.0
 MAX_STARTS = 10
-"""Consecutive starts that Slurm could not make before the run fails; their delays add up to four minutes."""
+"""Consecutive failures of Slurm to start the step before the run fails; the delays add up to four minutes."""
 
 
 @dataclass
@@ -40,25 +40,26 @@ class Outcome:
     """How an attempt ended, as its supervisor observed it."""
 
     stop_signal: str | None = None
-    """The signal that asked the job to stop, if one did."""
+    """The signal that asked the job to stop; None without one."""
     supervisor_was_signalled: bool = False
-    """The supervisor received that signal too; at a preemption Slurm signals only the steps."""
+    """Whether the supervisor received that signal too; at a preemption Slurm signals only the steps."""
     cause: Cause | None = None
-    """The reason for the signal; None when a person wants the job to end."""
+    """The reason for the signal; None if a person cancelled the job."""
     launch_error: str | None = None
     """srun's message when Slurm could not start the step."""
     hangs: list[HangRecord] = field(default_factory=list)
-    """The reports of hanging ranks, read before the ranks were killed: losing a peer unblocks them."""
+    """The reports of hanging ranks, read before the ranks were killed: a rank that a peer's death unblocks
+    deletes its report."""
     lost_nodes: tuple[str, ...] = ()
     """Hosts that no longer respond."""
     killed_node: int | None = None
     """Node rank of the agent that was killed before anything else ended."""
     step_may_still_run: bool = False
-    """srun had to be killed, so Slurm may still count the step as running."""
+    """Whether srun had to be killed: Slurm may then still count the step as running."""
     out_of_time: bool = False
-    """Some processes still ran when the grace time was over."""
+    """Whether some processes still ran at the end of the grace time."""
     failure: dict[str, Any] | None = None
-    """The first failure; None until it is determined, and when there is none."""
+    """The first failure; None until it is determined, and without one."""
     exits: list[tuple[int, int]] = field(default_factory=list)
     """(node rank, exit code) in the order in which the agents ended."""
 
@@ -84,7 +85,7 @@ class Failure:
     """Type and message."""
     step: int | None
     final: bool = False
-    """Starting again cannot help: a missing module, a syntax error."""
+    """Whether a restart cannot help: a missing module, a syntax error."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +97,16 @@ class AttemptResult:
     stop_signal: str | None = None
     """The signal that asked them to stop."""
     cause: Cause | None = None
-    """The reason for the signal; None when a person wants the job to end."""
+    """The reason for the signal; None if a person cancelled the job."""
     out_of_time: bool = False
-    """Some did not end within the grace time."""
+    """Whether some did not end within the grace time."""
     not_started: bool = False
-    """Slurm could not start the step."""
+    """Whether Slurm could not start the step."""
     hung: bool = False
     lost_nodes: tuple[str, ...] = ()
     """Hosts that no longer respond."""
     progress: int = 0
-    """How far the run has come: grows with every save."""
+    """A measure of the run's progress that grows with every checkpoint."""
     step: int | None = None
     """The step at which it ended."""
     failure: Failure | None = None
@@ -113,7 +114,7 @@ class AttemptResult:
 
 @dataclass(frozen=True)
 class PreviousAttempt:
-    """An earlier attempt since a person last started the run, with the fields of `AttemptResult`."""
+    """An earlier attempt since a command last started the run; the fields are those of `AttemptResult`."""
 
     cause: Cause | None
     progress: int = 0
@@ -123,38 +124,38 @@ class PreviousAttempt:
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """The ways in which the run can start again now."""
+    """Which ways to restart the run are available now."""
 
     restart: bool = False
     requeue: bool = False
     resubmit: bool = False
     follow_up: bool = False
     unavailable_reason: str = ""
-    """Why there is none, for a person."""
+    """Why none is available, for the reason of a decision."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the supervisor does next, with the reason in one sentence."""
+    """What the supervisor does next, and why in one sentence."""
 
     action: Action
     reason: str
     exit_code: int
     cause: Cause | None = None
-    """Why the run starts again, or the cause of its failure."""
+    """Why the run is restarted, or the cause of its failure."""
     delay_s: float = 0.0
-    """How long to wait before that."""
+    """How long to wait before the restart."""
 
     @property
     def resumes(self) -> bool:
-        """Whether another attempt follows without a command."""
+        """Whether another attempt follows automatically."""
         return self.action in RESUME_ACTIONS
 
 
 def decide(
     result: AttemptResult, previous: Sequence[PreviousAttempt], policy: RequeuePolicy, options: RestartOptions
 ) -> Decision:
-    """Judge one attempt; `previous` are the attempts before it, oldest first."""
+    """Decide what follows one attempt; `previous` are the attempts before it, oldest first."""
     codes, starts = result.exit_codes, previous
     previous = [attempt for attempt in previous if attempt.cause != "not_started"]
     if all(code == EXIT_OK for code in codes):
@@ -174,7 +175,7 @@ def decide(
 def _after_no_start(
     result: AttemptResult, starts: Sequence[PreviousAttempt], options: RestartOptions
 ) -> Decision:
-    """Try again with growing delays; `starts` includes the attempts that Slurm could not start."""
+    """Retry with growing delays; `starts` includes the attempts that Slurm could not start."""
     count = len(list(takewhile(lambda attempt: attempt.cause == "not_started", reversed(starts))))
     summary = "Slurm could not start the step"
     if count + 1 >= MAX_STARTS:
@@ -214,7 +215,7 @@ def _after_request(
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {result.step}"
     if limit is not None:
         return Decision("stopped", f"{summary}; not started again: {limit}", EXIT_STOPPED, cause)
-    # A job that was asked to stop leaves its allocation, unless a person asked for a restart here.
+    # A signalled job leaves its allocation, unless a person asked for a restart and it cannot be requeued.
     return _resume(
         summary, cause, EXIT_STOPPED, previous, options, in_place=cause == "asked" and not options.requeue
     )
@@ -244,7 +245,7 @@ def _after_failure(
     limit = _restart_limit(result, cause, previous, policy)
     if limit is not None:
         return Decision("failed", f"{summary}{limit and '; not started again: '}{limit}", code, cause)
-    # An allocation that is being taken away cannot take another attempt.
+    # After a stop signal the allocation is about to end: no other attempt fits into it.
     in_place = result.stop_signal is None
     return _resume(
         summary, cause, code, previous, options, in_place=in_place, delay_s=_delay_s(result, previous)
@@ -258,7 +259,7 @@ def _failure_code(result: AttemptResult) -> int:
 def _restart_limit(
     result: AttemptResult, cause: Cause, previous: Sequence[PreviousAttempt], policy: RequeuePolicy
 ) -> str | None:
-    """Why a failure ends the run; empty when that needs no explanation, None when the run may restart."""
+    """Why the run is not restarted after a failure; "" when obvious, None when it may be restarted."""
     failure = result.failure
     if result.stop_signal is not None and result.cause is None:
         return ""  # a person wanted it to end
@@ -278,7 +279,7 @@ def _restart_limit(
 
 
 def _is_same(failure: Failure, progress: int, before: PreviousAttempt) -> bool:
-    """Whether an attempt failed as the previous one; if the step is unknown, with nothing new saved."""
+    """Whether the previous attempt failed in the same way, if the step is unknown without a save since."""
     last = before.failure
     if last is None or (failure.what, failure.step) != (last.what, last.step):
         return False
@@ -290,7 +291,7 @@ def _restarts_limit(previous: Sequence[PreviousAttempt], policy: RequeuePolicy) 
 
 
 def max_restarts_reached(policy: RequeuePolicy, num_restarts: int) -> str:
-    """Why a run with this many restarts is not started again."""
+    """The reason for not restarting a run with this many restarts."""
     return f"requeue.max is {policy.max}, and the run has restarted {num_restarts} times"
 
 
@@ -307,7 +308,7 @@ def _failures_without_progress(
 
 
 def _makes_no_progress(result: AttemptResult, previous: Sequence[PreviousAttempt]) -> bool:
-    """Whether consecutive attempts ended at one step; preemptions and requests do not count."""
+    """Whether MAX_ENDS_AT_STEP attempts in a row ended at one step; preemptions and requests do not count."""
     counted = [attempt for attempt in previous if attempt.cause not in ("preempted", "asked")][
         1 - MAX_ENDS_AT_STEP :
     ]
@@ -319,7 +320,7 @@ def _makes_no_progress(result: AttemptResult, previous: Sequence[PreviousAttempt
 
 
 def _delay_s(result: AttemptResult, previous: Sequence[PreviousAttempt]) -> float:
-    """How long to wait before the step is started again: doubles with every failure."""
+    """Seconds to wait before the step is restarted; doubles with every failure without progress."""
     failures = len(_failures_without_progress(result, previous))
     return 0.0 if failures == 0 else min(MAX_DELAY_S, 2.0 ** (failures - 1))
 
@@ -334,7 +335,7 @@ def _resume(
     in_place: bool,
     delay_s: float = 0.0,
 ) -> Decision:
-    """The nearest way to start again; `in_place` prefers the current allocation."""
+    """Restart in the cheapest available way; `in_place` allows a restart in the current allocation."""
     candidates: list[tuple[Action, bool]] = [
         ("requeue", options.requeue),
         ("follow_up", options.follow_up),
@@ -353,5 +354,5 @@ def _resume(
 
 
 def _ended_on_signal(exit_codes: Sequence[int]) -> bool:
-    """True when every worker that did not save died of the signal, or left because it was stuck."""
+    """Whether every worker that did not save was killed by the signal, or exited because it was stuck."""
     return all(code in (EXIT_OK, EXIT_STOPPED, EXIT_STUCK) or is_death_by_notice(code) for code in exit_codes)

@@ -1,8 +1,8 @@
-"""Child processes that never outlive their parent, and the signals that their parent waits for.
+"""Child processes that never outlive their parent, and synchronous signal handling in the parent.
 
-Supervisor and agents block the notice signals and SIGCHLD and receive them one at a time with
-`wait_for_signal`. So nothing runs inside a signal handler, and because children inherit the blocked mask, a
-stop signal that arrives while a child's interpreter starts stays pending instead of killing it.
+The supervisor and the agents block the notice signals and SIGCHLD and receive them one at a time with
+`wait_for_signal`, so no code runs inside a signal handler. Children inherit the blocked mask: a stop signal
+that arrives while a child's interpreter starts stays pending instead of killing it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ WATCHED = {signal.SIGCHLD, *NOTICE_SIGNALS}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Without -P (Python 3.11) the folder that a job was submitted from comes first on the module path, and a
-# user's `queue.py` there would replace the standard library's.
+# Without -P (Python 3.11+) the submission folder comes first on sys.path, and a user's `queue.py` there would
+# shadow the standard library's.
 PYTHON_OPTIONS = ("-u", "-P") if sys.version_info >= (3, 11) else ("-u",)
 
 
@@ -50,7 +50,7 @@ def wait_for_signal(timeout_s: float) -> signal.Signals | None:
 
 
 def wait_for_notice(delay_s: float) -> signal.Signals | None:
-    """Wait before a restart; the stop signal that came meanwhile, None without one.
+    """Wait before a restart; returns the stop signal that arrived meanwhile, else None.
 
     SIGUSR2, which asks for a restart, ends the wait early.
     """
@@ -65,7 +65,7 @@ def wait_for_notice(delay_s: float) -> signal.Signals | None:
 
 
 def log_line(text: str) -> None:
-    """Print a line; a full disk must not change what the job does."""
+    """Print a line, ignoring I/O errors: a full disk must not change what the job does."""
     with contextlib.suppress(OSError):
         os.write(1, f"{text}\n".encode(errors="replace"))
 
@@ -80,7 +80,7 @@ def redirect_output(log: Path) -> None:
 def dies_with(
     parent_pid: int, number: signal.Signals, before_exec: Callable[[], None] | None = None
 ) -> Callable[[], None]:
-    """A preexec function that has the kernel signal the child when its parent dies."""
+    """A `preexec_fn` that has the kernel send `number` to the child when its parent dies."""
 
     def prepare() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
@@ -107,8 +107,8 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own process group; the kernel kills it when this one dies.
 
-    `keeps_mask` starts it with the notice signals blocked; it must unblock or await them itself. It and its
-    children ignore the `ignored` signals unless they install a handler.
+    With `keeps_mask` it starts with the notice signals blocked and must unblock them or wait for them itself.
+    It and its children ignore the `ignored` signals unless they install a handler.
     """
 
     def before_exec() -> None:
@@ -135,7 +135,7 @@ def ended(child: subprocess.Popen[bytes]) -> bool:
 
 
 def exit_code(child: subprocess.Popen[bytes]) -> int:
-    """Reap an ended child: its exit code, 128+n after death by signal n."""
+    """Reap an ended child and return its exit code: 128+n after death by signal n."""
     code = child.wait()
     return signal_exit_code(-code) if code < 0 else code
 
@@ -162,13 +162,13 @@ def end_descendants() -> None:
 
 
 def ranks_below(pid: int) -> list[int]:
-    """The ranks that a launcher has started: descendants with RANK whose parents do not have it."""
+    """The pids of the ranks that a launcher has started: descendants with RANK whose parents lack it."""
     ranks = {child for child in descendants(pid) if rank_of(child) is not None}
     return sorted(child for child in ranks if parent_pid(child) not in ranks)
 
 
 def rank_of(pid: int) -> int | None:
-    """The rank that a process was started as; None when it is no rank or has ended."""
+    """The value of RANK in a process's environment; None without one, or when the process has ended."""
     try:
         variables = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
         return next((int(line[5:]) for line in variables if line.startswith(b"RANK=")), None)
@@ -177,7 +177,7 @@ def rank_of(pid: int) -> int | None:
 
 
 def parent_pid(pid: int) -> int | None:
-    """The parent of a process; None when the process has ended."""
+    """The parent pid of a process; None when the process has ended or cannot be inspected."""
     try:
         stat = process_stat(pid)
     except OSError:

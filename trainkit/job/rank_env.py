@@ -1,4 +1,4 @@
-"""Which rank this process is, and on which host, found from its environment."""
+"""The rank and host of this process, from its environment variables."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Variables that make a process a rank; a job that is started from inside another must not inherit them."""
+"""Variables that make a process a rank; a job started from inside another job must not inherit them."""
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """One process's place in the job."""
+    """The rank of one process, the sizes of the job and the rendezvous address."""
 
     rank: int
     local_rank: int
@@ -34,10 +34,10 @@ class RankEnv:
     master_addr: str
     master_port: int
     source: str
-    """Where it was found, for example ``environment`` or ``single process``."""
+    """Where the values come from: ``environment``, ``single process`` or ``agent``."""
 
     def to_environ(self) -> dict[str, str]:
-        """The variables that torch and other trainers read."""
+        """The environment variables that torch.distributed and launchers read."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -51,9 +51,9 @@ class RankEnv:
 
 
 def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
-    """The rank environment of this process; a process without any is the only one.
+    """The rank environment of this process; without one, that of a single process.
 
-    Raises UsageError when the variables contradict each other or are half set.
+    Raises UsageError when the variables are incomplete or contradict each other.
     """
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return RankEnv(0, 0, 1, 1, 0, 1, "127.0.0.1", 0, source="single process")
@@ -99,8 +99,8 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
 
 
 def own_host(environ: Mapping[str, str] = os.environ) -> str:
-    """This host by the name that Slurm has for it, where there is one: its own may be another.
+    """The Slurm node name of this host if there is one, else its hostname; the two may differ.
 
-    Only by that name can a host be left out of a step or a job.
+    A step or a job can exclude a host only by its Slurm node name.
     """
     return environ.get("SLURMD_NODENAME") or os.uname().nodename

@@ -1,7 +1,7 @@
-"""job.json: the attempts of a run with the job and process of each, and whether that process is alive.
+"""job.json: the attempts of a run, the job and process of each, and whether that process is alive.
 
-A process is identified by host, boot, pid and start time together: a pid alone may have been reused, and the
-processes of another host cannot be seen from here.
+A process is identified by its host, boot id, pid and start time, because pids are reused. Processes of other
+hosts cannot be seen from here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Liveness(str, enum.Enum):
 
 
 def process_identity(pid: int) -> dict[str, Any]:
-    """What identifies a process of this host: ``host, boot_id, pid, start_ticks``.
+    """The identity of a process on this host: ``host, boot_id, pid, start_ticks``.
 
     Raises ProcessLookupError when there is no such process.
     """
@@ -93,7 +93,7 @@ def _boot_id() -> str:
 
 @contextmanager
 def run_lock(run: RunDir) -> Iterator[None]:
-    """Hold the run's lock, so that two commands cannot both decide what it does next.
+    """Hold the run's lock, so that only one command at a time changes what the run does next.
 
     Raises UsageError when the folder cannot be written or locked.
     """
@@ -114,10 +114,10 @@ def run_lock(run: RunDir) -> Iterator[None]:
 
 
 def become_sole_supervisor(run: RunDir, timeout_s: float) -> bool:
-    """Whether this process is now the run's only supervisor, until it exits.
+    """Lock the run for this supervisor until it exits; False when another one still has it after `timeout_s`.
 
-    job.json can be lost or edited; this lock cannot, and two trainings in one folder would damage both. Waits
-    for a supervisor that is exiting.
+    Two supervisors in one folder would damage the run, and job.json, which can be lost or edited, does not
+    prevent that.
     """
     try:
         acquire_lock(run.supervisor_lock_file, timeout_s)  # held until this process exits
@@ -127,21 +127,21 @@ def become_sole_supervisor(run: RunDir, timeout_s: float) -> bool:
 
 
 def submission_token(run: RunDir, attempt: int, follow_up: int = 0) -> str:
-    """The unique word in the comment of an attempt's job, which finds the job when sbatch's answer was lost.
+    """The unique token in the comment of an attempt's job, by which it is found if sbatch's answer is lost.
 
-    Follow-up jobs have one each, counted from 1.
+    Each follow-up job has its own; they are counted from 1.
     """
     key = f"{run.path}/{attempt}" + (f"+{follow_up}" if follow_up else "")
     return f"trainkit:{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:16]}"
 
 
 def submitit_file(run: RunDir, job_id: str, name: str) -> Path:
-    """A file of submitit for a job; only jobs that it submitted have it."""
+    """The path of a submitit file of a job; it exists only for jobs that submitit submitted."""
     return run.path / "submitit" / f"{job_id}_{name}"
 
 
 def copy_submitit_files(run: RunDir, job_id: str, new_id: str) -> None:
-    """Give a job the submitit files of the previous one: its script looks for a pickle by its own id."""
+    """Copy the submitit files of a job to a new one, whose script looks for a pickle named after its id."""
     for name in ("submitted.pkl", "submission.sh"):
         file = submitit_file(run, job_id, name)
         if file.exists():
@@ -149,12 +149,12 @@ def copy_submitit_files(run: RunDir, job_id: str, new_id: str) -> None:
 
 
 def create_job(run: RunDir, *, backend: str, name: str, cwd: str, code: Mapping[str, Any] | None) -> None:
-    """Write the job.json of a new run, without attempts."""
+    """Write the job.json of a new run, with no attempts."""
     write_json(run.job_file, {"backend": backend, "name": name, "cwd": cwd, "code": code, "attempts": []})
 
 
 def read_job(run: RunDir) -> dict[str, Any]:
-    """The content of job.json; without attempts where the file is missing or unreadable."""
+    """The content of job.json; with no attempts if the file is missing or unreadable."""
     try:
         return read_job_to_change(run)
     except OSError:
@@ -162,7 +162,7 @@ def read_job(run: RunDir) -> dict[str, Any]:
 
 
 def read_job_to_change(run: RunDir) -> dict[str, Any]:
-    """The content of job.json, to be written back: raises OSError rather than lose an unreadable one."""
+    """The content of job.json, to be written back: raises OSError if it cannot be read."""
     try:
         job = read_json(run.job_file)
     except (FileNotFoundError, ValueError):
@@ -174,25 +174,26 @@ def read_job_to_change(run: RunDir) -> dict[str, Any]:
 
 
 def _is_entry(value: object) -> bool:
-    """Whether this is an attempt as `add_entry` writes it: a file edited by hand may contain anything."""
+    """Whether a value is a valid entry of an attempt: a file edited by hand may contain anything."""
     return isinstance(value, dict) and isinstance(value.get("attempt"), int) and "job_id" in value
 
 
 def newest_entry(run: RunDir) -> dict[str, Any] | None:
-    """The entry of the newest attempt."""
+    """The entry of the newest attempt; None without attempts."""
     entries = read_job(run)["attempts"]
     return entries[-1] if entries else None
 
 
 def find_entry(run: RunDir, attempt: int) -> dict[str, Any] | None:
-    """The entry of one attempt."""
+    """The entry of one attempt; None if it has none."""
     return next((entry for entry in read_job(run)["attempts"] if entry["attempt"] == attempt), None)
 
 
 def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any]:
-    """Record that the supervisor `pid` of this host runs an attempt; call with the lock held.
+    """Record that the supervisor `pid` on this host runs an attempt; returns the entry.
 
-    `reason` is the command that started it, ``submit run requeue resume``, or `AUTO_RESTART`.
+    `reason` is the command that started it, ``submit run requeue resume``, or `AUTO_RESTART`. Call with the
+    lock held.
     """
     entry = {
         "attempt": attempt,
@@ -208,8 +209,8 @@ def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any
 def add_slurm_entry(
     run: RunDir, attempt: int, job_id: str, reason: str, backend: str, **more: Any
 ) -> dict[str, Any]:
-    """Record that a Slurm job is to run an attempt; call with the lock held."""
-    # With several clusters Slurm chooses one, and only the answer of sbatch would name it.
+    """Record that a Slurm job will run an attempt; returns the entry. Call with the lock held."""
+    # Of several clusters Slurm chooses one, and only the answer of sbatch would name it.
     cluster = None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name()
     entry = {
         "attempt": attempt,
@@ -240,7 +241,7 @@ def claim_entry(run: RunDir, attempt: int, pid: int) -> None:
 
 
 def waiting_follow_ups(run: RunDir) -> list[str]:
-    """The follow-up jobs that have not started an attempt, in order; some may be gone from the queue."""
+    """The follow-up jobs that have not started an attempt, in order; some may have left the queue."""
     job = read_job(run)
     started = {entry["job_id"] for entry in job["attempts"]}
     return [str(job_id) for job_id in job.get("follow_ups") or [] if job_id not in started]
@@ -252,18 +253,18 @@ def set_follow_ups(run: RunDir, job_ids: list[str]) -> None:
 
 
 def is_slurm(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry is that of a Slurm job, whose state only Slurm knows."""
+    """Whether an entry belongs to a Slurm job, whose state only Slurm knows."""
     return entry.get("backend") in ("sbatch", "submitit", "srun")
 
 
 def num_auto_restarts(run: RunDir) -> int:
-    """How often the run has restarted without a command since a person last started it."""
+    """The number of automatic restarts since a command last started the run."""
     reasons = [entry.get("reason") for entry in read_job(run)["attempts"]]
     return len(list(itertools.takewhile(lambda reason: reason == AUTO_RESTART, reversed(reasons))))
 
 
 def is_exiting(run: RunDir, entry: Mapping[str, Any]) -> bool:
-    """Whether a supervisor has written how its job ended, so that it only has to exit."""
+    """Whether the supervisor of an entry has recorded the end of the run and only has to exit."""
     end = read_end(run.attempt(entry["attempt"]))
     return end is not None and not will_resume(end)
 
@@ -271,7 +272,7 @@ def is_exiting(run: RunDir, entry: Mapping[str, Any]) -> bool:
 def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
     """Record that the user cancelled the newest attempt; call with the lock held.
 
-    `now` means without a save.
+    `now` means that it does not save.
     """
     job = read_job_to_change(run)
     job["attempts"][-1]["cancelled_at"] = utc_now()
@@ -296,9 +297,9 @@ def next_attempt_number(run: RunDir) -> int:
 
 
 def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
-    """Create the run's next attempt; its config and plan also become the run's newest ones.
+    """Create the run's next attempt; its config and plan also become those of the run.
 
-    Raises FileExistsError when another command has created it already.
+    Raises FileExistsError when another command has already created it, OSError when it cannot be written.
     """
     attempt = run.attempt(next_attempt_number(run))
     attempt.create()
@@ -322,14 +323,14 @@ def reopen_attempt(attempt: AttemptDir) -> AttemptDir:
 
 
 def discard_attempt(attempt: AttemptDir) -> None:
-    """Remove the newest attempt, which never started: the one before it becomes the run's newest again."""
+    """Remove the newest attempt, which never started; the previous one becomes the newest again."""
     run = attempt.run
     shutil.rmtree(attempt.path, ignore_errors=True)
     earlier = run.attempt_numbers()
     if not earlier:
         return
     before = run.attempt(earlier[-1])
-    with contextlib.suppress(OSError):  # on a full disk the newest files may not have been touched either
+    with contextlib.suppress(OSError):  # on a full disk the run's files may never have been replaced
         before.make_latest()
         for own, newest in (
             (before.config_file, run.config_file),

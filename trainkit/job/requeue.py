@@ -1,4 +1,4 @@
-"""What it takes to continue a run in another allocation: a new job, without hosts that failed."""
+"""Continues a run in another allocation: requeued or resubmitted jobs, and the hosts that they exclude."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts
 from trainkit.slurm.submit import query_start, submit_script
 
 EVICTION_S = 120.0
-"""How long Slurm may take to end the shell of a job that it has requeued."""
+"""How long Slurm may take to end the batch shell of a job that it has requeued."""
 TEST_TIMEOUT_S = 20.0
 
 
 def await_eviction() -> None:
-    """Return when Slurm ends this shell of a requeued job.
+    """Wait until Slurm ends this batch shell of a requeued job, or for at most EVICTION_S.
 
-    Returns at once then: the next start of the job waits for the lock that this process holds.
+    Returns immediately on SIGTERM: the next start of the job waits for the lock that this process holds.
     """
     deadline_s = time.monotonic() + EVICTION_S
     while (left_s := deadline_s - time.monotonic()) > 0:
@@ -50,7 +50,7 @@ def await_eviction() -> None:
 
 
 def cancel_jobs(waiting: Sequence[str], completing: Sequence[str]) -> None:
-    """Cancel jobs that are in the queue, and jobs that enter it again once they have ended."""
+    """Cancel pending jobs, and jobs that Slurm requeues once they have ended; failures are only logged."""
     if shutil.which("scancel") is None:
         return
     try:
@@ -63,10 +63,10 @@ def cancel_jobs(waiting: Sequence[str], completing: Sequence[str]) -> None:
 
 
 def resubmit(run: RunDir, job_id: str, exclude: Sequence[str] = ()) -> str:
-    """Submit the run's next attempt with the bytes of its own script; the id of the new job.
+    """Submit the run's next attempt with the script of the ending job; returns the id of the new job.
 
-    Called in the batch shell of the job that ends; the new job depends on it. Of an array only this task is
-    resubmitted. Hosts in `exclude` are excluded where Slurm could start the job without them.
+    Called in the batch shell of the ending job, on which the new job depends. Of an array, only this task is
+    resubmitted. Hosts in `exclude` are excluded as far as Slurm could start the job without them.
     Raises TrainkitError when the run was cancelled or Slurm refuses the job, OSError when the run folder
     cannot be written.
     """
@@ -133,9 +133,9 @@ def _submit(following: AttemptDir, job_id: str, plan: LaunchPlan, exclude: Seque
 
 
 def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> list[str]:
-    """Have Slurm exclude hosts when it starts a requeued job; those that it will exclude.
+    """Exclude hosts from the next start of a requeued job; returns the hosts that Slurm will exclude.
 
-    `request` is what the job asked for. A failure is logged and does not prevent the requeue.
+    `request` is the resource request of the job. A failure is logged and does not prevent the requeue.
     """
     try:
         excluded = excludable(hosts, request)
@@ -148,9 +148,9 @@ def exclude_from(job_id: str, hosts: Sequence[str], request: SlurmRequest) -> li
 
 
 def excludable(hosts: Sequence[str], request: SlurmRequest) -> list[str]:
-    """As many of these hosts as Slurm could start the job without: with too few hosts it would wait forever.
+    """The hosts that can be excluded without leaving too few: then the job would stay pending forever.
 
-    Raises as `_refusal`.
+    Raises SlurmUnreachable, and TrainkitError when this host cannot run the test.
     """
     if not hosts or _refusal(hosts, request) is None:
         return list(hosts)
@@ -165,7 +165,7 @@ def excludable(hosts: Sequence[str], request: SlurmRequest) -> list[str]:
 
 
 def _refusal(hosts: Sequence[str], request: SlurmRequest) -> str | None:
-    """Why Slurm would not take the job without these hosts; None when it would.
+    """Why Slurm would refuse the job without these hosts; None when it would accept it.
 
     Raises SlurmUnreachable, and TrainkitError when this host cannot run the test.
     """

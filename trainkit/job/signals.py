@@ -1,9 +1,8 @@
-"""The signals between supervisor, agents and workers, and the exit codes that answer them.
+"""The signals between supervisor, agents and workers, and the exit codes of processes that receive them.
 
-In a worker, receiving a signal sets a flag and nothing else. A Python signal handler does not run while the
-main thread is inside a collective, so a rank that is stuck there would not notice the signal. The C-level
-handler does run, and writes the signal's number to a wake-up pipe, which a thread reads at once. All ranks
-agree at a step boundary how to act on the flag.
+In a worker, a signal only sets a flag; at a step boundary all ranks agree how to act on it. Python signal
+handlers do not run while the main thread is inside a collective, so a rank that is stuck there would miss the
+signal. The C-level handler does run: it writes the signal number to the wakeup fd, which a thread reads.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from types import FrameType
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED
 
 NOTICE_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
-"""SIGTERM: preempted, cancelled or out of time. SIGUSR2: early notice. SIGINT: Ctrl-C.
+"""SIGTERM: preempted, cancelled or out of time. SIGUSR2: early notice or requested restart. SIGINT: Ctrl-C.
 
-Not SIGUSR1: NCCL has been seen to catch it.
+SIGUSR1 is not used: NCCL has been seen to catch it.
 """
 
 STACKS_SIGNAL = signal.SIGURG
-"""Asks a worker for its stacks; the default action of other processes is to ignore it."""
+"""Asks a worker for its stacks; processes without a handler ignore it by default."""
 
 
 class StopRequest:
@@ -35,7 +34,7 @@ class StopRequest:
         self.received_monotonic_s: float | None = None
         self.received = threading.Event()
         self.stacks_requested = threading.Event()
-        """Set by each `STACKS_SIGNAL`; the thread that answers clears it."""
+        """Set by each `STACKS_SIGNAL`; cleared by the thread that writes the stacks."""
 
     def __bool__(self) -> bool:
         return self.signal_name is not None
@@ -43,7 +42,7 @@ class StopRequest:
     def install(self) -> None:
         """Install the handlers; call from the main thread, once per process.
 
-        A second SIGINT ends the process at once, whatever its threads are doing.
+        A second SIGINT exits the process immediately, whatever its threads are doing.
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -51,12 +50,12 @@ class StopRequest:
         for number in (*NOTICE_SIGNALS, STACKS_SIGNAL):
             signal.signal(number, _ignore)
         threading.Thread(target=self._watch, args=(reader,), name="signal-watch", daemon=True).start()
-        # The agent starts workers with these signals blocked, so that one that arrives while the
-        # interpreter starts is not fatal; it is delivered here.
+        # The agent starts workers with these signals blocked, so that a signal during interpreter startup is
+        # not fatal; it is delivered here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
 
     def request(self, reason: str) -> None:
-        """Ask this process to stop as if it had received a signal of that name."""
+        """Request a stop, as if a signal named `reason` had been received; only the first request counts."""
         if self.signal_name is None:
             self.received_monotonic_s = time.monotonic()
             self.signal_name = reason
@@ -77,23 +76,23 @@ class StopRequest:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Replaces the default action, which would end the process; the watcher thread reads the signal."""
+    """Replaces the default action, which would kill the process; the watcher thread handles the signal."""
 
 
 def signal_exit_code(number: int) -> int:
-    """The exit code that stands for a death by signal, as in shells."""
+    """The exit code for death by a signal, as in shells: 128+n."""
     return 128 + number
 
 
 def is_death_by_notice(code: int) -> bool:
-    """Whether an exit code is that of a process that a notice signal has killed."""
+    """Whether an exit code stands for death by a notice signal."""
     return code in map(signal_exit_code, NOTICE_SIGNALS)
 
 
 def combine_exit_codes(codes: Sequence[int]) -> int:
-    """One exit code for several workers, given in the order in which they ended.
+    """Combine the exit codes of several workers, in the order in which they ended, into one.
 
-    78 if any worker has it; else the first failure; else 75 if any worker saved; else 0.
+    78 if any worker returned it; else the first failure; else 75 if any worker saved; else 0.
     """
     if EXIT_NO_RESTART in codes:
         return EXIT_NO_RESTART
@@ -104,7 +103,7 @@ def combine_exit_codes(codes: Sequence[int]) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code for a message: ``exit code 3`` or ``SIGKILL``."""
+    """An exit code as text: ``exit code 3`` or ``SIGKILL``."""
     if code > 128:
         try:
             return signal.Signals(code - 128).name

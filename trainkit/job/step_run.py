@@ -1,6 +1,6 @@
-"""`trainkit run` as the tasks of a Slurm step: the first creates the run, all are agents of it.
+"""`trainkit run` as the tasks of a Slurm step: the first task creates the run, and every task is an agent.
 
-The tasks share only the filesystem, so the first announces the run in a file whose name is unique to this
+The tasks share only the filesystem, so the first one announces the run in a file whose name is unique to this
 start of the step: ``runs/.steps/JOB.STEP.RESTART.PORT.json`` below the working directory.
 """
 
@@ -37,7 +37,7 @@ class Announcement:
 
 
 def announcement_file(folder: Path, task: SlurmTask) -> Path:
-    """The file in which the first task of a step announces what all run."""
+    """The file in which the first task of a step announces the attempt that all tasks run."""
     return folder / ".steps" / f"{task.key}.json"
 
 
@@ -56,7 +56,7 @@ def withdraw(folder: Path, task: SlurmTask) -> None:
 def await_announcement(
     folder: Path, task: SlurmTask, timeout_s: float = ANNOUNCE_TIMEOUT_S
 ) -> Announcement | int:
-    """What the first task has announced: an attempt, or the exit code with which all end.
+    """Wait for the announcement of the first task: an attempt, or the exit code that all tasks return.
 
     Raises TrainkitError after the timeout.
     """
@@ -65,8 +65,8 @@ def await_announcement(
         value = wait_for_json(file, timeout_s)
     except TimeoutError:
         raise TrainkitError(
-            f"task 0 of step {task.job_id}.{task.step_id} has not announced its run in {timeout_s:g} s",
-            hint=f"all tasks must start in one folder that all nodes share; {file} is missing",
+            f"task 0 of step {task.job_id}.{task.step_id} has not announced its run within {timeout_s:g} s",
+            hint=f"all tasks must start in the same folder, shared by all nodes; {file} is missing",
         ) from None
     if "exit_code" in value:
         return int(value["exit_code"])
@@ -74,7 +74,7 @@ def await_announcement(
 
 
 def run_task(found: Announcement) -> int:
-    """Run one agent of the attempt; the exit code of its workers."""
+    """Run one agent of the attempt; returns the combined exit code of its workers."""
     processes.block_signals()
     os.environ[ATTEMPT_VARIABLE] = str(found.attempt)
     return run_slurm_task(found.run, found.attempt)
@@ -83,13 +83,13 @@ def run_task(found: Announcement) -> int:
 def run_first_task(found: Announcement, show: Callable[[AttemptDir, threading.Event], None]) -> Decision:
     """Run the first agent, which also prints rank 0's output and records how the attempt ended.
 
-    `show` prints the output in its own thread, until its event is set.
+    `show` prints the output in a thread until its event is set.
     """
     attempt = found.run.attempt(found.attempt)
     ended = threading.Event()
     processes.block_signals()
-    shower = threading.Thread(target=show, args=(attempt, ended), name="show-rank-0")
-    shower.start()
+    printer = threading.Thread(target=show, args=(attempt, ended), name="show-rank-0")
+    printer.start()
     outcome = Outcome()
     try:
         code = run_task(found)
@@ -100,13 +100,13 @@ def run_first_task(found: Announcement, show: Callable[[AttemptDir, threading.Ev
     except (OSError, ValueError, TrainkitError) as error:
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
     ended.set()
-    shower.join()
+    printer.join()
     write_end(attempt, outcome, decision)
     return decision
 
 
 def exit_code_of(decision: Decision, attempt: AttemptDir) -> int:
-    """The exit code of the task: 130 after Ctrl-C, as for any program."""
+    """The exit code of the task: 130 after Ctrl-C, else that of the decision."""
     return EXIT_INTERRUPTED if _stop_signal(attempt) == signal.SIGINT.name else decision.exit_code
 
 

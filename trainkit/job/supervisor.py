@@ -1,10 +1,10 @@
-"""The supervisor of a run: claims an attempt, runs it, judges its end, then restarts, requeues or ends.
+"""The supervisor of a run: claims an attempt, runs it, judges its end, then restarts, requeues or exits.
 
 ``python -m trainkit.job.supervisor RUN_DIR --attempt N`` on one machine, and in the batch shell of a Slurm
 job ``python -m trainkit.job.supervisor RUN_DIR --step srun … python -m trainkit.job.node.agent RUN_DIR``
 
-SIGTERM and SIGINT mean save and end, SIGUSR2 means save and start again. Whatever happens to the run folder
-or the disk, the exit code tells how the run ended: 0 finished, 75 saved and resumable, else failed.
+SIGTERM and SIGINT mean save and exit, SIGUSR2 means save and restart. Even when the run folder or its disk
+fails, the exit code tells how the run ended: 0 finished, 75 saved and resumable, else failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
 
 def supervise_job(run: RunDir, step: Sequence[str]) -> int:
-    """Supervise this start of a Slurm job, whose ranks `step` starts; the exit code of the job."""
+    """Supervise this start of a Slurm job, whose ranks `step` starts; returns the exit code of the job."""
     _prepare_process()
     job_id = slurm_job_id()
     if job_id is None:
@@ -41,7 +41,7 @@ def supervise_job(run: RunDir, step: Sequence[str]) -> int:
 
 
 def supervise_local(run: RunDir, number: int) -> int:
-    """Supervise a run on this machine, from the attempt that was registered for it; the exit code."""
+    """Supervise a run on this machine, starting with attempt `number`; returns the exit code."""
     _prepare_process()
     return supervise(LocalAllocation(run, number))
 
@@ -49,12 +49,12 @@ def supervise_local(run: RunDir, number: int) -> int:
 def _prepare_process() -> None:
     processes.block_signals()
     processes.adopt_orphans()
-    # The terminal that submitted the run may close; workers inherit this.
+    # The submitting terminal may close; workers inherit this disposition.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def supervise(allocation: Allocation) -> int:
-    """Run the attempts of one start of a run, from its first attempt to its end; the exit code."""
+    """Run attempts until the run ends or leaves the allocation; returns the exit code."""
     run = allocation.run
     try:
         attempt = allocation.claim()
@@ -79,13 +79,13 @@ def supervise(allocation: Allocation) -> int:
 
 
 class Supervisor:
-    """The state machine: run an attempt, judge it, conclude it, then restart, leave or end."""
+    """The state machine of one start: run an attempt, judge and record it, then restart, leave or end."""
 
     def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
 
     def run(self, attempt: AttemptDir) -> int:
-        """Run attempts until the run ends or continues elsewhere; the exit code of this start."""
+        """Run attempts until the run ends or leaves the allocation; returns the exit code of this start."""
         refusal = self.allocation.close_dead_attempts(attempt)
         if refusal is not None:
             return self._end(attempt, *refusal)
@@ -104,7 +104,7 @@ class Supervisor:
             return self._end(attempt, outcome, decision)
 
     def _run_attempt(self, attempt: AttemptDir) -> tuple[Outcome, Decision]:
-        """One attempt, from the start of its processes to the decision what follows."""
+        """Run one attempt, from the start of its processes to the decision on what follows."""
         if is_cancelled(attempt):
             return Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED)
         outcome = Outcome()
@@ -121,7 +121,7 @@ class Supervisor:
             return outcome, Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
 
     def _judge(self, attempt: AttemptDir, plan: LaunchPlan, watch: AttemptWatch) -> Decision:
-        """What follows from how an attempt ended; can be called again after a disk error."""
+        """Decide what follows an ended attempt; can be called again after a disk error."""
         watch.collect_outcome()
         outcome = watch.outcome
         self.allocation.inspect(attempt, plan, outcome)
@@ -130,7 +130,7 @@ class Supervisor:
         return judge(attempt, outcome, self.allocation.restart_options(plan))
 
     def _restart(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> AttemptDir | Decision:
-        """The next attempt in this allocation, or what else follows from a notice during the delay."""
+        """Open the next attempt in this allocation; a Decision if a signal or an error prevents that."""
         received = processes.wait_for_notice(decision.delay_s)
         try:
             plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
@@ -144,7 +144,7 @@ class Supervisor:
         return following or Decision("stopped", "cancelled before the restart", EXIT_STOPPED)
 
     def _leave(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
-        """Leave the allocation so that the run continues in another; the exit code of this start."""
+        """Leave the allocation, so that the run continues in another; returns the exit code of this start."""
         _conclude(attempt, outcome, decision)
         try:
             plan = retry_on_disk_error(lambda: LaunchPlan.from_dict(read_json(attempt.plan_file)))
@@ -157,19 +157,19 @@ class Supervisor:
         if decision.cause not in FAILURES:
             stopped = Decision("stopped", reason, decision.exit_code, decision.cause)
             return _conclude(attempt, outcome, stopped)
-        # 75 would say that the state was saved.
+        # 75 would claim that the state was saved.
         code = next((code for code in outcome.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_FAILED)
         return _conclude(attempt, outcome, Decision("failed", reason, code, decision.cause))
 
     def _end(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
-        """End the run; the exit code of this start."""
+        """End the run; returns the exit code of this start."""
         code = _conclude(attempt, outcome, decision)
         self.allocation.cancel_pending()
         return code
 
 
 def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
-    """Log and record how an attempt ended; its exit code."""
+    """Log and record how an attempt ended; returns its exit code."""
     log_line(f"attempt {attempt.number}: {decision.action}: {decision.reason}")
     try:
         write_end(attempt, outcome, decision)
@@ -182,8 +182,8 @@ def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
 class SubmititJob:
     """The callable that submitit pickles and runs in the batch shell of its jobs.
 
-    submitit's own requeue never starts: the supervisor handles the signals, and asks Slurm to requeue the job
-    when the ranks have saved.
+    submitit's own requeue is never used: the supervisor handles the signals and requeues the job itself after
+    the ranks have saved.
     """
 
     run_dir: str
@@ -192,7 +192,7 @@ class SubmititJob:
         run = RunDir(Path(self.run_dir))
         code = supervise_job(run, read_json(run.step_file))
         if code:
-            # Slurm would count the job as completed if this raised an exception: submitit pickles those.
+            # submitit pickles other exceptions and exits with 0, so Slurm would count the job as completed.
             raise SystemExit(code)
 
 

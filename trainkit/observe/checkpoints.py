@@ -15,12 +15,12 @@ NO_MANIFEST: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """One checkpoint folder; None where it does not say."""
+    """One checkpoint folder; fields are None where its files do not contain the value."""
 
     name: str
     path: str
     state: str
-    """``published rejected partial``, or ``damaged`` where that shows without reading the tensors."""
+    """``published``, ``rejected``, ``partial``, or ``damaged`` if that is visible without reading tensors."""
     step: int | None
     time: str
     """When it was written, ISO-8601 UTC."""
@@ -36,7 +36,7 @@ class ListedCheckpoint:
 
 
 def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
-    """Everything in a run's checkpoint folder: published ones by step, then the rest by name."""
+    """All checkpoints of a run: published ones by step, then rejected and partial ones by name."""
     best = best_step(run.checkpoints_dir)
     saved, rejected = _reasons(run)
     found = []

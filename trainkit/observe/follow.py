@@ -45,7 +45,7 @@ class LogTail:
 
 
 def last_lines(path: Path, count: int) -> tuple[list[bytes], int]:
-    """The last complete lines of a file, and the position where they end."""
+    """The last `count` complete lines of a file, and the position at which they end."""
     try:
         with path.open("rb") as stream:
             end = stream.seek(0, os.SEEK_END)
@@ -83,7 +83,7 @@ def last_records(path: Path, count: int) -> list[dict[str, Any]]:
 
 POLL_S = 0.1
 LISTING_S = 1.0
-"""How often to look for logs of ranks that start late."""
+"""Seconds between looking for logs of ranks that start late."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ class Line:
     """A line of a log."""
 
     source: str
-    """The log that it comes from, for example ``rank-0000``."""
+    """The name of the log, for example ``rank-0000``."""
     text: str
 
 
 def is_over(run: RunDir, alive: bool | None) -> bool:
-    """Whether a run has ended for good; `alive` is its supervisor's liveness, None if unknown."""
+    """Whether a run has ended and will not resume; `alive` is its job's liveness, None if unknown."""
     numbers = run.attempt_numbers()
     if not numbers or alive is False:
         return True
@@ -111,9 +111,9 @@ def follow(
     is_alive: Callable[[], bool | None],
     last: int | None = None,
 ) -> Iterator[Line]:
-    """The lines of the chosen logs as they are written, from `first_attempt` on until the run is over.
+    """Yield the lines of the chosen logs as they are written, from `first_attempt` until the run is over.
 
-    `last` starts with that many of the existing lines instead of with all of them.
+    With `last`, starts with that many existing lines of each log instead of all of them.
     """
     number = first_attempt
     while True:

@@ -1,4 +1,4 @@
-"""The status of a group of runs, read cheaply: two small files for every run that has started."""
+"""The status of a group of runs: mostly two small files per run, so that large groups are quick to read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 
 NUM_READERS = 8
-"""Points read at a time: a network filesystem takes a millisecond for each file."""
-POINTS_A_READER = 100
+"""Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
+POINTS_PER_TASK = 100
 FAILED = ("failed", "died", "unknown")
-"""States that need attention, the worst first."""
+"""States that need attention, worst first."""
 ORDER = (
     *FAILED,
     "stopping",
@@ -35,23 +35,23 @@ ORDER = (
     "cancelled",
     "finished",
 )
-"""All states, the most urgent first."""
+"""All states, most urgent first."""
 
 
 @dataclass(frozen=True)
 class PointFiles:
-    """What the files of a point say."""
+    """The content of a point's files."""
 
     point: Point
     job_id: str | None
-    """Of its newest attempt; None when unknown."""
+    """The job of its newest attempt; None when unknown."""
     entry: Mapping[str, Any] = field(default_factory=dict)
     """Its newest entry in job.json; empty while the point has no folder."""
     end: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
-        """Whether its newest attempt has ended and no restart follows."""
+        """Whether its newest attempt has ended and will not restart."""
         return bool(self.end) and not will_resume(self.end)
 
 
@@ -85,7 +85,7 @@ class GroupStatus:
     job_id: str | None
     array: str
     keys: list[str]
-    """The keys that its points differ in."""
+    """The config keys in which its points differ."""
     num_nodes: int | None
     workers_per_node: int | None
     age_s: float | None
@@ -94,7 +94,7 @@ class GroupStatus:
 
     @property
     def states(self) -> dict[str, int]:
-        """How many points are in each state, the most urgent first."""
+        """The number of points in each state, most urgent first."""
         counts = Counter(point.state for point in self.points)
         return {state: counts[state] for state in ORDER if counts[state]}
 
@@ -105,7 +105,7 @@ class GroupStatus:
 
     @property
     def best(self) -> PointStatus | None:
-        """The point with the lowest validation loss, or the lowest loss where none has one."""
+        """The point with the lowest validation loss, else with the lowest loss; None without either."""
         for metric in ("val_loss", "loss"):
             found = [point for point in self.points if point.best and point.best.get("metric") == metric]
             if found:
@@ -113,7 +113,7 @@ class GroupStatus:
         return None
 
     def to_dict(self, with_points: bool = True) -> dict[str, Any]:
-        """The status as JSON."""
+        """The status as a JSON object."""
         own = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "points"}
         best = None if self.best is None else self.best.to_dict()
         points = {"points": [point.to_dict() for point in self.points]} if with_points else {}
@@ -129,7 +129,7 @@ class GroupFiles:
 
     @property
     def open_ids(self) -> list[str]:
-        """The jobs to ask Slurm about."""
+        """The ids of the jobs whose state in Slurm is needed."""
         return [files.job_id for files in self.points if files.job_id is not None and not files.is_over]
 
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
@@ -187,8 +187,8 @@ class GroupFiles:
 def _read_points(group: RunGroup) -> list[PointFiles]:
     points = group.points
     names = (path.name for path in group.path.iterdir())
-    made = [int(name) for name in names if is_index(name) and int(name) in points]
-    shares = [made[first : first + POINTS_A_READER] for first in range(0, len(made), POINTS_A_READER)]
+    created = [int(name) for name in names if is_index(name) and int(name) in points]
+    shares = [created[first : first + POINTS_PER_TASK] for first in range(0, len(created), POINTS_PER_TASK)]
     found = {index: PointFiles(point, group.task_id(index)) for index, point in points.items()}
     with ThreadPoolExecutor(NUM_READERS) as readers:
         for files in itertools.chain.from_iterable(readers.map(lambda share: _read(group, share), shares)):
@@ -221,8 +221,8 @@ def _json(path: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def most_telling(points: Sequence[PointStatus], count: int) -> list[PointStatus]:
-    """The points to read first: failures, then running ones, then the best results."""
+def most_relevant(points: Sequence[PointStatus], count: int) -> list[PointStatus]:
+    """The `count` most relevant points: by state, failures first, then by best result."""
 
     def key(point: PointStatus) -> tuple[int, float, int]:
         value = float(point.best["value"]) if point.best else float("inf")

@@ -1,4 +1,4 @@
-"""The restarts of a run: why, and how long each phase took, from the events in its folder."""
+"""The restarts of a run, with their causes and the duration of each phase, from its events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.rundir import parse_time
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart, from the end of an attempt to the next one; seconds are None where an event is missing."""
+    """One restart, from the end of an attempt to the next; durations are None where an event is missing."""
 
     attempt: int
     """The attempt that ended."""
@@ -27,13 +27,13 @@ class Restart:
     save_s: float | None
     """From the signal to the published checkpoint."""
     end_s: float | None
-    """From there, or else from the signal or failure, to the end of the attempt."""
+    """From the published checkpoint, else from the signal or failure, to the end of the attempt."""
     queue_s: float | None
-    """From there to the start of the next attempt."""
+    """From the end of the attempt to the start of the next one."""
     start_s: float | None
-    """From there to its first step."""
+    """From the start of the next attempt to its first step."""
     total_s: float | None
-    """From the signal or the failure to that step."""
+    """From the signal or failure to that first step."""
 
 
 def find_restarts(events: Iterable[Mapping[str, Any]]) -> list[Restart]:
@@ -44,7 +44,7 @@ def find_restarts(events: Iterable[Mapping[str, Any]]) -> list[Restart]:
             by_attempt.setdefault(event["attempt"], []).append(event)
     found = []
     for attempt, own in sorted(by_attempt.items()):
-        # The last one: the first decision may have turned out to be impossible.
+        # The last decision counts: an earlier one may have turned out to be impossible.
         decision = _first(list(reversed(own)), "requeue_decision")
         if decision is not None and decision.get("action") in ("restart", "requeue", "resubmit", "follow_up"):
             found.append(_restart(attempt, decision, own, by_attempt.get(attempt + 1, [])))
@@ -82,7 +82,7 @@ def _restart(
 
 
 def restarts_line(restarts: Sequence[Restart]) -> str:
-    """All restarts in one line: how many and why, and how long the last one took."""
+    """A one-line summary of all restarts: their number and causes, and the duration of the last one."""
     counts = Counter(restart.cause for restart in restarts)
     causes = ", ".join(f"{count} {cause}" for cause, count in counts.most_common())
     last = restarts[-1]

@@ -1,4 +1,4 @@
-"""The status of a run: a pure function of its folder, its liveness, Slurm's answer and the time."""
+"""The status of a run: a pure function of its folder, its liveness, its state in Slurm and the time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
 
 STALE_S = 60.0
-"""Warn when there are no new metrics for this long, and for `STALE_INTERVALS` of their usual interval."""
+"""Warn when metrics are older than this and than `STALE_INTERVALS` times their usual interval."""
 STALE_INTERVALS = 10
 RECENT_RECORDS = 200
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
 """States of a run that may still make progress."""
 CLOCKS_S = 2.0
-"""How far apart the clocks of a cluster's hosts may be."""
+"""How much the clocks of a cluster's hosts may differ."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RunStatus:
     run_dir: str
     state: str
     """``pending starting running stopping restarting requeueing finished stopped cancelled failed``;
-    ``died`` when the supervisor is gone and recorded no end; ``unknown`` when this host cannot tell;
+    ``died`` when the supervisor exited without recording an end; ``unknown`` when this host cannot tell;
     ``incomplete`` when the run was never started."""
     reason: str | None
     attempt: int | None
@@ -46,16 +46,17 @@ class RunStatus:
     workers_per_node: int | None
     device: str | None
     command: list[str] | None
-    """The COMMAND that is run instead of the built-in trainer."""
+    """The COMMAND that runs instead of the built-in trainer."""
     step: int | None
     total_steps: int | None
     loss: float | None
     val_loss: float | None
-    """The newest validation loss, and the first one of the run."""
+    """The newest validation loss."""
     first_val_loss: float | None
+    """The first validation loss of the run."""
     tokens_per_s: float | None
     metrics_age_s: float | None
-    """Seconds since the last metrics line."""
+    """Seconds since the last record in metrics.jsonl."""
     age_s: float | None
     """Seconds since the newest attempt was submitted."""
     last_event: dict[str, Any] | None
@@ -77,9 +78,9 @@ class RunStatus:
 def read_status(
     run: RunDir, alive: bool | None, now: datetime, slurm_job: JobInfo | None = None
 ) -> RunStatus:
-    """The status of a run; `alive` is the liveness of its newest supervisor, None when unknown.
+    """The status of a run; `alive` is the liveness of its newest job, None when unknown.
 
-    `slurm_job` is what Slurm knows about the job of a run on a cluster.
+    `slurm_job` is Slurm's information about that job; None for a local run.
     """
     job = _json(run.job_file)
     entries = [entry for entry in job.get("attempts") or [] if isinstance(entry, dict)]
@@ -130,7 +131,7 @@ def attempt_state(
     events: list[dict[str, Any]],
     has_metrics: bool,
 ) -> tuple[str, str | None]:
-    """State and reason of an attempt, from its job.json entry, its end.json and what Slurm says."""
+    """State and reason of an attempt, from its job.json entry, its end.json and its state in Slurm."""
     state = _state(entry.get("attempt"), end, alive, events, has_metrics)
     reason = end.get("reason")
     if slurm_job is not None and (not end or will_resume(end)):
@@ -165,7 +166,7 @@ def _state(
 def _slurm_state(
     state: str, end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, Any]
 ) -> tuple[str, str | None]:
-    """State and reason of an attempt that has not ended for good, with what Slurm says about its job."""
+    """State and reason of an attempt that has not ended or will resume, with its job's state in Slurm."""
     reason = end.get("reason")
     if job.state.is_waiting:
         return ("requeueing" if "started_at" in entry else "pending"), job.sentence or None
@@ -179,7 +180,7 @@ def _slurm_state(
 
 
 def _failed_requeue(end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, Any]) -> str:
-    """What to add where Slurm was to requeue the job and dropped it instead."""
+    """An addition to the reason when Slurm should have requeued the job but did not restart it."""
     if end.get("action") == "requeue":
         reason = str(end.get("reason")).partition(";")[0]
         return f"; Slurm did not restart it after the requeue that followed: {reason}"
@@ -190,8 +191,8 @@ def _failed_requeue(end: Mapping[str, Any], job: JobInfo, entry: Mapping[str, An
 
 
 def _slurm_end(job: JobInfo) -> str:
-    """What Slurm says about a job that has ended."""
-    words = [f"Slurm says {job.slurm_state}"]
+    """Slurm's information about the end of a job, as text."""
+    words = [f"Slurm reports {job.slurm_state}"]
     if job.exit_code:
         meaning = " (state saved)" if job.exit_code == EXIT_STOPPED else ""
         words.append(f"exit code {job.exit_code}{meaning}")
@@ -201,14 +202,14 @@ def _slurm_end(job: JobInfo) -> str:
 
 
 def _val_loss(events: Iterable[Mapping[str, Any]]) -> float | None:
-    """The validation loss of the first of these events that has one."""
+    """The validation loss of the first event that has one."""
     return next((event.get("val_loss") for event in events if event.get("event") == "evaluated"), None)
 
 
 def _total_steps(run: RunDir, events: list[dict[str, Any]], plan: Mapping[str, Any]) -> int | None:
-    """The number of steps of the whole run: the trainer's own figure, else the config's.
+    """The total number of steps: as logged by the trainer, else `train.steps` of the config.
 
-    None for a COMMAND, whose steps the config does not set.
+    None for a COMMAND, which ignores the config's steps.
     """
     for event in reversed(events):
         if isinstance(event.get("total_steps"), int):
@@ -232,21 +233,21 @@ def _warnings(
     if state == "unknown":
         where = f"its job is on the cluster {entry['cluster']}" if "cluster" in entry else ""
         where = where or f"it was started on {entry.get('host')}"
-        warnings.append(f"unknown from here whether it runs: {where}")
+        warnings.append(f"cannot tell from here whether it is running: {where}")
     if state == "died":
-        warnings.append("the supervisor is gone and did not record how the attempt ended")
+        warnings.append("the supervisor exited without recording how the attempt ended")
     return warnings
 
 
 def _usual_interval_s(metrics: list[dict[str, Any]]) -> float:
-    """Median seconds between metrics lines; 0 with fewer than two."""
+    """Median seconds between metrics records; 0 with fewer than two."""
     times = [time for time in (parse_time(record.get("time")) for record in metrics) if time is not None]
     intervals = sorted((b - a).total_seconds() for a, b in pairwise(times))
     return intervals[len(intervals) // 2] if intervals else 0.0
 
 
 def newest_checkpoint(run: RunDir) -> str | None:
-    """The folder of the newest published checkpoint; its files are not read."""
+    """The folder of the newest published checkpoint, None without one; its content is not verified."""
     found = [item for item in published(run.checkpoints_dir) if item.manifest_file.is_file()]
     return str(found[-1].path) if found else None
 

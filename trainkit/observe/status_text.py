@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import join
 
-from trainkit.observe.group import GroupStatus, PointStatus, most_telling
+from trainkit.observe.group import GroupStatus, PointStatus, most_relevant
 from trainkit.observe.restarts import restarts_line
 from trainkit.observe.status import RunStatus
 from trainkit.observe.text import duration, event_line, failure_line
@@ -20,13 +20,13 @@ MAX_REASON = 60
 
 
 def relative_path(path: str, cwd: Path) -> str:
-    """A path relative to `cwd` where it is below it, else the path unchanged; both can be typed as RUN."""
+    """A path relative to `cwd` if it is below `cwd`, else unchanged; both are valid as RUN."""
     is_below = Path(path).is_relative_to(cwd) and Path(path) != cwd
     return str(Path(path).relative_to(cwd)) if is_below else path
 
 
 def runs_table(statuses: Sequence[RunStatus | GroupStatus], cwd: Path) -> str:
-    """One line a run or group, named by its folder: names alone are often equal."""
+    """One line per run or group, identified by folder because names need not be unique."""
     return table([HEADING, *(_row(status, cwd) for status in statuses)])
 
 
@@ -48,7 +48,7 @@ def state_counts(states: Mapping[str, int]) -> str:
 
 
 def run_details(status: RunStatus) -> str:
-    """One run in detail, a line for each fact."""
+    """One run in detail, one value per line."""
     reason = f" - {status.reason}" if status.reason else ""
     lines = {
         "run": status.name,
@@ -78,7 +78,7 @@ def run_details(status: RunStatus) -> str:
 
 
 def group_details(status: GroupStatus, show_all: bool) -> str:
-    """A group in detail: all of its runs, or the most telling ones."""
+    """A group in detail, with all of its runs or the `MAX_POINTS` most relevant ones."""
     best = status.best
     lines = {
         "group": status.name,
@@ -87,7 +87,7 @@ def group_details(status: GroupStatus, show_all: bool) -> str:
         "runs": f"{len(status.points):,}: {state_counts(status.states)}",
         "best": "-" if best is None else f"{best}: {_metric(best)} {_best(best)} at step {_step(best)}",
     }
-    shown = status.points if show_all else most_telling(status.points, MAX_POINTS)
+    shown = status.points if show_all else most_relevant(status.points, MAX_POINTS)
     heading = ["POINT", "STATE", *(key.upper() for key in short_keys(status.keys)), "BEST", "REASON"]
     text = [f"{key:<10}  {value}" for key, value in lines.items()]
     text += ["", table([heading, *(_point_row(point, status.keys) for point in shown)])]
@@ -97,12 +97,12 @@ def group_details(status: GroupStatus, show_all: bool) -> str:
 
 
 def not_shown(count: int) -> str:
-    """The line below a shortened list."""
+    """The last line of a truncated list."""
     return f"{count:,} more not shown; --all shows them"
 
 
 def _point_row(point: PointStatus, keys: Sequence[str]) -> list[str]:
-    # Runs that are fine have no reason worth reading.
+    # The reason of a running or finished run is of no interest.
     reason = "" if point.state in ("running", "finished") else " ".join((point.reason or "").split())
     short = reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 1] + "…"
     values = (shown_value(point.values[key]) if key in point.values else "-" for key in keys)
@@ -110,7 +110,7 @@ def _point_row(point: PointStatus, keys: Sequence[str]) -> list[str]:
 
 
 def _steps(status: RunStatus) -> str:
-    """``12/200``; without the total where the trainer does not know it, as of a COMMAND."""
+    """``12/200``, or ``12`` when the total is unknown, as for a COMMAND."""
     if status.total_steps is None:
         return _text(status.step)
     return f"{_text(status.step)}/{status.total_steps}"

@@ -24,10 +24,7 @@ def event_line(event: Mapping[str, Any]) -> str:
 
 
 def failure_line(verdict: Mapping[str, Any]) -> str:
-    """The first failure as a sentence: which rank, host and step, and the cause.
-
-    `verdict` is that of end.json.
-    """
+    """The first failure as one line: rank, host, step and cause; `verdict` is that of end.json."""
     if verdict.get("type") == "HostLost":
         return f"host {verdict.get('host')} failed first: {verdict.get('message')}"
     subject = "the job" if verdict.get("rank") is None else f"rank {verdict['rank']}"

@@ -1,4 +1,4 @@
-"""Runs Slurm's commands with a time limit, and turns failures into errors with a hint."""
+"""Runs Slurm's commands with a timeout, and turns their failures into errors with hints."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from trainkit.errors import SlurmError, UsageError
 from trainkit.slurm.messages import UNREACHABLE_HINT, FailureKind, cleaned, failure_hint, failure_kind
 
 QUERY_TIMEOUT_S = 30.0
-"""Longer than Slurm's own commands try to reach the controller, so that they can report why they failed."""
+"""Longer than Slurm's commands try to reach the controller, so that they can report why they failed."""
 QUERY_PATIENCE_S = 5.0
-"""How long queries are retried; short, because each command already retries by itself."""
+"""How long queries are retried; short, because Slurm's commands already retry themselves."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
 
 _OUTPUT_VARIABLES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
-"""Variables that change what the commands print or select: SQUEUE_STATES=RUNNING hides pending jobs."""
+"""Variables that change what the commands print or select; SQUEUE_STATES=RUNNING hides pending jobs."""
 
 T = TypeVar("T")
 
 
 class SlurmUnreachable(SlurmError):
-    """Slurm did not answer: exit code 3. `may_have_arrived`: the request may have been carried out."""
+    """Slurm did not answer: exit code 3. With `may_have_arrived`, it may have carried out the request."""
 
     def __init__(
         self, message: str, hint: str = "", *, stderr: str = "", may_have_arrived: bool = False
@@ -50,14 +50,14 @@ class SlurmRefused(UsageError):
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """What a command printed that exited with 0."""
+    """The output of a successful command."""
 
     stdout_bytes: bytes
     stderr: str
 
     @property
     def stdout(self) -> str:
-        """As text; invalid UTF-8 becomes U+FFFD."""
+        """The standard output as text; invalid UTF-8 becomes U+FFFD."""
         return self.stdout_bytes.decode(errors="replace")
 
 
@@ -89,8 +89,8 @@ def slurm_output(
     path = shutil.which(program, path=environ.get("PATH", os.defpath))
     if path is None:
         raise UsageError(
-            f"`{program}` is not on PATH: there is no Slurm here",
-            hint="start from a login node of the cluster (or load its module); "
+            f"`{program}` is not on PATH: Slurm is not available here",
+            hint="use a login node of the cluster, or load its Slurm module; "
             "`--backend local` runs on this machine",
         )
     if any("\0" in arg for arg in argv):
@@ -147,16 +147,19 @@ def query(
     environ: Mapping[str, str] | None = None,
     patience_s: float = QUERY_PATIENCE_S,
 ) -> CommandOutput:
-    """The output of a query, retried while Slurm cannot be reached; times in it are Unix seconds."""
+    """The output of a query, retried while Slurm cannot be reached; its times are Unix seconds.
+
+    Raises the errors of `slurm_output`.
+    """
     plain = plain_environ(os.environ if environ is None else environ)
     return retrying(lambda: slurm_output(argv, timeout_s, environ=plain), patience_s)
 
 
 def plain_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the user's output settings, so that Slurm's commands print what we parse."""
+    """The environment without the user's output settings, so that Slurm's output can be parsed."""
     plain = {name: value for name, value in environ.items() if not name.startswith(_OUTPUT_VARIABLES)}
     plain["SLURM_TIME_FORMAT"] = "%s"
-    # Without it the indices of a pending array are cut off after 64 characters.
+    # By default the indices of a pending array are truncated to 64 characters.
     plain["SLURM_BITSTR_LEN"] = "0"
     return plain
 
@@ -166,7 +169,7 @@ def retrying(
     patience_s: float = QUERY_PATIENCE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Call a function again, with growing pauses, while it raises SlurmUnreachable.
+    """Call `request`, and retry with exponential backoff while it raises SlurmUnreachable.
 
     Raises the last error after `patience_s`. For idempotent requests only, never for a submission.
     """
@@ -183,7 +186,7 @@ def retrying(
 
 
 def safe_value(value: str, what: str) -> str:
-    """A value that is safe as an argument; UsageError when it could be parsed as an option."""
+    """The value, if it is safe as a command-line argument; UsageError if it could be parsed as an option."""
     if not value or value.startswith("-") or "\0" in value:
         raise UsageError(f"{what} cannot be {value!r}")
     return value
@@ -195,11 +198,11 @@ RECORD = "\x1e"
 
 
 def records(text: str, num_fields: int, end: str = RECORD) -> Iterator[list[str]]:
-    """The fields of every record; the last field can contain anything. Truncated records are dropped."""
+    """Yield the fields of every record; the last field may contain separators. Drops truncated records."""
     for record in text.split(f"{end}\n"):
         fields = record.split(FIELD, num_fields - 1)
         if len(fields) == num_fields:
-            # squeue prints the names of clusters on separate lines between their jobs.
+            # For several clusters, squeue prints the cluster's name on a line before its jobs.
             fields[0] = fields[0].rpartition("\n")[2]
             yield fields
 
@@ -222,7 +225,7 @@ def seconds_of(text: str) -> int | None:
 
 
 KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT"})
-"""They select the cluster and authenticate. Slurm sets none of them inside a job."""
+"""Variables that select the cluster and authenticate; Slurm sets none of them inside a job."""
 _PREFIXES = (
     *("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "SPANK_"),
     *("PMI_", "PMI2_", "PMIX_", "PALS_", "TORCHELASTIC_"),
@@ -255,15 +258,15 @@ _DEVICES_OF_A_JOB = frozenset(
 
 
 def is_inherited(name: str) -> bool:
-    """Whether a variable was set by the enclosing job, step or launcher, not by the user."""
+    """Whether a variable is set by an enclosing job, step or launcher rather than by the user."""
     return name not in KEPT and (name.startswith(_PREFIXES) or name in _RANK_NAMES)
 
 
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for sbatch and salloc: without another job's variables and without `SBATCH_*`.
+    """The environment for sbatch and salloc, without an enclosing job's variables and without `SBATCH_*`.
 
-    `SBATCH_*` would override the script: what is shown would not be what runs. Inside a job, its GPU binding
-    is removed too. SBATCH_CLUSTERS becomes SLURM_CLUSTERS, which every command understands.
+    `SBATCH_*` would override the options in the script. Inside a job, its GPU binding is removed too.
+    SBATCH_CLUSTERS becomes SLURM_CLUSTERS, which all commands understand.
     """
     is_in_job = "SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ
     clean = {

@@ -1,4 +1,4 @@
-"""Finds slurm.conf and its ClusterName, without running a command of Slurm."""
+"""Finds slurm.conf and its ClusterName without running Slurm's commands."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _NAME = re.compile(r"^[ \t]*ClusterName[ \t]*=[ \t]*(?P<name>[^\s#]+)", re.MULTI
 
 
 def conf_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The slurm.conf that Slurm's commands read; None where they fetch it from a server or there is none."""
+    """The slurm.conf that Slurm's commands read; None if they fetch it from slurmctld or there is none."""
     named = environ.get("SLURM_CONF")
     if named:
         return Path(named)
     sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath))
-    # A Slurm built with its own prefix is configured below that prefix.
+    # A Slurm built with a custom prefix has its configuration below that prefix.
     prefix = [] if sbatch is None else [Path(os.path.realpath(sbatch)).parent.parent / "etc"]
     in_prefix = [folder / name for folder in prefix for name in ("slurm.conf", "slurm/slurm.conf")]
     return next((path for path in (*map(Path, CONFIG_FILES), *in_prefix) if path.exists()), None)
 
 
 def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Name of the cluster that a job would be submitted to; None where no file gives it."""
+    """The name of the cluster that a job would be submitted to; None if unknown."""
     chosen = scrubbed(environ).get("SLURM_CLUSTERS", "")
     if chosen and "," not in chosen:
         return chosen
@@ -39,7 +39,7 @@ def cluster_name(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def other_cluster(record: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> str | None:
-    """The cluster of a job's record, if Slurm's commands here talk to another one; else None.
+    """The cluster of a job's record if Slurm's commands here use a different one, else None.
 
     A job id is valid only on its own cluster.
     """
@@ -49,7 +49,7 @@ def other_cluster(record: Mapping[str, Any], environ: Mapping[str, str] = os.env
 
 
 def _conf_cluster_name(environ: Mapping[str, str]) -> str | None:
-    """ClusterName of slurm.conf."""
+    """The ClusterName in slurm.conf; None without a readable file that sets it."""
     path = conf_file(environ)
     try:
         text = "" if path is None else path.read_text(errors="replace")

@@ -1,4 +1,4 @@
-"""Controls jobs (requeue, cancel, signals), and the differences between versions of Slurm."""
+"""Controls jobs: requeue, cancel, signal. Also the differences between Slurm versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainkit.slurm.client import (
 from trainkit.slurm.job_id import checked_job_id
 
 CONTROL_PATIENCE_S = 60.0
-"""Long enough for a controller that restarts while a job ends; Slurm delays a requeued job by 120 s."""
+"""Long enough for a restart of the controller; Slurm delays a requeued job by 120 s anyway."""
 
 _GONE = re.compile(r"[Ii]nvalid job id|already (?:completing|finished|done)|No running or pending steps")
 _PENDING = re.compile(r"[Jj]ob is (?:pending|no longer running)")
@@ -44,7 +44,7 @@ class Receiver(Enum):
 def requeue(
     job_id: str, *, patience_s: float = CONTROL_PATIENCE_S, environ: Mapping[str, str] | None = None
 ) -> None:
-    """Requeue a job, or the task of an array that `123_4` names.
+    """Requeue a job, or one array task such as `123_4`.
 
     Retried while Slurm cannot be reached. Raises SlurmRefused for a job submitted with --no-requeue.
     """
@@ -73,7 +73,7 @@ def exclude_hosts(
 ) -> None:
     """Set the excluded hosts of a pending job, as a host list; replaces the previous list.
 
-    Raises SlurmRefused for a running job; a requeued job is pending from the moment of its requeue.
+    Raises SlurmRefused for a running job; a requeued job counts as pending immediately.
     """
     change = [f"JobId={checked_job_id(job_id)}", f"ExcNodeList={hosts}"]
     query(["scontrol", "update", *change], environ=environ, patience_s=patience_s)
@@ -85,7 +85,7 @@ def cancel(
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """Cancel jobs, or tasks of arrays, in one call; jobs that have already ended are ignored."""
+    """Cancel jobs or array tasks in one call; jobs that have already ended are ignored."""
     _scancel([], job_ids, patience_s, environ)
 
 
@@ -95,7 +95,7 @@ def cancel_waiting(
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """Cancel the jobs and array tasks that are pending; running ones continue."""
+    """Cancel those of the jobs and array tasks that are pending; running ones continue."""
     _scancel(["--state=PENDING"], job_ids, patience_s, environ)
 
 
@@ -122,9 +122,9 @@ def kill_step(
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """Kill a step at once, by SIGKILL or another signal.
+    """Kill a step immediately, with SIGKILL or another signal.
 
-    scancel of a whole job sends SIGTERM first, and SIGKILL after KillWait (30 s).
+    Cancelling the whole job instead sends SIGTERM first, and SIGKILL after KillWait (30 s by default).
     """
     kill_steps([(job_id, step_id)], signal, patience_s=patience_s, environ=environ)
 
@@ -170,19 +170,19 @@ def show_config(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """`scontrol show config`, whose lines are `Name = value`."""
+    """Parse `scontrol show config`, whose lines are `Name = value`."""
     return {match["name"]: match["value"].strip() for match in _SETTING.finditer(text)}
 
 
 def version(environ: Mapping[str, str] | None = None) -> Version:
-    """The version of the installed Slurm commands, for example (22, 5, 8); does not query the controller."""
+    """The version of the installed commands, for example (22, 5, 8); does not query the controller."""
     path = None if environ is None else environ.get("PATH")
     program = next((name for name in ("srun", "sbatch", "scontrol") if shutil.which(name, path=path)), "srun")
     return parse_version(run_slurm([program, "--version"], QUERY_TIMEOUT_S, environ=environ))
 
 
 def parse_version(text: str) -> Version:
-    """`slurm 22.05.8` or `slurm-wlm 24.11.1-0ubuntu1` as numbers."""
+    """Parse `slurm 22.05.8` or `slurm-wlm 24.11.1-0ubuntu1`; raises UsageError for other text."""
     match = _VERSION.search(text)
     if match is None:
         raise UsageError(f"not a Slurm version: {text.strip()!r}")
@@ -195,7 +195,7 @@ def needs_srun_cpus_per_task(slurm: Version) -> bool:
 
 
 def has_expedited_requeue(slurm: Version, config: Mapping[str, str]) -> bool:
-    """Whether `sbatch --requeue=expedite` exists and the site has enabled it."""
+    """Whether this version has `sbatch --requeue=expedite` and the site has enabled it."""
     settings = f"{config.get('SlurmctldParameters', '')},{config.get('SchedulerParameters', '')}"
     return slurm >= (25, 11, 0) and "enable_expedited_requeue" in settings.split(",")
 
@@ -208,10 +208,10 @@ def run_step(
     timeout_s: float = QUERY_TIMEOUT_S,
     environ: Mapping[str, str] | None = None,
 ) -> str:
-    """Run a command once on each node of a running job, as a separate step; its stdout.
+    """Run a command once on each node of a running job, as a separate step; returns its stdout.
 
-    The step overlaps with the others: without --mem=0 Slurm refuses it where the first step has all the
-    memory of the job. Raises SlurmRefused when Slurm does not start it or the command fails.
+    The step overlaps with others; without --mem=0 Slurm would refuse it if the first step uses all memory of
+    the job. Raises SlurmRefused when Slurm does not start it or the command fails.
     """
     step = [
         *("srun", f"--jobid={checked_job_id(job_id)}", "--overlap", "--mem=0", "--input=none"),

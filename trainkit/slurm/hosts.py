@@ -1,4 +1,4 @@
-"""Host lists (`node[18-19,1-2]`) and counts (`2(x3),1`) as Slurm writes them."""
+"""Slurm's host lists (`node[18-19,1-2]`) and counts (`2(x3),1`), and the states of hosts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _BRACKETS = re.compile(r"(\[[^\[\]]*\])")
 _RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?", re.ASCII)
 _SCONTROL_TIMEOUT_S = 5.0
 MAX_HOSTS = 1_000_000
-"""More than any cluster has; a typo must not exhaust memory."""
+"""More than any cluster has; prevents a typo from exhausting memory."""
 
 
 def expand_hosts(text: str, environ: Mapping[str, str] | None = None) -> list[str]:
     """Every host of a host list, in Slurm's order.
 
-    Uses `scontrol` where it works, else ClusterShell: containers may lack Slurm.
-    Raises UsageError when the text is not a host list.
+    Uses `scontrol` where it works, else ClusterShell, because containers may lack Slurm.
+    Raises UsageError if the text is not a host list.
     """
     text = text.strip()
     _check(text)
@@ -78,7 +78,7 @@ def first_host(text: str) -> str:
 
 
 def expand_without_slurm(text: str) -> list[str]:
-    """`expand_hosts` by ClusterShell, one range at a time, because its sets do not keep the order."""
+    """`expand_hosts` with ClusterShell, one range at a time because its sets do not preserve the order."""
     text = text.strip()
     _check(text)
     return list(itertools.chain.from_iterable(_expand_one(item) for item in _split_outside_brackets(text)))
@@ -99,7 +99,7 @@ def _expand_one(item: str) -> list[str]:
     except RangeSetException:
         raise _not_a_host_list(item) from None
     hosts = []
-    # Slurm's order: the last bracket counts fastest, then the first, the second, …
+    # Slurm's order: the last bracket varies fastest, then the first, the second, …
     for picked in itertools.product(*reversed(numbers[:-1]), numbers[-1]):
         chosen = [*reversed(picked[:-1]), picked[-1], ""]
         hosts.append("".join(itertools.chain.from_iterable(zip(names, chosen, strict=True))))
@@ -117,7 +117,7 @@ def _split_outside_brackets(text: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """`2(x3),1` as [2, 2, 2, 1]: tasks or CPUs of each node; UsageError for any other form."""
+    """`2(x3),1` as [2, 2, 2, 1], the tasks or CPUs of each node; raises UsageError for any other form."""
     counts: list[int] = []
     for item in text.strip().split(","):
         match = _COUNT.fullmatch(item)
@@ -129,8 +129,8 @@ def tasks_per_node(text: str) -> list[int]:
 
 HOSTS_TIMEOUT_S = 10.0
 _NOT_RESPONDING = "*"
-_OUT = re.compile(r"down|fail|unk|error", re.IGNORECASE)
-"""States in which no step can run. A draining host continues its current job."""
+_DOWN = re.compile(r"down|fail|unk|error", re.IGNORECASE)
+"""States in which no step can run. A draining host still runs its current job."""
 
 
 def node_states(
@@ -153,18 +153,18 @@ def node_states(
 
 
 def parse_node_states(text: str) -> dict[str, str]:
-    """The output of sinfo, which lists a host once for each of its partitions."""
+    """Parse the output of sinfo, which lists a host once for each of its partitions."""
     return {record[0]: record[1] for record in records(text, 2)}
 
 
-def is_out(state: str) -> bool:
+def is_unavailable(state: str) -> bool:
     """Whether a host in this state is down, failed or not responding."""
-    return _NOT_RESPONDING in state or _OUT.search(state) is not None
+    return _NOT_RESPONDING in state or _DOWN.search(state) is not None
 
 
 def is_down(state: str) -> bool:
-    """Whether Slurm considers a host down; one that is only not responding may be busy or being upgraded."""
-    return _OUT.search(state) is not None
+    """Whether Slurm considers a host down; one that merely does not respond may be busy or being upgraded."""
+    return _DOWN.search(state) is not None
 
 
 def hosts_of_job(
@@ -174,7 +174,7 @@ def hosts_of_job(
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """The current hosts of a job; a --no-kill job loses a host for good once that was down.
+    """The current hosts of a job; a --no-kill job permanently loses a host that goes down.
 
     Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """

@@ -14,12 +14,12 @@ _SPAN = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<stride>[1-9]\d*))?)?
 
 
 def is_job_id(text: str) -> bool:
-    """Whether a text is the id of a job or of one array task."""
+    """Whether a string is the id of a job or of one array task."""
     return bool(_JOB_ID.fullmatch(text)) and text.isascii()
 
 
 def checked_job_id(text: str) -> str:
-    """The job id; UsageError when the text is not one."""
+    """The job id unchanged; raises UsageError if it is not one."""
     if not is_job_id(text):
         raise UsageError(
             f"{text!r} is not a Slurm job id", hint="for example 1234, or 1234_5 for a task of an array"
@@ -33,7 +33,7 @@ def base_id(job_id: str) -> str:
 
 
 def expand_tasks(job_id: str) -> list[str]:
-    """`123_[5-7,9%2]` as its tasks, in order; any other id unchanged."""
+    """The tasks of `123_[5-7,9%2]`, in order; any other id as a list of itself."""
     base, bracket, spec = job_id.partition("_[")
     if not bracket or not spec.endswith("]"):
         return [job_id]
@@ -41,7 +41,7 @@ def expand_tasks(job_id: str) -> list[str]:
 
 
 def array_indices(spec: str) -> list[int]:
-    """The indices of `0-15:4,20%2`; UsageError when it is not of that form."""
+    """The indices of an array spec such as `0-15:4,20%2`; raises UsageError for any other form."""
     indices: list[int] = []
     for item in spec.partition("%")[0].split(","):
         match = _SPAN.fullmatch(item)

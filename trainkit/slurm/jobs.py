@@ -1,4 +1,4 @@
-"""The states of jobs: one call of squeue, and one of sacct for jobs that have left the queue.
+"""Queries the states of jobs: one call of squeue, and one of sacct for jobs that have left the queue.
 
 Without accounting, a job that squeue no longer lists is `unknown`, never finished.
 """
@@ -50,12 +50,12 @@ class JobInfo:
     """`123`, or `123_4` for a task of an array."""
     state: JobState
     slurm_state: str = ""
-    """In Slurm's terms, for example NODE_FAIL."""
+    """Slurm's name of the state, for example NODE_FAIL."""
     reason: str = ""
-    """Slurm's reason for a pending job; for an unknown job, why it is unknown."""
+    """Slurm's reason for the state of a pending job; for an unknown job, why it is unknown."""
     partition: str = ""
     nodes: str = ""
-    """The host list; empty before it starts."""
+    """The host list; empty before the job starts."""
     num_nodes: int = 0
     submit_time: datetime | None = None
     start_time: datetime | None = None
@@ -66,7 +66,7 @@ class JobInfo:
     restarts: int | None = None
     """Number of requeues; None when unknown."""
     exit_code: int | None = None
-    """Exit code of the batch script; None before it ends."""
+    """Exit code of the batch script; None before the job ends."""
     exit_signal: int | None = None
     """The signal that killed the batch script."""
     name: str = ""
@@ -80,7 +80,7 @@ class JobInfo:
 
     @property
     def sentence(self) -> str:
-        """Why it is pending or unknown; empty for a running or ended job."""
+        """Why the job is pending or unknown; empty for a running or ended job."""
         if self.state.is_waiting:
             return reason_sentence(self.reason)
         return self.reason if self.state is JobState.UNKNOWN else ""
@@ -93,11 +93,11 @@ def query_jobs(
     environ: Mapping[str, str] | None = None,
     timeout_s: float = QUERY_TIMEOUT_S,
 ) -> dict[str, JobInfo]:
-    """The jobs with these ids, in this order; without ids, all jobs of the user (you by default) in squeue.
+    """The jobs with these ids, by id and in this order; without ids, all jobs of `user` that squeue lists.
 
-    The id of an array selects all its tasks, whose ids are then the keys; tasks cancelled while pending may
-    share one entry under the array's id. Jobs that neither squeue nor sacct lists are included as `unknown`.
-    Runs at most two commands; raises SlurmUnreachable when squeue fails.
+    `user` defaults to the current user. The id of an array selects all its tasks, whose ids are then the
+    keys; tasks cancelled while pending may share one entry under the array's id. Jobs that neither squeue nor
+    sacct lists are included as `unknown`. Runs at most two commands; raises SlurmUnreachable if squeue fails.
     """
     if ids is None:
         return parse_queue(_query_queue(["--me" if user is None else f"--user={user}"], environ, timeout_s))
@@ -106,16 +106,18 @@ def query_jobs(
         return {}
     known = parse_queue(_query_queue(_selection(wanted, user), environ, timeout_s))
     arrays = {base_id(job_id) for job_id in known if "_" in job_id}
-    # The tasks of an array leave squeue one by one, so some of them may be missing.
+    # The tasks of an array leave squeue one by one, so an array that is listed may be incomplete.
     missing = [job_id for job_id in wanted if job_id not in known or job_id in arrays]
-    why = UNKNOWN_JOB
+    reason = UNKNOWN_JOB
     if missing:
-        ended, why = _query_accounting(missing, environ)
+        ended, reason = _query_accounting(missing, environ)
         known = {**ended, **known}
-    return dict(_picked(wanted, known, why))
+    return dict(_select(wanted, known, reason))
 
 
-def _picked(wanted: Sequence[str], known: Mapping[str, JobInfo], why: str) -> Iterator[tuple[str, JobInfo]]:
+def _select(
+    wanted: Sequence[str], known: Mapping[str, JobInfo], reason: str
+) -> Iterator[tuple[str, JobInfo]]:
     of_array: dict[str, list[str]] = {}
     for job_id in known:
         of_array.setdefault(base_id(job_id), []).append(job_id)
@@ -124,10 +126,10 @@ def _picked(wanted: Sequence[str], known: Mapping[str, JobInfo], why: str) -> It
             for found in sorted(of_array[job_id], key=_task_number):
                 yield found, known[found]
             continue
-        info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN, reason=why))
+        info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN, reason=reason))
         rest = known.get(base_id(job_id), info)
-        if info.state is JobState.UNKNOWN and rest.state is JobState.CANCELLED and why == UNKNOWN_JOB:
-            # Tasks cancelled while pending can become one record under the array's id.
+        if info.state is JobState.UNKNOWN and rest.state is JobState.CANCELLED and reason == UNKNOWN_JOB:
+            # Tasks cancelled while pending may share one record under the array's id.
             info = replace(rest, job_id=job_id)
         yield job_id, info
 
@@ -149,14 +151,14 @@ def _query_queue(selection: Sequence[str], environ: Mapping[str, str] | None, ti
     try:
         return query(argv, timeout_s=timeout_s, environ=environ).stdout
     except SlurmRefused as error:
-        # squeue's error for a single job that it no longer lists.
+        # squeue reports this for a single job that it no longer lists.
         if "invalid job id" in error.sentence.lower():
             return ""
         raise
 
 
 def parse_queue(text: str) -> dict[str, JobInfo]:
-    """The output of squeue, by job id; pending array tasks, which share a record, are expanded."""
+    """Parse the output of squeue, by job id; expands the pending tasks of an array, which share a record."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_QUEUE_FIELDS)):
         number, array, task, word, reason, partition, nodes, num_nodes = fields[:8]
@@ -201,7 +203,7 @@ def _add(found: dict[str, JobInfo], info: JobInfo) -> None:
 def _query_accounting(
     missing: Sequence[str], environ: Mapping[str, str] | None
 ) -> tuple[dict[str, JobInfo], str]:
-    """The jobs that accounting lists, and why others are unknown."""
+    """The jobs that accounting lists, and the reason why all others are unknown."""
     bases = ",".join(dict.fromkeys(map(base_id, missing)))
     if len(bases) > _LONGEST_ARGUMENT:
         bases = bases[:_LONGEST_ARGUMENT].rpartition(",")[0]
@@ -220,12 +222,12 @@ def _query_accounting(
 
 
 def parse_accounting(text: str) -> dict[str, JobInfo]:
-    """The output of sacct, by job id, for jobs that squeue does not list."""
+    """Parse the output of sacct, by job id, for jobs that squeue does not list."""
     found: dict[str, JobInfo] = {}
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, partition, nodes, num_nodes, submitted, start, end, exit_code, name = fields
         state = state_in_accounting(word)
-        code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
+        code, signal = _parse_exit(exit_code) if state.is_terminal else (None, None)
         info = JobInfo(
             job_id=job_id,
             state=state,
@@ -248,15 +250,15 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
 
 
 def _from_wait_status(text: str) -> tuple[int | None, int | None]:
-    """squeue's exit_code, a wait(2) status, as exit code and signal."""
+    """squeue's exit_code, a wait(2) status, as (exit code, signal)."""
     if not text.isdigit():
         return None, None
     status = int(text)
     return status >> 8 & 0xFF, status & 0x7F or None
 
 
-def _exit_of(text: str) -> tuple[int | None, int | None]:
-    """`1:0` or `0:9` as exit code and signal."""
+def _parse_exit(text: str) -> tuple[int | None, int | None]:
+    """`1:0` or `0:9` as (exit code, signal)."""
     code, _, signal = text.partition(":")
     if not code.isdigit():
         return None, None
@@ -272,9 +274,9 @@ class JobDetails:
 
     state: JobState
     slurm_state: str
-    """In Slurm's terms."""
+    """Slurm's name of the state."""
     is_preempted: bool
-    """Whether it is being preempted."""
+    """Whether it is being or was preempted."""
     restarts: int
     """Number of requeues."""
     may_requeue: bool
@@ -294,7 +296,7 @@ def job_details(
     patience_s: float = QUERY_PATIENCE_S,
     environ: Mapping[str, str] | None = None,
 ) -> JobDetails:
-    """The details of a job, or of the array task that `123_4` names.
+    """The details of a job, or of one array task such as `123_4`.
 
     Raises SlurmUnreachable, and SlurmRefused for a job that Slurm no longer knows.
     """
@@ -303,7 +305,7 @@ def job_details(
 
 
 def parse_job(text: str) -> JobDetails:
-    """Parses `scontrol show job`: `Name=value` pairs, with free text before UserId and at the end."""
+    """Parse `scontrol show job`: `Name=value` pairs, with free text before UserId and at the end."""
     found: dict[str, str] = {}
     for match in _PAIR.finditer(text.partition(" UserId=")[2]):
         found.setdefault(match["name"], match["value"])

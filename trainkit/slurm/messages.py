@@ -1,4 +1,4 @@
-"""Error messages of Slurm's commands, 22.05 to 25.x: what kind of failure they mean, and hints. Pure."""
+"""Classifies the error messages of Slurm's commands, 22.05 to 25.x, and gives hints. Pure."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _UNDELIVERED = re.compile("|".join(_NOT_DELIVERED))
 UNREACHABLE_HINTS = (
     (
         r"configuration source",
-        "Slurm is installed but this machine belongs to no cluster: "
+        "Slurm is installed, but this machine does not belong to a cluster: "
         "set SLURM_CONF, or run this on a login node",
     ),
     (
@@ -90,8 +90,8 @@ REFUSAL_HINTS = (
     ),
     (
         r"Invalid account|[Ii]nvalid qos|QOS usage threshold|unknown association",
-        "`sacctmgr show associations user=$USER format=account,partition,qos` lists what you may use: "
-        "choose with --account and --qos",
+        "choose with --account and --qos what "
+        "`sacctmgr show associations user=$USER format=account,partition,qos` lists",
     ),
     (
         r"accounting/QOS policy|MaxJobCount|limit reached",
@@ -162,18 +162,18 @@ def cleaned(stderr: str) -> str:
 
 
 def failure_kind(stderr: str) -> FailureKind:
-    """The kind of failure that a message means; a refusal for unknown messages."""
-    # sbatch prints these before it retries by itself.
+    """The kind of failure that a message indicates; REFUSED for unknown messages."""
+    # sbatch prints these lines before it retries.
     lines = [line for line in stderr.splitlines() if not line.endswith("sleeping and retrying")]
     undelivered = [line for line in lines if _UNDELIVERED.search(line)]
-    # With two controllers, a request can be lost at one and not reach the other: the worse case counts.
+    # With two controllers, a request may be lost at one and not reach the other: assume the worse.
     if any(_LOST.search(line) for line in lines if line not in undelivered):
         return FailureKind.ANSWER_LOST
     return FailureKind.NOT_DELIVERED if undelivered else FailureKind.REFUSED
 
 
 def failure_hint(stderr: str, kind: FailureKind) -> str:
-    """What the user can do about a failure; empty when unknown."""
+    """A hint for the user about a failure; empty when there is none."""
     hints = REFUSAL_HINTS if kind is FailureKind.REFUSED else UNREACHABLE_HINTS
     for pattern, hint in hints:
         if re.search(pattern, stderr):

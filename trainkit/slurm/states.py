@@ -1,4 +1,4 @@
-"""States of a job, and how Slurm's states and reasons map to them. Pure."""
+"""States of a job, the mapping from Slurm's states to them, and explanations of Slurm's reasons. Pure."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from enum import Enum
 
 
 class JobState(Enum):
-    """State of a job; the value is what users see."""
+    """State of a job; the value is shown to users."""
 
     PENDING = "pending"
     REQUEUED = "requeued"
-    """Pending again after it ran: preempted, a node failed, or on request."""
+    """Pending again after a preemption, a node failure or a requested requeue."""
     HELD = "held"
     STARTING = "starting"
     RUNNING = "running"
     SUSPENDED = "suspended"
     COMPLETING = "completing"
-    """Its processes are ending. It may still be requeued."""
+    """Its processes are being terminated. It may still be requeued."""
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -26,7 +26,7 @@ class JobState(Enum):
     NODE_FAIL = "node_fail"
     OUT_OF_MEMORY = "out_of_memory"
     UNKNOWN = "unknown"
-    """Slurm no longer knows the job or how it ended. Never treated as finished."""
+    """Slurm no longer knows the job, or how it ended. Never treated as finished."""
 
     @property
     def is_terminal(self) -> bool:
@@ -40,7 +40,7 @@ class JobState(Enum):
 
     @property
     def is_active(self) -> bool:
-        """Whether a job in this state has nodes."""
+        """Whether a job in this state has nodes allocated."""
         return self in (JobState.STARTING, JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING)
 
 
@@ -82,7 +82,7 @@ _STATES = {
 
 
 def state_in_queue(word: str, restarts: int | None) -> JobState:
-    """The state for squeue's name of it.
+    """The state that squeue calls `word`.
 
     squeue shows a requeued job as COMPLETING, then as PENDING, so PREEMPTED and NODE_FAIL are final here.
     """
@@ -91,22 +91,22 @@ def state_in_queue(word: str, restarts: int | None) -> JobState:
 
 
 def state_in_accounting(word: str) -> JobState:
-    """The state for sacct's name of it (`CANCELLED by 1000`), for a job that squeue does not list.
+    """The state that sacct calls `word`, such as `CANCELLED by 1000`, for a job that squeue does not list.
 
-    Accounting lags behind: a job that it reports as pending or running is unknown.
+    Accounting lags behind: a job that it reports as pending or running counts as UNKNOWN.
     """
     state = _STATES.get(word.partition(" ")[0].rstrip("+"), JobState.UNKNOWN)
     return state if state.is_terminal else JobState.UNKNOWN
 
 
 _SENTENCES = {
-    "Resources": "waits for nodes to become free; it is next in line",
+    "Resources": "waiting for nodes to become free; next in line",
     "Priority": "other jobs have a higher priority",
-    "Dependency": "waits for the jobs that it depends on",
+    "Dependency": "waiting for the jobs that it depends on",
     "DependencyNeverSatisfied": "will never start, because a job that it depends on failed: cancel it",
-    "BeginTime": "waits for its begin time; a requeued job waits about two minutes",
+    "BeginTime": "waiting for its begin time; a requeued job waits about two minutes",
     "Cleaning": "is being cleaned up after its last run",
-    "Reservation": "waits for its reservation to begin",
+    "Reservation": "waiting for its reservation to begin",
     "ReservationDeleted": "its reservation was deleted: choose another or none",
     "ReservationInvalid": "its reservation is no longer valid: choose another or none",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved, for example for maintenance",
@@ -114,7 +114,7 @@ _SENTENCES = {
         "nodes that it needs are down, drained or reserved for jobs of higher priority"
     ),
     "NodeDown": "a node that it needs is down",
-    "PartitionDown": "its partition does not start jobs at the moment",
+    "PartitionDown": "its partition is not starting jobs at the moment",
     "PartitionInactive": "its partition is inactive",
     "PartitionNodeLimit": "requests more nodes than its partition has up or allows per job",
     "PartitionTimeLimit": "requests more time than its partition allows",
@@ -127,27 +127,27 @@ _SENTENCES = {
     "JobArrayTaskLimit": "its array already runs its maximum number of tasks",
     "JobLaunchFailure": "could not be launched, for example because of a broken node or a missing folder",
     "launch failed requeued held": "could not be launched and is held: `scontrol release JOB` releases it",
-    "Licenses": "waits for a licence",
+    "Licenses": "waiting for a license",
     "InvalidAccount": "its account is not valid",
     "InvalidQOS": "its QOS is not valid",
     "QOSNotAllowed": "its QOS is not allowed in its partition or account",
     "AccountNotAllowed": "its account is not allowed in its partition",
-    "AccountingPolicy": "a limit of its account or QOS is reached",
-    "AssociationJobLimit": "its account runs its maximum number of jobs",
-    "AssociationResourceLimit": "its account uses its maximum of resources",
+    "AccountingPolicy": "its account or QOS has reached a limit",
+    "AssociationJobLimit": "its account has reached its limit of running jobs",
+    "AssociationResourceLimit": "its account has reached its limit of resources",
     "AssociationTimeLimit": "its account has used up its time",
-    "QOSJobLimit": "its QOS runs its maximum number of jobs",
-    "QOSResourceLimit": "its QOS uses its maximum of resources",
+    "QOSJobLimit": "its QOS has reached its limit of running jobs",
+    "QOSResourceLimit": "its QOS has reached its limit of resources",
     "QOSTimeLimit": "its QOS has used up its time",
     "QOSUsageThreshold": "its account has used more than this QOS allows",
     "Prolog": "its nodes are being prepared",
-    "BurstBufferResources": "waits for space in the burst buffer",
+    "BurstBufferResources": "waiting for space in the burst buffer",
     "BurstBufferStageIn": "its data is being copied into the burst buffer",
     "MaxMemPerLimit": "requests more memory per CPU or node than allowed",
-    "PowerNotAvail": "waits for power below the cluster's cap",
-    "PowerReserved": "waits for power that is reserved for other jobs",
-    "SchedDefer": "waits for the next scheduling cycle",
-    "FedJobLock": "another cluster of the federation is deciding about it",
+    "PowerNotAvail": "waiting for power within the cluster's cap",
+    "PowerReserved": "waiting for power that is reserved for other jobs",
+    "SchedDefer": "waiting for the next scheduling cycle",
+    "FedJobLock": "another cluster of the federation is scheduling it",
     "SystemFailure": "Slurm or a node failed",
     "NonZeroExitCode": "ended with an error",
     "RaisedSignal": "was killed by a signal",
@@ -169,14 +169,14 @@ _RESOURCES = {
     "submitjobs": ("submitted jobs", "job"),
     "wall": ("time", "time"),
     "wallduration": ("time", "time"),
-    "lic": ("licences", "licence"),
-    "license": ("licences", "licence"),
+    "lic": ("licenses", "license"),
+    "license": ("licenses", "license"),
     "bb": ("burst buffer", "burst buffer"),
     "energy": ("energy", "energy"),
     "billing": ("billing units", "billing"),
     "unknown": ("a resource", "resource"),
 }
-"""Resource of a limit -> (what is limited, the unit of its minutes)."""
+"""Resource in a limit's name -> (text for the limited resource, text for its minutes)."""
 # AssocGrpGRES, QOSMaxCpuPerUserLimit, AssocGrpCPURunMinutesLimit, QOSMinGRES, MaxGRESPerAccount, …
 _LIMIT = re.compile(
     r"(?P<whose>Assoc|QOS)?(?P<kind>Grp|Max|Min)(?P<what>[A-Za-z]+?)(?P<minutes>RunMinutes|Minutes)?"
@@ -185,7 +185,7 @@ _LIMIT = re.compile(
 
 
 def reason_sentence(reason: str) -> str:
-    """Explains `squeue`'s reason, as a sentence about the job without its subject; unknown reasons unchanged.
+    """Explain squeue's reason as a sentence about the job without its subject; unknown reasons are unchanged.
 
     Empty for a job without a reason. Details (`ReqNodeNotAvail, UnavailableNodes:node3`) are kept.
     """

@@ -1,7 +1,7 @@
-"""Submits a script exactly once: when the answer of sbatch is lost, the job is looked up before a retry.
+"""Submits a script exactly once: when sbatch's answer is lost, looks the job up before a retry.
 
-A job carries a unique submission token in its comment. The caller writes it into the script
-(`#SBATCH --comment=…`), so that what is shown is what runs.
+Each job has a unique submission token in its comment. The caller writes it into the script
+(`#SBATCH --comment=…`), so that a dry run shows exactly what runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainkit.slurm.job_id import base_id, checked_job_id
 SUBMIT_TIMEOUT_S = 60.0
 SUBMIT_PATIENCE_S = 60.0
 SETTLE_S = 10.0
-"""How long squeue must not list a token before a lost submission counts as never accepted. The controller
+"""How long squeue must not list a token before a lost submission counts as not accepted. The controller
 handles requests in order: a job that it accepted before the query is listed within seconds."""
 POLL_INTERVAL_S = 1.0
 CLOCK_SKEW_S = 5
@@ -50,22 +50,22 @@ _WILL_START = re.compile(
 
 @dataclass(frozen=True)
 class _Submission:
-    """Identifies a submitted job: by its token, or by its script where a site's plugin rewrites comments."""
+    """Identifies a submitted job by its token, or by its script if a site's plugin rewrites comments."""
 
     token: str
     script: str = ""
     since: float = 0.0
 
     def matches(self, comment: str, command: str, submitted: str) -> bool:
-        """Whether a job is this submission, and not one of an earlier run in the same folder."""
-        # Old versions of Slurm print no submit time; then the token alone decides.
+        """Whether a job is this submission and not that of an earlier run in the same folder."""
+        # Old versions of Slurm print no submit time: then only the token counts.
         recent = int(submitted) >= int(self.since) - CLOCK_SKEW_S if submitted.isdigit() else not self.since
         return recent and (self.token in comment.split() or (bool(self.script) and command == self.script))
 
 
 @dataclass(frozen=True)
 class StartEstimate:
-    """The estimate of `sbatch --test-only`, which does not check the partition's time limit."""
+    """The estimate of `sbatch --test-only`, which ignores the partition's time limit."""
 
     start_time: datetime | None
     nodes: list[str]
@@ -87,13 +87,13 @@ def submit_script(
     is_only_job: bool = True,
     notify: Callable[[str], None] | None = None,
 ) -> str:
-    """Submit a script and return the job id, for an array that of the whole array.
+    """Submit a script and return the job id; for an array, the id of the whole array.
 
-    `environ` is scrubbed first. `is_only_job`: no other job has this script. When the answer is lost, the
-    token is looked up until it is known whether the job exists, after one message to `notify`.
+    `environ` is scrubbed first. `is_only_job` means that no other job uses this script. If the answer is
+    lost, the token is looked up until it is certain whether the job exists; `notify` gets a message first.
 
-    Raises SlurmRefused with Slurm's message, and SlurmUnreachable: with `may_have_arrived` the job may exist,
-    and `find_by_token(token)` must decide before the script is submitted again.
+    Raises SlurmRefused with Slurm's message, or SlurmUnreachable. If the latter has `may_have_arrived` set,
+    the job may exist: check with `find_by_token(token)` before submitting the script again.
     """
     environ = scrubbed(environ)
     script = path.absolute()
@@ -124,7 +124,7 @@ def submit_once(
     """Call `submit` until exactly one job exists, even if its answers are lost; return the job id.
 
     `submit` returns a job id or raises SlurmRefused or SlurmUnreachable; it is called again once Slurm has
-    not listed the job for SETTLE_S. For the rest see `submit_script`.
+    not listed the job for SETTLE_S. The other parameters and errors are those of `submit_script`.
     """
     if not _TOKEN.fullmatch(token):
         raise ValueError(f"a token must be one word: {token!r}")
@@ -147,11 +147,11 @@ def submit_once(
 def _retry_notice(lost: SlurmUnreachable) -> str:
     if lost.may_have_arrived:
         return f"{lost.message}; checking whether the job was accepted"
-    return f"{lost.message}; trying again"
+    return f"{lost.message}; retrying"
 
 
 def _job_id(stdout: str) -> str:
-    # A site's filter may print more lines; only Slurm's own has this form.
+    # A site's submit plugin may print more lines; only Slurm's own line has this form.
     for line in stdout.splitlines():
         if match := _JOB_ID.fullmatch(line.strip()):
             return match["job_id"]
@@ -165,7 +165,10 @@ def _job_id(stdout: str) -> str:
 def _find_until_known(
     submission: _Submission, lost: SlurmUnreachable, give_up: float, environ: Mapping[str, str]
 ) -> str | None:
-    """The id of the submitted job; None once it is certain enough that Slurm did not accept it."""
+    """Look a submission up until it is found; returns its job id, None if Slurm did not accept it.
+
+    Raises SlurmUnreachable when Slurm cannot be reached until `give_up`.
+    """
     settle_s = SETTLE_S if lost.may_have_arrived else 0.0
     missing_since: float | None = None
     while True:
@@ -191,9 +194,9 @@ def _unknown_outcome(script: str, lost: SlurmUnreachable) -> SlurmUnreachable:
     if not lost.may_have_arrived:
         return lost
     return SlurmUnreachable(
-        f"the answer of sbatch was lost and Slurm cannot be queried: {script} may or may not be submitted "
-        f"({lost.message})",
-        hint="when `scontrol ping` shows that the controller is up, `squeue --me` shows whether it was",
+        f"the answer of sbatch was lost and Slurm cannot be queried: {script} may or may not have been "
+        f"submitted ({lost.message})",
+        hint="once `scontrol ping` shows that the controller is up, check with `squeue --me`",
         stderr=lost.stderr,
         may_have_arrived=True,
     )
@@ -208,8 +211,8 @@ def find_by_token(
 ) -> str | None:
     """The id of this user's job with the token, or None; for an array, the id of the whole array.
 
-    `since` (Unix seconds) ignores jobs submitted earlier: a run folder that was deleted and created again has
-    the same token. Queries squeue, which lists jobs until some minutes after their end; raises
+    Jobs submitted before `since` (Unix seconds) are ignored: a run folder that was deleted and created again
+    has the same token. Queries squeue, which lists jobs until some minutes after their end. Raises
     SlurmUnreachable.
     """
     return _find(_Submission(token, since=since), environ, patience_s)
@@ -234,7 +237,10 @@ def query_start(
     timeout_s: float = SUBMIT_TIMEOUT_S,
     extra_argv: Sequence[str] = (),
 ) -> StartEstimate:
-    """When and where Slurm would start a script, without submitting it; SlurmRefused when it would not."""
+    """Estimate when and where Slurm would start a script, without submitting it.
+
+    Raises SlurmRefused when Slurm would not accept it, and SlurmUnreachable.
+    """
     environ = plain_environ(scrubbed(environ))
     argv = ["sbatch", "--test-only", *extra_argv, str(path.absolute())]
     output = slurm_output(argv, timeout_s, environ=environ, cwd=cwd)
@@ -243,7 +249,7 @@ def query_start(
 
 
 def parse_start_estimate(text: str) -> StartEstimate:
-    """Parses the message of `sbatch --test-only`."""
+    """Parse the message of `sbatch --test-only`; raises SlurmRefused if it is not an estimate."""
     match = _WILL_START.search(text)
     if match is None:
         raise SlurmRefused(f"cannot parse the output of sbatch --test-only: {text.strip()!r}", stderr=text)
@@ -259,6 +265,6 @@ def parse_start_estimate(text: str) -> StartEstimate:
 
 
 def write_batch_script(job_id: str, *, environ: Mapping[str, str] | None = None) -> bytes:
-    """The script that Slurm keeps for a job of this user, as bytes, while Slurm knows the job."""
+    """The batch script of one of this user's jobs, as stored by Slurm while it knows the job."""
     argv = ["scontrol", "write", "batch_script", checked_job_id(job_id), "-"]
     return query(argv, environ=environ).stdout_bytes

@@ -219,10 +219,10 @@ def test_gpus_that_are_not_well(gpu: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("visible", "shown"),
     [
-        (None, "shows 2$"),
-        ("0", "shows 2 and CUDA_VISIBLE_DEVICES=0"),
-        ("0,2", "shows 2 and"),
-        ("", "shows 2 and"),
+        (None, "has 2$"),
+        ("0", "has 2 and CUDA_VISIBLE_DEVICES=0"),
+        ("0,2", "has 2 and"),
+        ("", "has 2 and"),
     ],
 )
 def test_a_gpu_that_is_missing(visible: str | None, shown: str) -> None:

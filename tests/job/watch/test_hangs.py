@@ -116,6 +116,6 @@ def test_the_host_of_a_node_that_says_nothing(attempt):
     write_json(attempt.rendezvous_file, {"hosts": ["host0", "far-away"]})
     verdict = hang_failure(attempt, PLAN, [record(0), record(1)])
     assert (verdict["rank"], verdict["host"]) == (2, "far-away")
-    assert verdict["message"].startswith("does not respond (1 other rank neither): its process is stopped ")
+    assert verdict["message"].startswith("does not respond (nor does 1 other rank): its process is stopped ")
     attempt.rendezvous_file.write_text("{}")
     assert hang_failure(attempt, PLAN, [record(0), record(1)])["host"] is None

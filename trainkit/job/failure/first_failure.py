@@ -1,7 +1,7 @@
-"""The first failure of an attempt, and the host that it speaks against.
+"""The first failure of an attempt, and the host that it implicates.
 
-A failure has the keys ``rank node_rank host time step type message exit_code final node``; end.json keeps it
-as `verdict`. `final` says that a restart cannot help, `node` that another node may do better.
+A failure has the keys ``rank node_rank host time step type message exit_code final node``; end.json stores it
+as `verdict`. `final` means that a restart cannot help, `node` that the run may work on another node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HARDWARE = re.compile(r"CUDA error|ECC|NVLink|Xid|unhandled (?:cuda|system) err
 
 
 def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
-    """The lost host, in a hang the rank that blocks the others, else the first failing rank.
+    """The first failure: a lost host, else in a hang the blocking rank, else the first failing rank.
 
     None when nothing failed or the failure is unknown.
     """
@@ -43,7 +43,7 @@ def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) 
 
 
 def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
-    """The failure when an agent was killed before any rank failed: only ranks elsewhere left a record."""
+    """The failure of an agent that was killed before any rank failed: its ranks left no record."""
     node_rank = outcome.killed_node
     if node_rank is None or _has_record(attempt, plan, node_rank):
         return None
@@ -53,13 +53,13 @@ def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcom
 
 
 def _has_record(attempt: AttemptDir, plan: LaunchPlan, node_rank: int) -> bool:
-    """Whether a rank of a node left a record: then its agent lived until the end."""
+    """Whether any rank of a node left a failure record, which means that its agent was still alive."""
     first = plan.first_rank_of(node_rank)
     return any(attempt.rank_error(rank).exists() for rank in range(first, first + plan.workers_of(node_rank)))
 
 
 def suspect_host(failure: Mapping[str, Any]) -> tuple[str, Kind] | None:
-    """The host that a failure speaks against, and how; None when the program itself failed."""
+    """The host that a failure implicates, and as what kind; None when the program itself failed."""
     if not failure.get("host"):
         return None
     host, code = str(failure["host"]), failure.get("exit_code")

@@ -1,4 +1,4 @@
-"""Failure records of ranks: writes those of workers that could not, and finds the first of an attempt."""
+"""Failure records of ranks: writes them for workers that could not, and finds the first of an attempt."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trainkit.rundir import AttemptDir, as_utc, parse_time, read_json, seconds_b
 
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
-"""What torch writes before the lines of a traceback where there are several ranks."""
+"""The prefix that torch adds to the lines of a traceback in a multi-rank job."""
 LAUNCHER_ERROR = "ChildFailedError"
-"""What torchrun raises when a rank failed; it does not tell the cause."""
+"""The exception that torchrun raises when a rank fails; it does not name the cause."""
 MAX_LINES_AFTER = 20
-"""An exception further from the end of the output is one that the program handled."""
+"""An exception further from the end of the output counts as handled by the program."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
 
 
@@ -43,7 +43,7 @@ class Raised:
 
 
 def last_exception(lines: Sequence[str]) -> Raised | None:
-    """The exception whose traceback ends a program's output; None when it ended without one."""
+    """The exception whose traceback ends a program's output; None if the output does not end with one."""
     plain = [_RANK_PREFIX.sub("", line, count=1) for line in lines]
     launched = False
     for index in range(len(plain) - 1, 0, -1):
@@ -60,7 +60,7 @@ def last_exception(lines: Sequence[str]) -> Raised | None:
 
 
 def _follows_a_traceback(lines: Sequence[str], index: int) -> bool:
-    """Whether the lines above are indented, and one of them names a file and line."""
+    """Whether the lines above `index` are a traceback: indented, with a line that names a file."""
     for line in reversed(lines[:index]):
         if not line.startswith(" "):
             return False
@@ -74,7 +74,7 @@ LOG_TAIL_BYTES = 16_384
 
 
 def log_tail(path: Path) -> list[str]:
-    """The last lines of a log; empty when there is none."""
+    """The last lines of a log; empty if it does not exist."""
     return _last_lines(path)[-LOG_TAIL_LINES:]
 
 
@@ -91,7 +91,7 @@ def _last_lines(path: Path) -> list[str]:
 def record_silent_death(
     attempt: AttemptDir, rank: int, node_rank: int, exit_code: int, out_of_memory: bool = False
 ) -> None:
-    """Write the failure of a worker that wrote none itself (killed, out of memory, any other program)."""
+    """Write the failure record of a worker that wrote none itself: killed, out of memory, or a COMMAND."""
     path = attempt.rank_error(rank)
     if path.exists():
         return
@@ -112,7 +112,7 @@ def record_silent_death(
 
 
 def _death_fields(attempt: AttemptDir, rank: int, exit_code: int, out_of_memory: bool) -> dict[str, Any]:
-    """The ``type`` and ``message`` of a worker that wrote no record, with what else is known."""
+    """The ``type`` and ``message``, and other known fields, for a worker that wrote no record."""
     description = describe_exit(exit_code)
     if out_of_memory:
         hint = "raise resources.mem, or lower data.num_workers or train.device_batch_size"
@@ -129,7 +129,7 @@ def _death_fields(attempt: AttemptDir, rank: int, exit_code: int, out_of_memory:
 
 
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:
-    """Write why a rank could not start."""
+    """Write the failure record of a rank that could not start."""
     write_json(
         attempt.rank_error(rank),
         {
@@ -143,17 +143,17 @@ def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: Traink
             "hint": error.hint,
             "traceback": None,
             "exit_code": error.exit_code,
-            # Another node may do better.
+            # The run may work on another node.
             **({"node": True} if isinstance(error, PreflightFailed) and error.is_node else {}),
         },
     )
 
 
 def first_rank_failure(attempt: AttemptDir) -> dict[str, Any] | None:
-    """The first failure that a rank's record tells of, without its traceback; None without records.
+    """The first failure among the ranks' records, without its traceback; None without records.
 
-    A killed rank takes precedence over exceptions: its peers may notice its closed connections before its
-    agent can write the record. Ranks that were killed later ended with the step.
+    A killed rank takes precedence over exceptions: its peers may notice the closed connections before its
+    agent can write the record. A rank that was killed much later was killed with the step.
     """
     first = _first_record(attempt)
     if first is None:
@@ -189,18 +189,18 @@ def _first_record(attempt: AttemptDir) -> dict[str, Any] | None:
 
 
 def _later_s(first: dict[str, Any], second: dict[str, Any]) -> float:
-    """How much later the second record was written; 0 when a time is unknown."""
+    """Seconds by which the second record is later than the first; 0 when a time is unknown."""
     return seconds_between(first.get("time"), parse_time(second.get("time"))) or 0.0
 
 
 def _was_killed(record: dict[str, Any]) -> bool:
-    """Whether a rank died of an external signal; SIGABRT is one that a rank sends itself."""
+    """Whether a rank was killed by an external signal; a rank raises SIGABRT itself."""
     code = record.get("exit_code")
     return isinstance(code, int) and code > 128 and code != signal_exit_code(signal.SIGABRT)
 
 
 def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> dict[str, Any]:
-    """The failure when hosts were lost: the errors of ranks on other hosts follow from that."""
+    """The failure when hosts were lost, which also explains the errors of ranks on other hosts."""
     try:
         hosts = list(read_json(attempt.rendezvous_file)["hosts"])
     except (OSError, ValueError, KeyError):
@@ -220,14 +220,14 @@ def lost_host_failure(attempt: AttemptDir, lost: Sequence[str]) -> dict[str, Any
 
 
 def dead_host_failure(host: str, died_at: datetime | None) -> dict[str, Any]:
-    """The failure of an attempt whose first host died, with its supervisor."""
+    """The failure of an attempt whose first host died together with the supervisor."""
     reason = "its host died, or its supervisor was killed"
     time = {} if died_at is None else {"time": as_utc(died_at)}
     return {**agent_failure(None, reason), "host": host or None, "type": "HostLost", **time}
 
 
 def agent_failure(node_rank: int | None, reason: str, exit_code: int | None = None) -> dict[str, Any]:
-    """The failure when no rank left a record: the job failed outside its workers."""
+    """The failure when no rank left a record, because the job failed outside its workers."""
     return {
         "rank": None,
         "node_rank": node_rank,

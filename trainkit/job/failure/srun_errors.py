@@ -1,4 +1,4 @@
-"""What srun printed about a step: why it could not start, and which task failed first."""
+"""Parses srun's messages about a step: why it could not start, and which task failed first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ABORTED = re.compile(
 
 
 def launch_error(text: str) -> str | None:
-    """srun's message, from its output, when Slurm could not start the step."""
+    """srun's message in its output that Slurm could not start the step; None without one."""
     found = _NOT_STARTED.search(text)
     return None if found is None else found[0]
 
@@ -33,28 +33,28 @@ def hosts_without_launch(text: str) -> tuple[str, ...]:
 
 
 def first_task_exit(attempt: AttemptDir) -> tuple[str, str] | None:
-    """Host and message of the first task that failed; the task itself may not have been able to report it."""
+    """(host, message) of the first failed task according to srun; the task may have left no record itself."""
     exits = ((found["host"], found["how"]) for found in _TASK_EXIT.finditer(_output(attempt)))
     return next((found for found in exits if found[1] != f"Exited with exit code {EXIT_STOPPED}"), None)
 
 
 def was_aborted(attempt: AttemptDir) -> bool:
-    """Whether srun gave the step up: its exit code then ignores the tasks that it lost contact with.
+    """Whether srun aborted the step: its exit code then ignores the tasks that it lost contact with.
 
-    When a host is cut off these can be all tasks, with exit code 0.
+    If those are all tasks of the step, as when their host is cut off, the exit code is 0.
     """
     return _ABORTED.search(_output(attempt)) is not None
 
 
 def node_of_killed_task(attempt: AttemptDir) -> int | None:
-    """The node of the first failed task, if that task was killed."""
+    """Node rank of the first failed task if that task was killed, else None."""
     host, how = first_task_exit(attempt) or ("", "")
     hosts = hosts_of(attempt)
     return hosts.index(host) if how in ("Killed", "Terminated") and host in hosts else None
 
 
 def hosts_of(attempt: AttemptDir) -> list[str]:
-    """The hosts of the step by node rank; empty before the rendezvous, and for ranks on this machine only."""
+    """The hosts of the step by node rank; empty before the rendezvous, and for a run without Slurm."""
     try:
         return list(read_json(attempt.rendezvous_file)["hosts"])
     except (OSError, ValueError, KeyError):

@@ -1,7 +1,7 @@
 """Stacks of the ranks of a running attempt on demand: requests and replies are files.
 
-``attempts/NNN/stacks/requests/ID.json`` is a request, ``…/requests/ID/rank-NNNN.json`` a reply. The agent of
-a rank reads the request and signals its ranks, which reply themselves; the agent replies for the others.
+``attempts/NNN/stacks/requests/ID.json`` is a request, ``…/requests/ID/rank-NNNN.json`` a reply. Each agent
+reads the request and signals its ranks, which reply themselves; the agent replies for those that cannot.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Reply:
     step: int | None = None
     phase: str | None = None
     since_s: float | None = None
-    """Seconds that it has been in that phase."""
+    """Seconds since the rank entered that phase."""
     problem: str = ""
     """Why there are no stacks."""
 
@@ -100,12 +100,12 @@ def requests_dir(attempt: AttemptDir) -> Path:
 
 
 def find_requests(attempt: AttemptDir) -> list[Request]:
-    """The open requests."""
+    """The open requests of an attempt."""
     return [Request(path) for path in sorted(requests_dir(attempt).glob("*.json"))]
 
 
 def request_stacks(attempt: AttemptDir, rank: int | None) -> Request:
-    """Request the stacks of one rank or all; OSError when the run folder cannot be written."""
+    """Request the stacks of one rank, or of all if None. Raises OSError when the folder cannot be written."""
     request = Request(requests_dir(attempt) / f"{uuid.uuid4().hex[:12]}.json")
     request.replies_dir.mkdir(parents=True)
     write_json(request.file, {"rank": rank, "time": utc_now()})
@@ -113,7 +113,10 @@ def request_stacks(attempt: AttemptDir, rank: int | None) -> Request:
 
 
 def gather(attempt: AttemptDir, ranks: Collection[int], rank: int | None, timeout_s: float) -> list[Reply]:
-    """Request the stacks of `rank`, or all of `ranks`, and wait for every reply or the timeout."""
+    """Request the stacks of `rank`, or of all `ranks` if None, and wait for the replies or the timeout.
+
+    Returns the replies so far by rank. Raises OSError when the run folder cannot be written.
+    """
     request = request_stacks(attempt, rank)
     deadline_s = time.monotonic() + timeout_s
     wanted = len(ranks) if rank is None else 1
@@ -126,7 +129,7 @@ def gather(attempt: AttemptDir, ranks: Collection[int], rank: int | None, timeou
 
 
 def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
-    """Groups of ranks with the same main stack, the smallest group first."""
+    """The replies grouped by main stack, smallest group first; replies without stacks are left out."""
     groups: dict[tuple[str, ...], list[Reply]] = {}
     for reply in replies:
         if reply.threads:
@@ -135,7 +138,7 @@ def group_replies(replies: Sequence[Reply]) -> list[list[Reply]]:
 
 
 REPLY_S = 3.0
-"""How long a rank may take to reply by itself."""
+"""How long a rank may take to reply itself."""
 REQUEST_POLL_S = 0.05
 SPY_TIMEOUT_S = 20.0
 
@@ -147,7 +150,7 @@ STATE_PROBLEMS = {
 
 
 def describe_state(pid: int) -> str:
-    """Why a process cannot run Python code, from its kernel state; empty when it can or has ended."""
+    """Why a process cannot run Python code, from its kernel state; empty if it can or has ended."""
     try:
         stat = process_stat(pid)
     except OSError:
@@ -183,7 +186,7 @@ class StackCollector:
 
 
 def _await_replies(request: Request, ranks: Mapping[int, int]) -> dict[int, int]:
-    """Have ranks reply by themselves; those that did not."""
+    """Signal ranks to reply and wait; returns the ranks that did not reply, with their pids."""
     for pid in ranks.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACKS_SIGNAL)
@@ -196,9 +199,9 @@ def _await_replies(request: Request, ranks: Mapping[int, int]) -> dict[int, int]
 
 
 def spy_on(rank: int, pid: int) -> Reply:
-    """The stacks of a process as py-spy reads them, or why it cannot."""
+    """The stacks of a process as read by py-spy, or the reason why there are none."""
     host = socket.gethostname()
-    # Also in our interpreter's folder, which need not be on PATH.
+    # Also look in this interpreter's folder, which need not be on PATH.
     spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     problem = describe_state(pid)
     if spy is None:

@@ -1,4 +1,4 @@
-"""Why a job received a stop signal: from its state in Slurm, else from which processes received it."""
+"""Infers why a job received a stop signal: from its state in Slurm, else from the processes that got it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trainkit.slurm.jobs import JobDetails, job_details
 from trainkit.slurm.states import JobState
 
 EARLY_S = 60.0
-"""Slurm may send the signal before the time limit this much early."""
+"""How much earlier than requested Slurm may send the signal before the time limit."""
 SLACK_S = 30.0
-"""The time that may pass between a signal and the query."""
+"""How much time may pass between a signal and the query."""
 
 
 def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
-    """The job's state in Slurm now; None when Slurm does not respond or has forgotten the job."""
+    """The job's current state in Slurm; None when Slurm does not respond or no longer knows the job."""
     try:
         return job_details(job_id, patience_s=patience_s)
     except TrainkitError as error:
@@ -36,9 +36,9 @@ def termination_cause(
     lost: bool,
     notice: str = RESTART_SIGNAL,
 ) -> Cause | None:
-    """The cause of a stop signal; None when a person wants the job to end.
+    """The cause of a stop signal; None when a person cancelled the job.
 
-    `supervisor_was_signalled` says that the batch shell received it too: during the grace time of a
+    `supervisor_was_signalled` means that the batch shell received the signal too: during the grace time of a
     preemption Slurm signals only the steps. `restarts` is the job's restart count when this start began,
     `lost` whether one of its hosts does not respond, and `notice` the signal before the time limit.
     """
@@ -47,7 +47,7 @@ def termination_cause(
             return "timeout"
         return None if supervisor_was_signalled or stop_signal == signal.SIGINT.name else "preempted"
     if job.restarts > restarts or job.state.is_waiting:
-        # Slurm restarts the job by itself: preempted without grace time, or a host was lost.
+        # Slurm is requeuing the job: it was preempted without grace time, or lost a host.
         return "node_fail" if lost else "preempted"
     if job.is_preempted:
         return "preempted"
@@ -67,7 +67,7 @@ def termination_cause(
 
 
 def is_ending(job: JobDetails, restarts: int, grace_s: float) -> bool:
-    """Whether Slurm is ending this start of a job, or will soon; `restarts` as for `termination_cause`."""
+    """Whether Slurm is ending this start of a job or soon will; `restarts` as in `termination_cause`."""
     return (
         job.state is not JobState.RUNNING
         or job.restarts > restarts

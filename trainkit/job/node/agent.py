@@ -1,7 +1,7 @@
 """The agent of one node: starts its workers, forwards signals to them and returns their exit code.
 
 ``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I --master-port P`` on one machine, and
-``python -m trainkit.job.node.agent RUN_DIR`` as a task of a Slurm step, which sets its node and ranks.
+``python -m trainkit.job.node.agent RUN_DIR`` as a task of a Slurm step, which determines its node and ranks.
 
 Exit code: see `trainkit.job.signals.combine_exit_codes`.
 """
@@ -46,7 +46,7 @@ from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
 POLL_S = 2.0
 HANG_REPORT_S = 2.0
-"""How long after the first hang the other ranks may take to report theirs."""
+"""How long after the first hang report the other ranks have to write theirs."""
 
 
 class Agent(ProcessGroup):
@@ -60,7 +60,7 @@ class Agent(ProcessGroup):
         self.codes: list[int] = []
         """Exit codes in the order in which the workers ended."""
         self.received: signal.Signals | None = None
-        """The newest notice."""
+        """The last notice signal."""
         self._collector = StackCollector(attempt, replies_itself=plan.command is None)
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
@@ -70,7 +70,7 @@ class Agent(ProcessGroup):
 
     @property
     def has_launcher(self) -> bool:
-        """Whether the only child is a launcher, which starts the ranks of the node."""
+        """Whether the only child is a launcher, such as torchrun, that starts the ranks of the node."""
         return self.plan.launcher != "python"
 
     def start(self) -> None:
@@ -107,7 +107,7 @@ class Agent(ProcessGroup):
                 )
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Signal the ranks, not a launcher: that one kills saving ranks at the second signal."""
+        """Signal the ranks but not a launcher, which kills ranks that are saving at the second signal."""
         if not self.has_launcher:
             super().forward_signal(received)
             return
@@ -126,7 +126,7 @@ class Agent(ProcessGroup):
         self.kill_within(self.plan.grace_s + KILL_MARGIN_S)
 
     def poll(self) -> None:
-        """End when another attempt has taken over or a peer failed; reply to requests for stacks."""
+        """End the workers when a newer attempt has taken over or a peer failed; serve requests for stacks."""
         attempt = self.attempt
         newer = superseding_attempt(attempt)
         if newer is not None:
@@ -136,13 +136,13 @@ class Agent(ProcessGroup):
         self._collector.poll(self._pids)
         has_hangs = any(attempt.hangs_dir.glob("rank-*.json"))
         self._dump_silent_ranks(has_hangs)
-        # In a step without a supervisor end with the others: they may wait in a collective forever.
+        # Without a supervisor nothing else ends these workers, which may wait in a collective forever.
         is_unsupervised = self.plan.backend == "srun" and self.deadline_s is None
         if is_unsupervised and (has_hangs or any(attempt.errors_dir.glob("rank-*.json"))):
             self.kill_within(PEER_EXIT_S)
 
     def _pids(self) -> dict[int, int]:
-        """The pids of the ranks on this node."""
+        """The pids of the ranks on this node, by rank."""
         if not self.has_launcher:
             return {rank: worker.pid for rank, worker in self.running.items()}
         pids = [pid for launcher in self.running.values() for pid in processes.ranks_below(launcher.pid)]
@@ -150,7 +150,7 @@ class Agent(ProcessGroup):
         return {rank: pid for pid, rank in ranks.items() if rank is not None}
 
     def _dump_silent_ranks(self, has_hangs: bool) -> None:
-        """When ranks hang, have those here without a report dump their stacks: a C handler does."""
+        """In a hang, have local ranks without a report dump their stacks: faulthandler handles SIGQUIT."""
         if not has_hangs:
             self._hang_s, self.poll_interval_s = None, POLL_S
         elif self._hang_s is None:
@@ -168,7 +168,7 @@ class Agent(ProcessGroup):
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
         if self.has_launcher and self.received is not None and code == EXIT_FAILED:
-            # A launcher exits with 1 whatever its ranks exit with: they ended as requested.
+            # A launcher exits with 1 whatever its ranks return: after a notice they ended as requested.
             self.codes.append(signal_exit_code(self.received))
             return
         self.codes.append(code)
@@ -181,7 +181,7 @@ class Agent(ProcessGroup):
             )
 
     def _ran_out_of_memory(self, code: int) -> bool:
-        """Whether the kernel killed the worker that ended with this code because memory ran out."""
+        """Whether the kernel's OOM killer killed the worker that ended with this code."""
         before, self._oom_kills = self._oom_kills, count_oom_kills()
         grew = before is not None and self._oom_kills is not None and self._oom_kills > before
         return grew and code == signal_exit_code(signal.SIGKILL)
@@ -190,7 +190,7 @@ class Agent(ProcessGroup):
         if not self.has_launcher:
             super().run()
             return
-        # Ranks of torchrun have their own sessions: they can only be found as descendants.
+        # The ranks of torchrun are in sessions of their own, so they can only be found as descendants.
         processes.adopt_orphans()
         try:
             super().run()
@@ -215,18 +215,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> int:
-    """Run the workers of an agent until all have ended; one exit code for all of them."""
+    """Run the workers of an agent until all have ended; returns their combined exit code."""
     agent = Agent(attempt, plan, rendezvous)
     agent.run()
     codes = agent.codes
     if EXIT_STOPPED in codes:
-        # Workers that saved count for those that died of the notice because they do not handle it.
+        # Some workers saved: ignore those that the notice killed because they do not handle it.
         codes = [code for code in codes if not agent.died_of_notice(code)]
     return combine_exit_codes(codes)
 
 
 def run_slurm_task(run: RunDir, number: int) -> int:
-    """Run the agent of this task of a Slurm step; call with signals blocked."""
+    """Run the agent of this task of a Slurm step; returns its exit code. Call with signals blocked."""
     attempt = run.attempt(number)
     task = find_slurm_task()
     if task is None:
@@ -251,7 +251,7 @@ def run_slurm_task(run: RunDir, number: int) -> int:
         print(f"stopped by {stop} before the ranks started", flush=True)
         return EXIT_STOPPED
     except (OSError, TrainkitError) as error:
-        # A missing command, interface or port: this is the first failing rank.
+        # For example a missing command, interface or port: record it as the failure of this rank.
         refusal = (
             error if isinstance(error, TrainkitError) else TrainkitError(f"cannot start a rank: {error}")
         )
@@ -261,20 +261,20 @@ def run_slurm_task(run: RunDir, number: int) -> int:
 
 
 def record_notice(attempt: AttemptDir, received: signal.Signals) -> None:
-    """Record a signal for the supervisor, which is not a task of the step and does not receive it."""
+    """Record a signal for the supervisor, which is not part of the step and may not have received it."""
     with contextlib.suppress(OSError):  # the ranks have received it, even if the disk is full
         log_event(attempt.run, attempt.number, "signal", signal=received.name)
 
 
 def superseding_attempt(attempt: AttemptDir) -> int | None:
-    """The newer attempt whose ranks have started on other hosts; None while this one is the newest.
+    """The newest later attempt whose ranks have started on other hosts; None without one.
 
-    By this a host that was cut off and is reachable again ends its ranks. An attempt that waits in the queue
+    A host that was cut off and becomes reachable again thereby ends its old ranks. An attempt that is pending
     or never started does not count.
     """
     run = attempt.run
     if not run.attempt(attempt.number + 1).path.is_dir():
-        return None  # the usual case, with one stat
+        return None  # the usual case: one stat call
     newer = [number for number in run.attempt_numbers() if number > attempt.number]
     return next((number for number in reversed(newer) if run.attempt(number).rendezvous_file.exists()), None)
 
@@ -284,7 +284,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def count_oom_kills() -> int | None:
-    """How many processes of this cgroup the kernel's OOM killer has killed; None when it does not count."""
+    """The number of processes in this cgroup that the OOM killer has killed; None if there is no counter."""
     try:
         lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:
@@ -308,7 +308,7 @@ def _oom_kill_counter(file: Path) -> int | None:
         entries = dict(line.split() for line in file.read_text().splitlines())
         return int(entries["oom_kill"])
     except (OSError, ValueError, KeyError):
-        return None  # another cgroup version, or a kernel that does not count
+        return None  # another cgroup version, or a kernel without this counter
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The network interface between nodes: which one reaches the others, and the variables for NCCL and gloo."""
+"""Selects the network interface that reaches the other nodes, and sets the variables for NCCL and gloo."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 
 def network_environ(preset: str, peer: str | None) -> tuple[dict[str, str], str]:
-    """Variables for a preset or a named interface, and one sentence that explains them.
+    """The variables for a preset or a named interface, and the reason for them in one sentence.
 
-    `peer` is another host of the job; None when all ranks are on this one.
-    Raises UsageError when a named interface does not exist on this host.
+    `peer` is another host of the job; None when all ranks are on this host.
+    Raises UsageError when this host has no such interface, or no InfiniBand device for the preset ``ib``.
     """
     if preset not in PRESETS:
         names = [name for _, name in socket.if_nameindex()]
@@ -67,7 +67,7 @@ def interface_to(host: str) -> str | None:
 
 
 def addresses() -> Mapping[str, str]:
-    """IPv4 address -> name of the interface that has it."""
+    """Mapping from each IPv4 address of this host to its interface."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -75,6 +75,6 @@ def addresses() -> Mapping[str, str]:
             try:
                 answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
             except OSError:
-                continue  # it has no IPv4 address
+                continue  # no IPv4 address
             found[socket.inet_ntoa(answer[20:24])] = name
     return found

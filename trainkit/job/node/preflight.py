@@ -1,7 +1,7 @@
-"""Checks on a node before ranks start: cheap, and only for what would otherwise fail later.
+"""Cheap checks on a node before ranks start, for problems that would otherwise surface later.
 
-The supervisor checks the run folder before the step starts, every agent its own node. A node that fails is
-not used again.
+The supervisor checks the run folder before the step starts, and every agent checks its own node. The run does
+not use a node again that failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PreflightFailed(TrainkitError):
     def __init__(self, message: str, hint: str = "", *, is_node: bool = True) -> None:
         super().__init__(message, hint, EXIT_FAILED)
         self.is_node = is_node
-        """Whether another node could pass."""
+        """Whether the problem is this node's, so that another node could pass."""
 
 
 GPU_HINT = "run `nvidia-smi -q -d ECC,ROW_REMAPPER` there; administrators can reset or replace the GPU"
@@ -38,7 +38,7 @@ GPU_HINT = "run `nvidia-smi -q -d ECC,ROW_REMAPPER` there; administrators can re
 def check_gpus(local_ranks: Sequence[int], environ: Mapping[str, str]) -> None:
     """Raise PreflightFailed when a GPU of these ranks is missing, lost or needs a reset.
 
-    Passes where NVML is not available: a broken GPU then fails in the ranks.
+    Passes where NVML is not available: a broken GPU then fails the ranks.
     """
     try:
         import pynvml
@@ -62,11 +62,11 @@ def _check(nvml: Any, local_ranks: Sequence[int], visible: str | None) -> None:
         if not name or (name.isdigit() and int(name) >= count):
             chosen = "" if visible is None else f" and CUDA_VISIBLE_DEVICES={visible}"
             raise PreflightFailed(
-                f"local rank {rank} has no GPU: {socket.gethostname()} shows {count}{chosen}",
+                f"local rank {rank} has no GPU: {socket.gethostname()} has {count}{chosen}",
                 hint="a GPU may have fallen off the bus: check `nvidia-smi` and the kernel log there",
             )
         if not name.isdigit():
-            continue  # a UUID may be abbreviated, and a MIG slice has no health of its own
+            continue  # a UUID may be abbreviated, and a MIG slice reports no health
         problem = _gpu_problem(nvml, int(name))
         if problem:
             raise PreflightFailed(f"GPU {name} of {socket.gethostname()} {problem}", hint=GPU_HINT)
@@ -80,7 +80,7 @@ def _gpu_problem(nvml: Any, index: int) -> str | None:
 
 
 def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
-    """The problems of a GPU; skips counters that its model does not have."""
+    """Yield the problems of a GPU; counters that its model lacks are skipped."""
     unknown = (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission)
     with contextlib.suppress(*unknown):
         action = _recovery_action(nvml, handle)
@@ -104,7 +104,7 @@ def _gpu_problems(nvml: Any, handle: Any) -> Iterator[str]:
 
 
 def _recovery_action(nvml: Any, handle: Any) -> int:
-    """The recovery action that the driver requires, after an Xid for example; 0 for none."""
+    """The recovery action that the driver requires, for example after an Xid error; 0 for none."""
     field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is None:
         return 0
@@ -115,14 +115,14 @@ def _recovery_action(nvml: Any, handle: Any) -> int:
 SUPERVISOR_VIEW_VARIABLE = "TRAINKIT_JOB_SUPERVISOR_VIEW"
 """The run folder as the supervisor sees it, for the agents to compare."""
 PROBE_BYTES = 65_536
-"""An exhausted quota shows only when writing."""
+"""Bytes to write as a test: only a write reveals an exhausted quota."""
 MIN_FREE_MIB = 16
 MAX_CLOCK_OFFSET_S = 5.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def supervisor_view(attempt: AttemptDir) -> str:
-    """The run folder as the supervisor sees it: the value of `SUPERVISOR_VIEW_VARIABLE`.
+    """The run folder as the supervisor sees it: plan digest and clock offset, for `SUPERVISOR_VIEW_VARIABLE`.
 
     Raises PreflightFailed when the folder cannot be written.
     """
@@ -148,7 +148,7 @@ def plan_digest(attempt: AttemptDir) -> str:
 
 
 def clock_offset_s(attempt: AttemptDir) -> float:
-    """Seconds that the clock of this host is ahead of the run folder's file server.
+    """Seconds by which this host's clock is ahead of the clock of the run folder's file server.
 
     Raises PreflightFailed when the folder cannot be written.
     """
@@ -161,7 +161,7 @@ def clock_offset_s(attempt: AttemptDir) -> float:
             written_s, ended_s = Path(name).stat().st_mtime, time.time()
         finally:
             os.unlink(name)
-        # A busy server may be slow, and sets the file's time at some moment in between.
+        # A slow server sets the file's time at any moment between these two readings.
         return min(0.0, ended_s - written_s) + max(0.0, started_s - written_s)
     except OSError as error:
         raise PreflightFailed(
@@ -179,7 +179,7 @@ def _compare_views(attempt: AttemptDir, offset_s: float, view: str) -> None:
             f"{attempt.plan_file} on {host} differs from the file that the first node of the job sees",
             hint="all nodes must share the filesystem of the run folder",
         )
-    # If the supervisor's clock is off as well, the file server's is wrong.
+    # If the supervisor's clock is off as well, the file server's clock is the wrong one.
     if abs(offset_s) > MAX_CLOCK_OFFSET_S >= abs(float(supervisor_offset_s)):
         ahead = "ahead of" if offset_s > 0 else "behind"
         raise PreflightFailed(
@@ -204,14 +204,14 @@ def _check_space(folder: Path) -> None:
 DISK_PATIENCE_S = 300.0
 DISK_RETRY_S = 5.0
 _UNAVAILABLE = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.ENOTCONN, errno.ETIMEDOUT)
-"""The errors of a network filesystem while its server restarts or it is remounted."""
+"""Errors of a network filesystem whose server restarts or that is being remounted."""
 T = TypeVar("T")
 
 
 def retry_on_disk_error(action: Callable[[], T]) -> T:
-    """The action's result, retried for five minutes while the disk or quota is full or the disk unavailable.
+    """Call `action`, retrying for five minutes while the disk or quota is full or the disk is unavailable.
 
-    Raises other errors of the action at once, and a disk error when a stop signal arrives.
+    Returns its result. Raises other errors immediately, and the disk error if a stop signal arrives.
     """
     deadline_s, logged = time.monotonic() + DISK_PATIENCE_S, False
     while True:

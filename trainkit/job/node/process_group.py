@@ -1,4 +1,4 @@
-"""Child processes that start, receive signals and end together."""
+"""A group of child processes that are started, signalled and ended together."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job import processes
 
 PEER_EXIT_S = 5.0
-"""How long the other members may take to exit and report by themselves after one has failed."""
+"""How long the other members have to exit and report by themselves after one has failed."""
 KILL_MARGIN_S = 5.0
-"""How long after the grace time an agent kills what is left; workers watch the grace time themselves."""
+"""How long after the grace time an agent kills the remaining workers, which also watch the grace time."""
 
 
 class ProcessGroup:
-    """The members by rank, from their start to the exit of the last one.
+    """Child processes by rank, from the start of the first to the exit of the last.
 
-    A supervisor's members are its agents or srun, an agent's members its workers.
+    The members of a supervisor's group are its agents or srun, those of an agent's group its workers.
     """
 
     poll_interval_s = 5.0
-    """How often `poll` is called when nothing happens."""
+    """Seconds between calls of `poll` when no signal or exit occurs."""
 
     def __init__(self) -> None:
         self.running: dict[int, subprocess.Popen[bytes]] = {}
-        """The members that have not ended."""
+        """The members that are running, by rank."""
         self.deadline_s: float | None = None
-        """Monotonic time at which the running members are killed."""
+        """Monotonic time at which the running members are killed; None without a deadline."""
         self._poll_error = ""
 
     def start(self) -> None:
-        """Start every member and put it into `running`."""
+        """Start every member and add it to `running`."""
         raise NotImplementedError
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Pass a notice signal on to every member."""
+        """Forward a notice signal to every member."""
         for member in self.running.values():
             os.kill(member.pid, received)  # Popen.send_signal would reap one that has just ended
 
@@ -46,11 +46,11 @@ class ProcessGroup:
         raise NotImplementedError
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:
-        """Called when a member has ended; `killed` says that this group killed it."""
+        """Called when a member has ended; `killed` means that this group killed it."""
         raise NotImplementedError
 
     def died_of_notice(self, code: int) -> bool:
-        """Whether this exit code is a death by a forwarded notice: the others keep their grace time."""
+        """Whether a forwarded notice killed a member with this code: the others keep their grace time."""
         return False
 
     def poll(self) -> None:
@@ -66,7 +66,7 @@ class ProcessGroup:
             self._kill_running()
 
     def kill_within(self, seconds: float) -> None:
-        """Kill the members that still run after this time, or at an earlier deadline if there is one."""
+        """Kill the members that still run after `seconds`; keeps an earlier deadline if one is set."""
         deadline_s = time.monotonic() + seconds
         self.deadline_s = deadline_s if self.deadline_s is None else min(self.deadline_s, deadline_s)
 
@@ -83,7 +83,7 @@ class ProcessGroup:
         self._reap()
 
     def _poll(self) -> None:
-        """Call `poll`; a filesystem that is unavailable for a moment is no reason to end the members."""
+        """Call `poll` and log its OSErrors: a briefly unavailable filesystem must not end the members."""
         problem = ""
         try:
             self.poll()
@@ -96,7 +96,7 @@ class ProcessGroup:
     def _reap(self) -> None:
         for rank, member in list(self.running.items()):
             if processes.ended(member):
-                processes.kill_group(member)  # its remaining children, a worker's data loaders for example
+                processes.kill_group(member)  # remaining children, for example a worker's data loaders
                 self._record_exit(rank, member, killed=False)
 
     def _record_exit(self, rank: int, member: subprocess.Popen[bytes], killed: bool) -> None:

@@ -1,4 +1,4 @@
-"""The rendezvous of an attempt: each agent's node and ranks, and the address at which rank 0 listens."""
+"""The rendezvous of an attempt: the node and ranks of each agent, and the address on which rank 0 listens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_EPHEMERAL = (32_768, 60_999)
 
 
 def ephemeral_range(path: str = "/proc/sys/net/ipv4/ip_local_port_range") -> tuple[int, int]:
-    """The ports that the kernel uses for outgoing connections, both ends included."""
+    """The range of ports that the kernel uses for outgoing connections, as (first, last), both included."""
     try:
         low, high = Path(path).read_text().split()
         return int(low), int(high)
@@ -33,15 +33,15 @@ def ephemeral_range(path: str = "/proc/sys/net/ipv4/ip_local_port_range") -> tup
 
 
 def port_pool(ephemeral: tuple[int, int]) -> list[int]:
-    """All ports outside the ephemeral range that a rendezvous may use."""
+    """The ports that a rendezvous may use: all those outside the ephemeral range."""
     low, high = ephemeral
     return [port for port in range(LOWEST_PORT, HIGHEST_PORT) if not low <= port <= high]
 
 
 def candidate_ports(job_id: str, attempt: int, ephemeral: tuple[int, int]) -> list[int]:
-    """Ports outside the ephemeral range, in an order that depends on job and attempt.
+    """Ports outside the ephemeral range, in an order that depends on the job and the attempt.
 
-    Empty when the ephemeral range covers all ports.
+    Empty if the ephemeral range covers all ports.
     """
     pool = port_pool(ephemeral)
     if not pool:
@@ -52,7 +52,7 @@ def candidate_ports(job_id: str, attempt: int, ephemeral: tuple[int, int]) -> li
 
 
 def is_free(port: int) -> bool:
-    """Whether rank 0 could listen on a port; binds all addresses, as torch's store does."""
+    """Whether rank 0 could listen on a port; binds to all addresses, as TCPStore does."""
     with socket.socket() as probe:
         try:
             probe.bind(("", port))
@@ -62,7 +62,7 @@ def is_free(port: int) -> bool:
 
 
 def choose_port(job_id: str, attempt: int) -> int:
-    """A free port for this attempt's rendezvous on this machine."""
+    """A free port on this machine for the rendezvous of an attempt; raises TrainkitError if there is none."""
     candidates = candidate_ports(job_id, attempt, ephemeral_range())
     if not candidates:
         with socket.socket() as probe:
@@ -80,11 +80,11 @@ def choose_port(job_id: str, attempt: int) -> int:
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 VISIBLE_TIMEOUT_S = 65.0
-"""An NFS client may show an old state of a folder for a minute."""
+"""An NFS client may show a stale directory listing for a minute."""
 
 
 class StopSignalReceived(Exception):
-    """A notice signal came before the workers had started."""
+    """A notice signal arrived before the workers had started."""
 
     def __init__(self, received: signal.Signals) -> None:
         super().__init__(received.name)
@@ -93,14 +93,14 @@ class StopSignalReceived(Exception):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """One agent's part in an attempt."""
+    """The node and ranks of one agent, and the address of rank 0."""
 
     node_rank: int
     local_ranks: tuple[int, ...]
     master_addr: str
     master_port: int
     peer: str | None
-    """Another host of the job; None when all ranks are on this one."""
+    """Another host of the job; None when all ranks are on this host."""
 
     @property
     def has_rank_0(self) -> bool:
@@ -109,9 +109,9 @@ class Rendezvous:
 
 
 def await_plan(attempt: AttemptDir, timeout_s: float = VISIBLE_TIMEOUT_S) -> LaunchPlan:
-    """The plan of the attempt, once this host sees it.
+    """Wait until this host sees the plan of the attempt, and return it.
 
-    Raises TrainkitError after the timeout, and StopSignalReceived when a notice signal comes meanwhile.
+    Raises TrainkitError after the timeout, and StopSignalReceived when a notice signal arrives meanwhile.
     """
     try:
         return LaunchPlan.from_dict(wait_for_json(attempt.plan_file, timeout_s, pause=_pause))
@@ -129,15 +129,15 @@ def _pause(seconds: float) -> None:
 
 
 def local_rendezvous(plan: LaunchPlan, node_rank: int, master_port: int) -> Rendezvous:
-    """The rendezvous of an agent whose job has all nodes on this machine."""
+    """The rendezvous of an agent of a local run, in which all nodes are this machine."""
     return Rendezvous(node_rank, tuple(range(plan.workers_of(node_rank))), LOCAL_ADDR, master_port, None)
 
 
 def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> Rendezvous:
-    """The rendezvous of the agent that is a task of a Slurm step, once rank 0's port is known.
+    """The rendezvous of an agent that is a task of a Slurm step; waits for rank 0's port.
 
-    Raises TrainkitError when the step does not match the plan or no port is published, and
-    StopSignalReceived when a notice signal comes meanwhile.
+    Raises TrainkitError when the step does not match the plan or no port is published in time, and
+    StopSignalReceived when a notice signal arrives meanwhile.
     """
     check_step(plan, task)
     per_gpu = plan.per == "gpu"
@@ -170,7 +170,7 @@ def _shape(tasks: tuple[int, ...]) -> str:
 
 
 def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> int:
-    """Choose a free port on this host, which is rank 0's, and publish it to the other tasks."""
+    """Choose a free port on this host, on which rank 0 runs, and publish it to the other tasks."""
     port = choose_port(task.key, attempt.number)
     record = {"step": task.key, "step_id": task.step_id, "addr": addr, "port": port}
     write_json(attempt.rendezvous_file, {**record, "hosts": list(task.hosts)})
@@ -178,7 +178,7 @@ def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> int:
 
 
 def await_port(attempt: AttemptDir, task: SlurmTask, timeout_s: float = RENDEZVOUS_TIMEOUT_S) -> int:
-    """The port that the step's first task has published."""
+    """Wait for the port that the first task of the step publishes; raises TrainkitError after the timeout."""
 
     def is_from_this_step(record: dict[str, object]) -> bool:
         return record.get("step") == task.key

@@ -1,6 +1,6 @@
-"""The task of a Slurm step that this process is, from the variables that srun sets.
+"""The task of a Slurm step that this process runs as, from the variables that srun sets.
 
-The batch shell has SLURM_PROCID=0 too, but it is not a task of a step: only SLURM_STEP_ID distinguishes them.
+The batch shell has SLURM_PROCID=0 too, but it is not a task of a step: only SLURM_STEP_ID tells them apart.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class SlurmTask:
     """One task of a step."""
 
     job_id: str
-    """With its index for a task of an array: ``123_4``."""
+    """``123``, or ``123_4`` for a task of an array."""
     step_id: str
     restart_count: int
     task: int
-    """Number of the task in the whole step."""
+    """Index of the task in the step (SLURM_PROCID)."""
     node_rank: int
     local_task: int
     tasks: tuple[int, ...]
-    """Tasks of each node."""
+    """Number of tasks on each node."""
     hosts: tuple[str, ...]
-    """In the order of the step's nodes, which need not be alphabetical."""
+    """By node rank; not necessarily in alphabetical order."""
     launcher_port: str = ""
-    """The port of the step's srun: differs between steps even where job ids start at 1 again."""
+    """The port of the step's srun: distinguishes steps even after Slurm has reset its job ids."""
 
     @property
     def num_tasks(self) -> int:
@@ -45,12 +45,12 @@ class SlurmTask:
 
     @property
     def key(self) -> str:
-        """Identifies this start of this step."""
+        """A string that identifies this start of this step."""
         return f"{self.job_id}.{self.step_id}.{self.restart_count}.{self.launcher_port}"
 
 
 def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The id of the job that this process belongs to; with its index for a task of an array."""
+    """The id of this process's job, ``123_4`` for a task of an array; None outside of a job."""
     if environ.get("SLURM_ARRAY_JOB_ID") and environ.get("SLURM_ARRAY_TASK_ID"):
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ.get("SLURM_JOB_ID")
@@ -69,7 +69,7 @@ def reason_not_a_task(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None:
-    """The task that this process is; None when it is not one.
+    """The step task that this process runs as; None if it is not one.
 
     Raises UsageError when Slurm's variables are incomplete, contradict each other, or describe a step across
     components of a heterogeneous job.
@@ -78,7 +78,7 @@ def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None
         return None
     if int(environ.get("SLURM_HET_SIZE") or 1) > 1 and not _is_in_one_component(environ):
         raise UsageError(
-            "this step spans components of a heterogeneous job, which trainkit cannot train across",
+            "this step spans components of a heterogeneous job, which trainkit does not support",
             hint="request nodes of one kind, or start the ranks in one component with srun --het-group=0",
         )
     tasks = tuple(tasks_per_node(_text(environ, "SLURM_STEP_TASKS_PER_NODE")))
@@ -110,12 +110,12 @@ def find_slurm_task(environ: Mapping[str, str] = os.environ) -> SlurmTask | None
 
 
 def _is_in_one_component(environ: Mapping[str, str]) -> bool:
-    """Whether the step of a heterogeneous job is on nodes of one component, like an ordinary step."""
+    """Whether all nodes of this step belong to one component of the heterogeneous job."""
     hosts = expand_hosts(_text(environ, "SLURM_STEP_NODELIST"))
     components = [
         expand_hosts(nodes) for name, nodes in environ.items() if name.startswith("SLURM_NODELIST_HET_GROUP_")
     ]
-    # Components can share a node; a step across them then names it twice.
+    # Components can share a node, which a step across them lists twice.
     return len(set(hosts)) == len(hosts) and any(set(hosts) <= set(nodes) for nodes in components)
 
 

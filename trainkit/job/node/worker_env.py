@@ -1,4 +1,4 @@
-"""The environment and the argv of a worker."""
+"""The environment and argv of a worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 def worker_rank(
     plan: LaunchPlan, node_rank: int, local_rank: int, master_addr: str, master_port: int
 ) -> RankEnv:
-    """The rank environment of one worker: ranks are counted node by node."""
+    """The rank environment of one worker; ranks are numbered node by node."""
     return RankEnv(
         rank=plan.first_rank_of(node_rank) + local_rank,
         local_rank=local_rank,
@@ -44,7 +44,7 @@ def worker_environ(
     inherited: Mapping[str, str],
     network: Mapping[str, str],
 ) -> dict[str, str]:
-    """The whole environment of one worker: inherited, then `launch.env`, then our defaults, then its rank."""
+    """The complete environment of one worker: inherited, `launch.env`, trainkit's defaults, then its rank."""
     environ = {name: value for name, value in inherited.items() if name not in RANK_VARIABLES}
     # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
     script_variables = {"PYTHONPATH"} if plan.slurm is not None else set()
@@ -64,7 +64,7 @@ def worker_environ(
         # How long torchrun waits for its ranks after SIGTERM; its default is 30 s.
         environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(plan.grace_s)))
         if plan.launcher == "accelerate" and plan.device == "cpu":
-            # Without it every rank on a host without GPUs assumes it is the only one.
+            # Without it, accelerate on a host without GPUs runs every rank as a single process.
             environ.setdefault("ACCELERATE_USE_CPU", "true")
     environ[RUN_DIR_VARIABLE] = run_dir
     environ[ATTEMPT_VARIABLE] = str(attempt)
@@ -72,7 +72,7 @@ def worker_environ(
 
 
 def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str]) -> int:
-    """The CPU threads of one worker, where the plan leaves the number to the node."""
+    """The number of CPU threads per worker, derived from this node's CPUs when the plan sets none."""
     given = inherited.get("SLURM_CPUS_PER_TASK", "")
     num_cpus = len(os.sched_getaffinity(0))
     if given.isdigit():
@@ -82,9 +82,9 @@ def own_threads(plan: LaunchPlan, rank_env: RankEnv, inherited: Mapping[str, str
 
 
 def gpu_slice(plan: LaunchPlan, node_rank: int, visible: str | None) -> str:
-    """The GPUs of one node when several nodes share this machine's.
+    """CUDA_VISIBLE_DEVICES of one node of a local run, whose nodes share this machine's GPUs.
 
-    `visible` is the inherited CUDA_VISIBLE_DEVICES; None means all GPUs, counted from 0.
+    `visible` is the inherited CUDA_VISIBLE_DEVICES; None means all GPUs, numbered from 0.
     """
     count = plan.workers_per_node
     names = visible.split(",") if visible else [str(index) for index in range(plan.world_size)]
@@ -92,7 +92,7 @@ def gpu_slice(plan: LaunchPlan, node_rank: int, visible: str | None) -> str:
 
 
 def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, ...]:
-    """The argv of an agent's child: a rank, or the launcher of all ranks of a node."""
+    """The argv of an agent's child process: a rank, or the launcher of all ranks on a node."""
     if plan.command is None:
         return module_argv("trainkit.trainer", str(run.path))
     if plan.launcher == "python":
@@ -102,7 +102,7 @@ def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, 
 
 
 def script_of(command: Sequence[str]) -> tuple[str, ...]:
-    """A command without the interpreter in front: launchers use their own."""
+    """A command without a leading Python interpreter: launchers use their own."""
     first = PurePath(command[0]).name
     if first.startswith("python") and len(command) > 1:
         return tuple(command[1:])
@@ -144,4 +144,4 @@ def _deepspeed(rank_env: RankEnv) -> tuple[str, ...]:
 
 
 _LAUNCHERS = {"torchrun": _torchrun, "accelerate": _accelerate, "deepspeed": _deepspeed}
-"""The argv of each launcher for a node's ranks."""
+"""Launcher -> function that returns its module and options for the ranks of one node."""

@@ -1,4 +1,4 @@
-"""Runs the processes of one attempt and watches them: agents on this machine, or the srun of a Slurm job."""
+"""Runs and watches the processes of one attempt: agents on this machine, or the srun of a Slurm job."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from trainkit.rundir import AttemptDir, log_event, read_json, read_jsonl, second
 from trainkit.slurm.control import kill_step
 
 DELETED_AFTER_S = 10.0
-"""A filesystem that is remounted is unavailable for less."""
+"""How long the attempt's folder must be missing: longer than a remount of the filesystem takes."""
 SECOND_INTERRUPT_S = 3.0
 SIGNAL_RECORD_S = 2.0
-"""How long the first agent may take to record a signal that Slurm has sent to it."""
+"""How long the first agent has to record a signal that Slurm sent to it."""
 SRUN = 0
 
 
 class AttemptWatch(ProcessGroup):
-    """The processes of one attempt, from their start until `outcome` says how they ended."""
+    """The processes of one attempt, from their start until `outcome` records how they ended."""
 
     poll_interval_s = 1.0
 
@@ -49,7 +49,7 @@ class AttemptWatch(ProcessGroup):
         self._missing_since_s: float | None = None
 
     def poll(self) -> None:
-        """End the attempt when nobody needs it any more or its ranks hang."""
+        """End the attempt when it was deleted or superseded, or when its ranks hang."""
         if self._is_deleted() or self._is_superseded():
             self.end_all()
             return
@@ -59,14 +59,14 @@ class AttemptWatch(ProcessGroup):
             self.end_all()
 
     def end_all(self) -> None:
-        """End every process of the attempt now."""
+        """End every process of the attempt immediately."""
         raise NotImplementedError
 
     def collect_outcome(self) -> None:
-        """Complete the outcome from the run folder; can be called again. Raises OSError."""
+        """Complete the outcome from the run folder. May raise OSError; can then be called again."""
 
     def kill_after_grace(self) -> None:
-        """Kill what is left after the grace time; agents have a shorter limit of their own."""
+        """Kill the remaining processes after the grace time; agents apply a shorter limit themselves."""
         self.kill_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
     def _is_superseded(self) -> bool:
@@ -74,13 +74,10 @@ class AttemptWatch(ProcessGroup):
         return False
 
     def _poll_processes(self) -> None:
-        """Called by `poll` for an attempt that is still needed."""
+        """Called by `poll` unless the attempt was deleted or superseded."""
 
     def _is_deleted(self) -> bool:
-        """Whether the attempt's folder has been missing for some time: nobody could find its results.
-
-        Raises OSError when the folder's state is unknown.
-        """
+        """Whether the attempt's folder has been missing for DELETED_AFTER_S. Raises OSError."""
         if self.attempt.path.is_dir():
             self._missing_since_s = None
         elif self._missing_since_s is None:
@@ -114,12 +111,12 @@ class LocalAttemptWatch(AttemptWatch):
     def on_signal(self, received: signal.Signals) -> None:
         outcome = self.outcome
         if received == signal.SIGINT and outcome.stop_signal == received.name:
-            self.kill_within(SECOND_INTERRUPT_S)  # workers exit by themselves at a second one, if they can
+            self.kill_within(SECOND_INTERRUPT_S)  # workers that can respond exit at the second Ctrl-C
         if outcome.stop_signal is None:
             self._stop_requested_s = time.monotonic()
             self.kill_after_grace()
         if outcome.stop_signal in (None, RESTART_SIGNAL):
-            # A request to end for good overrides a request to restart.
+            # A request to end the run overrides a request to restart it.
             outcome.stop_signal = received.name
             outcome.cause = "asked" if received.name == RESTART_SIGNAL else None
         try:
@@ -147,7 +144,7 @@ class LocalAttemptWatch(AttemptWatch):
 
 @dataclass(frozen=True)
 class _SrunExit:
-    """The end of srun, recorded without reading the run folder, which may be unavailable at that moment."""
+    """The exit of srun, recorded without reading the run folder, which may be unavailable at that moment."""
 
     rank: int
     code: int
@@ -160,8 +157,8 @@ class _SrunExit:
 class SlurmAttemptWatch(AttemptWatch):
     """The srun of one attempt.
 
-    srun ends the whole step at once on SIGTERM and SIGINT, and forwards SIGUSR2 to the tasks; so a notice
-    for the ranks is sent as SIGUSR2, whichever signal the supervisor received.
+    srun ends the whole step immediately on SIGTERM and SIGINT but forwards SIGUSR2 to the tasks, so a notice
+    reaches the ranks as SIGUSR2, whichever signal the supervisor received.
     """
 
     def __init__(
@@ -175,7 +172,7 @@ class SlurmAttemptWatch(AttemptWatch):
         self._failed_s: float | None = None
         self._srun_exit: _SrunExit | None = None
         self._unconfirmed_since_s: float | None = None
-        """Since when there is a notice that perhaps no rank has received."""
+        """Monotonic time of a notice that the ranks may not have received; inf once it was handled."""
 
     def start(self) -> None:
         environ = {
@@ -190,7 +187,7 @@ class SlurmAttemptWatch(AttemptWatch):
             )
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Wait first: Slurm signals the ranks too, and a second notice would hit a rank that is exiting."""
+        """Delay the signal: Slurm may signal the ranks too, and a second notice would hit exiting ranks."""
         if self._unconfirmed_since_s is None:
             self._unconfirmed_since_s = time.monotonic()
 
@@ -205,17 +202,17 @@ class SlurmAttemptWatch(AttemptWatch):
         self._end_after_failure()
 
     def _is_superseded(self) -> bool:
-        """Whether another start of the job has claimed the next attempt, and waits for this one to exit.
+        """Whether another start of the job has claimed the next attempt and waits for this one to exit.
 
-        Slurm takes a host for lost whose daemon alone has died, and starts the job again elsewhere.
+        When only the slurmd of a host dies, Slurm counts the host as lost and restarts the job elsewhere.
         """
         following = self.attempt.number + 1
         if not self.attempt.run.attempt(following).path.is_dir():
-            return False  # the usual case, with one stat
+            return False  # the usual case: one stat call
         return "started_at" in (find_entry(self.attempt.run, following) or {})
 
     def _forward_unconfirmed(self) -> None:
-        """Send SIGUSR2 to ranks that got no signal: only this shell did, or a cancel came before the step."""
+        """Send SIGUSR2 to ranks without a signal: only this shell got it, or the cancel preceded the step."""
         if self._unconfirmed_since_s is None:
             if self.outcome.stop_signal is None and self._is_cancelled_with_save():
                 self._unconfirmed_since_s = time.monotonic()
@@ -233,7 +230,7 @@ class SlurmAttemptWatch(AttemptWatch):
         return is_cancelled(self.attempt) and not is_cancelled_now(self.attempt)
 
     def _end_after_failure(self) -> None:
-        """End the step when a rank or its agent has failed: its peers may wait for it forever."""
+        """End the step when a rank or an agent has failed: its peers may wait for it forever."""
         if self._failed_s is None:
             self.outcome.killed_node = node_of_killed_task(self.attempt)
             if any(self.attempt.errors_dir.glob("rank-*.json")) or self._has_failed_task():
@@ -243,13 +240,13 @@ class SlurmAttemptWatch(AttemptWatch):
             self.end_all()
 
     def _has_failed_task(self) -> bool:
-        """Whether a task failed that had received no notice; after a notice the others may still save."""
+        """Whether a task failed without a notice; after a notice the other tasks may still save."""
         if first_task_exit(self.attempt) is None:
             return False
         return self.outcome.stop_signal is None and self._signal_of_ranks() is None
 
     def end_all(self) -> None:
-        """Have srun kill the tasks that are left; once is enough."""
+        """Have srun kill the remaining tasks; later calls do nothing."""
         if SRUN in self.running and not self._is_ending:
             self._is_ending = True
             os.kill(self.running[SRUN].pid, signal.SIGTERM)
@@ -257,7 +254,7 @@ class SlurmAttemptWatch(AttemptWatch):
 
     def _kill_running(self) -> None:
         if SRUN in self.running:
-            # A host does not answer, so srun waits. Killing srun leaves its tasks running there.
+            # srun waits for an unresponsive host, and killing srun would leave the tasks there running.
             self.outcome.step_may_still_run = True
             self._kill_tasks()
         super()._kill_running()
@@ -281,25 +278,25 @@ class SlurmAttemptWatch(AttemptWatch):
         code = end.code
         if code == EXIT_OK and was_aborted(self.attempt):
             code = signal_exit_code(signal.SIGTERM)
-        # srun's code is that of the task killed last; the ranks' own records have the code of the first.
+        # srun returns the code of the task that was killed last; the failure records have that of the first.
         if not end.was_terminated and not end.killed:
             self.outcome.killed_node = node_of_killed_task(self.attempt)
         first_code = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
         self.outcome.exits = [(end.rank, code if first_code is None else first_code)]
         if self.outcome.stop_signal is None:
             self.outcome.stop_signal = self._signal_of_ranks()
-        # The agents kill what has not ended within the grace time: then srun ends with their code.
+        # Agents kill their workers after the grace time, so srun may exit late without having been killed.
         is_late = end.killed or self._exceeded_grace(end.time)
         self.outcome.out_of_time = self.outcome.stop_signal is not None and is_late
 
     def _signal_of_ranks(self) -> str | None:
-        """The notice that Slurm sent to the tasks alone, as the first agent recorded it."""
+        """The notice that the tasks received, as recorded by the first agent; None without one."""
         names = [event.get("signal") for event in self._signal_events()]
         overriding = [name for name in names if name != RESTART_SIGNAL] or names
         return str(overriding[0]) if overriding else None
 
     def _exceeded_grace(self, end: datetime) -> bool:
-        """Whether a notice had come to the ranks longer ago than the grace time."""
+        """Whether the ranks had received a notice longer ago than the grace time."""
         since_s = (seconds_between(event["time"], end) or 0.0 for event in self._signal_events())
         return any(seconds >= self.plan.grace_s for seconds in since_s)
 

@@ -1,7 +1,7 @@
 """Watches the host of a job's batch shell from another host, and requeues the job when that host dies.
 
-``python -m trainkit.job.watch.batch_host``, a step of its own. Under ``--no-kill``, which spare nodes
-require, Slurm does nothing when the first host dies: no supervisor is left, and the other hosts would idle
+Runs as a separate step: ``python -m trainkit.job.watch.batch_host``. Under ``--no-kill``, which spare nodes
+require, Slurm does nothing when the batch host dies: the supervisor is lost, and the other hosts would idle
 until the time limit.
 """
 
@@ -21,18 +21,18 @@ POLL_S = 20.0
 
 
 def watch_batch_host(job_id: str) -> None:
-    """Return when the job was requeued, or cancelled where Slurm may not requeue it."""
+    """Wait until the batch host dies, then requeue the job, or cancel it if Slurm may not requeue it."""
     while True:
         time.sleep(POLL_S)
         try:
             if requeue_if_down(job_id):
                 return
         except TrainkitError as error:
-            print(f"{error.message}; trying again", flush=True)
+            print(f"{error.message}; retrying", flush=True)
 
 
 def requeue_if_down(job_id: str) -> bool:
-    """Requeue or cancel the job if the host of its batch shell is down; whether it is."""
+    """Requeue or cancel the job if its batch host is down; returns whether it is."""
     job = job_details(job_id)
     host = job.batch_host
     if not host or not is_down(node_states([host]).get(host, "")):
@@ -47,7 +47,7 @@ def requeue_if_down(job_id: str) -> bool:
 
 
 def main() -> int:
-    """Watch the job that this is a step of; returns the exit code."""
+    """Watch the job that this step belongs to; returns the exit code."""
     # The early notice is for the ranks.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     job_id = slurm_job_id()

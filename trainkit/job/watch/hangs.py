@@ -1,4 +1,4 @@
-"""Hangs of ranks: the reports of their watchdogs, and the failure that follows from these."""
+"""Hangs of ranks: reads the reports of their watchdogs and determines the rank that blocks the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.rundir import AttemptDir, read_json
 
 @dataclass(frozen=True)
 class HangRecord:
-    """The position of a rank that has made no progress for too long."""
+    """The report of a rank that has made no progress for too long."""
 
     rank: int
     node_rank: int
@@ -25,11 +25,13 @@ class HangRecord:
     """The step that was being computed; None before the first."""
     phase: str
     beat: int
-    """How many phases of its step it had entered: orders ranks within a step."""
+    """Number of phases of its step that it had entered; orders ranks within a step."""
     waited_s: float
+    """Seconds without progress."""
     limit_s: float
+    """Seconds without progress after which a rank counts as hanging."""
     usual_s: float | None
-    """The median of its last steps; None before the first."""
+    """Median duration of its recent steps in seconds; None before the first."""
     time: str
     stack: tuple[str, ...]
     """The frames of its training thread, innermost first."""
@@ -59,13 +61,13 @@ def read_hangs(attempt: AttemptDir) -> list[HangRecord]:
 
 
 def missing_ranks(plan: LaunchPlan, records: Sequence[HangRecord]) -> list[int]:
-    """The ranks without a report: their process is stopped, or their host is lost."""
+    """The ranks without a report: their processes are stopped, or their hosts are lost."""
     reported = {record.rank for record in records}
     return [rank for rank in range(plan.world_size) if rank not in reported]
 
 
 def silent_hosts(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> list[str]:
-    """The hosts of a hang of which no rank wrote a report."""
+    """The hosts on which no rank reported the hang."""
     reported = {record.node_rank for record in records}
     hosts = (_host_of(attempt, node, records) for node in range(plan.num_nodes) if node not in reported)
     return [host for host in hosts if host is not None]
@@ -74,8 +76,8 @@ def silent_hosts(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
 def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRecord]) -> dict[str, Any]:
     """The rank that blocks the others, as a failure of type ``Hang``; `records` must not be empty.
 
-    That is the first rank without a report, else the rank that is behind the others. Without a host when no
-    rank is behind.
+    This is the first rank without a report, else the rank that is behind the others. If no rank is behind,
+    the failure names no host.
     """
     behind, is_distinct = _furthest_behind(records)
     missing = missing_ranks(plan, records)
@@ -87,7 +89,7 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
         rank, node_rank, host = behind.rank, behind.node_rank, behind.host
         message = behind.summary
         if not is_distinct:
-            # On GPUs every rank waits for its device, whichever device does not respond.
+            # On GPUs every rank waits for its own device, whichever device does not respond.
             host, message = None, f"{message}; no rank is behind the others"
     return {
         "rank": rank,
@@ -103,9 +105,9 @@ def hang_failure(attempt: AttemptDir, plan: LaunchPlan, records: Sequence[HangRe
 
 
 def _furthest_behind(records: Sequence[HangRecord]) -> tuple[HangRecord, bool]:
-    """The rank that is behind, and whether it is distinguishable from the others.
+    """The rank that is furthest behind, and whether it is distinguishable from the others.
 
-    Of ranks at the same position, it is one with another stack than the majority, which waits for it.
+    Among ranks at the same position, a rank whose stack differs from the majority's blocks the majority.
     """
     position = min(record.position for record in records)
     same = [record for record in records if record.position == position]
@@ -121,21 +123,21 @@ def _node_of(plan: LaunchPlan, rank: int) -> int:
 
 
 def _host_of(attempt: AttemptDir, node_rank: int, records: Sequence[HangRecord]) -> str | None:
-    """The host of a node, from another rank on it, else from the rendezvous."""
+    """The host of a node, from the report of any of its ranks, else from the rendezvous; None if unknown."""
     for record in records:
         if record.node_rank == node_rank:
             return record.host
     try:
         return str(read_json(attempt.rendezvous_file)["hosts"][node_rank])
     except FileNotFoundError:
-        return socket.gethostname()  # only ranks on one machine have no rendezvous file
+        return socket.gethostname()  # only a local run has no rendezvous file
     except (OSError, ValueError, LookupError):
         return None
 
 
 def _describe_missing(missing: Sequence[int], waiting: HangRecord) -> str:
     more = len(missing) - 1
-    others = f" ({more} other rank{'s' if more > 1 else ''} neither)" if more else ""
+    others = "" if more == 0 else " (nor does 1 other rank)" if more == 1 else f" (nor do {more} other ranks)"
     return (
         f"does not respond{others}: its process is stopped or its host is lost; rank {waiting.rank} has"
         f" made no progress for {waiting.waited_s:.0f} s, in {waiting.phase}"
@@ -147,14 +149,14 @@ GATHER_S = 5.0
 
 
 class HangWatch:
-    """Polls for the reports of one attempt."""
+    """Polls for the hang reports of one attempt."""
 
     def __init__(self, attempt: AttemptDir) -> None:
         self._attempt = attempt
         self._first_s: float | None = None
 
     def poll(self) -> list[HangRecord]:
-        """The reports of a hang, once every rank has had time to write its own; empty before."""
+        """The reports of a hang, once every rank has had time to write one; until then empty."""
         records = read_hangs(self._attempt)
         if not records:
             self._first_s = None  # the rank made progress after all
