@@ -47,7 +47,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """Training and validation data."""
+    """The training and validation data."""
 
     source: str | list[str] = Field(
         default="stdlib",
@@ -74,7 +74,7 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """Length of the run and batch sizes."""
+    """The length of the run and its batch sizes."""
 
     steps: AtLeastOne | None = Field(
         default=200, description="Number of optimizer steps; null if epochs is set."
@@ -113,7 +113,7 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Optimizer and learning rate."""
+    """The optimizer and its learning rate."""
 
     name: Literal["adamw", "adamw_8bit"] = Field(default="adamw", description="Optimizer.")
     lr: Positive = Field(default=3.0e-4, description="Peak learning rate, before scaling by lr_scale.")
@@ -131,7 +131,7 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Learning rate schedule."""
+    """The learning rate schedule."""
 
     name: Literal["cosine", "linear", "wsd", "constant"] = Field(
         default="cosine", description="Shape after warmup; wsd is constant with a decay at the end."
@@ -144,7 +144,7 @@ class ScheduleConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """Numeric precision."""
+    """The numeric precision."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
         default="bf16", description="Data type of activations and gradients; master weights are fp32."
