@@ -26,7 +26,7 @@ def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFi
     out, err = capsys.readouterr()
     lines = dict(line.split(": ", 1) for line in out.splitlines())
     assert lines["device"] == "device: cpu was requested"
-    assert lines["batch"] == "32 samples a step = 4 at once x 2 data-parallel x 4 accumulation"
+    assert lines["batch"] == "32 samples per step = 4 per process x 2 data-parallel x 4 accumulation"
     assert lines["backend"].startswith("local: ")
     assert set(lines) == {
         "backend",

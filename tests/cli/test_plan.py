@@ -106,9 +106,9 @@ def test_an_own_layout_that_cannot_be(config: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "which GPU to plan for is not known: resources.gpu_type is null, and "),
-        (["--gpu-type", "zx81"], "--gpu-type zx81: the memory of such a GPU is not known"),
-        (["--gpu-type", "h100", "--gpus", "12"], "--gpus 12 are not whole nodes of 8"),
+        ([], "no GPU type to plan for: resources.gpu_type is null, and "),
+        (["--gpu-type", "zx81"], "--gpu-type zx81: unknown GPU type"),
+        (["--gpu-type", "h100", "--gpus", "12"], "--gpus 12 is not a multiple of 8 GPUs per node"),
         (
             ["--gpus", "8", "--nodes", "2", "--gpus-per-node", "4"],
             "--gpus conflicts with --nodes and --gpus-per-node",

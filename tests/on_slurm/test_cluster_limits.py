@@ -151,7 +151,7 @@ def test_a_node_is_taken_as_it_is(knowing: Login) -> None:
 
 def test_the_time_that_the_partition_gives(knowing: Login) -> None:
     done = knowing.trainkit("submit", QUICKSTART, "--set", "resources.time=null", "--dry-run")
-    assert "00:10:00: resources.time is null, and partition low gives that as its default" in done.stderr
+    assert "00:10:00: resources.time is null, and this is the default of partition low" in done.stderr
     assert "#SBATCH --time" not in done.stdout
     assert "#SBATCH --signal=USR2@120\n" in done.stdout
 
@@ -205,7 +205,7 @@ def test_slurm_that_is_away(login: Login) -> None:
         done = login.trainkit("check", QUICKSTART, *args)
         assert done.returncode == 3, done.stdout
     assert done.stderr.startswith(
-        "error: device is auto, but what the nodes of this cluster have is not known"
+        "error: device is auto, but the hardware of this cluster's nodes is unknown"
     )
     assert login.trainkit("init").returncode == 3
     assert list(login.folder.glob("**/first-run.yaml")) == []

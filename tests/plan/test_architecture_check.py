@@ -22,7 +22,7 @@ def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_its_file_must_be_there(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *argv]) == 2
     err = capsys.readouterr().err
-    assert "run.yaml:3: model.architecture: is mine.py:Mine, and there is no file" in err
+    assert "run.yaml:3: model.architecture: is mine.py:Mine, but there is no file" in err
     Path("mine.py").write_text("")
     assert main(["check", *argv]) == 0
 
