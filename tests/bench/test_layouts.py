@@ -83,7 +83,7 @@ def test_what_is_not_possible_has_a_reason() -> None:
     assert "tp=4" not in [item.name for item in found]
     assert impossible == {
         "tp=4": "parallel.tp is 4, which does not divide model.num_kv_heads 2",
-        "pp=4": "parallel.pp is 4, which makes 4 stages of 2 layers",
+        "pp=4": "parallel.pp is 4, which needs 4 stages, but the model has 2 layers",
     }
 
 

@@ -35,7 +35,7 @@ def test_one_of_64_ranks(config: str, capsys: pytest.CaptureFixture[str]) -> Non
 def test_for_a_person(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", config, "--simulate-world", "2", "--set", "parallel.tp=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("layout: one group of 2 processes holds the whole model (2 tensor)")
+    assert lines[0].startswith("layout: one replica on one group of 2 processes (2 tensor-parallel)")
     assert lines[1].startswith("rank 0 of 2: ")
     assert lines[2].startswith("peak memory 0.")
     assert lines[3].startswith("collectives a step: ")

@@ -36,7 +36,7 @@ def test_how_the_batch_is_shared_is_known_of_any(argv: list[str], capsys: pytest
 
 def test_its_memory_is_not_known(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *argv, "--gpus", "8", "--gpu-type", "h100"]) == 2
-    assert "is mine.py:Mine, whose memory is not known" in capsys.readouterr().err
+    assert "is mine.py:Mine, whose memory is unknown" in capsys.readouterr().err
 
 
 def test_a_name_that_is_none(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,7 +153,8 @@ def test_what_differs_from_the_config_is_said() -> None:
     reason = batch_reason(derived(loaded, Layout(dp_shard=64)), BatchRequest.of(loaded), 64)
     assert reason == (
         "64 samples per step = 1 per process x 64 data-parallel x 1 accumulation; "
-        "train.global_batch_size is 64 instead of 32, train.device_batch_size is 1 instead of 4 to fit this layout"
+        "train.global_batch_size is 64 instead of 32, "
+        "train.device_batch_size is 1 instead of 4 to fit this layout"
     )
     pipeline = Layout(dp_shard=16, pp=2)
     reason = batch_reason(derived(loaded, pipeline), BatchRequest.of(loaded), 16)

@@ -42,8 +42,7 @@ def test_whole_plan() -> None:
         reasons={
             "device": "cpu: there is no NVIDIA driver on this machine",
             "workers_per_node": "1: a CPU node has one worker unless resources.gpus_per_node is set",
-            "layout": "one copy of the model, sharded over 2 processes "
-            "(parallel.dp_shard: -1 takes what is left)",
+            "layout": "one replica, sharded over 2 processes (derived from parallel.dp_shard: -1)",
             "batch": "32 samples per step = 8 per process x 2 data-parallel x 2 accumulation",
             "lr": "optimizer.lr 0.0003 x 2 = 0.0006: linear in data-parallel size 2 over 1",
             "threads_per_worker": "2: 4 CPU cores for 2 workers",
