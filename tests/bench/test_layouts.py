@@ -117,7 +117,7 @@ def test_a_batch_that_does_not_fit_becomes_smaller_not_larger() -> None:
 def test_processes_that_cannot_share_a_step() -> None:
     found, impossible = all_layouts(ParallelConfig(), site(3))
     assert [item.name for item in found] == ["pp=3"]
-    why = "train.global_batch_size is 16, which does not divide among 3 data-parallel processes"
+    why = "train.global_batch_size is 16, which is not a multiple of 3 data-parallel processes"
     assert impossible["dp_shard=3"] == why
 
 

@@ -109,7 +109,7 @@ def test_what_slurm_alone_could_tell_is_not_asked_here(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", config, "--estimate"]) == 2
-    assert capsys.readouterr().err.startswith("error: --estimate asks Slurm, but this run would start here\n")
+    assert capsys.readouterr().err.startswith("error: --estimate requires Slurm, but this run starts here\n")
 
 
 def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> None:

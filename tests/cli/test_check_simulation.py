@@ -46,8 +46,8 @@ def test_for_a_person(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--simulate-world", "12"], "is 12, which is not a multiple of 8 GPUs a node"),
         (["--simulate-world", "2", "--rank", "2"], "--rank is 2, but there are 2 ranks"),
-        (["--rank", "1"], "--rank is of a simulated world"),
-        (["--simulate-world", "2", "--no-estimate"], "goes with neither --estimate nor --show-origin"),
+        (["--rank", "1"], "--rank requires --simulate-world"),
+        (["--simulate-world", "2", "--no-estimate"], "conflicts with --estimate and --show-origin"),
         (["--simulate-world", "64", *SHARDS, "--set", "parallel.tp=8"], "does not divide model.num_heads 4"),
     ],
 )

@@ -178,7 +178,7 @@ def test_when_it_would_start(knowing: Login) -> None:
 def test_what_slurm_would_not_take(login: Login) -> None:
     done = login.trainkit("check", QUICKSTART, "--set", "resources.reservation=nope")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: Slurm would not take the job: ")
+    assert done.stderr.startswith("error: Slurm would reject the job: ")
     assert "reservation" in done.stderr
     assert (
         login.trainkit("check", QUICKSTART, "--set", "resources.reservation=nope", "--no-estimate").returncode
@@ -200,7 +200,7 @@ def test_slurm_that_is_away(login: Login) -> None:
     done = login.trainkit("check", QUICKSTART, "--set", "device=cpu")
     assert done.returncode == 0, done.stderr
     assert "cluster: unknown: Slurm did not answer" in done.stdout
-    assert "when it would start is not known: Slurm did not answer" in done.stderr
+    assert "the start time is unknown: Slurm did not answer" in done.stderr
     for args in (["--estimate", "--set", "device=cpu"], []):
         done = login.trainkit("check", QUICKSTART, *args)
         assert done.returncode == 3, done.stdout

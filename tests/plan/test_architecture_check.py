@@ -31,7 +31,7 @@ def test_how_the_batch_is_shared_is_known_of_any(argv: list[str], capsys: pytest
     Path("mine.py").write_text("")
     split = ["resources.gpus_per_node=2", "parallel.cp=2", "data.seq_len=10"]
     assert main(["check", *argv, *(word for item in split for word in ("--set", item))]) == 2
-    assert "data.seq_len 10 is not a multiple of 2 x 2 parts" in capsys.readouterr().err
+    assert "data.seq_len 10 is not a multiple of 2 x 2" in capsys.readouterr().err
 
 
 def test_its_memory_is_not_known(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def test_what_cannot_finish_is_refused(state: str) -> None:
     with pytest.raises(UsageError) as caught:
         dependency_ids("first", [Dependency("runs/my first", state, "12", "exit code 3")])
     assert caught.value.message == f"--after first: runs/my first is {state} (exit code 3)"
-    assert caught.value.hint.startswith("`trainkit resume 'runs/my first'` resumes it")
+    assert caught.value.hint == "resume it first: `trainkit resume 'runs/my first'`"
 
 
 def test_what_nobody_knows_is_refused() -> None:

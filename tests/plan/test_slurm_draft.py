@@ -160,7 +160,7 @@ def test_a_cluster_of_which_nothing_is_known() -> None:
 @pytest.mark.parametrize("overrides", [(), ("device=cuda",)])
 def test_slurm_that_does_not_answer_is_not_the_fault_of_the_config(overrides: tuple[str, ...]) -> None:
     away = Cluster("unknown", error="Slurm did not answer (connect failure)")
-    with pytest.raises(SlurmError, match=r"is auto, .* is not known: Slurm did not answer") as error:
+    with pytest.raises(SlurmError, match=r"is auto, .* is unknown: Slurm did not answer") as error:
         plan(*overrides, cluster=away)
     assert error.value.exit_code == 3
     assert error.value.hint.startswith("try again, or set ")

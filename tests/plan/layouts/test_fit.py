@@ -100,7 +100,7 @@ def test_a_model_that_is_larger_than_this_machine(tmp_path: Path) -> None:
     options = ("device=cpu", "train.device_batch_size=1")
     found = problem(tmp_path, LOCAL, *options, machine=small)
     assert found.key == "model.preset"
-    assert "optimizer state take 100.4 GiB, and this machine has 100.0 GiB" in found.message
+    assert "optimizer state take 100.4 GiB, but this machine has 100.0 GiB" in found.message
     check(tmp_path, LOCAL, *options, machine=large)
     check(tmp_path, LOCAL, *options)
 
