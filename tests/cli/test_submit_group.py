@@ -25,7 +25,7 @@ def test_many_runs_need_slurm(desk, args):
         (["--array", "%3"], "limits how many tasks run at once, but names no tasks"),
         (["--sweep", "seed=1,2", "--array", "0-1"], "--sweep numbers its points itself"),
         (["--sweep", "seed=1,2", "--follow"], "--follow follows one run"),
-        (["--after", "nobody"], "--after lets a job wait in Slurm's queue"),
+        (["--after", "nobody"], "--after requires Slurm"),
     ],
 )
 def test_what_was_typed_wrong(desk, args, message):
