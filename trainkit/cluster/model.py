@@ -109,9 +109,9 @@ class Cluster:
     """Which of pyxis, apptainer, singularity and enroot are installed."""
     has_modules: bool = False
     reason: str = ""
-    """Where this description comes from, in one sentence."""
+    """The source of this description, in one sentence."""
     out_of_date_hint: str = ""
-    """What to do if the description is out of date."""
+    """How to update the description if it is out of date."""
     error: str = ""
     """Why the cluster is unknown: Slurm's error, or that it did not answer."""
     expedited_requeue: bool | None = None
@@ -136,7 +136,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a job will run."""
+    """The target of a job: the backend, and the cluster if it is Slurm."""
 
     backend: Literal["local", "sbatch", "submitit", "srun"]
     reason: str
