@@ -83,7 +83,7 @@ def test_what_is_not_possible_has_a_reason() -> None:
     assert "tp=4" not in [item.name for item in found]
     assert impossible == {
         "tp=4": "parallel.tp is 4, which does not divide model.num_kv_heads 2",
-        "pp=4": "parallel.pp is 4, which makes 4 stages of 2 layers",
+        "pp=4": "parallel.pp is 4, which needs 4 stages, but the model has 2 layers",
     }
 
 
@@ -117,7 +117,7 @@ def test_a_batch_that_does_not_fit_becomes_smaller_not_larger() -> None:
 def test_processes_that_cannot_share_a_step() -> None:
     found, impossible = all_layouts(ParallelConfig(), site(3))
     assert [item.name for item in found] == ["pp=3"]
-    why = "train.global_batch_size is 16, which does not divide among 3 data-parallel processes"
+    why = "train.global_batch_size is 16, which is not a multiple of 3 data-parallel processes"
     assert impossible["dp_shard=3"] == why
 
 

@@ -26,7 +26,7 @@ def test_derived_values_with_their_reasons(config: str, capsys: pytest.CaptureFi
     out, err = capsys.readouterr()
     lines = dict(line.split(": ", 1) for line in out.splitlines())
     assert lines["device"] == "device: cpu was requested"
-    assert lines["batch"] == "32 samples a step = 4 at once x 2 data-parallel x 4 accumulation"
+    assert lines["batch"] == "32 samples per step = 4 per process x 2 data-parallel x 4 accumulation"
     assert lines["backend"].startswith("local: ")
     assert set(lines) == {
         "backend",
@@ -82,8 +82,7 @@ def test_every_problem_as_json(config: str, capsys: pytest.CaptureFixture[str]) 
 def test_missing_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "a;b 'd.yaml"]) == 2
     assert capsys.readouterr().err == (
-        "error: a;b 'd.yaml: there is no such file, and no shipped config of that name\n"
-        "  hint: did you mean a;b 'c.yaml?\n"
+        "error: a;b 'd.yaml: there is no such file or shipped config\n  hint: did you mean a;b 'c.yaml?\n"
     )
 
 
@@ -110,7 +109,7 @@ def test_what_slurm_alone_could_tell_is_not_asked_here(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", config, "--estimate"]) == 2
-    assert capsys.readouterr().err.startswith("error: --estimate asks Slurm, but this run would start here\n")
+    assert capsys.readouterr().err.startswith("error: --estimate requires Slurm, but this run starts here\n")
 
 
 def test_a_cluster_far_away(config: str, capsys: pytest.CaptureFixture[str]) -> None:

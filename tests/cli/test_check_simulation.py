@@ -36,7 +36,7 @@ def test_for_a_person(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     small = ("--set", "model.preset=nano", "--set", "data.seq_len=64")
     assert main(["check", config, "--simulate-world", "2", "--set", "parallel.tp=2", *small]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("layout: one group of 2 processes holds the whole model (2 tensor)")
+    assert lines[0].startswith("layout: one replica on one group of 2 processes (2 tensor-parallel)")
     assert lines[1].startswith("rank 0 of 2: ")
     assert lines[2].startswith("peak memory 0.")
     assert lines[3].startswith("collectives per step: ")
@@ -47,8 +47,8 @@ def test_for_a_person(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--simulate-world", "12"], "is 12, which is not a multiple of 8 GPUs per node"),
         (["--simulate-world", "2", "--rank", "2"], "--rank is 2, but there are 2 ranks"),
-        (["--rank", "1"], "--rank is of a simulated world"),
-        (["--simulate-world", "2", "--no-estimate"], "goes with neither --estimate nor --show-origin"),
+        (["--rank", "1"], "--rank requires --simulate-world"),
+        (["--simulate-world", "2", "--no-estimate"], "conflicts with --estimate and --show-origin"),
         (["--simulate-world", "64", *SHARDS, "--set", "parallel.tp=8"], "does not divide model.num_heads 4"),
     ],
 )

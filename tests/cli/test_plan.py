@@ -37,13 +37,13 @@ def test_table(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         "4 2 1 1 1 3 none 1 x 8 12.6 13.0 25.1 20.3 2.4 71.0 fits",
         "* 1 8 1 1 1 3 full 1 x 8 3.1 3.6 6.3 2.5 2.4 16.7",
     ]
-    assert rows[-1].endswith("state split over 8 GPUs of a node; 24% computed again")
+    assert rows[-1].endswith("state sharded over 8 GPUs within a node; 24% recomputation")
     assert err == (
-        "a;b 'c.yaml on 1 node x 8 H100 80GB: 79.6 GiB each, of which a plan fills 73.3 GiB\n"
-        "* the config's own layout fits: 16.7 GiB at its peak\n"
-        "recommended: state split over 8 GPUs of a node\n"
-        "  weights, gradients and optimizer state take 100.4 GiB, more than one H100 80GB can hold (73.3 "
-        "GiB): they have to be split\n"
+        "a;b 'c.yaml on 1 node x 8 H100 80GB: 79.6 GiB each, 73.3 GiB of it usable\n"
+        "* the config's layout fits: peak 16.7 GiB\n"
+        "recommended: state sharded over 8 GPUs within a node\n"
+        "  weights, gradients and optimizer state take 100.4 GiB, more than the usable 73.3 GiB "
+        "of one H100 80GB: they must be sharded\n"
         "to use it: trainkit submit 'a;b '\"'\"'c.yaml' --nodes 1 --gpus-per-node 8 --set parallel.zero=2 "
         "--set parallel.activation_checkpointing=none\n"
     )
@@ -87,8 +87,8 @@ def test_nothing_fits(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args) == 1
     out, err = capsys.readouterr()
     assert " fits " not in out.partition("\n")[2]
-    assert "* the config's own layout does not fit: " in err
-    assert "\nno layout fits\nwould fit, with " in err
+    assert "* the config's layout does not fit: " in err
+    assert "\nno layout fits\nwould fit with " in err
     assert " GPUs: trainkit submit " in err
     assert main([*args, "--json"]) == 1
     value = json.loads(capsys.readouterr().out)
@@ -100,15 +100,15 @@ def test_an_own_layout_that_cannot_be(config: str, capsys: pytest.CaptureFixture
     assert main(["plan", config, "--gpus", "8", "--gpu-type", "h100", "--set", "parallel.tp=3"]) == 0
     out, err = capsys.readouterr()
     assert not any(line.startswith("*") for line in out.splitlines())
-    assert "the config's own layout cannot be:\n--set parallel.tp=3: parallel.tp: is 3: " in err
+    assert "the config's layout is not possible:\n--set parallel.tp=3: parallel.tp: is 3: " in err
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "which GPU to plan for is not known: resources.gpu_type is null, and "),
-        (["--gpu-type", "zx81"], "--gpu-type zx81: the memory of such a GPU is not known"),
-        (["--gpu-type", "h100", "--gpus", "12"], "--gpus 12 are not whole nodes of 8"),
+        ([], "no GPU type to plan for: resources.gpu_type is null, and "),
+        (["--gpu-type", "zx81"], "--gpu-type zx81: unknown GPU type"),
+        (["--gpu-type", "h100", "--gpus", "12"], "--gpus 12 is not a multiple of 8 GPUs per node"),
         (
             ["--gpus", "8", "--nodes", "2", "--gpus-per-node", "4"],
             "--gpus conflicts with --nodes and --gpus-per-node",

@@ -20,12 +20,12 @@ def test_many_runs_need_slurm(desk, args):
     ("args", "message"),
     [
         (["--sweep", "optimizer.lrr=1,2"], "there is no key optimizer.lrr"),
-        (["--sweep", "seed=1,1"], "1 stands there twice"),
+        (["--sweep", "seed=1,1"], "1 appears twice"),
         (["--array", "3-x"], "not the indices of a job array: '3-x'"),
         (["--array", "%3"], "limits how many tasks run at once, but names no tasks"),
         (["--sweep", "seed=1,2", "--array", "0-1"], "--sweep numbers its points itself"),
         (["--sweep", "seed=1,2", "--follow"], "--follow follows one run"),
-        (["--after", "nobody"], "--after lets a job wait in Slurm's queue"),
+        (["--after", "nobody"], "--after requires Slurm"),
     ],
 )
 def test_what_was_typed_wrong(desk, args, message):

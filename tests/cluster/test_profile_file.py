@@ -129,9 +129,9 @@ profile_version: 2
 
 def test_what_is_no_yaml(tmp_path: Path) -> None:
     assert problems(tmp_path, "name: [west") == [
-        "west.yaml:2: this is not YAML: while parsing a flow sequence, did not find expected ',' or ']'"
+        "west.yaml:2: invalid YAML: while parsing a flow sequence, did not find expected ',' or ']'"
     ]
-    assert "stands here twice" in problems(tmp_path, "name: a\nname: b\n")[0]
+    assert "duplicate key" in problems(tmp_path, "name: a\nname: b\n")[0]
 
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=8)

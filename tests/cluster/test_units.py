@@ -48,7 +48,7 @@ def test_memory(text: str, mib: float | None) -> None:
 
 
 def test_no_memory() -> None:
-    with pytest.raises(ValueError, match="no amount"):
+    with pytest.raises(ValueError, match="not an amount"):
         memory_mib("much")
 
 

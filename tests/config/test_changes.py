@@ -37,7 +37,7 @@ def test_the_others_stay_as_they_are(loaded: LoadedConfig) -> None:
     [
         ({"parallel.tp": 0}, "a test: parallel.tp: must be a whole number of at least 1, not 0"),
         ({"parallel.zero": 4}, "a test: parallel.zero: must be "),
-        ({"train.epochs": 2.0}, "a test: train.epochs: is 2 while train.steps is 7"),
+        ({"train.epochs": 2.0}, "a test: train.epochs: is 2 and train.steps is 7"),
     ],
 )
 def test_what_is_not_allowed(loaded: LoadedConfig, values: dict[str, Any], problem: str) -> None:

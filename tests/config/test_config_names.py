@@ -64,7 +64,7 @@ def test_extends_takes_the_same_names(name: str, tmp_path: Path) -> None:
         ("zzz", "hint: shipped configs: quickstart, models/125m, "),
         (
             "train.py",
-            "train.py: there is no such config\n  hint: to run a program of your own: -- python train.py",
+            "train.py: there is no such config\n  hint: to run your own script: -- python train.py",
         ),
     ],
 )

@@ -36,8 +36,8 @@ def test_epochs_survive_the_run_folder(tmp_path: Path) -> None:
 
 def test_epochs_and_steps(tmp_path: Path) -> None:
     assert problem(tmp_path, "train.epochs=2", "train.steps=10") == (
-        "--set train.epochs=2: train.epochs: is 2 while train.steps is 10: only one can end the run\n"
-        "  hint: train.steps was set by --set train.steps=10; set one of them to null"
+        "--set train.epochs=2: train.epochs: is 2 and train.steps is 10: only one of them can be set\n"
+        "  hint: set one of them to null; train.steps comes from --set train.steps=10"
     )
 
 
@@ -47,22 +47,22 @@ def test_steps_null_leaves_epochs(tmp_path: Path) -> None:
 
 def test_neither(tmp_path: Path) -> None:
     assert problem(tmp_path, "train.steps=null") == (
-        "--set train.steps=null: train.steps: is null and so is train.epochs\n  hint: give one of them"
+        "--set train.steps=null: train.steps: is null, and so is train.epochs\n  hint: set one of them"
     )
 
 
 def test_decay_without_wsd(tmp_path: Path) -> None:
     assert problem(tmp_path, "schedule.decay_steps=5") == (
-        "--set schedule.decay_steps=5: schedule.decay_steps: is 5, which the schedule cosine does not know\n"
-        "  hint: only schedule.name wsd has a decay of its own"
+        "--set schedule.decay_steps=5: schedule.decay_steps: is 5, but schedule.name is cosine\n"
+        "  hint: only wsd uses schedule.decay_steps"
     )
 
 
 def test_decay_longer_than_the_run(tmp_path: Path) -> None:
     assert load(tmp_path, "schedule.name=wsd", "schedule.decay_steps=180").config.schedule.decay_steps == 180
     assert problem(tmp_path, "schedule.name=wsd", "schedule.decay_steps=181") == (
-        "--set schedule.decay_steps=181: schedule.decay_steps: is 181: with schedule.warmup_steps 20 that is "
-        "more than train.steps 200\n  hint: null decays over a fifth of the run"
+        "--set schedule.decay_steps=181: schedule.decay_steps: is 181: with schedule.warmup_steps 20 "
+        "that exceeds train.steps 200\n  hint: null uses a fifth of the run"
     )
 
 
@@ -70,8 +70,8 @@ def test_decay_longer_than_the_run(tmp_path: Path) -> None:
 def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
     assert problem(tmp_path, f"launch.env.{name}=abc") == (
         f"--set launch.env.{name}=***: launch.env.{name}: looks like a secret, "
-        "and a config is written into the run folder\n"
-        f"  hint: export {name} in the shell instead: the job inherits it"
+        "but the config is written to the run folder\n"
+        f"  hint: export {name} in the shell instead; the job inherits it"
     )
 
 

@@ -55,13 +55,13 @@ def test_one_file_extended_twice_is_no_circle(tmp_path: Path) -> None:
 def test_circle(tmp_path: Path) -> None:
     files = {"run.yaml": "seed: 1\nextends: a.yaml\n", "a.yaml": "extends: run.yaml\n"}
     assert message(tmp_path, files) == (
-        "a.yaml:1: extends: run.yaml extends a.yaml extends run.yaml: a circle"
+        "a.yaml:1: extends: run.yaml extends a.yaml extends run.yaml: this is circular"
     )
 
 
 def test_itself(tmp_path: Path) -> None:
     assert message(tmp_path, {"run.yaml": "extends: ./run.yaml\n"}) == (
-        "run.yaml:1: extends: run.yaml extends run.yaml: a circle"
+        "run.yaml:1: extends: run.yaml extends run.yaml: this is circular"
     )
 
 
@@ -73,10 +73,10 @@ def test_shipped_configs_are_found_from_anywhere(tmp_path: Path) -> None:
 def test_missing(tmp_path: Path) -> None:
     assert message(tmp_path, {"run.yaml": "name: x\nextends:\n  - model/tiny.yaml\n  - zzz.yaml\n"}) == (
         "2 problems\n\n"
-        "run.yaml:2: extends: model/tiny.yaml is neither next to this file nor among the configs that ship "
-        "with trainkit\n  hint: did you mean models/tiny.yaml?\n"
-        "run.yaml:2: extends: zzz.yaml is neither next to this file nor among the configs that ship "
-        "with trainkit"
+        "run.yaml:2: extends: model/tiny.yaml is neither a file relative to this one nor "
+        "a shipped config\n  hint: did you mean models/tiny.yaml?\n"
+        "run.yaml:2: extends: zzz.yaml is neither a file relative to this one nor "
+        "a shipped config"
     )
 
 
@@ -117,7 +117,7 @@ def test_shipped_profile(tmp_path: Path) -> None:
 def test_no_such_profile(tmp_path: Path) -> None:
     assert message(tmp_path, {"run.yaml": "seed: 1\n", "profiles/big.yaml": "seed: 1\n"}, profile="smok") == (
         "--profile smok: there is no profile 'smok'\n  hint: did you mean smoke? "
-        "profiles here: aggressive, balanced, big, conservative, smoke"
+        "profiles: aggressive, balanced, big, conservative, smoke"
     )
 
 

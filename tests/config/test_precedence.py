@@ -127,7 +127,7 @@ def test_two_flags_that_disagree(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(None, cwd=tmp_path, environ={}, overrides=["resources.nodes=3"], flags=flags)
     assert error.value.message == (
-        "--nodes 2: resources.nodes: was also given as --set resources.nodes=3\n  hint: leave one of them out"
+        "--nodes 2: resources.nodes: conflicts with --set resources.nodes=3\n  hint: use only one of them"
     )
     assert load_config(None, cwd=tmp_path, environ={}, overrides=["resources.nodes=2"], flags=flags)
 

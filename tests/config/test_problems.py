@@ -23,7 +23,7 @@ def problems(tmp_path: Path, *overrides: str, text: str = "seed: 1\n", **environ
 def test_all_at_once(tmp_path: Path) -> None:
     text = "train:\n  stps: 3\n  log_every: 0\nschedule: {name: cosin}\nresources:\n  time: 90\n"
     assert problems(tmp_path, "model.dropout=1", "x", text=text, TRAINKIT_SEED="-1") == [
-        "--set x: must look like section.key=value\n  hint: for example --set train.steps=100",
+        "--set x: must have the form section.key=value\n  hint: for example --set train.steps=100",
         "run.yaml:2: train.stps: there is no such key\n  hint: did you mean train.steps?",
         "TRAINKIT_SEED: seed: must be a whole number of at least 0 and below 9.22337e+18, not -1",
         "--set model.dropout=1: model.dropout: must be a number of at least 0 and below 1, not 1",
@@ -93,7 +93,7 @@ def test_message(tmp_path: Path, override: str, message: str | None) -> None:
     found = problems(tmp_path, override)
     if message is None:
         message = (
-            "seed: {a: 1 is not a YAML value: while parsing a flow mapping, did not find expected ',' or '}'"
+            "seed: {a: 1 is not valid YAML: while parsing a flow mapping, did not find expected ',' or '}'"
         )
     assert found == [f"--set {override}: {message}"]
 
@@ -129,7 +129,7 @@ def test_closest_match(tmp_path: Path, override: str, hint: str | None) -> None:
 def test_dotted_key_in_a_file(tmp_path: Path) -> None:
     assert problems(tmp_path, text="train.steps: 3\n") == [
         "run.yaml:1: train.steps: there is no such key\n"
-        '  hint: write "train:" and "steps:" indented in the next line'
+        '  hint: write "train:" and, indented on the next line, "steps:"'
     ]
 
 
@@ -150,7 +150,7 @@ def test_a_newer_version_is_the_only_problem(tmp_path: Path) -> None:
     text = "new_key: 1\nconfig_version: 2\ntrain: {steps: [1, 2]}\n"
     assert problems(tmp_path, "seed=x", text=text) == [
         "run.yaml:2: config_version: the file is written for a newer trainkit: it has version 2, "
-        "this trainkit knows 1\n  hint: update trainkit"
+        "but this trainkit supports version 1\n  hint: update trainkit"
     ]
 
 

@@ -58,16 +58,16 @@ def test_value(text: str, value: object) -> None:
     [
         (
             "[1, 2",
-            "[1, 2 is not a YAML value: while parsing a flow sequence, did not find expected ',' or ']'",
+            "[1, 2 is not valid YAML: while parsing a flow sequence, did not find expected ',' or ']'",
         ),
         (
             "!!python/name:os.system x",
-            "the tag tag:yaml.org,2002:python/name:os.system is not supported here",
+            "the tag tag:yaml.org,2002:python/name:os.system is not supported",
         ),
-        ("!!int two", "the tag tag:yaml.org,2002:int is not supported here"),
-        ("{a: 1, a: 2}", "the key stands here twice, first in line 1"),
+        ("!!int two", "the tag tag:yaml.org,2002:int is not supported"),
+        ("{a: 1, a: 2}", "duplicate key, first on line 1"),
         ("{1: a}", "a key must be text"),
-        ("&a [*a]", "the value contains itself"),
+        ("&a [*a]", "the value contains an alias of itself"),
     ],
 )
 def test_not_a_value(text: str, message: str) -> None:

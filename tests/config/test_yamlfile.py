@@ -53,11 +53,11 @@ def test_byte_order_mark_and_crlf(tmp_path: Path) -> None:
     [
         (b"", "a.yaml: the file is empty\n  hint: a config needs at least one key"),
         (b"# only words\n", "a.yaml: the file is empty\n  hint: a config needs at least one key"),
-        (b"- 1\n", 'a.yaml: the file has no keys\n  hint: write lines like "seed: 1"'),
-        (b"hello\n", 'a.yaml: the file has no keys\n  hint: write lines like "seed: 1"'),
+        (b"- 1\n", 'a.yaml: the file is not a mapping\n  hint: write lines like "seed: 1"'),
+        (b"hello\n", 'a.yaml: the file is not a mapping\n  hint: write lines like "seed: 1"'),
         (
             b"seed: \xff\n",
-            "a.yaml: this is not UTF-8 text: byte 0xff at offset 6\n  hint: a config is a YAML text file",
+            "a.yaml: this is not UTF-8 text: byte 0xff at offset 6\n  hint: a config is a text file in YAML",
         ),
         (b"a: 1\nb: [1\n", None),
         (b"a: 1\n---\nb: 2\n", None),
@@ -65,16 +65,16 @@ def test_byte_order_mark_and_crlf(tmp_path: Path) -> None:
         (b"a: @x\n", None),
         (
             b"train:\n\tsteps: 1\n",
-            "a.yaml:2: this is not YAML: while scanning for the next token, found character that cannot "
-            "start any token\n  hint: YAML is indented with spaces, and this line with a tab",
+            "a.yaml:2: invalid YAML: while scanning for the next token, found character that cannot "
+            "start any token\n  hint: indent with spaces: YAML does not allow tabs",
         ),
-        (b"seed: 1\nname: a\nseed: 2\n", "a.yaml:3: seed: the key stands here twice, first in line 1"),
+        (b"seed: 1\nname: a\nseed: 2\n", "a.yaml:3: seed: duplicate key, first on line 1"),
         (
             b"train:\n  steps: 1\n  steps: 2\n",
-            "a.yaml:3: train.steps: the key stands here twice, first in line 2",
+            "a.yaml:3: train.steps: duplicate key, first on line 2",
         ),
         (b"1: a\n", "a.yaml:1: a key must be text\n  hint: put it in quotes"),
-        (b"seed: !secret 1\n", "a.yaml:1: seed: the tag !secret is not supported here"),
+        (b"seed: !secret 1\n", "a.yaml:1: seed: the tag !secret is not supported"),
     ],
 )
 def test_not_a_config(tmp_path: Path, content: bytes, message: str | None) -> None:
@@ -83,7 +83,7 @@ def test_not_a_config(tmp_path: Path, content: bytes, message: str | None) -> No
     found = problem(file)
     if message is None:
         assert found.startswith("a.yaml")
-        assert ": this is not YAML: " in found
+        assert ": invalid YAML: " in found
         assert "\n" not in found
     else:
         assert found == message
@@ -102,14 +102,14 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_folder(tmp_path: Path) -> None:
-    assert problem(tmp_path).endswith("this is a folder, not a file\n  hint: give a YAML file")
+    assert problem(tmp_path).endswith("this is a folder, not a file\n  hint: pass a YAML file")
     (tmp_path / "a.yaml").touch()
     assert problem(tmp_path).endswith("this is a folder, not a file\n  hint: it contains a.yaml")
 
 
 @pytest.mark.parametrize("text", ["a # b", "#x", "[1, 2] # c"])
 def test_what_yaml_would_drop_on_a_command_line_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="would be a comment in YAML and get lost"):
+    with pytest.raises(ValueError, match="is a comment in YAML"):
         parse_value(text)
 
 

@@ -69,7 +69,7 @@ def test_a_run_starts_when_the_other_has_finished(login: Login) -> None:
     again = login.submit("--after", "first", "--after", job_id, "--name", "third", "--", "true")
     assert "dependency" not in again.script_file.read_text()
     reasons = read_json(again.plan_file)["reasons"]
-    assert reasons["after"] == f"at once: first, {job_id} finished already"
+    assert reasons["after"] == f"starts immediately: first, {job_id} have already finished"
     login.finish(again)
     # What it waited for is over: a requeue of it does not wait again.
     for backend in BACKENDS:
@@ -113,7 +113,7 @@ def test_a_run_starts_when_a_whole_group_has_finished(login: Login) -> None:
         login.finish(waiter)
     assert login.trainkit("cancel", "first").returncode == 0
     done = login.trainkit("submit", str(login.config), "--after", "first", "--dry-run", "--", "true")
-    assert "at once: first finished already" in done.stderr
+    assert "starts immediately: first has already finished" in done.stderr
 
 
 def test_a_group_of_which_a_run_failed_is_refused(login: Login) -> None:

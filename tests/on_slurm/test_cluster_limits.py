@@ -151,7 +151,7 @@ def test_a_node_is_taken_as_it_is(knowing: Login) -> None:
 
 def test_the_time_that_the_partition_gives(knowing: Login) -> None:
     done = knowing.trainkit("submit", QUICKSTART, "--set", "resources.time=null", "--dry-run")
-    assert "00:10:00: resources.time is null, and partition low gives that as its default" in done.stderr
+    assert "00:10:00: resources.time is null, and this is the default of partition low" in done.stderr
     assert "#SBATCH --time" not in done.stdout
     assert "#SBATCH --signal=USR2@120\n" in done.stdout
 
@@ -178,7 +178,7 @@ def test_when_it_would_start(knowing: Login) -> None:
 def test_what_slurm_would_not_take(login: Login) -> None:
     done = login.trainkit("check", QUICKSTART, "--set", "resources.reservation=nope")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: Slurm would not take the job: ")
+    assert done.stderr.startswith("error: Slurm would reject the job: ")
     assert "reservation" in done.stderr
     assert (
         login.trainkit("check", QUICKSTART, "--set", "resources.reservation=nope", "--no-estimate").returncode
@@ -200,12 +200,12 @@ def test_slurm_that_is_away(login: Login) -> None:
     done = login.trainkit("check", QUICKSTART, "--set", "device=cpu")
     assert done.returncode == 0, done.stderr
     assert "cluster: unknown: Slurm did not answer" in done.stdout
-    assert "when it would start is not known: Slurm did not answer" in done.stderr
+    assert "the start time is unknown: Slurm did not answer" in done.stderr
     for args in (["--estimate", "--set", "device=cpu"], []):
         done = login.trainkit("check", QUICKSTART, *args)
         assert done.returncode == 3, done.stdout
     assert done.stderr.startswith(
-        "error: device is auto, but what the nodes of this cluster have is not known"
+        "error: device is auto, but the hardware of this cluster's nodes is unknown"
     )
     assert login.trainkit("init").returncode == 3
     assert list(login.folder.glob("**/first-run.yaml")) == []

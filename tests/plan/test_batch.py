@@ -43,7 +43,7 @@ def test_null_is_no_accumulation() -> None:
 
 def test_reason() -> None:
     assert batch_reason(make_batch(8, 32, 2, 256), requested(8, 32), 2) == (
-        "32 samples a step = 8 at once x 2 data-parallel x 2 accumulation"
+        "32 samples per step = 8 per process x 2 data-parallel x 2 accumulation"
     )
 
 
@@ -54,23 +54,23 @@ def test_reason() -> None:
             8,
             32,
             3,
-            "is 32, which is not a multiple of the 24 samples that 3 data-parallel processes x "
-            "train.device_batch_size 8 read at once\n  hint: train.global_batch_size = 24 or 48 works",
+            "is 32, which is not a multiple of 24 (3 data-parallel processes x "
+            "train.device_batch_size 8)\n  hint: train.global_batch_size = 24 or 48 works",
         ),
         (
             6,
             32,
             1,
-            "is 32, which is not a multiple of the 6 samples that 1 data-parallel process x "
-            "train.device_batch_size 6 read at once\n"
+            "is 32, which is not a multiple of 6 (1 data-parallel process x "
+            "train.device_batch_size 6)\n"
             "  hint: train.global_batch_size = 30 or 36 works, or train.device_batch_size = 4 or 8",
         ),
         (
             8,
             4,
             2,
-            "is 4, which is not a multiple of the 16 samples that 2 data-parallel processes x "
-            "train.device_batch_size 8 read at once\n"
+            "is 4, which is not a multiple of 16 (2 data-parallel processes x "
+            "train.device_batch_size 8)\n"
             "  hint: train.global_batch_size = 16 works, or train.device_batch_size = 2",
         ),
     ],
@@ -152,8 +152,9 @@ def test_what_differs_from_the_config_is_said() -> None:
     loaded = quickstart()
     reason = batch_reason(derived(loaded, Layout(dp_shard=64)), BatchRequest.of(loaded), 64)
     assert reason == (
-        "64 samples a step = 1 at once x 64 data-parallel x 1 accumulation; train.global_batch_size is 64 "
-        "instead of 32, train.device_batch_size is 1 instead of 4 to fit this layout"
+        "64 samples per step = 1 per process x 64 data-parallel x 1 accumulation; "
+        "train.global_batch_size is 64 instead of 32, "
+        "train.device_batch_size is 1 instead of 4 to fit this layout"
     )
     pipeline = Layout(dp_shard=16, pp=2)
     reason = batch_reason(derived(loaded, pipeline), BatchRequest.of(loaded), 16)
@@ -173,8 +174,8 @@ def test_what_differs_from_the_config_is_said() -> None:
         ),
         (
             ("train.global_batch_size=32", "train.device_batch_size=4"),
-            "is 32, which is not a multiple of the 48 samples that 12 data-parallel processes x "
-            "train.device_batch_size 4 read at once\n  hint: train.global_batch_size = 48 works",
+            "is 32, which is not a multiple of 48 (12 data-parallel processes x "
+            "train.device_batch_size 4)\n  hint: train.global_batch_size = 48 works",
         ),
     ],
 )

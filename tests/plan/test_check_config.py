@@ -40,7 +40,7 @@ def test_float8_where_the_plan_finds_no_gpu(tmp_path: Path) -> None:
         check_config(loaded, CPU)
     [problem] = error.value.problems
     assert problem.render().startswith(
-        "--set precision.float8=true: precision.float8: is true, and it would run on CPUs: "
+        "--set precision.float8=true: precision.float8: is true, but the run would use CPUs: "
         "cpu: there is no NVIDIA driver"
     )
 

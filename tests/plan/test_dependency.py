@@ -46,7 +46,7 @@ def test_what_cannot_finish_is_refused(state: str) -> None:
     with pytest.raises(UsageError) as caught:
         dependency_ids("first", [Dependency("runs/my first", state, "12", "exit code 3")])
     assert caught.value.message == f"--after first: runs/my first is {state} (exit code 3)"
-    assert caught.value.hint.startswith("`trainkit resume 'runs/my first'` resumes it")
+    assert caught.value.hint == "resume it first: `trainkit resume 'runs/my first'`"
 
 
 def test_what_nobody_knows_is_refused() -> None:
@@ -85,14 +85,17 @@ def test_the_plan_says_what_it_waits_for() -> None:
     after = with_dependency(before, ["a", "b"], ["12", "13", "12"])
     assert after.slurm is not None
     assert after.slurm.sbatch == {"job-name": "x", "dependency": "afterok:12:13"}
-    assert after.reasons == {"after": "afterok:12:13: starts when a, b have finished well"}
+    assert after.reasons == {"after": "afterok:12:13: starts once a, b have finished successfully"}
     assert before.slurm == SlurmRequest({"job-name": "x"})
     at_once = with_dependency(before, ["a"], [])
-    assert (at_once.slurm, at_once.reasons) == (before.slurm, {"after": "at once: a finished already"})
+    assert (at_once.slurm, at_once.reasons) == (
+        before.slurm,
+        {"after": "starts immediately: a has already finished"},
+    )
     assert with_dependency(before, [], []) is before
 
 
 def test_a_local_run_waits_for_nobody() -> None:
-    with pytest.raises(UsageError, match="this run would start here at once"):
+    with pytest.raises(UsageError, match="this run starts on this machine"):
         with_dependency(plan(None), ["a"], ["12"])
     assert dataclasses.replace(plan(None)) == with_dependency(plan(None), [], [])

@@ -74,12 +74,12 @@ def test_hardware(
 @pytest.mark.parametrize(
     ("overrides", "target", "typed", "message"),
     [
-        ((), LOCAL, (None, 8), "which GPU to plan for is not known: resources.gpu_type is null"),
-        ((), LOCAL, ("zx81", 8), "--gpu-type zx81: the memory of such a GPU is not known"),
-        ((), LOCAL, ("h100", 12), "--gpus 12 are not whole nodes of 8"),
+        ((), LOCAL, (None, 8), "no GPU type to plan for: resources.gpu_type is null"),
+        ((), LOCAL, ("zx81", 8), "--gpu-type zx81: unknown GPU type"),
+        ((), LOCAL, ("h100", 12), "--gpus 12 is not a multiple of 8 GPUs per node"),
         (
             ("resources.partition=nameless",), CLUSTER, (None, None),
-            "the memory of the GPUs is not known: a GPU without a type",
+            "unknown GPU type: a GPU without a type",
         ),
     ],
 )  # fmt: skip

@@ -36,5 +36,5 @@ def test_round_trip(command: tuple[str, ...] | None) -> None:
 
 
 def test_newer_plan() -> None:
-    with pytest.raises(UsageError, match=r"plan\.json has version 2; this trainkit knows 1"):
+    with pytest.raises(UsageError, match=r"plan\.json has version 2; this trainkit supports version 1"):
         LaunchPlan.from_dict({**make(None).to_dict(), "version": 2})

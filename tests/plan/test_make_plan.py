@@ -42,9 +42,8 @@ def test_whole_plan() -> None:
         reasons={
             "device": "cpu: there is no NVIDIA driver on this machine",
             "workers_per_node": "1: a CPU node has one worker unless resources.gpus_per_node is set",
-            "layout": "one copy of the model, sharded over 2 processes "
-            "(parallel.dp_shard: -1 takes what is left)",
-            "batch": "32 samples a step = 8 at once x 2 data-parallel x 2 accumulation",
+            "layout": "one replica, sharded over 2 processes (derived from parallel.dp_shard: -1)",
+            "batch": "32 samples per step = 8 per process x 2 data-parallel x 2 accumulation",
             "lr": "optimizer.lr 0.0003 x 2 = 0.0006: linear in data-parallel size 2 over 1",
             "threads_per_worker": "2: 4 CPU cores for 2 workers",
         },
@@ -125,8 +124,8 @@ def test_all_problems_at_once() -> None:
     assert [text.partition("\n")[0] for text in found] == [
         "--set device=cuda: device: is cuda, but there is no NVIDIA driver on this machine",
         "--set parallel.dp_replicate=2: parallel.dp_replicate: is 2, which does not divide 3 processes",
-        "--set train.global_batch_size=32: train.global_batch_size: is 32, which is not a multiple of the 24 "
-        "samples that 3 data-parallel processes x train.device_batch_size 8 read at once",
+        "--set train.global_batch_size=32: train.global_batch_size: is 32, which is not a multiple of 24 "
+        "(3 data-parallel processes x train.device_batch_size 8)",
     ]
 
 
@@ -134,7 +133,7 @@ def test_a_typing_error_does_not_start_a_thousand_processes() -> None:
     with pytest.raises(ConfigError) as caught:
         plan(CPU, "resources.nodes=1000", "train.global_batch_size=null")
     assert [problem.message for problem in caught.value.problems] == [
-        "makes 1000 workers on this machine's 4 CPU cores"
+        "starts 1000 workers on the 4 CPU cores of this machine"
     ]
 
 

@@ -70,7 +70,7 @@ def test_vocabulary_is_padded(tokens: int, vocab_size: int) -> None:
         (
             {"num_heads": 3, "num_kv_heads": 3},
             ["model.num_heads: is 3, which does not divide model.dim 128\n"
-             "  hint: the width is split evenly between the heads"],
+             "  hint: all heads have the same size"],
         ),
         (
             {"num_kv_heads": 3},
@@ -79,13 +79,13 @@ def test_vocabulary_is_padded(tokens: int, vocab_size: int) -> None:
         ),
         (
             {"dim": 132, "num_heads": 4},
-            ["model.num_heads: is 4, which makes heads of odd width 33\n"
-             "  hint: rotary position embedding turns pairs of values: dim / num_heads must be even"],
+            ["model.num_heads: is 4, which results in the odd head size 33\n"
+             "  hint: the rotary position embedding requires an even dim / num_heads"],
         ),
         (
             {"vocab_size": 256},
             ["model.vocab_size: is 256, but the tokenizer has 257 tokens\n"
-             "  hint: leave it at null to take the tokenizer's size"],
+             "  hint: null uses the tokenizer's size"],
         ),
         ({"dim": 100, "num_heads": 3, "num_kv_heads": 2, "vocab_size": 1}, ["vocab", "num_heads", "num_kv"]),
     ],

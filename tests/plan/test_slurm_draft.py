@@ -54,8 +54,8 @@ def test_everything_from_the_default_partition() -> None:
     } == {
         "cluster": "west: somebody said so",
         "device": "cuda: the nodes of partition gpu have 8 GPUs",
-        "workers_per_node": "8: the GPUs of a node of partition gpu; others have 4",
-        "threads_per_worker": "8: 64 CPU cores for 8 GPUs in a node",
+        "workers_per_node": "8: GPUs per node in partition gpu; other nodes have 4",
+        "threads_per_worker": "8: 64 CPU cores for 8 GPUs per node",
     }
 
 
@@ -93,17 +93,19 @@ def test_gpus_are_asked_for_as_the_cluster_wants_it() -> None:
 def test_the_default_time_of_the_partition() -> None:
     made = plan("resources.time=null", "requeue.grace_s=200")
     assert (
-        made.reasons["time"]
-        == "00:10:00: resources.time is null, and partition gpu gives that as its default"
+        made.reasons["time"] == "00:10:00: resources.time is null, and this is the default of partition gpu"
     )
     assert (
-        made.reasons["notice"] == "150 s before the end: requeue.grace_s is 200, and the job has 600 s in all"
+        made.reasons["notice"] == "150 s before the end: requeue.grace_s is 200, but the job has only 600 s"
     )
     assert made.grace_s == 150
     assert made.slurm is not None
     assert "time" not in made.slurm.sbatch
     longest = plan("resources.time=null", "resources.partition=cpu")
-    assert longest.reasons["time"] == "01:00:00: resources.time is null, and partition cpu gives that at most"
+    assert (
+        longest.reasons["time"]
+        == "01:00:00: resources.time is null, and this is the maximum of partition cpu"
+    )
 
 
 def test_no_limit_at_all_needs_no_earlier_notice() -> None:
@@ -148,7 +150,7 @@ def test_processes_that_no_node_has_a_core_for() -> None:
 def test_a_cluster_of_which_nothing_is_known() -> None:
     unknown = Cluster("unknown", reason="unknown: nobody said anything")
     assert problems(cluster=unknown) == [
-        "device: is auto, but what the nodes of this cluster have is not known\n"
+        "device: is auto, but the hardware of this cluster's nodes is unknown\n"
         "  hint: set device: cuda or device: cpu"
     ]
     made = plan("device=cuda", "resources.gpus_per_node=4", "resources.nodes=999", cluster=unknown)
@@ -158,7 +160,7 @@ def test_a_cluster_of_which_nothing_is_known() -> None:
 @pytest.mark.parametrize("overrides", [(), ("device=cuda",)])
 def test_slurm_that_does_not_answer_is_not_the_fault_of_the_config(overrides: tuple[str, ...]) -> None:
     away = Cluster("unknown", error="Slurm did not answer (connect failure)")
-    with pytest.raises(SlurmError, match=r"is auto, .* is not known: Slurm did not answer") as error:
+    with pytest.raises(SlurmError, match=r"is auto, .* is unknown: Slurm did not answer") as error:
         plan(*overrides, cluster=away)
     assert error.value.exit_code == 3
     assert error.value.hint.startswith("try again, or set ")
@@ -215,14 +217,15 @@ def test_spare_nodes_count_against_the_limits(overrides: tuple[str, ...], proble
 
 def test_what_says_how_many_nodes_says_spare_nodes_by_their_own_key() -> None:
     assert problems("resources.extra={no-kill: true}") == [
-        "--set resources.extra={no-kill: true}: resources.extra.no-kill: is said by a key of its own\n"
+        "--set resources.extra={no-kill: true}: resources.extra.no-kill: has its own key\n"
         "  hint: use resources.spare_nodes"
     ]
     assert "launch.srun_extra.nodelist: is set by trainkit" in problems("launch.srun_extra={nodelist: h1}")[0]
     assert "launch.srun_extra.export: is set by trainkit" in problems("launch.srun_extra={export: NONE}")[0]
     assert problems("resources.extra={clusters: east}") == [
-        "--set resources.extra={clusters: east}: resources.extra.clusters: would be heard by sbatch alone,"
-        " and the job not be found again\n  hint: export SLURM_CLUSTERS, which every command of Slurm reads"
+        "--set resources.extra={clusters: east}: resources.extra.clusters: affects only sbatch,"
+        " so other commands would not find the job\n"
+        "  hint: export SLURM_CLUSTERS, which every Slurm command reads"
     ]
 
 

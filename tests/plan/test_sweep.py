@@ -46,13 +46,13 @@ def test_values_are_those_of_a_yaml_list(text: str, values: tuple[Any, ...]) -> 
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("seed", "must look like section.key=VALUE,VALUE", "optimizer.lr=1e-4,3e-4"),
-        ("=1", "must look like", ""),
+        ("seed", "must have the form section.key=VALUE,VALUE", "optimizer.lr=1e-4,3e-4"),
+        ("=1", "must have the form", ""),
         ("seed=", "there are no values", "--sweep seed=1,2,3"),
-        ("seed=1,,2", "'1,,2' is no list of YAML values", '"a,b"'),
-        ("seed=1],[2", "is no list of YAML values", ""),
-        ("seed=1 # 2", "is no list of YAML values", ""),
-        ("seed=1,2,1", "1 stands there twice", "a run of its own"),
+        ("seed=1,,2", "'1,,2' is not a list of YAML values", '"a,b"'),
+        ("seed=1],[2", "is not a list of YAML values", ""),
+        ("seed=1 # 2", "is not a list of YAML values", ""),
+        ("seed=1,2,1", "1 appears twice", "give each value once"),
         ("optimizer.lrr=1", "there is no key optimizer.lrr", "did you mean optimizer.lr?"),
         ("name=a,b", "name cannot be swept: every point has the name of its group", ""),
     ],
@@ -80,7 +80,7 @@ def test_every_combination_the_last_key_fastest() -> None:
 
 
 def test_a_key_has_one_axis() -> None:
-    with pytest.raises(UsageError, match="--sweep seed stands there twice"):
+    with pytest.raises(UsageError, match="--sweep seed appears twice"):
         parse_axes(["seed=1", "seed=2"])
 
 

@@ -263,7 +263,7 @@ class TestSetup:
         assert (done.returncode, done.stdout) == (2, "")
         last = done.stderr.splitlines()[-1]
         assert last == (
-            f"trainkit: launch.setup ended with exit code {code} at: {shown} (|| true lets it pass)"
+            f"trainkit: launch.setup failed with exit code {code} at: {shown} (|| true ignores it)"
         )
 
     def test_one_that_may_fail(self, tmp_path: Path) -> None:
@@ -292,4 +292,4 @@ class TestSetup:
             timeout=30,
         )
         assert done.stdout == "alive\n"
-        assert "trainkit: launch.setup ended with exit code 1 at: false" in done.stderr
+        assert "trainkit: launch.setup failed with exit code 1 at: false" in done.stderr

@@ -39,7 +39,7 @@ def test_what_several_points_have_in_common_is_said_once(tmp_path: Path) -> None
     }
     (found,) = problems(tmp_path, points)
     assert found.startswith("point 1 (seed=1, train.device_batch_size=3) and 2 more: small.yaml:4: train.")
-    assert "which is not a multiple of the 3 samples" in found
+    assert "which is not a multiple of 3 (" in found
 
 
 def test_what_all_points_have_is_the_configs_own(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from trainkit.errors import UsageError
 from trainkit.rundir import RunDir, read_json, write_json
 
 PROFILED_STEPS = 3
-"""The last steps are profiled; the profiler slows them, so they are not measured."""
+"""The last steps are profiled. They are not measured, because the profiler slows them."""
 COUNTED_PROFILED_STEPS = PROFILED_STEPS - 1
-"""In the first profiled step the ranks wait for each other to start their profilers."""
+"""The first profiled step does not count: its ranks wait for each other to start their profilers."""
 PROFILED_RANKS = 4
-"""Profiles of all ranks of a large job would take long to write and read."""
+"""Maximum number of profiled ranks: profiles of all ranks of a large job take long to write and read."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class BenchLength:
 
     @property
     def text(self) -> str:
-        """Its steps in words."""
+        """The number of steps of each kind, for messages."""
         return (
             f"{self.steps} per layout: {self.warmup} warm-up, {len(self.measured)} measured, "
             f"{PROFILED_STEPS} profiled"
@@ -57,13 +57,13 @@ class BenchLength:
 
 
 def profiled_ranks(world_size: int) -> tuple[int, ...]:
-    """All ranks of a small job; of a larger one the first, the last, and some in between."""
+    """Return all ranks of a small job; of a larger one the first, the last and some in between."""
     count = min(world_size, PROFILED_RANKS)
     return tuple(index * (world_size - 1) // max(1, count - 1) for index in range(count))
 
 
 def bench_changes(config: RunConfig, length: BenchLength, world_size: int, keep_name: bool) -> list[Change]:
-    """The changes to the config of all runs of a bench; model, data and optimizer stay the same."""
+    """Return the changes to the config for all runs of a bench; model, data and optimizer are unchanged."""
     possible = [
         *([] if keep_name else _named(config)),
         *short_training(config, length.steps, "bench"),
@@ -78,7 +78,7 @@ def _named(config: RunConfig) -> Iterator[Change]:
 
 
 def _bare(config: RunConfig) -> Iterator[Change]:
-    """Runs of a bench save nothing and are not restarted."""
+    """Yield the changes so that runs save nothing, log less and are not restarted."""
     checkpoint, requeue, logging = config.checkpoint, config.requeue, config.logging
     reason = "a bench saves nothing"
     yield Change("checkpoint.every_steps", None, checkpoint.every_steps, reason)
@@ -143,7 +143,7 @@ class Bench:
 
 
 def bench_runs(layouts: Sequence[BenchLayout], folders: Sequence[str]) -> tuple[BenchRun, ...]:
-    """The runs of these layouts in these folders."""
+    """Return the runs of layouts, each in its folder."""
     return tuple(
         BenchRun(
             layout=item.name,
@@ -175,9 +175,9 @@ def write_bench(bench: Bench, config: str, selection: Selection, changes: Sequen
 
 
 def read_bench(folder: Path) -> Bench:
-    """The bench in a folder.
+    """Read the bench in a folder.
 
-    Raises UsageError when there is none, it is unreadable, or a newer trainkit wrote it.
+    Raises UsageError if there is none, it is unreadable, or a newer trainkit wrote it.
     """
     file = folder / BENCH_FILE
     try:

@@ -19,7 +19,7 @@ from trainkit.plan.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class LayoutConstraints:
-    """What all layouts of a bench have in common and have to fit."""
+    """The values that all layouts of a bench share and must be compatible with."""
 
     world_size: int
     node_size: int
@@ -27,31 +27,31 @@ class LayoutConstraints:
     shape: ModelShape
     seq_len: int
     device_batch_size: int
-    """That of the config."""
+    """The device batch size of the config."""
     global_batch_size: int
-    """Samples of a step, the same on every layout."""
+    """Samples per step, the same on every layout."""
 
 
 @dataclass(frozen=True)
 class FittedBatch:
-    """The batch of one process on a layout."""
+    """The batch per process on a layout."""
 
     device_batch_size: int
     microbatches: int
     notes: tuple[str, ...]
-    """What differs from the config, and why; one sentence each."""
+    """The differences from the config with their reasons, one sentence each."""
 
 
 def fit_batch(
     layout: Layout, parallel: ParallelConfig, constraints: LayoutConstraints, microbatches: int | None
 ) -> FittedBatch:
-    """A batch per process that divides the samples of a step evenly and that the layout allows.
+    """Return the batch per process that divides the global batch and that the layout allows.
 
-    `microbatches` fixes their number. Raises ConfigError when there is no such batch.
+    `microbatches` fixes their number. Raises ConfigError if there is no such batch.
     """
     if constraints.global_batch_size % layout.dp:
         total = constraints.global_batch_size
-        message = f"is {total}, which does not divide among {layout.dp} data-parallel processes"
+        message = f"is {total}, which is not a multiple of {layout.dp} data-parallel processes"
         raise ConfigError([Problem("train.global_batch_size", message, hint=_sizes(constraints, layout))])
     share = constraints.global_batch_size // layout.dp
     problems: list[Problem] = []
@@ -69,17 +69,17 @@ def fit_batch(
 
 def _sizes(constraints: LayoutConstraints, layout: Layout) -> str:
     below = constraints.global_batch_size // layout.dp * layout.dp
-    return f"{' or '.join(str(size) for size in (below, below + layout.dp) if size)} would fit"
+    return f"{' or '.join(str(size) for size in (below, below + layout.dp) if size)} works"
 
 
 def _nearest(share: int, wanted: int) -> list[int]:
-    """The divisors of a share: up to `wanted`, which need no more memory, then larger; nearest first."""
+    """Return the divisors of `share`, nearest to `wanted` first; smaller ones first, to save memory."""
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     return sorted(sizes, key=lambda size: (size > wanted, abs(size - wanted)))
 
 
 def _microbatches(layout: Layout, size: int, wanted: int, fixed: int | None) -> Iterator[int]:
-    """The possible numbers of microbatches: the fixed one, else the nearest to the config's first."""
+    """Yield the possible numbers of microbatches: the fixed one, else those nearest to `wanted` first."""
     if fixed is not None or layout.pp == 1:
         yield wanted if fixed is None else fixed
         return
@@ -105,7 +105,7 @@ def _notes(
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 MAX_LAYOUTS = 16
-"""How many layouts run without being requested, so that a bench ends soon."""
+"""Maximum number of layouts to run without --layout, to limit the duration of a bench."""
 
 
 Planned = TypeVar("Planned")
@@ -119,26 +119,26 @@ class BenchLayout:
     """Its degrees above 1 and other requested keys, as ``--layout`` takes them."""
     layout: Layout
     values: Mapping[str, Any]
-    """By dotted key."""
+    """Config values by dotted key."""
     notes: tuple[str, ...] = ()
-    """What was adapted to it, one sentence each."""
+    """The values adapted to the layout, one sentence each."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The layouts of a bench, and those that it does not run."""
+    """The layouts of a bench, and those that it does not run with the reason."""
 
     layouts: tuple[BenchLayout, ...]
     impossible: Mapping[str, str]
-    """Name of an impossible layout -> why."""
+    """Name of an impossible layout -> reason."""
     left_out: tuple[str, ...]
     """Names of possible layouts beyond the maximum."""
 
 
 def parse_layout(text: str) -> dict[str, Any]:
-    """The keys of the section `parallel` and their values in ``--layout tp=2,dp_shard=2``.
+    """Parse the keys and values of ``--layout tp=2,dp_shard=2``, keys of the section `parallel`.
 
-    Raises UsageError.
+    Raises UsageError if the text is invalid.
     """
     origin, values = f"--layout {text}", {}
     for part in text.split(","):
@@ -165,17 +165,17 @@ def parse_layout(text: str) -> dict[str, Any]:
 
 
 def fill_degrees(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A typed layout with the defaults of the degrees that it leaves out."""
+    """Return a typed layout with the defaults of the degrees that it omits."""
     missing = dict.fromkeys(DEGREES, 1)
     if values.get("dp_replicate") != -1:
-        missing["dp_shard"] = -1  # takes what is left
+        missing["dp_shard"] = -1  # derived
     return {**missing, **values}
 
 
 def requested_layout(text: str, parallel: ParallelConfig, constraints: LayoutConstraints) -> BenchLayout:
-    """The layout of a ``--layout`` whose values are in `parallel`.
+    """Return the layout of a ``--layout`` whose values are in `parallel`.
 
-    Raises ConfigError when it is impossible.
+    Raises ConfigError if it is impossible.
     """
     typed = parse_layout(text)
     try:
@@ -191,7 +191,7 @@ def requested_layout(text: str, parallel: ParallelConfig, constraints: LayoutCon
 def all_layouts(
     parallel: ParallelConfig, constraints: LayoutConstraints
 ) -> tuple[list[BenchLayout], dict[str, str]]:
-    """The layouts that the model and the batch allow, simplest first, and why the others are impossible."""
+    """Return the possible layouts, simplest first, and the reasons why others are impossible."""
     found: list[BenchLayout] = []
     impossible: dict[str, str] = {}
     splits_sequence = parallel.cp > 1 or constraints.seq_len >= LONG_SEQUENCE
@@ -206,7 +206,7 @@ def all_layouts(
 
 
 def first_problem(error: ConfigError) -> str:
-    """Why a layout is impossible, in one line."""
+    """Return the reason why a layout is impossible, in one line."""
     return f"{error.problems[0].key} {error.problems[0].message}"
 
 
@@ -216,9 +216,9 @@ def select(
     plan: Callable[[BenchLayout], Planned],
     limit: int = MAX_LAYOUTS,
 ) -> tuple[Selection, list[Planned]]:
-    """The first layouts that can be planned, with the plan of each.
+    """Return the first layouts that can be planned, with the plan of each.
 
-    Raises the ConfigError of the first layout when none can.
+    Raises the ConfigError of the first layout if none can.
     """
     chosen: list[BenchLayout] = []
     plans: list[Planned] = []
@@ -241,7 +241,7 @@ def select(
 
 
 def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) -> Iterator[Layout]:
-    """All ways to split processes; tensor parallelism stays within a node."""
+    """Yield all layouts of `world_size` processes with tensor parallelism within a node."""
     factors = [number for number in range(1, world_size + 1) if world_size % number == 0]
     tps = [number for number in factors if number <= node_size]
     cps = factors if splits_sequence else [1]
@@ -251,7 +251,7 @@ def enumerate_layouts(world_size: int, node_size: int, splits_sequence: bool) ->
 
 
 def _complexity(layout: Layout) -> tuple[int, ...]:
-    """The number of kinds of parallelism, then common ones first."""
+    """Return a sort key: fewer kinds of parallelism first, then the more common ones."""
     degrees = (layout.dp_shard, layout.dp_replicate, layout.tp, layout.pp, layout.cp)
     return (sum(degree > 1 for degree in degrees), *(-degree for degree in degrees))
 
@@ -276,7 +276,7 @@ def _fitted(
 
 
 def layout_name(layout: Layout, others: Mapping[str, Any]) -> str:
-    """A layout as ``--layout`` takes it: degrees above 1, then other keys."""
+    """Return the name of a layout, in the form of ``--layout``: degrees above 1, then other keys."""
     degrees = {name: getattr(layout, name) for name in DEGREES if getattr(layout, name) > 1}
     words = [f"{key}={_yaml(value)}" for key, value in {**degrees, **others}.items()]
     return ",".join(words) or "dp_shard=1"

@@ -39,7 +39,7 @@ def trace_exposed_comm_s(trace: Mapping[str, Any], device: str, since_s: float =
 
 
 def keep_needed(value: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a trace that `trace_exposed_comm_s` needs; an ``object_hook`` that saves memory."""
+    """Keep the fields of a trace that `trace_exposed_comm_s` needs: an ``object_hook`` that saves memory."""
     if "ph" not in value:
         return value
     is_needed = value.get("cat") in ("kernel", "cpu_op") or str(value.get("name")).startswith(WORK_OF_GLOO)
@@ -78,7 +78,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Merge spans that overlap or touch; sorted."""
+    """Merge spans that overlap or touch; return them sorted."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -89,7 +89,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def subtract(spans: Iterable[Span], others: list[Span]) -> Iterator[Span]:
-    """The parts of spans that no other span covers; both as `union` returns them."""
+    """Yield the parts of spans that no other span covers; both arguments as `union` returns them."""
     index = 0
     for begin, end in spans:
         start = begin
@@ -111,7 +111,7 @@ MEDIANS = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "step_s", "data_wait_s
 
 
 def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row, str]:
-    """The row of a run, and why its exposed communication is unknown; empty when it is known."""
+    """Return the row of a run, and why its exposed communication is unknown (empty if it is known)."""
     records = read_metrics(bench.run_dir(item))
     exposed, missing = exposed_comm_s(bench, item, records)
     row: Row = {
@@ -130,7 +130,7 @@ def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row
 
 
 def measured(records: Sequence[Mapping[str, Any]], steps: range) -> Row:
-    """The medians over some steps of the metrics, and the peak memory at the last of them."""
+    """Return the medians of the metrics over `steps`, and the peak memory at the last of them."""
     counted = [record for record in records if record["step"] in steps]
     row: Row = {"steps": len(counted), "samples_per_s": _median(_samples_per_s(records, steps))}
     for name in MEDIANS:
@@ -141,7 +141,7 @@ def measured(records: Sequence[Mapping[str, Any]], steps: range) -> Row:
 
 def _samples_per_s(records: Sequence[Mapping[str, Any]], steps: range) -> Iterator[float]:
     for before, record in pairwise([{"step": 0, "samples_seen": 0}, *records]):
-        # Only consecutive steps tell how many samples were read.
+        # The samples of a step are known only if the step before it was logged.
         if record["step"] in steps and record["step"] == before["step"] + 1:
             yield (record["samples_seen"] - before["samples_seen"]) / record["step_s"]
 
@@ -154,7 +154,7 @@ def _median(values: Any) -> float | None:
 def exposed_comm_s(
     bench: Bench, item: BenchRun, records: Sequence[Mapping[str, Any]]
 ) -> tuple[float | None, str]:
-    """Exposed communication in seconds per step, the mean over the profiled ranks; or why it is unknown."""
+    """Return exposed communication in seconds per step, mean over profiled ranks; or why it is unknown."""
     ends = {record["step"]: parse_time(record.get("time")) for record in records}
     # The ranks start the first profiled step together, once each has started its profiler.
     begin = ends.get(bench.length.first_profiled)
@@ -187,5 +187,5 @@ def _read_trace(file: Path) -> dict[str, Any] | str:
 
 
 def by_speed(rows: Sequence[Row]) -> list[Row]:
-    """Rows by speed: finished runs, fastest first, then the others."""
+    """Sort rows by speed: finished runs first, the fastest on top."""
     return sorted(rows, key=lambda row: (row["status"] != "finished", -(row["tokens_per_s"] or 0.0)))

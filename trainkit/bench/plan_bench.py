@@ -39,7 +39,7 @@ Planned = TypeVar("Planned")
 
 @dataclass(frozen=True)
 class PlannedBench:
-    """Everything that is known before the first run."""
+    """A bench before its first run."""
 
     config: str
     """The file or name of the config, as typed."""
@@ -59,7 +59,7 @@ class PlannedBench:
         return self.points[0].plan
 
     def to_dict(self) -> dict[str, Any]:
-        """The layouts that would be run, and the others."""
+        """Return the layouts that would run, and those that would not, as a JSON object."""
         return {
             "layouts": [
                 {"layout": item.name, "values": dict(item.values), "notes": list(item.notes)}
@@ -77,7 +77,7 @@ class PlannedBench:
         return bench
 
     def create_local(self, out: Path | None) -> Bench:
-        """Create the folder of a bench on this machine; UsageError when it cannot be written."""
+        """Create the folder of a bench on this machine; UsageError if it cannot be written."""
         with new_folder(self.name, out, OPTION) as (folder, _):
             return self.create(folder, [item.name for item in self.selection.layouts])
 
@@ -115,7 +115,7 @@ def _select(
     typed: Sequence[str],
     plan: Callable[[BenchLayout], Planned],
 ) -> tuple[Selection, list[Planned]]:
-    """The typed layouts, all of which must be possible, or all possible ones."""
+    """Return the typed layouts, which must all be possible, else all possible ones; with their plans."""
     if not typed:
         return select(*all_layouts(short.config.parallel, constraints), plan)
     layouts = []
@@ -128,7 +128,7 @@ def _select(
 
 
 def _find_constraints(loaded: LoadedConfig, target: Target, data: DataFacts) -> LayoutConstraints:
-    """The number of processes, from a plan that ignores the model and its batch, and the config's sizes."""
+    """Return the sizes of the config and the number of processes, from a plan without layout and batch."""
     degrees = {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "pp": 1, "cp": 1}
     values = {f"parallel.{key}": value for key, value in degrees.items()}
     neutral = with_values(

@@ -31,7 +31,7 @@ from trainkit.submit.start import defer_sigint
 
 POLL_S = 0.1
 ASK_EVERY_S = 10.0
-"""Slurm's controller answers a whole cluster."""
+"""Seconds between queries: Slurm's controller serves the whole cluster."""
 ENDED = ("finished", "failed", "stopped", "cancelled", "died")
 """Final states: a run of a bench is not restarted."""
 
@@ -63,7 +63,7 @@ def _wait(run: RunDir) -> None:
         time.sleep(POLL_S)
     entry = newest_entry(run)
     if entry is not None:
-        wait_until_gone(run, entry, SUPERVISOR_EXIT_S)  # so that it does not disturb the next run
+        wait_until_gone(run, entry, SUPERVISOR_EXIT_S)  # or it would disturb the next run
 
 
 def _kill(run: RunDir) -> None:
@@ -74,7 +74,7 @@ def _kill(run: RunDir) -> None:
 
 
 def run_states(bench: Bench, warn: Callable[[str], None]) -> list[tuple[str, str]]:
-    """The state of each run and, unless it finished, why."""
+    """Return the state of each run and, unless it finished, the reason."""
     group = RunGroup(bench.folder)
     if not group.exists():
         return [run_state(bench, item) for item in bench.runs]
@@ -86,7 +86,7 @@ def run_states(bench: Bench, warn: Callable[[str], None]) -> list[tuple[str, str
 
 
 def run_state(bench: Bench, item: BenchRun) -> tuple[str, str]:
-    """The state of a run on this machine and, unless it finished, why."""
+    """Return the state of a run on this machine and, unless it finished, the reason."""
     run = bench.run_dir(item)
     if not run.exists():
         return "not started", ""
@@ -99,14 +99,14 @@ def _with_failure(run: RunDir, state: str, reason: str | None) -> tuple[str, str
 
 
 def _failure(run: RunDir) -> str:
-    """The first failure of a run; empty when none is recorded."""
+    """Return the first failure of a run; empty if none is recorded."""
     numbers = run.attempt_numbers()
     verdict = ((read_end(run.attempt(numbers[-1])) if numbers else None) or {}).get("verdict")
     return failure_line(verdict) if verdict else ""
 
 
 def end_line(bench: Bench, item: BenchRun) -> str:
-    """One line about a run on this machine that has just ended."""
+    """Return one line about a run on this machine that has just ended."""
     state, failure = run_state(bench, item)
     row = measured(read_metrics(bench.run_dir(item)), bench.length.measured)
     number = f"{bench.runs.index(item) + 1}/{len(bench.runs)}"

@@ -20,10 +20,10 @@ from trainkit.tables import table
 
 @dataclass(frozen=True)
 class Summary:
-    """What a bench has measured so far."""
+    """The measurements of a bench so far."""
 
     rows: list[Row]
-    """By speed."""
+    """The runs, sorted by speed."""
     num_open: int
     """Runs that have not ended."""
 
@@ -34,7 +34,7 @@ class Summary:
 
 
 def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
-    """Write summary.csv from what has been measured so far."""
+    """Write summary.csv from the measurements so far."""
     rows: list[Row] = []
     states = run_states(bench, warn)
     for item, (state, failure) in zip(bench.runs, states, strict=True):
@@ -109,10 +109,10 @@ COLUMNS = {
     "tp": "degree",
     "pp": "degree",
     "cp": "degree",
-    "device_batch_size": "samples that a process reads at once",
-    "pp_microbatches": "microbatches of a batch; empty without a pipeline",
+    "device_batch_size": "samples per process and accumulation step",
+    "pp_microbatches": "microbatches per device batch; empty without a pipeline",
     "steps": "number of measured steps, without warm-up and profiled ones",
-    "samples_per_s": "of all processes; like the following columns the median over the measured steps",
+    "samples_per_s": "of all processes; like the next columns, the median over the measured steps",
     "tokens_per_s": "of all processes",
     "tokens_per_s_per_gpu": "per process on a machine without GPUs",
     "mfu": "model FLOPs utilization, 0 to 1; empty where the peak of the device is unknown, as for CPUs",

@@ -1,4 +1,4 @@
-"""``trainkit bench``: measures a config on many layouts."""
+"""``trainkit bench``: measures a config on several layouts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ WIDTH = 100
     ),
 )
 def command() -> None:
-    """Measure a config in many ways, for a few steps each."""
+    """Measure variants of a config for a few steps each."""
 
 
 def _columns() -> str:
-    """The columns of summary.csv, for the help."""
+    """Return the help text about the columns of summary.csv."""
     width = max(map(len, COLUMNS)) + 4
     lines = []
     for name, text in COLUMNS.items():
@@ -55,7 +55,7 @@ def _columns() -> str:
     "layouts",
     multiple=True,
     metavar="KEY=N,KEY=N,…",
-    help="Layout, by keys of the section parallel; repeatable. Default: all possible ones.",
+    help="Layout, as keys of the section parallel; repeatable. Default: all possible layouts.",
 )
 @click.option(
     "--steps",
@@ -77,22 +77,22 @@ def _columns() -> str:
     type=click.IntRange(min=1),
     default=1,
     metavar="N",
-    help="On Slurm: number of layouts that run at once; default: 1, so that none disturbs another.",
+    help="On Slurm: maximum layouts that run in parallel; default: 1, so that none disturbs another.",
 )
 @click.option("--follow", is_flag=True, help="On Slurm: wait for the runs and write the summary.")
 @click.option("--dry-run", is_flag=True, help="Print the layouts that would run; start nothing.")
-@click.option("--collect", metavar="DIR", help="Write the summary of the bench in DIR; run nothing.")
+@click.option("--collect", metavar="DIR", help="Write the summary of the bench in DIR; start nothing.")
 @json_option
 def layouts(request: ConfigRequest | None, collect: str | None, as_json: bool, **typed: Any) -> int:
-    """Run CONFIG on many layouts for a few steps each; write summary.csv and plots.
+    """Run CONFIG on several layouts for a few steps each; write summary.csv and plots.
 
-    Without --layout it runs all layouts that the number of processes, the model and the batch allow, simplest
-    first; parallel.cp only where the config sets it or sequences are longer than 16,000 tokens.
+    Without --layout, runs all layouts that the number of processes, the model and the batch allow, simplest
+    first; parallel.cp only if the config sets it or sequences are longer than 16,000 tokens.
     train.global_batch_size is the same for all; train.device_batch_size and parallel.pp_microbatches are
-    adapted where a layout needs it.
+    adapted to the layout where necessary.
 
     On this machine the layouts run one after another, and Ctrl-C ends the current one. On Slurm they are one
-    array; --follow, or --collect DIR later, writes the summary. Exit code 1 when nothing was measured.
+    array; --follow, or --collect DIR later, writes the summary. Exits with 1 if nothing was measured.
     """
     from trainkit.cli.bench_layouts import LayoutsRequest, bench_layouts, summarize_folder
 
@@ -104,7 +104,7 @@ def layouts(request: ConfigRequest | None, collect: str | None, as_json: bool, *
 
 
 def _refuse_others() -> None:
-    """Refuse other options with --collect, where they have no effect."""
+    """Raise UsageError if options without effect are given with --collect."""
     context = click.get_current_context()
     typed = [
         parameter.opts[0] if isinstance(parameter, click.Option) else "CONFIG"

@@ -64,7 +64,7 @@ def bench_layouts(request: ConfigRequest, typed: LayoutsRequest) -> int:
 
 
 def _describe(planned: PlannedBench) -> None:
-    """Print what is changed, what runs, and what does not."""
+    """Print the changes to the config, the layouts that run, and those that do not."""
     for change in planned.changes:
         _print_fact("bench", change.sentence)
     selection = planned.selection

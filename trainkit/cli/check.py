@@ -1,4 +1,4 @@
-"""`trainkit check`: every problem of a config, at once, and when its job would start."""
+"""`trainkit check`: lists every problem of a config, and when its job would start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     ),
 )
 @config_options
-@click.option("--show-origin", is_flag=True, help="Print every value with where it came from.")
+@click.option("--show-origin", is_flag=True, help="Print every value with its origin.")
 @click.option(
     "--estimate/--no-estimate",
     "estimate",
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     "world_size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Check for N GPUs instead, and go through a step as one rank of them, without their memory.",
+    help="Check for N GPUs instead, and simulate a step of one of the N ranks without allocating memory.",
 )
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Which rank that is; 0 by default.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Rank to simulate; default: 0.")
 @json_option
 def command(
     request: ConfigRequest,
@@ -56,8 +56,8 @@ def command(
 ) -> int:
     """Check CONFIG against the schema, the model's shape, the data, and the cluster or this machine.
 
-    Prints what was derived and why, and on a cluster when the job would start; every problem is listed at
-    once, with exit code 2.
+    Prints every derived value with its reason and, on a cluster, when the job would start. If there are
+    problems, lists all of them and exits with 2.
     """
     from trainkit.cluster.target import make_target
     from trainkit.config.loaded import origin_lines
@@ -65,17 +65,17 @@ def command(
     from trainkit.submit.queue_estimate import wait_lines
 
     if world_size is None and rank is not None:
-        raise UsageError("--rank is of a simulated world", hint="--simulate-world N says how many there are")
+        raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
     if world_size is not None and (estimate is not None or show_origin):
-        hint = "a second `trainkit check` without --simulate-world has them"
-        raise UsageError("--simulate-world goes with neither --estimate nor --show-origin", hint=hint)
+        hint = "run `trainkit check` without --simulate-world for them"
+        raise UsageError("--simulate-world conflicts with --estimate and --show-origin", hint=hint)
     if world_size is not None:
         return _simulate(request.load(), world_size, rank or 0, as_json)
     loaded = request.load_to_plan()
     target = make_target(loaded)
     plan = plan_run(loaded, target=target)
     if estimate and plan.slurm is None:
-        raise UsageError("--estimate asks Slurm, but this run would start here", hint="leave --estimate out")
+        raise UsageError("--estimate requires Slurm, but this run starts here", hint="remove --estimate")
     waits = None
     if plan.slurm is not None and estimate is not False and target.cluster is not None:
         waits = _waits(plan, loaded.config, target.cluster, must=bool(estimate))
@@ -96,7 +96,7 @@ def command(
 
 
 def _simulate(loaded: LoadedConfig, world_size: int, rank: int, as_json: bool) -> int:
-    """Go through a step as one rank of a job that need not fit here."""
+    """Simulate a step of one rank of a job, which may be larger than this machine."""
     from trainkit.submit.simulate import simulate, simulated_plan, simulation_lines
 
     plan = simulated_plan(loaded, world_size)
@@ -110,9 +110,9 @@ def _simulate(loaded: LoadedConfig, world_size: int, rank: int, as_json: bool) -
 
 
 def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) -> list[Wait] | None:
-    """The estimate; None when Slurm does not answer, which is an error only where it `must`.
+    """Return Slurm's estimate of the start time; None if Slurm does not answer, unless it `must`.
 
-    Raises UsageError when Slurm would not take the job.
+    Raises UsageError if Slurm would reject the job.
     """
     from trainkit.cluster.discovery import query_cluster
     from trainkit.cluster.init_files import differences
@@ -126,7 +126,7 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
     except TrainkitError as error:
         if must:
             raise
-        click.echo(f"when it would start is not known: {error.message.splitlines()[0]}", err=True)
+        click.echo(f"the start time is unknown: {error.message.splitlines()[0]}", err=True)
         return None
     different = differences(cluster, current) if cluster.out_of_date_hint else []
     if different:
@@ -134,5 +134,5 @@ def _waits(plan: LaunchPlan, config: RunConfig, cluster: Cluster, must: bool) ->
         click.echo(f"{message}; {cluster.out_of_date_hint}", err=True)
     asked = [wait for wait in waits if wait.is_asked]
     if asked and all(wait.refused for wait in asked):
-        raise UsageError(f"Slurm would not take the job: {asked[0].remark}")
+        raise UsageError(f"Slurm would reject the job: {asked[0].remark}")
     return waits

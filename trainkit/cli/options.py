@@ -30,14 +30,14 @@ class ConfigRequest:
     """The config to load and what the command line changes in it."""
 
     path: str
-    """A file or the name of a shipped config, as it was typed; what was chosen where CONFIG was left out."""
+    """A file or the name of a shipped config, as typed; the default CONFIG if it was omitted."""
     profile: str | None
     overrides: tuple[str, ...]
     flags: dict[str, tuple[str, object]]
-    """Dotted key -> (the flag as it was typed, its value)."""
+    """Dotted key -> (the flag as typed, its value)."""
 
     def load(self) -> LoadedConfig:
-        """Load the config with all layers over it; ConfigError lists all problems."""
+        """Load the config with all layers; ConfigError lists all problems."""
         from trainkit.cluster.target import load_with_cluster
 
         return load_with_cluster(self.path, profile=self.profile, overrides=self.overrides, flags=self.flags)
@@ -47,7 +47,7 @@ class ConfigRequest:
     ) -> LoadedConfig:
         """Load the config for a command that plans a run; the arguments are those of `plan_run`.
 
-        The ConfigError of an invalid config also lists the problems of planning a run with the rest of it.
+        The ConfigError of an invalid config also lists the problems of planning a run with its valid part.
         """
         from trainkit.config import InvalidConfig
 
@@ -60,9 +60,9 @@ class ConfigRequest:
 
 
 def named_folder(text: str) -> Path:
-    """The folder of --run-dir; UsageError when it is empty, as from an unset shell variable."""
+    """Return the folder of --run-dir; UsageError if it is empty, as from an unset shell variable."""
     if not text.strip():
-        raise UsageError("--run-dir is empty", hint="name a folder, or leave --run-dir out for runs/NAME")
+        raise UsageError("--run-dir is empty", hint="name a folder, or omit --run-dir for runs/NAME")
     return Path(text)
 
 
@@ -105,12 +105,12 @@ CONFIG_HELP = (
 
 
 def config_options(function: Function) -> Function:
-    """CONFIG and everything that changes values in it, given together as `request: ConfigRequest`."""
+    """CONFIG and all options that change its values, given together as `request: ConfigRequest`."""
     return _request_options(function, lambda command: shape_options(slurm_options(command)))
 
 
 def config_options_unless(option: str) -> Callable[[Function], Function]:
-    """As `config_options`, for a command that needs no config when `option` is given.
+    """Like `config_options`, for a command that needs no config if `option` is given.
 
     `request` is then None unless CONFIG was typed.
     """
@@ -124,7 +124,7 @@ def config_options_unless(option: str) -> Callable[[Function], Function]:
 
 
 def one_node_config_options(function: Function) -> Function:
-    """As `config_options`, for a command that runs on one node."""
+    """Like `config_options`, for a command that runs on one node."""
 
     def shape(command: Any) -> Any:
         # --procs is the former name, kept for scripts.
@@ -142,11 +142,11 @@ def one_node_config_options(function: Function) -> Function:
 
 
 def _choose_config() -> str:
-    """The config of a command without CONFIG; one line on stderr says which."""
+    """Return the default config of a command without CONFIG, and print it to stderr."""
     from trainkit.resources import default_config
 
     name, reason = default_config(Path.cwd())
-    if os.environ.get("SLURM_PROCID", "0") == "0":  # one task of an srun step is enough to say it
+    if os.environ.get("SLURM_PROCID", "0") == "0":  # print it once per srun step
         click.echo(f"config: {name} ({reason})", err=True)
     return name
 
@@ -209,13 +209,13 @@ SLURM_FLAGS = {
     "account": ("resources.account", "A", "Slurm account."),
     "qos": ("resources.qos", "Q", "Slurm quality of service."),
     "constraint": ("resources.constraint", "C", "Required node features, in Slurm's syntax."),
-    "cluster": ("launch.cluster", "NAME", "Cluster profile; default: that of this cluster."),
+    "cluster": ("launch.cluster", "NAME", "Cluster profile; default: the one for this cluster."),
 }
 """Option -> its config key, metavar and help."""
 
 
 def slurm_options(function: Function) -> Function:
-    """The options of the Slurm job; `slurm_flags` takes their values out of the command's arguments."""
+    """The options of the Slurm job; `slurm_flags` removes their values from the command's arguments."""
     function = click.option(
         "--no-snapshot", is_flag=True, help="Run the code in place instead of from a copy."
     )(function)
@@ -228,7 +228,7 @@ def slurm_options(function: Function) -> Function:
 
 
 def slurm_flags(arguments: dict[str, Any]) -> dict[str, tuple[str, object]]:
-    """The config values of the options of `slurm_options`, taken out of `arguments`."""
+    """Return the config values of `slurm_options`, and remove them from `arguments`."""
     flags: dict[str, tuple[str, object]] = {}
     for name, (key, _, _) in (*SLURM_FLAGS.items(), ("per", ("launch.per", "", ""))):
         value = arguments.pop(name, None)
@@ -255,7 +255,7 @@ def run_argument(function: Function) -> Function:
 
 
 def shape_flags(nodes: int | None, gpus_per_node: int | None) -> dict[str, tuple[str, object]]:
-    """The config values of ``--nodes`` and ``--gpus-per-node``, each with the flag as typed."""
+    """Return the config values of ``--nodes`` and ``--gpus-per-node``, each with the flag as typed."""
     flags: dict[str, tuple[str, object]] = {}
     if nodes is not None:
         flags["resources.nodes"] = (f"--nodes {nodes}", nodes)
@@ -268,7 +268,7 @@ _KEY = "trainkit.trailing_command"
 
 
 class WithTrailingCommand(Command):
-    """A command whose own arguments end at ``--``; `trailing_command` returns what follows."""
+    """A command whose own arguments end at ``--``; `trailing_command` returns the others."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
@@ -286,7 +286,7 @@ class WithTrailingCommand(Command):
 
 
 def trailing_command() -> tuple[str, ...] | None:
-    """The arguments after ``--``; None without ``--``."""
+    """Return the arguments after ``--``; None without ``--``."""
     found: tuple[str, ...] | None = click.get_current_context().meta.get(_KEY)
     return found
 
@@ -302,10 +302,10 @@ class GroupRequest:
         return bool(self.sweeps) or self.array is not None
 
     def points(self, seed: int | None) -> tuple[ArraySpec, dict[int, dict[str, Any]]]:
-        """The array, and the values of every point by index.
+        """Return the array, and the values of every point by index.
 
-        The points of an array without values get consecutive seeds from `seed` on; None leaves the seed
-        unchanged. Raises UsageError.
+        Without --sweep the points get consecutive seeds, starting at `seed`; None leaves the seed unchanged.
+        Raises UsageError if the options are invalid.
         """
         from trainkit.plan.sweep import combinations, parse_axes
         from trainkit.submit.array_spec import ArraySpec, parse_array
@@ -332,7 +332,7 @@ class GroupRequest:
     def load_points(
         self, request: ConfigRequest, values: Mapping[int, dict[str, Any]]
     ) -> Iterator[tuple[int, LoadedConfig | ConfigError]]:
-        """The index and config of each point, or its problems, one at a time: there can be 100,000."""
+        """Yield the index and config of each point, or its problems; a group can have 100,000 points."""
         base = None if self.sweeps else request.load()
         for index, point in values.items():
             try:
@@ -351,7 +351,7 @@ def _swept(request: ConfigRequest, values: Mapping[str, Any]) -> LoadedConfig:
 
 
 def _with_seed(loaded: LoadedConfig, seed: int | None) -> LoadedConfig:
-    """The config with the seed of a point of --array."""
+    """Return the config with the seed of a point of --array."""
     if seed is None:
         return loaded
     from trainkit.config.changes import with_values

@@ -1,4 +1,4 @@
-"""``trainkit plan``: the layouts that fit, what they take, and which to choose."""
+"""``trainkit plan``: lists the layouts that fit, with memory and estimated time, and recommends one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @config_options
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Total number of GPUs, in full nodes.")
 @click.option("--gpu-type", metavar="TYPE", help="GPU type; default: that of the run.")
-@click.option("--all", "show_all", is_flag=True, help="List layouts that do not fit, too.")
+@click.option("--all", "show_all", is_flag=True, help="Also list layouts that do not fit.")
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
@@ -46,13 +46,13 @@ def command(
 ) -> int:
     """List the parallel layouts that can train the model of CONFIG, fastest first.
 
-    Memory is in GiB on the GPU that needs most: the maximum of each part, and the peak, which is less than
-    their sum because the maxima do not coincide. Batch is samples per pass x passes per step; sent is GiB
-    sent per GPU and step; time is an estimate relative to the first row. The global batch size is the same
-    for all. A star marks the config's own layout. Exit code 1 when nothing fits.
+    Memory is in GiB on the GPU that needs the most: the maximum of each part, and the peak, which is less
+    than their sum because the maxima do not coincide. Batch is samples per pass x passes per step; sent is
+    GiB sent per GPU and step; time is an estimate relative to the first row. The global batch size is the
+    same for all layouts. A star marks the config's layout. Exits with 1 if no layout fits.
     """
     if gpus is not None and {"resources.nodes", "resources.gpus_per_node"} <= set(request.flags):
-        raise UsageError("--gpus conflicts with --nodes and --gpus-per-node", hint="leave one of them out")
+        raise UsageError("--gpus conflicts with --nodes and --gpus-per-node", hint="use only one of them")
     loaded = request.load()
     hardware = _hardware(loaded, gpus, gpu_type)
     planned = _Planned(request, loaded, _shape(loaded), hardware)
@@ -69,28 +69,28 @@ def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> H
     from trainkit.cluster.target import make_target
     from trainkit.plan.hardware import find_hardware
 
-    # A cluster is asked only for what was not said.
-    said_all = (gpu_type or loaded.config.resources.gpu_type) is not None and gpus is not None
-    target = LOCAL if said_all else make_target(loaded)
+    # Slurm is queried only if the type or number of GPUs is missing.
+    is_given = (gpu_type or loaded.config.resources.gpu_type) is not None and gpus is not None
+    target = LOCAL if is_given else make_target(loaded)
     return find_hardware(loaded.config, detect_machine(), target, gpu_type, gpus)
 
 
 def _shape(loaded: LoadedConfig) -> ModelShape:
-    """The model's shape; the data is looked at only where it decides the vocabulary."""
+    """Return the model's shape; the data is inspected only if the vocabulary size depends on it."""
     from trainkit.plan.make_plan import OURS, inspect_data
     from trainkit.plan.model_shape import resolve_model_shape
 
     model = loaded.config.model
     if model.architecture != OURS:
-        message = f"is {model.architecture}, whose memory is not known"
-        hint = "`trainkit check --simulate-world N` goes through a step of any architecture"
+        message = f"is {model.architecture}, whose memory is unknown"
+        hint = "`trainkit check --simulate-world N` simulates a step of any architecture"
         raise ConfigError([loaded.problem("model.architecture", message, hint)])
     vocab_size = model.vocab_size
     if vocab_size is None:
-        look = inspect_data(loaded.config.data)
-        if look.problems:
-            raise ConfigError([loaded.problem(*problem) for problem in look.problems])
-        vocab_size = look.vocab_size
+        facts = inspect_data(loaded.config.data)
+        if facts.problems:
+            raise ConfigError([loaded.problem(*problem) for problem in facts.problems])
+        vocab_size = facts.vocab_size
     try:
         return resolve_model_shape(loaded.config.model, vocab_size)
     except ConfigError as error:
@@ -99,7 +99,7 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
 
 
 class _Planned:
-    """The choices for a config, and how they are printed."""
+    """The choices for a config, and their output."""
 
     def __init__(
         self, request: ConfigRequest, loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
@@ -121,13 +121,13 @@ class _Planned:
         self.best = first if first is not None and first.fit != "no" else None
 
     def listed(self, show_all: bool, limit: int) -> list[Choice]:
-        """The first choices, and the config's own wherever it stands."""
+        """Return the first choices, and the config's layout in any case."""
         fitting = [choice for choice in self.choices if show_all or self.best is None or choice.fit != "no"]
         listed = fitting[:limit]
         return listed if self.own is None or self.own in listed else [*listed, self.own]
 
     def advice(self) -> list[Any]:
-        """What would fit, where nothing does."""
+        """Return changes that would fit, if no layout fits."""
         from trainkit.plan.layouts.choices import Choice
         from trainkit.plan.layouts.fit import advise
 
@@ -136,7 +136,7 @@ class _Planned:
         return list(advise(self.own or Choice(self.base, self.hardware), self.samples))
 
     def show(self, show_all: bool, limit: int) -> None:
-        """The table on stdout, everything else on stderr."""
+        """Print the table to stdout and everything else to stderr."""
         from trainkit.plan.gpus import gib
         from trainkit.plan.layouts.table import headline, reason, table_lines
 
@@ -145,7 +145,7 @@ class _Planned:
         nodes = "1 node" if hardware.num_nodes == 1 else f"{hardware.num_nodes} nodes"
         click.echo(
             f"{self.request.path} on {nodes} x {hardware.node_size} {gpu.name}: {gib(gpu.memory)} each, "
-            f"of which a plan fills {gib(gpu.usable)}",
+            f"{gib(gpu.usable)} of it usable",
             err=True,
         )
         click.echo("\n".join(table_lines(listed, self.own, self.best)))
@@ -154,23 +154,23 @@ class _Planned:
             click.echo(f"recommended: {reason(self.best)}\n  {headline(self.best)}", err=True)
             click.echo(f"to use it: {self._flags(self.best)}", err=True)
             return
-        click.echo("no layout fits" if self.choices else "the batch cannot be split so", err=True)
+        click.echo("no layout fits" if self.choices else "no layout divides the batch evenly", err=True)
         for advice in self.advice():
             peak = gib(advice.choice.memory.peak)
-            click.echo(f"would fit, with {peak}: {advice.what}: {self._flags(advice.choice)}", err=True)
+            click.echo(f"would fit with {peak}: {advice.what}: {self._flags(advice.choice)}", err=True)
 
     def _print_own(self) -> None:
         from trainkit.plan.gpus import gib
 
         for problem in self.own_problems:
-            click.echo(f"the config's own layout cannot be:\n{problem.render()}", err=True)
+            click.echo(f"the config's layout is not possible:\n{problem.render()}", err=True)
         if self.own is not None:
             verdict = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.own.fit]
             peak = gib(self.own.memory.peak)
-            click.echo(f"* the config's own layout {verdict}: {peak} at its peak", err=True)
+            click.echo(f"* the config's layout {verdict}: peak {peak}", err=True)
 
     def _flags(self, choice: Choice) -> str:
-        """What to type to have a choice."""
+        """Return the command that submits the run with a choice."""
         from trainkit.plan.layouts.table import set_flags, settings
 
         request, hardware = self.request, choice.hardware
@@ -181,7 +181,7 @@ class _Planned:
         return f"trainkit submit {quote(request.path)} {' '.join(flags)}"
 
     def to_dict(self, show_all: bool, limit: int) -> dict[str, Any]:
-        """The whole answer; amounts in bytes."""
+        """Return the plan as a JSON object; amounts in bytes."""
         from trainkit.plan.layouts.table import choice_dict, headline
         from trainkit.plan.model_shape import num_params
 

@@ -1,6 +1,6 @@
-"""Hosts that failed: remembered by cluster for a day, so that the next jobs of this user leave them out.
+"""Records hosts that failed, per cluster, so that this user's jobs exclude them for 24 hours.
 
-``$XDG_STATE_HOME/trainkit/bad_nodes/CLUSTER.json`` holds what was noted of them; who removes it forgets them.
+The records are in ``$XDG_STATE_HOME/trainkit/bad_nodes/CLUSTER.json``; delete that file to clear them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from trainkit.rundir import file_lock, read_json, state_folder, write_json
 
 KEEP = timedelta(hours=24)
 FAILURES_OF_A_CULPRIT = 2
-"""So many failures of one run that began on a host are no bad luck."""
+"""A host is excluded when this many failures of one run began on it."""
 
 Kind = Literal["died", "preflight", "culprit"]
-"""`died`: Slurm lost it. `preflight`: it failed a check. `culprit`: a run's failure began there."""
+"""`died`: Slurm lost the node. `preflight`: it failed preflight. `culprit`: a run's failure began on it."""
 
 
 def memory_file(cluster: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the bad hosts of a cluster are remembered."""
+    """Return the path of the file that records the bad hosts of a cluster."""
     return state_folder(environ) / "bad_nodes" / f"{cluster.lower().replace('/', '_')}.json"
 
 
@@ -37,14 +37,14 @@ def note_failure(
     now: datetime | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Write down that a host failed an attempt of a run; `reason` is a few words for a person.
+    """Record that a host failed an attempt of a run; `reason` is a short text for messages.
 
-    Raises OSError when the home folder cannot be written.
+    Raises OSError if the file cannot be written.
     """
     now = now or datetime.now(timezone.utc)
     file = memory_file(cluster, environ)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Locked, so that two jobs do not overwrite each other's notes.
+    # Two jobs must not overwrite each other's notes.
     with file_lock(file.with_suffix(".lock")):
         notes = _notes(file, now)
         notes.append(
@@ -63,9 +63,10 @@ def note_failure(
 def excluded(
     cluster: str, now: datetime | None = None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The hosts of a cluster that jobs should leave out now, with the reason, the newest first.
+    """Return the hosts of a cluster to exclude from jobs, each with the reason; the most recent first.
 
-    One is left out when it died, failed preflight, or was the culprit of two failures of a run.
+    A host is excluded if it died, failed preflight, or was the culprit of `FAILURES_OF_A_CULPRIT` failures
+    of one run, within the last 24 hours.
     """
     notes = _notes(memory_file(cluster, environ), now or datetime.now(timezone.utc))
     found: dict[str, str] = {}
@@ -76,11 +77,11 @@ def excluded(
             attempts.add(note["attempt"])
         if note["kind"] != "culprit" or len(attempts) >= FAILURES_OF_A_CULPRIT:
             found.pop(note["host"], None)
-            found[note["host"]] = _in_words(note, len(attempts))
+            found[note["host"]] = _reason_text(note, len(attempts))
     return dict(reversed(found.items()))
 
 
-def _in_words(note: Mapping[str, Any], failures: int) -> str:
+def _reason_text(note: Mapping[str, Any], failures: int) -> str:
     often = f", one of {failures} failures that began there" if note["kind"] == "culprit" else ""
     when = datetime.fromisoformat(note["time"]).astimezone()
     run = f"{Path(note['run']).name}, attempt {note['attempt']}, {when:%Y-%m-%d %H:%M}"
@@ -88,7 +89,7 @@ def _in_words(note: Mapping[str, Any], failures: int) -> str:
 
 
 def _notes(file: Path, now: datetime) -> list[dict[str, Any]]:
-    """What was noted and is not over yet, oldest first; a file that was damaged says nothing."""
+    """Return the notes that have not expired, the oldest first; none if the file is damaged."""
     try:
         found = read_json(file)
     except (OSError, ValueError):
@@ -100,7 +101,7 @@ def _notes(file: Path, now: datetime) -> list[dict[str, Any]]:
 
 
 def _is_note(value: object) -> bool:
-    """Whether this is a note as `note_failure` writes it; by hand or by a bad disk it can be anything."""
+    """Whether this is a note that `note_failure` wrote: the file may have been edited or damaged."""
     if not isinstance(value, dict) or not isinstance(value.get("attempt"), int):
         return False
     if not all(isinstance(value.get(key), str) for key in ("host", "kind", "reason", "run", "time")):

@@ -1,7 +1,7 @@
-"""Asks Slurm what a cluster is: its partitions, nodes, accounts and QOS, as the model of `cluster.model`.
+"""Queries Slurm for the partitions, nodes, accounts and QOS of a cluster, as a `cluster.model.Cluster`.
 
-`query_cluster` takes one round trip and runs before a submission; `discover_cluster` asks for everything that
-a profile can contain.
+`query_cluster` is fast and runs before a submission; `discover_cluster` queries everything that a profile
+can contain.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_ve
 from trainkit.slurm.hosts import first_host
 
 CLUSTER_TIMEOUT_S = 10.0
-"""Shorter than that of sbatch, which comes next: a controller that is away should be reported soon."""
+"""Shorter than the timeout of sbatch, which runs next: report an unreachable controller early."""
 ACCOUNTING_TIMEOUT_S = 10.0
 LOCAL_TIMEOUT_S = 10.0
 MAX_QUERIED_KINDS = 32
-"""How many kinds of nodes of a partition are asked for their usable CPUs and memory."""
+"""Maximum number of node kinds per partition to query for usable CPUs and memory."""
 CONFIG_ARGV = ("scontrol", "show", "config")
 # With --all: a job can name a partition that Slurm does not list.
 PARTITIONS_ARGV = ("scontrol", "show", "partition", "--oneliner", "--all")
@@ -52,7 +52,7 @@ _ID = re.compile(r"\(\d+\)$")
 _GPU = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:()]+))?(?::no_consume)?:(?P<count>\d+)(?:\([^)]*\))?")
 _OUT_OF_SERVICE = re.compile(r"down|drain|fail|maint|unk|power(?:ed_down|ing_down)|reboot", re.IGNORECASE)
 _GPU_OPTIONS_PLUGIN = "cons_tres"
-"""The only SelectType of Slurm that supports --gpus-per-node; the others take --gres."""
+"""The only SelectType that supports --gpus-per-node; the others require --gres."""
 _MODULE_VARIABLES = ("MODULESHOME", "LMOD_CMD", "BASH_FUNC_module%%")
 _MODULE_FILES = (Path("/etc/profile.d/lmod.sh"), Path("/etc/profile.d/modules.sh"))
 _CONTAINER_PROGRAMS = ("apptainer", "singularity", "enroot")
@@ -62,7 +62,7 @@ _USABLE = ("CPUTot", "CPUEfctv", "CoreSpecCount", "ThreadsPerCore", "RealMemory"
 def has_slurm(environ: Mapping[str, str] | None = None) -> bool:
     """Whether this machine belongs to a cluster: sbatch is installed and finds a configuration.
 
-    True as well while the controller is down. Takes one local command.
+    It is also True while the controller is down. Runs one local command.
     """
     path = None if environ is None else environ.get("PATH")
     if shutil.which("sbatch", path=path) is None:
@@ -70,7 +70,7 @@ def has_slurm(environ: Mapping[str, str] | None = None) -> bool:
     try:
         run_slurm(["sbatch", "--version"], LOCAL_TIMEOUT_S, environ=environ)
     except SlurmUnreachable as error:
-        # Without slurm.conf Slurm looks for its controller in the DNS; this is its error when none is there.
+        # Without slurm.conf Slurm looks up its controller in DNS; this is its error if there is none.
         return bool(error.stderr) and "DNS SRV lookup failed" not in error.stderr
     return True
 
@@ -82,10 +82,10 @@ def query_cluster(
     user: str | None = None,
     timeout_s: float = CLUSTER_TIMEOUT_S,
 ) -> Cluster:
-    """The cluster as its controller describes it: up to four commands in parallel, then one about its nodes.
+    """Query the controller for the cluster: up to four commands in parallel, then one for its nodes.
 
-    Accounts and QOS are known only `with_accounts`; which QOS an account may use, and which limits a QOS
-    overrides, only accounting knows (`query_qos`). Raises SlurmUnreachable after `timeout_s`.
+    Accounts and QOS are included only `with_accounts`. The QOS that an account may use, and the limits that
+    a QOS overrides, are known only to accounting (`query_qos`). Raises SlurmUnreachable after `timeout_s`.
     """
     user = user or getpass.getuser()
     commands: list[Sequence[str]] = [CONFIG_ARGV, PARTITIONS_ARGV, NODES_ARGV]
@@ -114,7 +114,7 @@ def query_cluster(
 def _run_all(
     commands: Sequence[Sequence[str]], environ: Mapping[str, str], timeout_s: float
 ) -> list[str | TrainkitError]:
-    """The outputs, or the errors, in the order of the commands."""
+    """Run commands in parallel; return the output or error of each, in order."""
     outputs: list[str | TrainkitError] = [""] * len(commands)
 
     def run(index: int) -> None:
@@ -132,9 +132,9 @@ def _run_all(
 
 
 def discover_cluster(environ: Mapping[str, str] = os.environ, user: str | None = None) -> Cluster | None:
-    """This machine's cluster with everything that Slurm, accounting and PATH tell; None without Slurm.
+    """Describe this machine's cluster from Slurm, accounting and PATH; None without Slurm.
 
-    The default partition comes first. Raises SlurmUnreachable when Slurm does not answer.
+    The default partition comes first. Raises SlurmUnreachable if Slurm does not answer.
     """
     if not has_slurm(environ):
         return None
@@ -167,7 +167,7 @@ def _enforces_accounts(config: Mapping[str, str]) -> bool:
 
 
 def gpu_option(config: Mapping[str, str]) -> Literal["gpus-per-node", "gres"]:
-    """How jobs request GPUs, from what `scontrol show config` prints."""
+    """Return the option that requests GPUs, from the settings of `scontrol show config`."""
     plugin = config.get("SelectType", _GPU_OPTIONS_PLUGIN)
     return "gpus-per-node" if _GPU_OPTIONS_PLUGIN in plugin else "gres"
 
@@ -180,14 +180,14 @@ def _has_pyxis(environ: Mapping[str, str]) -> bool:
 
 
 def parse_partitions(text: str, kinds: Mapping[str, tuple[NodeKind, ...]]) -> list[Partition]:
-    """The lines of `scontrol show partition --oneliner`; `kinds` are the nodes by partition."""
+    """Parse the output of `scontrol show partition --oneliner`; `kinds` maps partitions to their nodes."""
     return [
         _partition(_pairs(line), kinds) for line in text.splitlines() if line.startswith("PartitionName=")
     ]
 
 
 def _pairs(line: str) -> dict[str, str]:
-    """`Name=value` pairs; the first of a name counts, because free text can follow."""
+    """Return the `Name=value` pairs of a line; the first of a name wins, because free text can follow."""
     return {match["name"]: match["value"] for match in reversed(list(_PAIR.finditer(line)))}
 
 
@@ -220,7 +220,7 @@ def _names(text: str) -> tuple[str, ...] | None:
 
 
 def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
-    """What sinfo printed, by partition; nodes that differ only in their state are counted together."""
+    """Parse the output of sinfo, by partition; nodes that differ only in state are counted together."""
     merged: dict[str, dict[tuple[object, ...], NodeKind]] = {}
     for partition, count, cpus, memory, state, hosts, gres, features in records(text, len(_NODE_FIELDS)):
         kinds = merged.setdefault(partition, {})
@@ -240,7 +240,7 @@ def parse_nodes(text: str) -> dict[str, tuple[NodeKind, ...]]:
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
-    """The GPUs in `gpu:a100:4(S:0-1),gpu:2,nvme:1`, by type."""
+    """Return the number of GPUs by type in a GRES text such as `gpu:a100:4(S:0-1),gpu:2,nvme:1`."""
     gpus: dict[str, int] = {}
     for match in _GPU.finditer(gres):
         gpu_type = match["type"] or ""
@@ -251,9 +251,9 @@ def parse_gpus(gres: str) -> dict[str, int]:
 def with_usable(
     kinds: Mapping[str, tuple[NodeKind, ...]], environ: Mapping[str, str], timeout_s: float
 ) -> dict[str, tuple[NodeKind, ...]]:
-    """The nodes with only the CPUs and the memory that jobs can use, which sinfo does not print.
+    """Replace the CPUs and memory of nodes with the amounts that jobs can use, which sinfo does not print.
 
-    Queries one node of each kind. Where Slurm does not answer, everything counts as usable.
+    Queries one node of each kind. If Slurm does not answer, everything counts as usable.
     """
     hosts = {
         _hardware(kind): first_host(kind.hosts)
@@ -284,7 +284,7 @@ def _hardware(kind: NodeKind) -> tuple[object, ...]:
 
 
 def parse_usable(text: str) -> dict[str, tuple[int, int]]:
-    """(CPUs, MiB) that jobs can use of each node in what `scontrol --oneliner show node` prints."""
+    """Parse `scontrol --oneliner show node`: (CPUs, MiB) of each node that jobs can use."""
     usable = {}
     for line in text.splitlines():
         values = _pairs(line)
@@ -311,7 +311,7 @@ def _query_accounts(
 
 
 def parse_accounts(text: str) -> tuple[Account, ...]:
-    """The associations of a user as sacctmgr prints them, `default account|account|partition|qos,qos`."""
+    """Parse a user's associations from sacctmgr: lines of `default account|account|partition|qos,qos`."""
     rows = [line.split("|") for line in text.splitlines()]
     return tuple(
         Account(
@@ -325,7 +325,7 @@ def parse_accounts(text: str) -> tuple[Account, ...]:
 
 
 def parse_assoc_mgr(text: str, user: str) -> tuple[tuple[Account, ...], tuple[Qos, ...]]:
-    """The user's associations and all QOS in what `scontrol --oneliner show assoc_mgr` prints."""
+    """Parse the user's associations and all QOS from `scontrol --oneliner show assoc_mgr`."""
     accounts, qos = [], []
     for line in text.splitlines():
         values = _pairs(line)
@@ -341,9 +341,9 @@ def parse_assoc_mgr(text: str, user: str) -> tuple[tuple[Account, ...], tuple[Qo
 
 
 def query_qos(environ: Mapping[str, str]) -> tuple[Qos, ...] | None:
-    """All QOS with the limits that they override; None when accounting does not answer.
+    """Query all QOS with the limits they override; None if accounting does not answer.
 
-    Slower than the controller: some tenths of a second.
+    Accounting takes some tenths of a second, longer than the controller.
     """
     try:
         return parse_qos(run_slurm(_QOS_ARGV, ACCOUNTING_TIMEOUT_S, environ=plain_environ(environ)))
@@ -352,7 +352,7 @@ def query_qos(environ: Mapping[str, str]) -> tuple[Qos, ...] | None:
 
 
 def parse_qos(text: str) -> tuple[Qos, ...]:
-    """The lines of sacctmgr, `name|1-00:00:00|flag,flag`."""
+    """Parse the QOS from sacctmgr: lines of `name|1-00:00:00|flag,flag`."""
     rows = [line.split("|") for line in text.splitlines()]
     return tuple(
         Qos(name, seconds_of(limit), _overrides(flags.split(",")))

@@ -1,4 +1,4 @@
-"""What `trainkit init` writes: the profile of a cluster, and a first run config that fits it."""
+"""The files that `trainkit init` writes: the profile of a cluster and a first run config for it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trainkit.resources import FIRST_RUN
 from trainkit.tables import table
 
 MAX_KINDS = 20
-"""Above this, a profile does not list the nodes of a partition by their features."""
+"""With more kinds of nodes in a partition, a profile merges nodes that differ only in features."""
 
 
 def describe_cluster(cluster: Cluster) -> str:
-    """A cluster as a table for people."""
+    """Return a summary of a cluster as text."""
     return "\n".join(_lines(cluster))
 
 
@@ -66,7 +66,7 @@ def _hardware_text(kind: NodeKind) -> str:
 
 
 def differences(profile: Cluster, found: Cluster) -> list[str]:
-    """The sections of a profile that are out of date; what either side leaves out is not compared."""
+    """Return the sections of a profile that are out of date; sections that either side lacks are skipped."""
     is_up = {item.name: item.is_up for item in found.partitions}
     written = {item.name: replace(item, is_up=is_up.get(item.name, True)) for item in profile.partitions}
     current = {item.name: _with_merged_features(item) for item in found.partitions}
@@ -84,7 +84,7 @@ def _names(items: Iterable[Account] | Iterable[Qos] | None) -> set[str]:
 
 
 def _with_merged_features(partition: Partition) -> Partition:
-    """A partition with nodes merged across features where it has more than MAX_KINDS kinds of them."""
+    """Return a partition with nodes merged across features if it has more than `MAX_KINDS` kinds."""
     if len(partition.nodes) <= MAX_KINDS:
         return partition
     merged: dict[tuple[object, ...], NodeKind] = {}
@@ -97,9 +97,9 @@ def _with_merged_features(partition: Partition) -> Partition:
 
 
 def write_new(path: Path, text: str) -> bool:
-    """Write a new file; False when the path already exists.
+    """Write a new file; return False if the path already exists.
 
-    Raises UsageError when it cannot be written.
+    Raises UsageError if it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,12 +127,12 @@ UNBOUNDED = 10**6
 
 
 def profile_text(cluster: Cluster, today: date) -> str:
-    """The profile of a cluster; `trainkit.cluster.profile` reads it back."""
+    """Return the profile of a cluster as YAML; `trainkit.cluster.profile` reads it back."""
     return "\n".join(_profile_lines(cluster, today)) + "\n"
 
 
 def _flow(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Return a value as one line of YAML."""
     text: str = yaml.dump(
         [value],
         Dumper=Dumper,
@@ -145,7 +145,7 @@ def _flow(value: Any) -> str:
 
 
 def _commented(line: str, comment: str) -> str:
-    """A line with a comment, aligned with those of other lines."""
+    """Return a line with its comment in column `COMMENT_COLUMN`."""
     return f"{line:<{COMMENT_COLUMN - 2}}  # {comment}" if comment else line
 
 
@@ -225,7 +225,7 @@ def _account_lines(cluster: Cluster) -> Iterator[str]:
 
 
 def _merged(accounts: tuple[Account, ...]) -> list[Account]:
-    """One entry per account: Slurm lists it once for every partition."""
+    """Merge the entries of each account: Slurm lists an account once per partition."""
     merged: dict[str, Account] = {}
     for account in accounts:
         known = merged.get(account.name)
@@ -307,7 +307,7 @@ MIN_FIRST_RUN_TIME_S = 300
 
 
 def first_run_text(cluster: Cluster | None) -> str:
-    """A config that runs unchanged; `cluster` is None on a machine without Slurm."""
+    """Return a run config that runs unchanged; `cluster` is None on a machine without Slurm."""
     return "\n".join(_first_run_lines(cluster)) + "\n"
 
 
@@ -356,7 +356,7 @@ def _first_account_lines(cluster: Cluster) -> Iterator[str]:
 
 
 def first_partition(cluster: Cluster) -> Partition | None:
-    """The partition for the first run: one with GPUs if there is any, the default partition preferred."""
+    """Return the partition for the first run: one with GPUs if possible, preferably the default one."""
     request = ResourceRequest(nodes=1, workers_per_node=1, account=_first_account(cluster))
     usable = [
         item
@@ -371,7 +371,7 @@ def first_partition(cluster: Cluster) -> Partition | None:
 
 
 def _first_account(cluster: Cluster) -> str | None:
-    """The account to charge when there is no default account."""
+    """Return the account to charge if there is no default account, else None."""
     accounts = cluster.accounts or ()
     if not accounts or any(item.is_default for item in accounts):
         return None

@@ -1,6 +1,6 @@
-"""Checks what a job requests against what a cluster has and allows. Pure.
+"""Checks the request of a job against the limits of a cluster. Pure.
 
-sbatch itself refuses few of these requests: it accepts the job, which then stays pending for ever.
+sbatch itself rejects few of these requests: it accepts the job, which then stays pending forever.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainkit.cluster.units import memory_mib, memory_text, time_limit_s, time_t
 from trainkit.config.names import near
 
 SUBACCOUNTS_VERSION = (23, 2)
-"""From this version on, a partition that allows an account also allows its subaccounts, unknown here."""
+"""Since this version, AllowAccounts also allows subaccounts, which are not known here."""
 _SIZES = tuple(f"resources.{key}" for key in ("nodes", "spare_nodes", "gpus_per_node", "cpus_per_gpu", "mem"))
 
 
@@ -29,7 +29,7 @@ class LimitProblem(NamedTuple):
 
 
 def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[LimitProblem]:
-    """Everything in a request that this cluster does not have or allow."""
+    """Yield a problem for each key of a request that this cluster cannot satisfy."""
     if not cluster.partitions:
         return
     names = None if request.partition is None else [name.strip() for name in request.partition.split(",")]
@@ -38,7 +38,7 @@ def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[Limit
     partitions = cluster.requested_partitions(request.partition)
     visible = [item for item in cluster.partitions if not item.is_hidden]
     if not partitions and visible:
-        # None of the names exists: a time beyond the longest limit is wrong in whichever partition was meant.
+        # None of the names exists: a time beyond the longest limit is wrong in any partition.
         longest = max(visible, key=lambda item: item.max_time_s or math.inf)
         yield from _time_problems(request, cluster, longest)
     found = [list(partition_problems(request, cluster, item)) for item in partitions]
@@ -50,9 +50,9 @@ def limit_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[Limit
 def partition_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[LimitProblem]:
-    """Why a job can never start in one partition.
+    """Yield the problems that prevent a job from ever starting in a partition.
 
-    Every option that a hint suggests passes these checks, together with those of the other hints.
+    The options that the hints suggest, used together, pass these checks.
     """
     found = list(_violations(request, cluster, partition))
     sizes = _size_suggestion(request, cluster, partition) if found else ""
@@ -62,11 +62,11 @@ def partition_problems(
         hint = "; ".join(filter(None, (hint, suggestion, other)))
         yield LimitProblem(key, message, with_source(hint, cluster))
         other = ""
-        sizes = "" if suggestion else sizes  # one suggestion covers all sizes
+        sizes = "" if suggestion else sizes  # the suggestion covers all sizes: give it once
 
 
 def spare_capacity(request: ResourceRequest, cluster: Cluster) -> int | None:
-    """How many of the nodes that a job could run on it can do without; None when that is unknown."""
+    """Return how many of the nodes that fit a job it does not need; None if that is unknown."""
     partitions = cluster.requested_partitions(request.partition)
     if not partitions or not all(partition.nodes for partition in partitions):
         return None
@@ -85,7 +85,7 @@ def _num_fitting(request: ResourceRequest, partition: Partition, kinds: Iterable
 
 
 def _unknown_partitions(names: list[str] | None, cluster: Cluster) -> Iterator[LimitProblem]:
-    """The requested partitions that do not exist; None stands for the default partition."""
+    """Yield the requested partitions that do not exist; `names` is None for the default partition."""
     listing = f"{cluster.name} has {listed(item.name for item in cluster.partitions if not item.is_hidden)}"
     if names is None and cluster.partition(None) is None:
         message = f"is not set, and {cluster.name} has no default partition"
@@ -98,7 +98,7 @@ def _unknown_partitions(names: list[str] | None, cluster: Cluster) -> Iterator[L
 
 
 def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[LimitProblem]:
-    """An account or QOS that does not exist, or that this user may not use."""
+    """Yield an account or QOS that does not exist or that this user may not use."""
     account = _account_of(request, cluster)
     if request.account is not None and cluster.accounts is not None and account is None:
         names = list(dict.fromkeys(item.name for item in cluster.accounts))
@@ -121,7 +121,7 @@ def _account_problems(request: ResourceRequest, cluster: Cluster) -> Iterator[Li
 def _permission_problems(
     request: ResourceRequest, cluster: Cluster, partition: Partition
 ) -> Iterator[LimitProblem]:
-    """A partition that the account or the QOS may not use, as far as that is known."""
+    """Yield a partition that the account or QOS is known not to be allowed in."""
     account = _account_of(request, cluster)
     name = request.account or (account.name if account is not None else None)
     names_are_complete = () < cluster.slurm_version < SUBACCOUNTS_VERSION
@@ -155,12 +155,12 @@ def _allows_qos(partition: Partition, name: str) -> bool:
 
 
 def _is_in(name: str, names: Iterable[str] | None) -> bool:
-    """Whether a name is among others, None for all; Slurm's accounting ignores case."""
+    """Whether a name is in `names`, ignoring case as Slurm's accounting does; None allows every name."""
     return names is None or name.lower() in {item.lower() for item in names}
 
 
 def _account_of(request: ResourceRequest, cluster: Cluster) -> Account | None:
-    """The account that is charged, merged over all partitions."""
+    """Return the account that is charged, merged over its partitions; None if unknown."""
     found = [
         item
         for item in cluster.accounts or ()
@@ -179,19 +179,19 @@ def _union(items: list[tuple[str, ...] | None]) -> tuple[str, ...] | None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The beginning of a hint; empty when no name is similar."""
+    """Return the start of a hint; empty if no name is similar."""
     match = near(name, names)
     return f"did you mean {match}? " if match else ""
 
 
 def listed(names: Iterable[str], last: str = "and") -> str:
-    """``a, b and c``."""
+    """Join names as in ``a, b and c``."""
     items = list(names)
     return f" {last} ".join(filter(None, (", ".join(items[:-1]), *items[-1:])))
 
 
 def with_source(hint: str, cluster: Cluster) -> str:
-    """A hint, and what to do if the description of the cluster is out of date."""
+    """Append to a hint what to do if the description of the cluster is out of date."""
     return "; ".join(filter(None, (hint, cluster.out_of_date_hint)))
 
 
@@ -199,7 +199,7 @@ def with_source(hint: str, cluster: Cluster) -> str:
 
 
 def _violations(request: ResourceRequest, cluster: Cluster, partition: Partition) -> Iterator[LimitProblem]:
-    """The limits of a partition that a request exceeds, without suggestions of other sizes or partitions."""
+    """Yield (key, message, hint) for the limits that a request exceeds, without suggesting other values."""
     yield from _permission_problems(request, cluster, partition)
     yield from _time_problems(request, cluster, partition)
     max_nodes = _max_nodes(request, cluster, partition)
@@ -214,7 +214,7 @@ def _violations(request: ResourceRequest, cluster: Cluster, partition: Partition
 
 
 def _qos_of(request: ResourceRequest, cluster: Cluster) -> Qos | None:
-    """The requested QOS; an unknown one may override any limit."""
+    """Return the requested QOS; an unknown one may override any limit."""
     if request.qos is None:
         return None
     unknown = Qos(request.qos, overrides=None)
@@ -231,7 +231,7 @@ def _max_nodes(request: ResourceRequest, cluster: Cluster, partition: Partition)
 
 
 def _too_many_nodes(request: ResourceRequest, limit: int) -> tuple[str, str]:
-    """The key that requests more nodes than the limit, and its value."""
+    """Return the key that requests more nodes than `limit`, and the start of its message."""
     if request.nodes > limit:
         return "resources.nodes", f"is {request.nodes}"
     shown = f"is {request.spare_nodes}: {request.nodes} + {request.spare_nodes} = {request.all_nodes} nodes"
@@ -296,7 +296,7 @@ def _node_problems(request: ResourceRequest, partition: Partition) -> Iterator[L
 def _node_size_problems(
     request: ResourceRequest, partition: Partition, kinds: Sequence[NodeKind]
 ) -> Iterator[LimitProblem]:
-    """The amounts that no node has, each on its own."""
+    """Yield the amounts per node that no node has, each checked separately."""
     nodes_have = f"the nodes of partition {partition.name} have"
     workers = request.workers_per_node
     max_gpus = max(kind.num_gpus(request.gpu_type) for kind in kinds)
@@ -339,11 +339,11 @@ def _requirements(request: ResourceRequest) -> str:
     return listed([*parts, *(f"feature {name}" for name in features_of(request.constraint))])
 
 
-# Suggestions, each checked against the whole request.
+# Suggestions, each checked against the full request.
 
 
 def _partition_suggestion(request: ResourceRequest, cluster: Cluster, refused: Partition) -> str:
-    """The other partitions that can run the job unchanged."""
+    """Suggest other partitions that can run the job unchanged."""
     fitting = [
         item.name
         for item in cluster.partitions
@@ -356,7 +356,7 @@ def _partition_suggestion(request: ResourceRequest, cluster: Cluster, refused: P
 
 
 def _size_suggestion(request: ResourceRequest, cluster: Cluster, partition: Partition) -> str:
-    """Options that change the sizes of a request as little as possible so that the partition can run it."""
+    """Suggest the options with the smallest change of sizes that lets the partition run the job."""
     nearest = _nearest_sizes(request, partition, _max_nodes(request, cluster, partition))
     if nearest is None or nearest == request:
         return ""
@@ -386,9 +386,9 @@ def _cpus_per_worker(request: ResourceRequest) -> int | None:
 def _nearest_sizes(
     request: ResourceRequest, partition: Partition, max_nodes: int | None
 ) -> ResourceRequest | None:
-    """The request with sizes that a partition can satisfy; None when there is no such request.
+    """Return the closest request that a partition can satisfy; None if there is none.
 
-    Prefers to keep the total number of processes, then to change few values, then to use more processes.
+    Prefers the same total number of processes, then few changed values, then more processes.
     """
     kinds = _by_hardware(matching_nodes(partition, request.constraint, request.needed_gpu_type))
     total = request.nodes * request.workers_per_node
@@ -408,7 +408,7 @@ def _nearest_sizes(
 
 
 def _by_hardware(kinds: Iterable[NodeKind]) -> list[NodeKind]:
-    """Nodes merged across features, of which a large cluster can have thousands of combinations."""
+    """Merge nodes across features: a large cluster can have thousands of feature combinations."""
     merged: dict[tuple[object, ...], NodeKind] = {}
     for kind in kinds:
         key = (kind.cpus, kind.mem_mib, *sorted(kind.gpus.items()))
@@ -418,7 +418,7 @@ def _by_hardware(kinds: Iterable[NodeKind]) -> list[NodeKind]:
 
 
 def _clipped(request: ResourceRequest, partition: Partition, kind: NodeKind) -> Iterator[ResourceRequest]:
-    """The request reduced to one kind of node, and other numbers of GPUs per node that divide the total."""
+    """Yield the request reduced to one kind of node, with each number of GPUs per node to try."""
     workers, each, mem = request.workers_per_node, _cpus_per_worker(request), request.mem
     gpus, cpus = kind.num_gpus(request.gpu_type), partition.usable_cpus(kind)
     if request.gpus_per_node:
@@ -443,7 +443,7 @@ def _clipped(request: ResourceRequest, partition: Partition, kind: NodeKind) -> 
 
 
 def _distance(request: ResourceRequest, found: ResourceRequest, kind: NodeKind) -> tuple[float, ...]:
-    """How far a suggestion is from the request; the smallest is the best."""
+    """Return a sort key for suggestions: the smallest is closest to the request."""
     total, workers = found.nodes * found.workers_per_node, found.workers_per_node
     is_whole_node = workers in (request.workers_per_node, kind.num_gpus(request.gpu_type))
     changes = (

@@ -1,4 +1,4 @@
-"""What this machine has: CPU cores that we may use, and GPUs that torch will see."""
+"""The hardware of this machine: the CPU cores that this process may use, the GPUs that torch sees, memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Machine:
     gpu_reason: str
     """One sentence: which GPUs there are, or why there are none."""
     memory: int | None = None
-    """Bytes, those it swaps out included; None where that is not known."""
+    """Bytes of memory and swap; None if unknown."""
 
 
 def detect_machine(environ: Mapping[str, str] | None = None) -> Machine:
-    """This machine, without torch: NVML is asked only where an NVIDIA driver is loaded."""
+    """Detect the hardware of this machine, without torch; queries NVML only if an NVIDIA driver is loaded."""
     names, reason = _gpus(os.environ if environ is None else environ)
     return Machine(_num_cpus(), len(names), names, reason, host_memory(MEMINFO))
 
 
 def host_memory(meminfo: Path) -> int | None:
-    """Bytes of memory and swap, from /proc/meminfo; None where it cannot be read."""
+    """Return the bytes of memory and swap in /proc/meminfo; None if it cannot be read."""
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:
@@ -49,9 +49,9 @@ def _num_cpus() -> int:
 
 
 def cgroup_cpu_quota(root: Path, membership: Path) -> float | None:
-    """The smallest CPU quota of this process's cgroup (version 2) and those above, in cores.
+    """Return the smallest CPU quota of this process's cgroup (v2) and its parents, in cores.
 
-    None where there is no limit.
+    None if there is no limit.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -93,7 +93,7 @@ def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
         return names, f"this machine has {describe_gpus(names)}{suffix}"
     if devices:
         return (), f"CUDA_VISIBLE_DEVICES={chosen} hides the {len(devices)} GPU(s) of this machine"
-    return (), "an NVIDIA driver is loaded, but it shows no GPU"
+    return (), "an NVIDIA driver is loaded, but it reports no GPU"
 
 
 def _device(pynvml: Any, index: int) -> tuple[str, str]:
@@ -102,9 +102,9 @@ def _device(pynvml: Any, index: int) -> tuple[str, str]:
 
 
 def visible_names(devices: list[tuple[str, str]], chosen: str | None) -> tuple[str, ...]:
-    """The names of the devices (UUID, name) that CUDA shows under a value of CUDA_VISIBLE_DEVICES.
+    """Return the names of the devices, given as (UUID, name), that a value of CUDA_VISIBLE_DEVICES exposes.
 
-    CUDA reads the list up to the first entry that names no device:
+    CUDA ignores the first invalid entry and all entries after it:
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#env-vars
     """
     if chosen is None:
@@ -123,6 +123,6 @@ def visible_names(devices: list[tuple[str, str]], chosen: str | None) -> tuple[s
 
 
 def describe_gpus(names: tuple[str, ...]) -> str:
-    """For example ``2 x NVIDIA A100-SXM4-80GB``."""
+    """Describe GPUs by count and name, for example ``2 x NVIDIA A100-SXM4-80GB``."""
     kinds = dict.fromkeys(names)
     return ", ".join(f"{names.count(kind)} x {kind}" for kind in kinds)

@@ -15,16 +15,16 @@ class NodeKind:
 
     count: int
     cpus: int | None = None
-    """CPUs that jobs can use, without those that Slurm reserves for itself."""
+    """CPUs per node that jobs can use, without those that Slurm reserves for itself."""
     mem_mib: int | None = None
-    """Memory that jobs can use."""
+    """Memory per node that jobs can use."""
     gpus: dict[str, int] = field(default_factory=dict)
-    """How many GPUs a node has, by type; the type is empty where the site names none."""
+    """GPUs per node, by type; the type is empty if the site does not name it."""
     features: tuple[str, ...] = ()
     in_service: int | None = field(default=None, compare=False)
-    """How many can run jobs now or soon: neither down nor drained."""
+    """Number of nodes that can run jobs now or soon: neither down nor drained."""
     hosts: str = field(default="", compare=False)
-    """As a host list."""
+    """The nodes as a Slurm host list."""
 
     def num_gpus(self, gpu_type: str | None = None) -> int:
         """GPUs per node, of one type or of all types."""
@@ -42,11 +42,11 @@ class Partition:
     is_up: bool = True
     max_time_s: int | None = None
     default_time_s: int | None = None
-    """Time limit of a job that requests none; None where that is `max_time_s`."""
+    """Time limit of a job that requests none; None if it is `max_time_s`."""
     max_nodes: int | None = None
     """Largest number of nodes of one job."""
     max_cpus_per_node: int | None = None
-    """How many CPUs of a node its jobs may use, where that is fewer than a node has."""
+    """CPUs per node that its jobs may use, if fewer than a node has."""
     nodes: tuple[NodeKind, ...] = ()
     """Empty when unknown."""
     allowed_accounts: tuple[str, ...] | None = None
@@ -66,14 +66,14 @@ class Partition:
         return self.max_time_s if self.default_time_s is None else self.default_time_s
 
     def usable_cpus(self, kind: NodeKind) -> int | None:
-        """CPUs of such a node that jobs of this partition may use; None when unknown."""
+        """CPUs per node of this kind that jobs of this partition may use; None if unknown."""
         limits = [number for number in (kind.cpus, self.max_cpus_per_node) if number is not None]
         return min(limits, default=None)
 
 
 @dataclass(frozen=True)
 class Account:
-    """An account that you may charge; None where it is not restricted, or the restriction is unknown."""
+    """An account that you may charge; None where it is unrestricted or the restriction is unknown."""
 
     name: str
     is_default: bool = False
@@ -93,13 +93,13 @@ class Qos:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster, as far as it is known: a config is checked against it before it is submitted."""
+    """A cluster as far as it is known; configs are checked against it before they are submitted."""
 
     name: str
     partitions: tuple[Partition, ...] = ()
     """Empty when unknown."""
     gpu_option: Literal["gpus-per-node", "gres"] = "gpus-per-node"
-    """The sbatch option with which jobs request GPUs."""
+    """The sbatch option that requests GPUs."""
     accounts: tuple[Account, ...] | None = None
     """None when unknown, or where Slurm does not check accounts."""
     qos: tuple[Qos, ...] | None = None
@@ -109,26 +109,26 @@ class Cluster:
     """Which of pyxis, apptainer, singularity and enroot are installed."""
     has_modules: bool = False
     reason: str = ""
-    """Where this description comes from, in one sentence."""
+    """The source of this description, in one sentence."""
     out_of_date_hint: str = ""
-    """What to do if the description is out of date."""
+    """How to update the description if it is out of date."""
     error: str = ""
-    """Why nothing is known: Slurm's error, or that it did not answer."""
+    """Why the cluster is unknown: Slurm's error, or that it did not answer."""
     expedited_requeue: bool | None = None
     """Whether jobs use the expedited requeue of Slurm 25.11; None where the site has not enabled it."""
     bad_nodes: dict[str, str] = field(default_factory=dict)
-    """Hosts that failed in the last 24 hours, each with the reason; the newest first."""
+    """Hosts that failed in the last 24 hours, each with the reason; the most recent first."""
     forget_hint: str = ""
     """How to clear that list."""
 
     def partition(self, name: str | None) -> Partition | None:
-        """A partition by name, or the default one for None; None when there is no such partition."""
+        """Return a partition by name, or the default one for None; None if there is no such partition."""
         if name is None:
             return next((item for item in self.partitions if item.is_default), None)
         return next((item for item in self.partitions if item.name == name), None)
 
     def requested_partitions(self, names: str | None) -> tuple[Partition, ...]:
-        """The existing ones among the comma-separated names of `resources.partition`."""
+        """Return the partitions in the comma-separated `resources.partition` that exist."""
         requested = [None] if names is None else [name.strip() for name in names.split(",")]
         found = (self.partition(name) for name in requested)
         return tuple(item for item in found if item is not None)
@@ -136,7 +136,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a job will run."""
+    """The target of a job: the backend, and the cluster if it is Slurm."""
 
     backend: Literal["local", "sbatch", "submitit", "srun"]
     reason: str
@@ -146,7 +146,7 @@ class Target:
     node_sizes: tuple[int, ...] | None = None
     """Workers per node of a step that has already started (``srun``)."""
     per: Literal["gpu", "node"] | None = None
-    """What a task of that step is: one GPU or one node."""
+    """Whether that step has one task per GPU or one per node."""
 
 
 LOCAL = Target("local", "this machine")

@@ -54,11 +54,11 @@ def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def find_profile(
     loaded: LoadedConfig, environ: Mapping[str, str] = os.environ, cwd: Path | None = None
 ) -> FoundProfile | None:
-    """The profile that `launch.cluster` names, else the one for the ClusterName in slurm.conf, else the only
-    profile where slurm.conf gives no name. None when there is none.
+    """Find the profile that a run uses; None if there is none.
 
-    Raises ConfigError when the named profile does not exist, when two profiles are of the same cluster, and
-    with every problem of the file.
+    It is the profile that `launch.cluster` names, else the one of the ClusterName in slurm.conf. If
+    slurm.conf gives no name, it is the only profile. Raises ConfigError if the named profile does not exist,
+    if two profiles are of the same cluster, or if the profile is invalid.
     """
     cwd = Path.cwd() if cwd is None else cwd
     folders = [cwd / FOLDER, user_folder(environ)]
@@ -93,7 +93,10 @@ def _named(loaded: LoadedConfig, name: str, folders: Sequence[Path]) -> Path:
 
 
 def _own_profile(loaded: LoadedConfig, paths: Sequence[Path], name: str) -> Path | None:
-    """The profile whose `name` is the cluster's."""
+    """Return the profile whose `name` is the cluster's, or None.
+
+    Of several, the one whose file has that name; else raises ConfigError.
+    """
     own = [path for path in paths if _name_in(path) == name]
     if len(own) > 1:
         same = [path for path in own if path.stem == name]
@@ -107,7 +110,7 @@ def _own_profile(loaded: LoadedConfig, paths: Sequence[Path], name: str) -> Path
 
 
 def _name_in(path: Path) -> str | None:
-    """The `name` in a profile; the file's own name where it cannot be read, reported once it is used."""
+    """Return the `name` in a profile; if it cannot be read, the file's name, so that using it reports why."""
     try:
         found = read_yaml_file(path, str(path)).find(("name",))
     except ConfigError:
@@ -143,11 +146,11 @@ class NodesProfile(Section):
     """Nodes of a partition with the same hardware and features."""
 
     count: AtLeastOne = Field(default=1, description="Number of nodes.")
-    cpus: AtLeastOne | None = Field(default=None, description="CPUs of a node that jobs can use.")
-    memory: Memory | None = Field(default=None, description="Memory of a node that jobs can use.")
+    cpus: AtLeastOne | None = Field(default=None, description="CPUs per node that jobs can use.")
+    memory: Memory | None = Field(default=None, description="Memory per node that jobs can use.")
     gpus: dict[str, AtLeastOne] | AtLeastOne = Field(
         default={},
-        description="GPUs of a node by type, or their number where the cluster names no types.",
+        description="GPUs per node by type, or their number if the cluster does not name types.",
         json_schema_extra={"allowed": 'a number, or numbers by type such as "{h100: 8}"'},
     )
     features: tuple[OneLine, ...] = list_field((), "Features that resources.constraint can name.")
@@ -162,7 +165,7 @@ class PartitionProfile(Section):
     default_time: Time | None = Field(default=None, description="Time limit of a job that requests none.")
     max_nodes: AtLeastOne | None = Field(default=None, description="Maximum number of nodes of a job.")
     max_cpus_per_node: AtLeastOne | None = Field(
-        default=None, description="Maximum number of CPUs of a node that its jobs may use."
+        default=None, description="Maximum number of CPUs per node that its jobs may use."
     )
     accounts: Names | None = Field(default=None, description="Accounts that may use it; null for all.")
     denied_accounts: tuple[OneLine, ...] = list_field((), "Accounts that may not.")
@@ -194,7 +197,7 @@ class ClusterProfile(Section):
 
     model_config = ConfigDict(title="trainkit cluster profile")
 
-    profile_version: Literal[1] = Field(default=1, description="Version of the format of this file.")
+    profile_version: Literal[1] = Field(default=1, description="Version of the profile format.")
     name: OneLine = Field(description="ClusterName in its slurm.conf.")
     slurm_version: str | None = Field(
         default=None,
@@ -229,7 +232,7 @@ class ClusterProfile(Section):
     )
 
     def to_cluster(self, reason: str = "", out_of_date_hint: str = "") -> Cluster:
-        """The profile as the model of the cluster."""
+        """Return the profile as a `Cluster`."""
         accounts, qos = self.accounts, self.qos
         return Cluster(
             name=self.name,
@@ -286,7 +289,7 @@ def _qos(name: str, profile: QosProfile | None) -> Qos:
 
 
 def read_profile(path: Path, shown: str) -> tuple[ClusterProfile, Entry | None]:
-    """A profile and its `defaults` section; `shown` is the file's name in messages.
+    """Read a profile and its `defaults` section; `shown` is the file's name in messages.
 
     Raises ConfigError with every problem.
     """
@@ -320,7 +323,7 @@ def _problems(error: ValidationError, entry: Entry) -> list[Problem]:
 
 
 def _origin(entry: Entry, path: tuple[int | str, ...]) -> str:
-    """File and line of a path, or of what contains it: items of a list have the list's line."""
+    """Return the file and line of a path, or of the closest parent: list items have the list's line."""
     for end in range(len(path), 0, -1):
         place = entry.find(tuple(map(str, path[:end])))
         if place is not None:
@@ -329,7 +332,10 @@ def _origin(entry: Entry, path: tuple[int | str, ...]) -> str:
 
 
 def _within(value: Any, location: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], Any]:
-    """The part of a location that is a path in a value, and what is there; the rest names union members."""
+    """Return the part of pydantic's location that is a path in `value`, and the value at that path.
+
+    The remaining parts of the location name union members.
+    """
     path: list[int | str] = []
     for part in location:
         is_key = isinstance(value, dict) and part in value
@@ -347,7 +353,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _schema_at(path: tuple[int | str, ...]) -> dict[str, Any]:
-    """The JSON schema at a path."""
+    """Return the JSON schema at a path."""
     schema = _schema()
     for part in path:
         schema = _inner(schema)
@@ -359,7 +365,7 @@ def _schema_at(path: tuple[int | str, ...]) -> dict[str, Any]:
 
 
 def _inner(schema: dict[str, Any]) -> dict[str, Any]:
-    """The section, mapping or list that a schema allows."""
+    """Return the section, mapping or list among the options of a schema; else the schema itself."""
     for option in schema.get("anyOf", [schema]):
         if "$ref" in option:
             option = _schema()["$defs"][option["$ref"].rpartition("/")[2]]

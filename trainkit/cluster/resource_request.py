@@ -1,4 +1,4 @@
-"""What a job requests of each node and of Slurm. Pure."""
+"""The resources that a job requests, per node and from Slurm. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ANY_OF = re.compile(r"[|,\[(*]")
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What a job requests; None where it leaves the choice to Slurm."""
+    """The resources that a job requests; None leaves the choice to Slurm."""
 
     nodes: int
     workers_per_node: int
@@ -54,10 +54,10 @@ class ResourceRequest:
 def resource_request(
     resources: ResourcesConfig, *, workers_per_node: int, device: str, threads: int | None, per: str
 ) -> ResourceRequest:
-    """The request of a job, from its section of the config and what was derived from it."""
+    """Return the request of a job, from the `resources` section and the values that the plan derived."""
     cpus = None if threads is None else threads * workers_per_node
     if cpus is None and per == "gpu":
-        cpus = workers_per_node  # a task gets at least one
+        cpus = workers_per_node  # each task gets at least one CPU
     return ResourceRequest(
         nodes=resources.nodes,
         workers_per_node=workers_per_node,
@@ -75,16 +75,16 @@ def resource_request(
 
 
 def features_of(constraint: str | None) -> tuple[str, ...]:
-    """The feature names in a constraint such as ``[rack1*2&rack2]``."""
+    """Return the feature names in a constraint such as ``[rack1*2&rack2]``."""
     return tuple(name.strip() for name in _NO_FEATURE.split(constraint or "") if name.strip())
 
 
 def matching_nodes(
     partition: Partition, constraint: str | None, gpu_type: str | None
 ) -> tuple[NodeKind, ...]:
-    """The nodes of a partition with the features of a constraint and the GPU type.
+    """Return the nodes of a partition that have the features of a constraint and the GPU type.
 
-    Only "and" is evaluated: with any other operator of Slurm every node counts as matching.
+    Only ``&`` is evaluated: with any other operator, every node counts as having the features.
     """
     needed = set() if _ANY_OF.search(constraint or "") else set(features_of(constraint))
     return tuple(

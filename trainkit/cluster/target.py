@@ -1,4 +1,4 @@
-"""Chooses where a run starts, Slurm or this machine, and finds the description of that cluster."""
+"""Chooses where a run starts, Slurm or this machine, and finds the description of its cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def choose_backend(
     backend: str, cluster: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> tuple[str, str]:
-    """The backend that `launch.backend` selects here, and one sentence why; `cluster` is `launch.cluster`."""
+    """Return the backend that `launch.backend` selects here, and why; `cluster` is `launch.cluster`."""
     if backend != "auto":
         return backend, f"launch.backend is {backend}"
     if cluster is not None:
@@ -51,7 +51,7 @@ def make_target(
     environ: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
 ) -> Target:
-    """The target of a config, with what is known about its cluster; `backend` overrides the config's.
+    """Return the target of a config and the description of its cluster; `backend` overrides the config's.
 
     Raises ConfigError for a cluster profile that is invalid or does not exist.
     """
@@ -73,7 +73,7 @@ def load_with_cluster(
     environ: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
 ) -> LoadedConfig:
-    """The config of `load_config`, with the defaults of the profile of its cluster below all layers.
+    """Load a config like `load_config`, with the `defaults` of its cluster's profile as the lowest layer.
 
     Raises InvalidConfig as `load_config` does, and ConfigError as `make_target` does.
     """
@@ -97,7 +97,7 @@ def load_with_cluster(
 
 
 def _cluster_defaults(loaded: LoadedConfig, environ: Mapping[str, str], cwd: Path | None) -> Entry | None:
-    """The `defaults` of the profile of a config's cluster; None for a run on this machine."""
+    """Return the `defaults` of the profile of a config's cluster; None for a run on this machine."""
     launch = loaded.config.launch
     if choose_backend(launch.backend, launch.cluster, environ)[0] == "local":
         return None
@@ -108,7 +108,7 @@ def _cluster_defaults(loaded: LoadedConfig, environ: Mapping[str, str], cwd: Pat
 def known_cluster(
     loaded: LoadedConfig, environ: Mapping[str, str] = os.environ, cwd: Path | None = None
 ) -> Cluster:
-    """The cluster of a config, from its profile, else from Slurm; it has an `error` if Slurm does not answer.
+    """Return the cluster of a config, from its profile or Slurm; sets `error` if Slurm does not answer.
 
     Raises ConfigError for a profile that is invalid or does not exist.
     """
@@ -139,7 +139,7 @@ def _profile_or_slurm(loaded: LoadedConfig, environ: Mapping[str, str], cwd: Pat
 
 
 def _cluster_from_slurm(loaded: LoadedConfig, environ: Mapping[str, str]) -> Cluster:
-    """The cluster as Slurm describes it now; one with nothing but `error` when Slurm does not answer."""
+    """Query Slurm for the cluster; if Slurm does not answer, only `error` and `reason` are set."""
     resources = loaded.config.resources
     try:
         cluster = query_cluster(environ, with_accounts=bool(resources.account or resources.qos))
@@ -151,7 +151,7 @@ def _cluster_from_slurm(loaded: LoadedConfig, environ: Mapping[str, str]) -> Clu
     cluster = replace(cluster, reason=reason)
     if resources.qos is None or not _exceeds_a_partition(resources, cluster):
         return cluster
-    # Only accounting knows whether the QOS overrides that limit, and it is too slow to query without need.
+    # Only accounting knows whether the QOS overrides that limit. It is slow, so query it only if needed.
     qos = query_qos(environ)
     return cluster if qos is None else replace(cluster, qos=qos)
 

@@ -1,4 +1,4 @@
-"""Times and amounts of memory as Slurm writes them. Pure."""
+"""Times and amounts of memory in Slurm's formats. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ _MIB = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
 def time_limit_s(text: str) -> int | None:
-    """Seconds of a time: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``; None for no limit."""
+    """Return a time limit in seconds; None for no limit, which Slurm writes as 0.
+
+    Accepts Slurm's formats: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M`` and ``D-H:M:S``.
+    """
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:
@@ -18,27 +21,29 @@ def time_limit_s(text: str) -> int | None:
         hours, minutes, seconds = 0, parts[0], 0
     else:
         hours, minutes, seconds = (0, *parts) if len(parts) == 2 else parts
-    # Slurm takes nought for no limit at all.
     return (int(days or 0) * _DAY_S + (hours * 60 + minutes) * 60 + seconds) or None
 
 
 def time_text(seconds: int) -> str:
-    """A time as ``HH:MM:SS`` or ``D-HH:MM:SS``."""
+    """Format a time as ``HH:MM:SS`` or ``D-HH:MM:SS``."""
     days, rest = divmod(seconds, _DAY_S)
     clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}-{clock}" if days else clock
 
 
 def memory_mib(text: str) -> float | None:
-    """MiB of an amount such as ``64G``; a bare number is MiB. None for ``0``, which is all that there is."""
+    """Return an amount such as ``64G`` in MiB; a bare number is MiB. None for ``0``: all memory of the node.
+
+    Raises ValueError if the text is not an amount of memory.
+    """
     match = re.fullmatch(r"(?P<number>\d+)(?P<unit>[KMGT]?)B?", text)
     if match is None:
-        raise ValueError(f"{text!r} is no amount of memory")
+        raise ValueError(f"{text!r} is not an amount of memory")
     return int(match["number"]) * _MIB[match["unit"]] or None
 
 
 def memory_text(mib: float) -> str:
-    """An amount of memory in the largest unit in which it is a whole number, from ``M`` on."""
+    """Format an amount of memory in the largest of M, G and T in which it is a whole number."""
     number = int(mib)
     for unit in ("M", "G"):
         if number % 1024 or not number:
@@ -48,5 +53,5 @@ def memory_text(mib: float) -> str:
 
 
 def version_text(version: tuple[int, ...]) -> str:
-    """A version of Slurm as it calls itself, ``22.05.8``."""
+    """Format a version of Slurm, for example ``22.05.8``."""
     return ".".join(f"{part:02}" if place == 1 else str(part) for place, part in enumerate(version))

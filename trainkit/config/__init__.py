@@ -1,4 +1,4 @@
-"""What the user asks for: the schema of a config, how it is loaded, and where each value came from."""
+"""Run configs: their schema, loading, and the origin of each value."""
 
 from trainkit.config.load import dump_effective, load_config, read_effective
 from trainkit.config.loaded import InvalidConfig, LoadedConfig

@@ -1,4 +1,4 @@
-"""Values of a loaded config that a command replaces, each with the reason."""
+"""Config values that a command replaces, each with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit.errors import ConfigError
 
 @dataclass(frozen=True)
 class Change:
-    """A value that a command replaces, and why."""
+    """A config value that a command replaces, and why."""
 
     key: str
     value: Any
@@ -35,26 +35,28 @@ class Change:
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML has it."""
+    """A value as it is written in YAML."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def short_training(config: RunConfig, num_steps: int, what: str) -> Iterator[Change]:
-    """Changes for a training of `num_steps` steps that logs every step; `what` names it in the reasons."""
+    """Yield the changes for a run of `num_steps` steps that logs every step; `what` names it in reasons."""
     train, schedule = config.train, config.schedule
     yield Change("train.steps", num_steps, train.steps, f"a {what} is short")
-    yield Change("train.epochs", None, train.epochs, "train.steps ends it")
-    yield Change("train.stop_at_step", None, train.stop_at_step, "train.steps ends it")
-    yield Change("train.log_every", 1, train.log_every, "every step is looked at")
-    yield Change("train.eval_every", None, train.eval_every, "only the steps are looked at")
+    yield Change("train.epochs", None, train.epochs, f"train.steps sets the length of the {what}")
+    yield Change("train.stop_at_step", None, train.stop_at_step, f"train.steps sets the length of the {what}")
+    yield Change("train.log_every", 1, train.log_every, f"the {what} uses every step")
+    yield Change("train.eval_every", None, train.eval_every, f"the {what} needs no validation")
     if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > num_steps:
-        yield Change("schedule.decay_steps", None, schedule.decay_steps, f"it is longer than the {what}")
+        yield Change(
+            "schedule.decay_steps", None, schedule.decay_steps, f"the schedule is longer than the {what}"
+        )
 
 
 def with_values(loaded: LoadedConfig, values: Mapping[str, Any], origin: str) -> LoadedConfig:
-    """The config with other values, by keys such as ``train.steps``, all of which have this origin.
+    """Return a copy of the config with `values`, by keys such as ``train.steps``; `origin` is their origin.
 
-    Raises ConfigError with every value that is not allowed or contradicts another.
+    Raises ConfigError listing every value that is invalid or contradicts another.
     """
     dumped = loaded.config.model_dump(mode="json", by_alias=True)
     changed = EMPTY

@@ -1,4 +1,4 @@
-"""The layers of a config: files with what they extend, profiles, environment, flags."""
+"""The layers of a config: files and the files they extend, profiles, environment variables, flags."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trainkit.resources import find_shipped_config, shipped_config_names, shippe
 
 
 def refuse_newer(entry: Entry) -> None:
-    """Raise ConfigError with this one problem when a file has a newer version.
+    """Raise ConfigError if the file has a newer config version than this trainkit supports.
 
-    Whatever else looks wrong in such a file is probably right for the trainkit that it was written for.
+    It reports only that: other problems of the file are probably valid for the newer version.
     """
     version = entry.value.get("config_version")
     if version is None or not isinstance(version.value, int) or version.value <= CONFIG_VERSION:
         return
     message = (
         f"the file is written for a newer trainkit: it has version {version.value}, "
-        f"this trainkit knows {CONFIG_VERSION}"
+        f"but this trainkit supports version {CONFIG_VERSION}"
     )
     raise ConfigError([Problem("config_version", message, version.origin, "update trainkit")])
 
@@ -33,14 +33,14 @@ EMPTY = Entry({}, "default")
 
 
 class Layers:
-    """Reads layers one after the other and collects their problems."""
+    """Reads the layers of a config and collects their problems."""
 
     def __init__(self, cwd: Path) -> None:
         self.cwd = cwd
         self.problems: list[Problem] = []
 
     def config(self, name: str | Path) -> tuple[Entry, Path]:
-        """The config of a name and its file: a file is looked for first, then a shipped config."""
+        """Return the config with this name and its path: a file takes precedence over a shipped config."""
         path = self.cwd / Path(name).expanduser()
         shipped = None if path.is_file() else find_shipped_config(str(name))
         if shipped is None and not path.exists():
@@ -50,7 +50,7 @@ class Layers:
 
     def _missing(self, name: str, path: Path) -> Problem:
         if path.suffix == ".py":
-            hint = f"to run a program of your own: -- python {name}"
+            hint = f"to run your own script: -- python {name}"
             return Problem("", "there is no such config", name, hint)
         close = self._close_configs(name, path)
         if close:
@@ -58,10 +58,10 @@ class Layers:
         else:
             hint = "" if path.parent.is_dir() else f"there is no folder {path.parent}; "
             hint += f"shipped configs: {', '.join(shipped_config_names())}"
-        return Problem("", "there is no such file, and no shipped config of that name", name, hint)
+        return Problem("", "there is no such file or shipped config", name, hint)
 
     def _close_configs(self, name: str, path: Path) -> list[str]:
-        """Files in the same folder and shipped configs whose names are like a name that does not exist."""
+        """Files in the same folder and shipped configs whose names are similar to `name`."""
         parent, stem = Path(name).parent, str(Path(name).with_suffix(""))
         known = {item: item for item in shipped_config_names()}
         if path.parent.is_dir():
@@ -72,7 +72,7 @@ class Layers:
         return list(dict.fromkeys([*same, *close]))
 
     def file(self, path: Path) -> Entry:
-        """A file merged over everything that it extends; empty when it cannot be read."""
+        """Return a file merged over the files it extends; empty if it cannot be read."""
         return self._file(self.cwd / path, ())
 
     def _file(self, path: Path, parents: tuple[Path, ...]) -> Entry:
@@ -92,7 +92,7 @@ class Layers:
             chain = (*parents, path.resolve())
             if parent.resolve() in chain:
                 names = [self.shown(item) for item in chain[chain.index(parent.resolve()) :]]
-                self.problem("extends", f"{' extends '.join([*names, names[0]])}: a circle", origin)
+                self.problem("extends", f"{' extends '.join([*names, names[0]])}: this is circular", origin)
                 continue
             result = merge(result, self._file(parent, chain))
         return merge(result, Entry(own, entry.origin))
@@ -118,12 +118,12 @@ class Layers:
         if relative.parent.is_dir():
             known += [str(Path(name).parent / item.name) for item in relative.parent.iterdir()]
         match = near_yaml(name, known)
-        message = f"{name} is neither next to this file nor among the configs that ship with trainkit"
+        message = f"{name} is neither a file relative to this one nor a shipped config"
         self.problem("extends", message, origin, f"did you mean {match}?" if match else "")
         return None
 
     def profile(self, name: str, config: Path | None) -> Entry:
-        """The file of a profile."""
+        """Return the profile with this name; `config` is the path of the run config, if it has one."""
         folders = [self.cwd / "profiles", self.cwd / "configs" / "profiles", shipped_configs() / "profiles"]
         if config is not None:
             folders.insert(0, (self.cwd / config).parent / "profiles")
@@ -133,18 +133,18 @@ class Layers:
         known = sorted({item.stem for folder in folders for item in folder.glob("*.yaml")})
         match = near(name, known)
         hint = f"did you mean {match}? " if match else ""
-        hint += f"profiles here: {', '.join(known)}" if known else "put it into profiles/ next to the config"
+        hint += f"profiles: {', '.join(known)}" if known else "profiles are in profiles/ next to the config"
         self.problem("", f"there is no profile {name!r}", f"--profile {name}", hint)
         return EMPTY
 
     def environment(self, environ: Mapping[str, str]) -> Entry:
-        """The variables ``TRAINKIT_TRAIN__STEPS`` and the like."""
+        """Return the layer of environment variables such as ``TRAINKIT_TRAIN__STEPS``."""
         result = EMPTY
         for name, text in sorted(environ.items()):
             if not name.startswith(ENV_PREFIX) or name.startswith(ENV_INTERNAL_PREFIX):
                 continue
             parts = name.removeprefix(ENV_PREFIX).split("__")
-            # Below a section and a key only free mappings follow (launch.env), whose names keep their case.
+            # Parts after section and key name entries of a free mapping (launch.env), which keep their case.
             path = (*(part.lower() for part in parts[:2]), *parts[2:])
             try:
                 value = parse_value(text)
@@ -155,7 +155,7 @@ class Layers:
         return result
 
     def flags(self, overrides: Sequence[str], named: Mapping[str, tuple[str, object]]) -> Entry:
-        """``--set a.b=c`` and named options; of two ``--set`` of one key the last counts."""
+        """Return the layer of ``--set a.b=c`` and of named options; the last ``--set`` of a key wins."""
         result = EMPTY
         for text in overrides:
             origin = f"--set {text}"
@@ -163,7 +163,7 @@ class Layers:
             path = tuple(key.strip().split("."))
             if not equals or not all(path):
                 self.problem(
-                    "", "must look like section.key=value", origin, "for example --set train.steps=100"
+                    "", "must have the form section.key=value", origin, "for example --set train.steps=100"
                 )
                 continue
             try:
@@ -176,12 +176,12 @@ class Layers:
             path = tuple(key.split("."))
             other = result.find(path)
             if other is not None and other.plain() != value:
-                self.problem(key, f"was also given as {other.origin}", origin, "leave one of them out")
+                self.problem(key, f"conflicts with {other.origin}", origin, "use only one of them")
             result = merge(result, entry_at(path, value, origin))
         return result
 
     def shown(self, path: Path) -> str:
-        """A file's name as origins show it: relative where it lies below the working folder."""
+        """Return a path as origins show it: relative if it is in the working folder."""
         absolute = self.cwd / path
         try:
             return str(absolute.relative_to(self.cwd))
@@ -193,7 +193,7 @@ class Layers:
 
 
 def without_empty_sections(entry: Entry) -> Entry:
-    """The tree without empty sections: ``train:`` with every line commented out sets nothing."""
+    """Return the tree without empty sections, such as ``train:`` with every line commented out."""
     kept = {
         key: value for key, value in entry.value.items() if not (key in sections() and value.value is None)
     }

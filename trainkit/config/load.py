@@ -1,4 +1,4 @@
-"""Loads a config from all its layers, with the origin of every value and all problems at once."""
+"""Loads a config from all its layers, with the origin of every value; reports all problems together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainkit.resources import shipped_configs
 
 PROJECT_FILE = "trainkit.yaml"
 DATA_PATHS = {"source": "stdlib", "val_source": "stdlib", "tokenizer": "bytes", "cache_dir": None}
-"""Data keys whose values are paths, and the value of each that is a name."""
+"""Data keys whose values are paths, each with the one value that is a name instead."""
 
 
 def load_config(
@@ -41,14 +41,14 @@ def load_config(
     layers: bool = True,
     defaults: Entry | None = None,
 ) -> LoadedConfig:
-    """The config of a file, or of the name of a shipped config, with everything around it.
+    """Load a config file, or a shipped config by name, merged with all other layers.
 
-    `overrides` are the texts of ``--set``; `flags` maps a key to what was typed and the value it gives.
-    `layers` False leaves out ./trainkit.yaml, the user's config and the environment. `defaults` are
-    values below all others, such as those of the profile of the config's cluster.
+    `overrides` are the arguments of ``--set``; `flags` maps a key to the flag as typed and its value.
+    `layers` False ignores ./trainkit.yaml, the user's config and the environment. `defaults` is the lowest
+    layer, such as the `defaults` of a cluster profile.
 
-    Raises InvalidConfig with every problem of every layer and the valid rest of the config; a plain
-    ConfigError when there is no such rest, because a layer or the cluster's profile cannot be read.
+    Raises InvalidConfig with the problems of all layers and the valid part of the config, or a plain
+    ConfigError if there is no such part because a layer cannot be read or two flags conflict.
     """
     environ = os.environ if environ is None else environ
     reader = Layers(Path.cwd() if cwd is None else cwd)
@@ -62,10 +62,10 @@ def load_config(
 
 
 def _merged(reader: Layers, trees: Sequence[Entry]) -> tuple[LoadedConfig, InvalidConfig | None]:
-    """The config of layers, the weakest first, without its misspelt keys and invalid values, and the error
-    that reports those.
+    """Merge layers, the lowest first, into a config without the unknown keys and invalid values.
 
-    Raises ConfigError when a layer cannot be read or two flags contradict each other.
+    The error that reports those is returned too. Raises ConfigError if a layer cannot be read or two flags
+    conflict.
     """
     problems = list(reader.problems)
     merged, causes = EMPTY, set()
@@ -105,7 +105,7 @@ def _read_layers(
     environ: Mapping[str, str],
     layers: bool,
 ) -> list[Entry]:
-    """Every layer, the weakest first."""
+    """Return every layer, the lowest precedence first."""
     trees = []
     if layers:
         home = Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -132,7 +132,7 @@ def _epochs_replace_default_steps(tree: Entry) -> Entry:
 
 
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
-    """The tree with data paths that mean the same from every folder."""
+    """Return the tree with absolute data paths."""
     for key, name in DATA_PATHS.items():
         found = tree.find(("data", key))
         if found is None:
@@ -162,14 +162,14 @@ def _origins(config: RunConfig, tree: Entry) -> dict[str, str]:
 
 
 def dump_effective(config: RunConfig) -> str:
-    """The whole config as YAML, in the order of the schema; `read_effective` gives an equal one."""
+    """Return the whole config as YAML, in schema order; `read_effective` reads it back."""
     return yamlfile.dump(config.model_dump(mode="json", by_alias=True))
 
 
 def read_effective(path: str | Path) -> RunConfig:
-    """The config that `dump_effective` wrote; no layer, environment or default changes it.
+    """Read a config that `dump_effective` wrote, without any other layers.
 
-    Raises ConfigError.
+    Raises ConfigError if the file cannot be read or is not a valid config.
     """
     entry = read_yaml_file(Path(path), str(path))
     refuse_newer(entry)

@@ -16,25 +16,25 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config and where each of its values came from."""
+    """A config with the origin of each value."""
 
     config: RunConfig
     origins: dict[str, str]
     """Dotted key to ``file:line``, the flag, the variable's name, or ``default``."""
     adjustable: frozenset[str] = frozenset()
-    """Keys with a value that nobody chose for this run, such as those of shipped configs."""
+    """Keys whose values were not chosen for this run, such as those of shipped configs."""
 
     def set_by_user(self, key: str) -> bool:
-        """Whether the user wrote the value; a plan may adapt it otherwise."""
+        """Whether the user set the key; otherwise a plan may adapt its value."""
         return key not in self.adjustable and self.origins.get(key, DEFAULT) != DEFAULT
 
     def adjusting(self, *keys: str, origin: str) -> LoadedConfig:
-        """The config with values from `origin`, a file, that a plan may adapt."""
+        """Return the config with those of `keys` adjustable whose values come from the file `origin`."""
         found = {key for key in keys if self.origins.get(key, "").startswith(f"{origin}:")}
         return replace(self, adjustable=self.adjustable | found)
 
     def problem(self, key: str, message: str, hint: str = "") -> Problem:
-        """A problem of a key, with the key's origin where it is not the default."""
+        """Return a problem of a key, with the origin of its value unless that is the default."""
         origin = self.origins.get(key, DEFAULT)
         return Problem(key, message, "" if origin == DEFAULT else origin, hint)
 
@@ -57,7 +57,7 @@ _DEPENDENTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("train.steps", "train.epochs", "schedule"), ("train.steps", "train.epochs", "schedule.decay_steps")),
     (("launch",), ("launch",)),
 )
-"""Keys and sections, and those that are checked against their values."""
+"""Pairs (causes, dependents): keys and sections, and those whose checks depend on their values."""
 
 
 def _contains(prefix: str, key: str) -> bool:
@@ -65,7 +65,7 @@ def _contains(prefix: str, key: str) -> bool:
 
 
 def _depends(key: str, cause: str) -> bool:
-    """Whether a problem of `key` may have its cause in the value of another key or section."""
+    """Whether a problem of `key` may be caused by the value of the key or section `cause`."""
     return _contains(cause, key) or any(
         any(_contains(cause, item) or _contains(item, cause) for item in causes)
         and any(_contains(item, key) for item in dependents)
@@ -74,25 +74,25 @@ def _depends(key: str, cause: str) -> bool:
 
 
 class InvalidConfig(ConfigError):
-    """The problems of a config, and the rest of it, which can still be checked."""
+    """The problems of a config, and its valid part, which can still be checked."""
 
     def __init__(self, problems: Iterable[Problem], rest: LoadedConfig, causes: frozenset[str]) -> None:
         super().__init__(list(problems))
         self.rest = rest
-        """The config with the default of every key that was misspelt or has an invalid value."""
+        """The config with the default for every key that is misspelt or has an invalid value."""
         self.causes = causes
-        """The keys and sections whose values in `rest` are not what the user meant."""
+        """The keys and sections whose values in `rest` may differ from what the user meant."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems, self.rest, self.causes)
 
     def with_problems_of_rest(self, problems: Iterable[Problem]) -> ConfigError:
-        """One error that adds problems found in `rest`, except those that `causes` may have produced."""
+        """Return an error that adds problems found in `rest`, except those that `causes` may explain."""
         return ConfigError([*self.problems, *independent_problems(problems, self.causes)])
 
 
 def independent_problems(problems: Iterable[Problem], causes: Iterable[str]) -> list[Problem]:
-    """The problems that do not depend on the values of the keys and sections in `causes`."""
+    """Return the problems that do not depend on the values of the keys and sections in `causes`."""
     return [item for item in problems if not any(_depends(item.key, cause) for cause in causes)]
 
 
@@ -100,7 +100,7 @@ MAX_COLUMN_WIDTH = 40
 
 
 def origin_lines(loaded: LoadedConfig) -> list[str]:
-    """One line a key in three columns: key, value, origin."""
+    """Return one line per key, in three columns: key, value, origin."""
     values = [
         (key, show_value(value))
         for key, value in flatten(loaded.config.model_dump(mode="json", by_alias=True))

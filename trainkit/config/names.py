@@ -1,4 +1,4 @@
-"""The names of all keys, and which of them somebody may have meant."""
+"""The names of all config keys, suggestions for misspelt ones, and descriptions of allowed values."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from trainkit.config.schema import RunConfig
 
 
 def close_matches(word: str, words: Iterable[str]) -> list[str]:
-    """At most three words that are like the given one, the closest first."""
+    """Return up to three words similar to the given one, the closest first."""
     from difflib import get_close_matches
 
     return get_close_matches(word, list(words), n=3, cutoff=0.6)
 
 
 def near(word: str, words: Iterable[str]) -> str | None:
-    """The word that is most like the given one, or None when none is."""
+    """Return the word closest to the given one, or None if none is similar."""
     return next(iter(close_matches(word, words)), None)
 
 
 def near_yaml(name: str, names: Iterable[str]) -> str | None:
-    """The YAML file that is most like a name, endings left out, or None."""
+    """Return the YAML file whose name, without suffix, is closest to the given one, or None."""
     by_stem = {
         str(PurePath(item).with_suffix("")): item for item in names if item.endswith((".yaml", ".yml"))
     }
@@ -36,7 +36,7 @@ def near_yaml(name: str, names: Iterable[str]) -> str | None:
 
 @cache
 def sections() -> dict[str, tuple[str, ...]]:
-    """The keys of every section."""
+    """Return the keys of every section."""
     found: dict[str, tuple[str, ...]] = {}
     for name, field in RunConfig.model_fields.items():
         kind = field.annotation
@@ -47,12 +47,12 @@ def sections() -> dict[str, tuple[str, ...]]:
 
 @cache
 def all_keys() -> tuple[str, ...]:
-    """Every dotted key that holds a value, in the order of the schema."""
+    """Return every dotted key that has a value, in schema order."""
     return tuple(key for key, _ in flatten(RunConfig().model_dump(mode="json", by_alias=True)))
 
 
 def flatten(dumped: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The dotted keys and values of a dumped config; mappings below a section stay whole."""
+    """Yield the dotted keys and values of a dumped config; mappings inside a section are one value."""
     for name, value in dumped.items():
         if name in sections():
             for key, inner in value.items():
@@ -62,14 +62,14 @@ def flatten(dumped: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def is_known(path: tuple[str, ...]) -> bool:
-    """True for a section, a key, and anything below a key that holds a free mapping."""
+    """Whether a path names a section, a key, or an entry of a free mapping."""
     if path[0] not in sections():
         return path[0] in RunConfig.model_fields and len(path) == 1
     return len(path) == 1 or path[1] in sections()[path[0]]
 
 
 def meant(path: tuple[str, ...]) -> str | None:
-    """The key or section that an unknown path may have meant, or None."""
+    """Return the key or section closest to an unknown path, or None."""
     section = path[0] if len(path) > 1 and path[0] in sections() else ""
     leaf = path[-1]
     if section:
@@ -95,7 +95,7 @@ MAX_SHOWN = 80
 
 
 def allowed_values(path: tuple[str, ...]) -> str:
-    """What the key at a path may hold, for example ``a whole number of at least 1, or null``."""
+    """Describe the values allowed at a path, for example ``a whole number of at least 1 or null``."""
     schema = _schema()
     field = schema["properties"][path[0]]
     if path[0] in sections():
@@ -112,13 +112,13 @@ def _schema() -> dict[str, Any]:
 
 
 def show_value(value: Any) -> str:
-    """A value as a message shows it, cut when it is long."""
+    """Return a value as messages show it, truncated to `MAX_SHOWN` characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
 def schema_words(schema: dict[str, Any]) -> str:
-    """What a JSON schema allows, in words."""
+    """Describe the values that a JSON schema allows, in words."""
     if "$ref" in schema:
         return "a section"
     if "anyOf" in schema:

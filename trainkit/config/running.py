@@ -1,4 +1,4 @@
-"""The sections that decide where and how it is computed: layout, checkpoints, resources, launch, requeue."""
+"""Config sections for where and how a run executes: layout, checkpoints, resources, launch, requeue."""
 
 from __future__ import annotations
 
@@ -21,102 +21,101 @@ SLURM_TIME = r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})$"
 
 
 class ParallelConfig(Section):
-    """How the processes share the work; the product of the degrees is the number of processes."""
+    """Parallel layout; the product of the degrees is the number of processes."""
 
     dp_replicate: DataParallelDegree = Field(
-        default=1, description="Copies of the model; -1 takes what the other degrees leave."
+        default=1,
+        description="Number of model replicas; -1 derives it from the number of processes.",
     )
     dp_shard: DataParallelDegree = Field(
-        default=-1, description="Processes a copy is sharded over; -1 takes what the other degrees leave."
+        default=-1,
+        description="Processes to shard each replica over; -1 derives it from the number of processes.",
     )
     tp: AtLeastOne = Field(default=1, description="Tensor-parallel degree.")
     pp: AtLeastOne = Field(default=1, description="Pipeline stages.")
     cp: AtLeastOne = Field(default=1, description="Context-parallel degree.")
     sequence_parallel: bool = Field(
-        default=True, description="Split norms over the sequence under tensor parallel."
+        default=True, description="With tp > 1: shard norms and the residual stream along the sequence."
     )
-    loss_parallel: bool = Field(
-        default=True, description="Split the loss over the vocabulary under tensor parallel."
-    )
+    loss_parallel: bool = Field(default=True, description="With tp > 1: shard the loss over the vocabulary.")
     zero: Literal[2, 3] = Field(
         default=3,
-        description="What dp_shard splits: 3 parameters, gradients and optimizer state; 2 keeps parameters"
-        " that were gathered for the forward pass until the backward pass.",
+        description="ZeRO stage of dp_shard: 3 reshards parameters after the forward pass; 2 keeps them"
+        " gathered until the backward pass.",
     )
-    pp_schedule: PipelineSchedule = Field(
-        default="1f1b", description="Order of the microbatches in the pipeline."
-    )
+    pp_schedule: PipelineSchedule = Field(default="1f1b", description="Pipeline schedule.")
     pp_microbatches: AtLeastOne = Field(
         default=4,
-        description="Microbatches that a pipeline cuts a device batch into, adapted to it unless set.",
+        description="With pp > 1: microbatches per device batch; adapted to the batch size unless set.",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="Which activations are computed again in the backward pass instead of kept.",
+        description="Which activations to recompute in the backward pass instead of keeping them.",
     )
-    compile: bool = Field(default=False, description="Compile every decoder block with torch.compile.")
-    offload: bool = Field(default=False, description="Keep parameters and optimizer state in host memory.")
+    compile: bool = Field(default=False, description="Compile each decoder block with torch.compile.")
+    offload: bool = Field(default=False, description="Keep parameters and optimizer state in CPU memory.")
 
 
 class CheckpointConfig(Section):
-    """When the state is saved and how much of it is kept."""
+    """When checkpoints are saved and how many are kept."""
 
     every_steps: AtLeastOne | None = Field(
-        default=100, description="Steps between checkpoints; null for none."
+        default=100, description="Steps between checkpoints; null to not save by steps."
     )
     every_minutes: Positive | None = Field(
-        default=None, description="Minutes between checkpoints; null for none."
+        default=None, description="Minutes between checkpoints; null to not save by time."
     )
-    keep_last: AtLeastOne = Field(default=3, description="Newest checkpoints kept, besides the best one.")
+    keep_last: AtLeastOne = Field(default=3, description="Latest checkpoints to keep, besides the best one.")
     best_metric: Literal["val_loss", "loss"] | None = Field(
         default="val_loss",
-        description="Metric whose lowest value marks the best checkpoint; null keeps no best. `loss` is that"
-        " of the step at which a checkpoint is due.",
+        description="Metric whose lowest value marks the best checkpoint; null keeps no best one. `loss` is"
+        " the training loss of the checkpoint's step.",
     )
-    async_save: bool = Field(default=True, alias="async", description="Write checkpoints in the background.")
+    async_save: bool = Field(default=True, alias="async", description="Save checkpoints in the background.")
 
 
 class ResourcesConfig(Section):
-    """What the run asks of the cluster; keys that only Slurm knows have no effect without it."""
+    """Resources that the run requests; keys for Slurm have no effect without it."""
 
     nodes: AtLeastOne = Field(default=1, description="Number of nodes.")
     gpus_per_node: AtLeastOne | Literal["auto"] = Field(
         default="auto",
-        description="Training processes a node: one a GPU, or CPU workers where there is no GPU.",
+        description="Training processes per node: one per GPU, or CPU workers on nodes without GPUs.",
     )
     cpus_per_gpu: AtLeastOne | Literal["auto"] = Field(
-        default="auto", description="CPU cores a training process."
+        default="auto", description="CPU cores per training process."
     )
     mem: str | None = Field(
         default=None,
         pattern=r"^\d+[KMGT]?$",
-        description="Memory a node, as Slurm writes it.",
+        description="Memory per node, in Slurm's format.",
         json_schema_extra={"allowed": 'an amount such as "64G"'},
     )
     time: str | None = Field(
         default="01:00:00",
         pattern=SLURM_TIME,
-        description="Time limit of a job, as Slurm writes it.",
+        description="Time limit of a job, in Slurm's format.",
         json_schema_extra={"allowed": 'a time in quotes, such as "01:00:00" or "2-12:00:00"'},
     )
     partition: OneLine | None = Field(default=None, description="Slurm partition.")
     account: OneLine | None = Field(default=None, description="Slurm account.")
     qos: OneLine | None = Field(default=None, description="Slurm quality of service.")
-    constraint: OneLine | None = Field(default=None, description="Node features that Slurm must match.")
-    exclude: OneLine | None = Field(default=None, description="Nodes that Slurm must not use.")
+    constraint: OneLine | None = Field(default=None, description="Required node features, in Slurm's syntax.")
+    exclude: OneLine | None = Field(default=None, description="Nodes to exclude, as a Slurm host list.")
     reservation: OneLine | None = Field(default=None, description="Slurm reservation.")
     gpu_type: str | None = Field(
-        default=None, pattern=r"^[A-Za-z0-9_.-]+$", description="Type of the GPUs, as the cluster calls it."
+        default=None, pattern=r"^[A-Za-z0-9_.-]+$", description="GPU type, by its name in Slurm."
     )
-    comment: OneLine | None = Field(default=None, description="Words that Slurm keeps with the job.")
-    mail_user: OneLine | None = Field(default=None, description="Address that Slurm writes mail to.")
-    mail_type: OneLine | None = Field(default=None, description="Events that Slurm writes mail about.")
+    comment: OneLine | None = Field(default=None, description="Comment that Slurm stores with the job.")
+    mail_user: OneLine | None = Field(default=None, description="Recipient of Slurm's emails.")
+    mail_type: OneLine | None = Field(default=None, description="Job events that Slurm sends emails about.")
     extra: dict[OptionName, OneLine | int | bool] = Field(
         default={},
-        description="Further sbatch options by their long names; true stands for an option without a value.",
+        description="Other sbatch options by their long names; true for an option without a value.",
     )
     spare_nodes: NotNegative = Field(
-        default=0, description="Nodes that the job gets beyond `nodes`, to stand in for those that fail."
+        default=0,
+        description="Nodes to allocate in addition to `nodes`, as replacements for nodes that fail.",
     )
 
 
@@ -125,64 +124,65 @@ class LaunchConfig(Section):
 
     backend: Literal["auto", "sbatch", "submitit", "local"] = Field(
         default="auto",
-        description="What starts the job; auto is Slurm where there is one, else this machine.",
+        description="Where the job starts; auto: Slurm where there is one, else this machine.",
     )
     cluster: OneLine | None = Field(
-        default=None, description="Cluster profile, by name; null takes that of the cluster here."
+        default=None, description="Name of the cluster profile; null selects the one for this cluster."
     )
-    per: Literal["gpu", "node"] = Field(
-        default="gpu", description="A Slurm task for every GPU or one for a node."
-    )
-    env: dict[str, str] = Field(default={}, description="Environment variables of every process.")
+    per: Literal["gpu", "node"] = Field(default="gpu", description="One Slurm task per GPU, or one per node.")
+    env: dict[str, str] = Field(default={}, description="Environment variables for every process.")
     modules: tuple[OneLine, ...] = list_field((), "Environment modules to load.")
     python: OneLine | None = Field(
         default=None,
-        description="Interpreter of the processes; null takes that of venv, conda, uv or container.",
+        description="Python interpreter; null uses that of venv, conda, uv or container.",
     )
     venv: OneLine | None = Field(default=None, description="Virtual environment to activate.")
     conda: OneLine | None = Field(default=None, description="Conda environment to activate.")
-    uv: OneLine | None = Field(default=None, description="Folder of a uv project whose environment is used.")
+    uv: OneLine | None = Field(default=None, description="Folder of the uv project whose environment to use.")
     container: OneLine | None = Field(default=None, description="Container image to run in.")
     container_runtime: Literal["auto", "apptainer", "pyxis"] = Field(
-        default="auto", description="What runs the container; auto takes what the cluster has."
+        default="auto", description="Container runtime; auto uses the one that the cluster has."
     )
-    container_mounts: tuple[OneLine, ...] = list_field((), "Folders to mount into the container, as SRC:DST.")
+    container_mounts: tuple[OneLine, ...] = list_field((), "Folders to mount in the container, as SRC:DST.")
     setup: tuple[str, ...] = list_field((), "Shell lines to run before the processes start.")
     network: str = Field(
         default="auto",
         min_length=1,
-        description="Preset for traffic between nodes (auto, ib, socket, debug), or an interface's name.",
+        description="Network preset (auto, ib, socket, debug), or the name of a network interface.",
     )
     srun_extra: dict[OptionName, OneLine | int | bool] = Field(
-        default={}, description="Further srun options by their long names, as in resources.extra."
+        default={}, description="Other srun options by their long names, as in resources.extra."
     )
     secrets: tuple[VariableName, ...] = list_field(
-        ("HF_TOKEN", "WANDB_API_KEY"), "Variables that reach the job but no file of the run."
+        ("HF_TOKEN", "WANDB_API_KEY"),
+        "Environment variables passed to the job but never written to the run folder.",
     )
     snapshot: bool = Field(
-        default=True, description="On Slurm: copy the code into the run folder and train from the copy."
+        default=True, description="On Slurm: copy the code to the run folder and train from the copy."
     )
 
 
 class RequeueConfig(Section):
-    """When a run that ended early starts again by itself."""
+    """When a run that was interrupted restarts automatically."""
 
     on: tuple[Literal["preempted", "timeout", "node_fail", "crash", "hang"], ...] = list_field(
-        ("preempted", "timeout", "node_fail", "crash", "hang"), "Ends after which the run starts again."
+        ("preempted", "timeout", "node_fail", "crash", "hang"), "Causes after which the run restarts."
     )
-    max: NotNegative = Field(default=100, description="Most restarts of a run.")
-    max_crashes: NotNegative = Field(default=3, description="Most restarts after a crash without progress.")
+    max: NotNegative = Field(default=100, description="Maximum number of restarts of a run.")
+    max_crashes: NotNegative = Field(
+        default=3, description="Maximum number of restarts after crashes without progress."
+    )
     signal: Literal["USR2", "TERM"] = Field(
-        default="USR2", description="Signal that announces the end; not USR1, which NCCL catches."
+        default="USR2", description="Signal sent before the job ends; not USR1, which NCCL catches."
     )
-    grace_s: Positive = Field(default=120.0, description="Seconds from that signal to the end.")
+    grace_s: Positive = Field(
+        default=120.0, description="Seconds between that signal and the end of the job."
+    )
     hang_factor: Positive | None = Field(
         default=20.0,
-        description="A step hangs when it takes this many times as long as usual; null for never.",
+        description="A step hangs when it takes this many times the median step time; null disables this.",
     )
-    hang_min_s: Positive = Field(
-        default=300.0, description="No step counts as hanging before this many seconds."
-    )
+    hang_min_s: Positive = Field(default=300.0, description="Seconds before which no step counts as hanging.")
     follow_ups: NotNegative = Field(
         default=0,
         description="Jobs that wait in the queue to continue the run, for nodes without scontrol.",
@@ -190,7 +190,7 @@ class RequeueConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics are logged, in addition to metrics.jsonl."""
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
     mlflow: JsonValue = Field(default=None, description="MLflow settings.")
@@ -198,10 +198,10 @@ class LoggingConfig(Section):
 
 
 class ProfilerConfig(Section):
-    """A window of steps recorded with the torch profiler."""
+    """Steps to record with the PyTorch profiler."""
 
     start_step: AtLeastOne | None = Field(
-        default=None, description="First step of the window; null records none."
+        default=None, description="First step to profile; null disables the profiler."
     )
-    num_steps: AtLeastOne = Field(default=5, description="Steps in the window.")
-    ranks: tuple[Annotated[int, Field(ge=0)], ...] = list_field((0,), "Ranks that record.")
+    num_steps: AtLeastOne = Field(default=5, description="Number of steps to profile.")
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = list_field((0,), "Ranks to profile.")

@@ -27,7 +27,7 @@ from trainkit.config.training import (
 
 CONFIG_VERSION: Literal[1] = 1
 EXTENDS_SCHEMA = {
-    "description": "Files merged before this one, in order: next to this file, or shipped with trainkit.",
+    "description": "Files merged before this one, in order; relative to this file or shipped with trainkit.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 
@@ -37,13 +37,11 @@ def _allow_extends(schema: dict[str, Any]) -> None:
 
 
 class RunConfig(Section):
-    """What a user asks for; everything has a default."""
+    """The config of a run; every key has a default."""
 
     model_config = ConfigDict(title="trainkit run config", json_schema_extra=_allow_extends)
 
-    config_version: Literal[1] = Field(
-        default=CONFIG_VERSION, description="Version of the format of this file."
-    )
+    config_version: Literal[1] = Field(default=CONFIG_VERSION, description="Version of the config format.")
     name: str = Field(
         default="run",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
@@ -51,22 +49,22 @@ class RunConfig(Section):
         json_schema_extra={"allowed": "a name of at most 100 letters, digits, dots, dashes and underscores"},
     )
     seed: NotNegative = Field(
-        default=0, lt=2**63, description="Seed of all randomness: weights, order, dropout."
+        default=0, lt=2**63, description="Random seed for weights, data order and dropout."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="What to compute on; auto is CUDA where there is a GPU, else the CPU."
+        default="auto", description="Device to train on; auto: CUDA if there is a GPU, else the CPU."
     )
-    task: str = Field(default="causal_lm", description="What is learned.")
-    model: ModelConfig = section("The network.")
-    data: DataConfig = section("Text for training and validation.")
-    train: TrainConfig = section("Length of the run and size of a step.")
+    task: str = Field(default="causal_lm", description="Training task.")
+    model: ModelConfig = section("The model.")
+    data: DataConfig = section("Training and validation data.")
+    train: TrainConfig = section("Length of the run and batch sizes.")
     optimizer: OptimizerConfig = section("Optimizer and learning rate.")
-    schedule: ScheduleConfig = section("Learning rate over the steps.")
-    precision: PrecisionConfig = section("Number formats.")
-    parallel: ParallelConfig = section("How processes share the work.")
-    checkpoint: CheckpointConfig = section("When the state is saved.")
-    resources: ResourcesConfig = section("What the run asks of the cluster.")
+    schedule: ScheduleConfig = section("Learning rate schedule.")
+    precision: PrecisionConfig = section("Numeric precision.")
+    parallel: ParallelConfig = section("Parallel layout.")
+    checkpoint: CheckpointConfig = section("When checkpoints are saved.")
+    resources: ResourcesConfig = section("Resources that the run requests.")
     launch: LaunchConfig = section("How processes are started.")
-    requeue: RequeueConfig = section("When the run starts again by itself.")
-    logging: LoggingConfig = section("Where metrics go.")
-    profiler: ProfilerConfig = section("A recorded window of steps.")
+    requeue: RequeueConfig = section("When the run restarts automatically.")
+    logging: LoggingConfig = section("Where metrics are logged.")
+    profiler: ProfilerConfig = section("Steps to profile.")

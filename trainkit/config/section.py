@@ -1,4 +1,4 @@
-"""What every section of a config has in common."""
+"""The base class of all config sections, and the types and fields they share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DISABLE_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 class Section(BaseModel):
-    """Frozen; refuses keys it does not know, numbers that are not finite, and values of another type."""
+    """An immutable section that rejects unknown keys, non-finite numbers and values of the wrong type."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -24,17 +24,17 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         protected_namespaces=(),
-        # Built when first used: the whole config builds its sections anyway, and `submit` has to wait for it.
+        # Built on first use: RunConfig builds its sections anyway, and building them twice slows `submit`.
         defer_build=True,
     )
 
     @classmethod
     def model_rebuild(cls, **options: Any) -> bool | None:
-        """Build the model without the plugins of pydantic that other packages install.
+        """Build the model without pydantic plugins.
 
-        The one trick for the start of a command: pydantic reads the metadata of every installed package to
-        find plugins, which takes longer than all models of a config. Its own switch for that is a variable,
-        which must not reach the job: it is set only while a model of trainkit is built.
+        To find plugins, pydantic reads the metadata of every installed package, which takes longer than
+        building all models of a config. Only an environment variable turns that off. It must not reach the
+        job, so it is set only while the model is built.
         """
         before = os.environ.get(DISABLE_PLUGINS)
         os.environ[DISABLE_PLUGINS] = "__all__"
@@ -48,14 +48,14 @@ class Section(BaseModel):
 
 
 def section(description: str) -> Any:
-    """A field that holds a section, all of whose keys have defaults.
+    """A field for a section whose keys all have defaults.
 
-    Its default is read as an empty section is. An instance would need a model built for the section alone,
-    and the start of every command would wait for that.
+    The default is an empty mapping, which pydantic validates. An instance as the default would have to build
+    the section's model on import, which slows the start of every command.
     """
     return Field(default={}, validate_default=True, description=description)
 
 
 def list_field(default: tuple[Any, ...], description: str, **constraints: Any) -> Any:
-    """A field that holds a tuple and is written as a YAML list."""
+    """A field for a tuple that is written as a YAML list."""
     return Field(default=default, description=description, strict=False, **constraints)

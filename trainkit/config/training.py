@@ -1,4 +1,4 @@
-"""The sections that decide what is computed: model, data, training, optimizer, schedule, precision."""
+"""Config sections for what a run computes: model, data, training, optimizer, schedule, precision."""
 
 from __future__ import annotations
 
@@ -12,150 +12,149 @@ Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b"
 
 
 class ModelConfig(Section):
-    """The model: a preset, and what differs from it."""
+    """The model: a preset and changes to it."""
 
     architecture: str = Field(
         default="llama",
         pattern=r"^(llama|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
-        description="llama, or FILE.py:CLASS of your own, a subclass of trainkit.trainer.models.model.Model.",
+        description="llama, or FILE.py:CLASS for your own subclass of trainkit.trainer.models.model.Model.",
         json_schema_extra={"allowed": "llama or FILE.py:CLASS"},
     )
-    preset: Preset = Field(
-        default="tiny", description="Named size that every size left at null is taken from."
-    )
+    preset: Preset = Field(default="tiny", description="Named model size; it sets every size that is null.")
     vocab_size: AtLeastOne | None = Field(
         default=None,
-        description="Rows of the embedding; null takes the tokenizer's, rounded up to a multiple of 64.",
+        description="Vocabulary size; null uses the tokenizer's, rounded up to a multiple of 64.",
     )
     dim: AtLeastOne | None = Field(default=None, description="Width of the residual stream.")
     num_layers: AtLeastOne | None = Field(default=None, description="Number of decoder blocks.")
-    num_heads: AtLeastOne | None = Field(default=None, description="Number of query heads; divides dim.")
+    num_heads: AtLeastOne | None = Field(default=None, description="Number of query heads; must divide dim.")
     num_kv_heads: AtLeastOne | None = Field(
-        default=None, description="Number of key and value heads; divides num_heads."
+        default=None, description="Number of key and value heads; must divide num_heads."
     )
-    ffn_dim: AtLeastOne | None = Field(default=None, description="Hidden width of the feed-forward network.")
+    ffn_dim: AtLeastOne | None = Field(default=None, description="Hidden size of the feed-forward network.")
     norm_eps: Positive | None = Field(default=None, description="Epsilon of every RMSNorm.")
     rope_theta: Positive | None = Field(default=None, description="Base of the rotary position embedding.")
     dropout: BelowOne = Field(
-        default=0.0, description="Probability of dropping a residual branch's output value."
+        default=0.0, description="Dropout probability at the output of each residual branch."
     )
     tie_embeddings: bool = Field(
-        default=False, description="Use the embedding also as the output projection."
+        default=False, description="Share the weights of the embedding and the output projection."
     )
     hf: str | None = Field(
         default=None, description="Folder of a Hugging Face model to train instead of a preset."
     )
-    init_from: str | None = Field(default=None, description="Checkpoint whose weights the model starts from.")
+    init_from: str | None = Field(default=None, description="Checkpoint to initialize the weights from.")
 
 
 class DataConfig(Section):
-    """What the model reads."""
+    """The training and validation data."""
 
     source: str | list[str] = Field(
         default="stdlib",
-        description="Files or folders of .txt, .jsonl or prepared shards; stdlib is the embedded corpus.",
+        description="Files or folders of .txt, .jsonl or prepared shards; stdlib: Python's standard library.",
     )
     val_source: str | list[str] | None = Field(
-        default=None, description="Validation files; null splits val_fraction off the source."
+        default=None, description="Validation files; null holds out val_fraction of the source."
     )
     tokenizer: str = Field(
         default="bytes", description="bytes, or the path of a Hugging Face tokenizer.json."
     )
     text_key: str = Field(
-        default="text", min_length=1, description="Key of the text in a line of a .jsonl file."
+        default="text", min_length=1, description="Key of the text in each line of a .jsonl file."
     )
-    seq_len: AtLeastOne = Field(default=256, description="Tokens the model reads in one sample.")
-    num_workers: NotNegative = Field(
-        default=2, description="Threads that read ahead in every training process."
+    seq_len: AtLeastOne = Field(default=256, description="Tokens per sample.")
+    num_workers: NotNegative = Field(default=2, description="Prefetch threads per training process.")
+    val_fraction: BelowOne = Field(
+        default=0.01, description="Fraction of the source held out for validation."
     )
-    val_fraction: BelowOne = Field(default=0.01, description="Share of the source kept for validation.")
-    shuffle: bool = Field(default=True, description="Read the samples of an epoch in a random order.")
+    shuffle: bool = Field(default=True, description="Shuffle the samples of each epoch.")
     cache_dir: str | None = Field(
-        default=None, description="Folder for tokenized data; null is the user's cache."
+        default=None, description="Folder for tokenized data; null uses your cache folder."
     )
 
 
 class TrainConfig(Section):
-    """The length of the run and the size of a step."""
+    """The length of the run and its batch sizes."""
 
     steps: AtLeastOne | None = Field(
-        default=200, description="Optimizer steps of the whole run; null when epochs is given."
+        default=200, description="Number of optimizer steps; null if epochs is set."
     )
     epochs: Positive | None = Field(
-        default=None, description="Passes over the training data, in place of steps; fractions are allowed."
+        default=None, description="Passes over the training data, instead of steps; can be a fraction."
     )
     stop_at_step: AtLeastOne | None = Field(
-        default=None, description="Save after this step and end with exit code 75, to cut a run into slices."
+        default=None, description="Save after this step and exit with code 75, to split a run into slices."
     )
     device_batch_size: AtLeastOne = Field(
         default=8,
-        description="Samples a process computes at once; fewer where the global batch needs it, unless set.",
+        description="Samples per process and accumulation step; reduced to fit the global batch unless set.",
     )
     global_batch_size: AtLeastOne | None = Field(
         default=32,
-        description="Samples of one optimizer step over all processes, adapted to the layout unless set;"
-        " null means no accumulation.",
+        description="Samples per optimizer step over all processes, adapted to the layout unless set;"
+        " null disables gradient accumulation.",
     )
     grad_clip: Positive | None = Field(
-        default=1.0, description="Largest global norm of the gradient; null does not clip."
+        default=1.0, description="Maximum global gradient norm; null disables clipping."
     )
     eval_every: AtLeastOne | None = Field(
         default=50, description="Steps between validations; null never validates."
     )
     eval_batches: AtLeastOne | None = Field(
-        default=None, description="Most batches of device_batch_size read in one validation; null reads all."
+        default=None, description="Maximum batches of device_batch_size per validation; null reads all."
     )
     eval_at_start: bool = Field(default=True, description="Validate once before the first step.")
     log_every: AtLeastOne = Field(default=10, description="Steps between log lines.")
     max_nonfinite_steps: AtLeastOne = Field(
         default=5,
-        description="Steps in a row with a loss or gradient that is not finite before the run stops.",
+        description="Consecutive steps with a non-finite loss or gradient after which the run stops.",
     )
-    deterministic: bool = Field(
-        default=False, description="Use only kernels that give the same bits every time."
-    )
+    deterministic: bool = Field(default=False, description="Use deterministic kernels only.")
 
 
 class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
 
     name: Literal["adamw", "adamw_8bit"] = Field(default="adamw", description="Optimizer.")
-    lr: Positive = Field(default=3.0e-4, description="Peak learning rate, before lr_scale.")
+    lr: Positive = Field(default=3.0e-4, description="Peak learning rate, before scaling by lr_scale.")
     lr_scale: Literal["none", "linear", "sqrt"] = Field(
-        default="none", description="How the learning rate grows with the data-parallel size."
+        default="none", description="How the learning rate scales with the data-parallel size."
     )
     lr_scale_base: AtLeastOne = Field(default=1, description="Data-parallel size that lr was tuned for.")
-    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay of matrices.")
-    betas: tuple[BelowOne, BelowOne] = list_field((0.9, 0.95), "Decay rates of the two moments.")
-    eps: Positive = Field(default=1.0e-8, description="Added to the root of the second moment.")
+    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay, for matrices only.")
+    betas: tuple[BelowOne, BelowOne] = list_field(
+        (0.9, 0.95), "Coefficients of the running averages of the gradient and its square."
+    )
+    eps: Positive = Field(
+        default=1.0e-8, description="Term added to the denominator for numerical stability."
+    )
 
 
 class ScheduleConfig(Section):
-    """The learning rate over the steps."""
+    """The learning rate schedule."""
 
     name: Literal["cosine", "linear", "wsd", "constant"] = Field(
-        default="cosine", description="Shape after the warm-up; wsd is constant with a decay at the end."
+        default="cosine", description="Shape after warmup; wsd is constant with a decay at the end."
     )
-    warmup_steps: NotNegative = Field(
-        default=20, description="Steps over which the rate rises linearly from 0."
-    )
-    min_lr_ratio: Fraction = Field(default=0.1, description="Last learning rate as a share of the peak.")
+    warmup_steps: NotNegative = Field(default=20, description="Steps of linear warmup from 0.")
+    min_lr_ratio: Fraction = Field(default=0.1, description="Final learning rate as a fraction of the peak.")
     decay_steps: AtLeastOne | None = Field(
-        default=None, description="Steps of the decay at the end (wsd only); null is a fifth of the run."
+        default=None, description="Steps of the final decay (wsd only); null uses a fifth of the run."
     )
 
 
 class PrecisionConfig(Section):
-    """The numbers that are computed with."""
+    """The numeric precision."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        default="bf16", description="Type of activations and gradients; the master weights are fp32."
+        default="bf16", description="Data type of activations and gradients; master weights are fp32."
     )
-    init_loss_scale: Positive = Field(default=65536.0, description="First loss scale (fp16 only).")
+    init_loss_scale: Positive = Field(default=65536.0, description="Initial loss scale (fp16 only).")
     loss_scale_growth_interval: AtLeastOne = Field(
-        default=2000, description="Steps without overflow before the loss scale doubles (fp16 only)."
+        default=2000,
+        description="Consecutive steps without overflow before the loss scale doubles (fp16 only).",
     )
     float8: bool = Field(
         default=False,
-        description="Multiply the matrices of the blocks in float8; needs torchao and a GPU that has it.",
+        description="Run the linear layers of decoder blocks in float8; needs torchao and a supported GPU.",
     )

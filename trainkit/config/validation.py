@@ -1,4 +1,4 @@
-"""Turns what pydantic found into problems with the value, what is allowed and where it stands."""
+"""Turns pydantic's validation errors into problems, and checks config values against each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit.errors import Problem
 
 
 def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
-    """The first unknown key on every path of a tree."""
+    """Yield the unknown sections and keys of a tree."""
     for name, inner in entry.value.items():
         if not is_known((name,)):
             yield (name,), inner
@@ -28,7 +28,7 @@ def unknown_keys(entry: Entry) -> Iterator[tuple[tuple[str, ...], Entry]]:
 
 
 def without(entry: Entry, paths: list[tuple[str, ...]]) -> Entry:
-    """The tree without the entries at some paths of one or two keys."""
+    """Return the tree without the entries at `paths`, each of one or two keys."""
     kept: dict[str, Entry] = {}
     for name, inner in entry.value.items():
         if (name,) in paths:
@@ -41,11 +41,11 @@ def without(entry: Entry, paths: list[tuple[str, ...]]) -> Entry:
 
 
 FUTURE = ("lora",)
-"""Keys and sections that people look for and that this release does not have."""
+"""Keys and sections that users expect but this release does not support."""
 
 
 def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
-    """The problem of a key that does not exist, with the one that was probably meant."""
+    """Return the problem of an unknown key, with the closest key as the hint."""
     if any(part in FUTURE for part in path):
         return Problem(
             ".".join(path), "is not in this release", entry.origin, "`trainkit schema` prints every key"
@@ -54,14 +54,14 @@ def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
     hint = f"did you mean {match}?" if match else "`trainkit schema` prints every key"
     if path[-1] in all_keys():
         section, _, leaf = path[-1].partition(".")
-        hint = f'write "{section}:" and "{leaf}:" indented in the next line'
+        hint = f'write "{section}:" and, indented on the next line, "{leaf}:"'
     if match and entry.origin.startswith("TRAINKIT_"):
         hint = f"did you mean TRAINKIT_{match.upper().replace('.', '__')}?"
     return Problem(".".join(path), "there is no such key", entry.origin, hint)
 
 
 def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
-    """One problem for every key whose value is not allowed."""
+    """Return one problem for each key whose value is invalid."""
     problems: dict[tuple[str, ...], Problem] = {}
     for item in error.errors(include_url=False, include_context=False):
         location = tuple(str(part) for part in item["loc"])
@@ -97,13 +97,13 @@ LOOKS_SECRET = re.compile(r"(key|token|secret|password|passwd|credential)s?$", r
 
 _ASSIGNMENT = re.compile(r"""(?<![\w.-])(?P<name>[A-Z][A-Z0-9_]*)=(?P<value>"[^"]*"|'[^']*'|\S+)""")
 MIN_SECRET_CHARS = 8
-"""Shorter values are no secrets and occur anywhere: ``1``, ``yes``, ``offline``."""
+"""Shorter values, such as ``1``, ``yes`` or ``offline``, are not secrets."""
 
 
 def written_secrets(text: str, names: Collection[str]) -> list[str]:
-    """Variables that a text sets to a value of its own and that are secrets, by their names or as they look.
+    """Return the variables that `text` assigns a literal secret: those in `names` or with a telling name.
 
-    References such as ``$NAME`` are no values; of what is too short to be a secret nothing is said.
+    References such as ``$NAME`` and values shorter than `MIN_SECRET_CHARS` are not reported.
     """
     return [
         found["name"]
@@ -115,7 +115,7 @@ def written_secrets(text: str, names: Collection[str]) -> list[str]:
 
 
 def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
-    """Every contradiction between values of one config."""
+    """Yield every contradiction between values of a config."""
     yield from _length(loaded)
     yield from _decay(loaded)
     yield from _secrets(loaded)
@@ -127,29 +127,30 @@ def _float8(loaded: LoadedConfig) -> Iterator[Problem]:
     if not config.precision.float8:
         return
     if config.device == "cpu":
-        yield loaded.problem("precision.float8", "is true, and device is cpu", "only GPUs have float8")
+        yield loaded.problem("precision.float8", "is true, but device is cpu", "float8 requires a GPU")
     if config.precision.dtype != "bf16":
-        message = f"is true, and precision.dtype is {config.precision.dtype}"
-        yield loaded.problem("precision.float8", message, "what is not multiplied in float8 needs bf16")
+        message = f"is true, but precision.dtype is {config.precision.dtype}"
+        yield loaded.problem("precision.float8", message, "float8 requires precision.dtype: bf16")
     if config.parallel.tp > 1:
-        message = f"is true, and parallel.tp is {config.parallel.tp}"
-        yield loaded.problem("precision.float8", message, "one of the two; they do not go together yet")
+        message = f"is true, but parallel.tp is {config.parallel.tp}"
+        hint = "float8 with tensor parallelism is not supported yet"
+        yield loaded.problem("precision.float8", message, hint)
 
 
 def _secrets(loaded: LoadedConfig) -> Iterator[Problem]:
     launch = loaded.config.launch
     for name in launch.env:
         if name in launch.secrets or LOOKS_SECRET.search(name):
-            message = "looks like a secret, and a config is written into the run folder"
-            hint = f"export {name} in the shell instead: the job inherits it"
+            message = "looks like a secret, but the config is written to the run folder"
+            hint = f"export {name} in the shell instead; the job inherits it"
             problem = loaded.problem(f"launch.env.{name}", message, hint)
-            # What was typed holds the secret itself, and errors end up in logs.
+            # The origin of a flag contains the value as typed, and errors end up in logs.
             shown = problem.origin.replace(launch.env[name], "***") if launch.env[name] else problem.origin
             yield replace(problem, origin=shown)
     for line in launch.setup:
         for name in written_secrets(line, launch.secrets):
-            message = f"sets {name}, which looks like a secret, and a script is written into the run folder"
-            hint = f"export {name} in the shell instead, or read it there: {name}=$(cat FILE)"
+            message = f"sets {name}, which looks like a secret, but the script is written to the run folder"
+            hint = f"export {name} in the shell instead, or read it from a file: {name}=$(cat FILE)"
             problem = loaded.problem("launch.setup", message, hint)
             yield replace(problem, origin="--set launch.setup") if name in problem.origin else problem
 
@@ -157,10 +158,10 @@ def _secrets(loaded: LoadedConfig) -> Iterator[Problem]:
 def _length(loaded: LoadedConfig) -> Iterator[Problem]:
     train = loaded.config.train
     if train.steps is None and train.epochs is None:
-        yield loaded.problem("train.steps", "is null and so is train.epochs", "give one of them")
+        yield loaded.problem("train.steps", "is null, and so is train.epochs", "set one of them")
     if train.steps is not None and train.epochs is not None:
-        message = f"is {train.epochs:g} while train.steps is {train.steps}: only one can end the run"
-        hint = f"train.steps was set by {loaded.origins['train.steps']}; set one of them to null"
+        message = f"is {train.epochs:g} and train.steps is {train.steps}: only one of them can be set"
+        hint = f"set one of them to null; train.steps comes from {loaded.origins['train.steps']}"
         yield loaded.problem("train.epochs", message, hint)
 
 
@@ -169,17 +170,17 @@ def _decay(loaded: LoadedConfig) -> Iterator[Problem]:
     if schedule.decay_steps is None:
         return
     if schedule.name != "wsd":
-        message = f"is {schedule.decay_steps}, which the schedule {schedule.name} does not know"
-        yield loaded.problem("schedule.decay_steps", message, "only schedule.name wsd has a decay of its own")
+        message = f"is {schedule.decay_steps}, but schedule.name is {schedule.name}"
+        yield loaded.problem("schedule.decay_steps", message, "only wsd uses schedule.decay_steps")
     elif steps is not None and schedule.warmup_steps + schedule.decay_steps > steps:
         message = (
             f"is {schedule.decay_steps}: with schedule.warmup_steps {schedule.warmup_steps} "
-            f"that is more than train.steps {steps}"
+            f"that exceeds train.steps {steps}"
         )
-        yield loaded.problem("schedule.decay_steps", message, "null decays over a fifth of the run")
+        yield loaded.problem("schedule.decay_steps", message, "null uses a fifth of the run")
 
 
-# key, the only value that is honoured, what it would be
+# (key, the only supported value, the feature that other values need)
 _ROWS: tuple[tuple[str, object, str], ...] = (
     ("task", "causal_lm", "a task other than causal_lm"),
     ("model.hf", None, "training Hugging Face models"),
@@ -191,7 +192,7 @@ _ROWS: tuple[tuple[str, object, str], ...] = (
 
 
 def unsupported(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """The keys that ask for more than this release can do, with a message each."""
+    """Yield (key, message) for each key that needs a feature not supported yet."""
     for key, only, feature in _ROWS:
         value: object = config
         for part in key.split("."):
@@ -201,7 +202,7 @@ def unsupported(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _shown(value: object) -> str:
-    """A value as YAML has it."""
+    """A value as it is written in YAML."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else "[]" if value == () else str(value)

@@ -1,4 +1,4 @@
-"""YAML files and fragments as trees of entries that know their file and line."""
+"""YAML files and values as trees of entries, each with its file and line."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _PATTERNS = {
 
 
 class Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[misc]
-    """Composes nodes; the C parser where PyYAML has it."""
+    """Composes YAML nodes, with the C parser if PyYAML has it."""
 
 
 class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes what YAML 1.1 or 1.2 would take for something other than text."""
+    """Quotes strings that YAML 1.1 or 1.2 would parse as another type."""
 
 
 for _name, _pattern in _PATTERNS.items():
@@ -38,14 +38,17 @@ for _name, _pattern in _PATTERNS.items():
 
 
 def parse_scalar(node: yaml.ScalarNode) -> Any:
-    """The value of a scalar node; ValueError for a tag that is not of the core schema."""
+    """Return the value of a scalar node.
+
+    Raises ValueError for a tag outside YAML's core schema.
+    """
     text: str = node.value
     kind = node.tag.removeprefix(TAG)
     if kind == "str":
         return text
     pattern = _PATTERNS.get(kind)
     if pattern is None or not re.match(pattern, text):
-        raise ValueError(f"the tag {node.tag} is not supported here")
+        raise ValueError(f"the tag {node.tag} is not supported")
     if kind == "null":
         return None
     if kind == "bool":
@@ -56,14 +59,14 @@ def parse_scalar(node: yaml.ScalarNode) -> Any:
 
 
 def dump(value: Any) -> str:
-    """YAML text, keys in the order given, that loads back equal under YAML 1.1 and 1.2."""
+    """Return YAML text that parses to `value` under both YAML 1.1 and 1.2; keys keep their order."""
     text: str = yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A value and its origin; a mapping holds entries again, everything else is plain."""
+    """A value and its origin; the values of a mapping are entries, all other values are plain."""
 
     value: Any
     origin: str
@@ -73,13 +76,13 @@ class Entry:
         return isinstance(self.value, dict)
 
     def plain(self) -> Any:
-        """The value without origins."""
+        """Return the value without origins."""
         if isinstance(self.value, dict):
             return {key: entry.plain() for key, entry in self.value.items()}
         return self.value
 
     def leaves(self, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
-        """Everything that is not a mapping, with the path that leads to it."""
+        """Yield every entry that is not a mapping, with its path."""
         if not isinstance(self.value, dict):
             yield prefix, self
             return
@@ -87,7 +90,7 @@ class Entry:
             yield from entry.leaves((*prefix, key))
 
     def find(self, path: tuple[str, ...]) -> Entry | None:
-        """The entry at a path, or None."""
+        """Return the entry at a path, or None."""
         entry = self
         for key in path:
             if not isinstance(entry.value, dict) or key not in entry.value:
@@ -97,7 +100,7 @@ class Entry:
 
 
 def merge(low: Entry, high: Entry) -> Entry:
-    """The mappings merged deeply; scalars and lists of `high` replace those of `low`."""
+    """Merge two mappings recursively; scalars and lists of `high` replace those of `low`."""
     if not (low.is_mapping and high.is_mapping):
         return high
     merged = dict(low.value)
@@ -107,7 +110,7 @@ def merge(low: Entry, high: Entry) -> Entry:
 
 
 def entry_at(path: tuple[str, ...], value: Any, origin: str) -> Entry:
-    """A tree with one value, for example of a flag."""
+    """Return a tree with a single value, such as that of a flag."""
     entry = _entries(value, origin)
     for key in reversed(path):
         entry = Entry({key: entry}, origin)
@@ -121,9 +124,9 @@ def _entries(value: Any, origin: str) -> Entry:
 
 
 def read_yaml_file(path: Path, shown: str) -> Entry:
-    """The mapping in a file; `shown` is the file's name in origins.
+    """Read the mapping in a file; `shown` is the file's name in origins.
 
-    Raises ConfigError with every problem of the file's form.
+    Raises ConfigError listing every syntax problem.
     """
     text = _read_text(path, shown)
     try:
@@ -131,10 +134,10 @@ def read_yaml_file(path: Path, shown: str) -> Entry:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         origin = f"{shown}:{mark.line + 1}" if mark else shown
-        hint = "YAML is indented with spaces, and this line with a tab" if _is_tabbed(text, mark) else ""
-        raise ConfigError([Problem("", f"this is not YAML: {_reason(error)}", origin, hint)]) from None
+        hint = "indent with spaces: YAML does not allow tabs" if _is_tabbed(text, mark) else ""
+        raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", origin, hint)]) from None
     except yaml.YAMLError as error:
-        raise ConfigError([Problem("", f"this is not YAML: {_reason(error)}", shown)]) from None
+        raise ConfigError([Problem("", f"invalid YAML: {_reason(error)}", shown)]) from None
     except RecursionError:
         raise ConfigError([Problem("", "the values are nested too deeply", shown)]) from None
     if node is None:
@@ -142,24 +145,24 @@ def read_yaml_file(path: Path, shown: str) -> Entry:
     builder = _Builder(shown)
     entry = builder.entry(node, ())
     if not entry.is_mapping:
-        builder.problems.append(Problem("", "the file has no keys", shown, 'write lines like "seed: 1"'))
+        builder.problems.append(Problem("", "the file is not a mapping", shown, 'write lines like "seed: 1"'))
     if builder.problems:
         raise ConfigError(builder.problems)
     return entry
 
 
 def parse_value(text: str) -> Any:
-    """The value of a YAML scalar, list or mapping on one line, as in ``--set a.b=[1, 2]``.
+    """Parse a YAML scalar, list or mapping on one line, as in ``--set a.b=[1, 2]``.
 
-    Raises ValueError with a sentence for the reader.
+    Raises ValueError with a message for the user.
     """
     try:
         node = yaml.compose(text, Loader=Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{text} is not a YAML value: {_reason(error)}") from None
+        raise ValueError(f"{text} is not valid YAML: {_reason(error)}") from None
     rest = text[0 if node is None else node.end_mark.index :].strip()
     if rest.startswith("#"):
-        raise ValueError(f"{rest} would be a comment in YAML and get lost; put the value into quotes")
+        raise ValueError(f"{rest} is a comment in YAML; put the value in quotes")
     if node is None:
         return None
     builder = _Builder("")
@@ -170,7 +173,7 @@ def parse_value(text: str) -> Any:
 
 
 def _is_tabbed(text: str, mark: yaml.Mark | None) -> bool:
-    """Whether a tab stands at the beginning of the line that a mark is in."""
+    """Whether the line at a mark is indented with a tab."""
     if mark is None or mark.line >= text.count("\n") + 1:
         return False
     line = text.split("\n")[mark.line]
@@ -191,17 +194,17 @@ def _read_text(path: Path, shown: str) -> str:
     except IsADirectoryError:
         files = sorted(item.name for item in path.glob("*.yaml"))
         message = "this is a folder, not a file"
-        problem_hint = f"it contains {', '.join(files)}" if files else "give a YAML file"
+        problem_hint = f"it contains {', '.join(files)}" if files else "pass a YAML file"
     except UnicodeDecodeError as error:
         message = f"this is not UTF-8 text: byte 0x{error.object[error.start]:02x} at offset {error.start}"
-        problem_hint = "a config is a YAML text file"
+        problem_hint = "a config is a text file in YAML"
     except OSError as error:
         message, problem_hint = f"the file cannot be read: {error.strerror}", ""
     raise ConfigError([Problem("", message, shown, problem_hint)])
 
 
 class _Builder:
-    """Turns nodes into entries and collects what is wrong on the way."""
+    """Turns nodes into entries and collects their problems."""
 
     def __init__(self, shown: str) -> None:
         self.shown = shown
@@ -211,7 +214,7 @@ class _Builder:
     def entry(self, node: yaml.Node, path: tuple[str, ...]) -> Entry:
         origin = self.origin(node)
         if id(node) in self.open_nodes:
-            self.problem(node, path, "the value contains itself")
+            self.problem(node, path, "the value contains an alias of itself")
             return Entry(None, origin)
         self.open_nodes.add(id(node))
         try:
@@ -233,10 +236,10 @@ class _Builder:
                 continue
             if key in entries:
                 first = entries[key].origin.rpartition(":")[2]
-                self.problem(key_node, (*path, key), f"the key stands here twice, first in line {first}")
+                self.problem(key_node, (*path, key), f"duplicate key, first on line {first}")
                 continue
             value = self.entry(value_node, (*path, key))
-            # The line of the key: the value of "train:" begins a line further down.
+            # The origin is the line of the key: the value of "train:" begins on the next line.
             entries[key] = Entry(value.value, self.origin(key_node))
         return entries
 

@@ -1,1 +1,1 @@
-"""What will run: layout, batch, learning rate and model shape, as arithmetic without I/O or torch."""
+"""Plans a run: layout, batch, learning rate and model shape, without I/O or torch."""

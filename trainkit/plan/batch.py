@@ -1,4 +1,4 @@
-"""Batch arithmetic: ``global = device x data parallel x accumulation`` samples, and the rate for it."""
+"""Batch sizes, ``global = device x data-parallel x accumulation`` samples, and the scaled learning rate."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GLOBAL, DEVICE, MICROBATCHES = (
     "parallel.pp_microbatches",
 )
 NEAR = 1 / 8
-"""A derived global batch may differ by this share where that keeps the device batch larger."""
+"""Largest relative change of an adapted global batch that is preferred to a smaller device batch."""
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """The batch sizes of a config, and which of them its user set: the others are adapted to the layout."""
+    """The batch sizes of a config; those that the user did not set are adapted to the layout."""
 
     device_batch_size: int
     global_batch_size: int | None
@@ -34,17 +34,17 @@ class BatchRequest:
 
     @classmethod
     def of(cls, loaded: LoadedConfig) -> BatchRequest:
-        """What a config asks for."""
+        """Return the batch sizes of a config."""
         train, parallel = loaded.config.train, loaded.config.parallel
         fixed = frozenset(key for key in (GLOBAL, DEVICE, MICROBATCHES) if loaded.set_by_user(key))
         return cls(train.device_batch_size, train.global_batch_size, parallel, fixed)
 
 
 def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
-    """The batch of one optimizer step on a layout: what was requested if that works, else the closest.
+    """Return the batch of one optimizer step on a layout: the requested one if possible, else the closest.
 
-    The global batch is kept if it can be shared evenly; what the user set is never changed. Raises
-    ConfigError, with sizes that work, when the samples of a step cannot be shared.
+    Keeps the global batch size if it divides evenly, and never changes a size that the user set. Raises
+    ConfigError, with sizes that work, if the samples of a step cannot be divided.
     """
     device, total = request.device_batch_size, request.global_batch_size
     if total is None:
@@ -59,7 +59,7 @@ def make_batch(request: BatchRequest, layout: Layout, seq_len: int) -> Batch:
                 return _batch(layout, size, steps, seq_len, microbatches)
     if not candidates:
         raise ConfigError([_problem(request, layout.dp)])
-    # No number of microbatches works: the rules of the layout report it.
+    # No number of microbatches works; `microbatch_problems` reports it later.
     return _batch(layout, *candidates[0], seq_len, request.parallel.pp_microbatches)
 
 
@@ -69,13 +69,13 @@ def _batch(layout: Layout, size: int, steps: int, seq_len: int, microbatches: in
 
 
 def _device_sizes(request: BatchRequest) -> range:
-    """The device batch sizes to try; more samples at once than configured might not fit into memory."""
+    """Return the device batch sizes to try; larger ones than configured might not fit in memory."""
     size = request.device_batch_size
     return range(size if DEVICE in request.fixed else 1, size + 1)
 
 
 def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator[tuple[int, int]]:
-    """A device batch size with the accumulation steps that give the global batch, or one close to it."""
+    """Yield a device batch size with each number of accumulation steps to try, the exact one first."""
     total, at_once = request.global_batch_size or 1, size * layout.dp
     if total % at_once == 0:
         yield size, total // at_once
@@ -86,7 +86,7 @@ def _accumulations(request: BatchRequest, layout: Layout, size: int) -> Iterator
 
 
 def _preference(request: BatchRequest, dp: int, size: int, steps: int) -> tuple[float, ...]:
-    """Sorts candidates: the same global batch, then one close to it; the largest device batch size first."""
+    """Return a sort key: the requested global batch first, then close ones; larger device batches first."""
     wanted = request.global_batch_size or 1
     difference = abs(size * steps * dp - wanted) / wanted
     if difference == 0:
@@ -102,16 +102,13 @@ def _microbatches(request: BatchRequest, layout: Layout, size: int) -> list[int]
 
 
 def _problem(request: BatchRequest, dp: int) -> Problem:
-    """The global batch that was set cannot be shared."""
+    """Return the problem of a global batch that cannot be divided among the processes."""
     total, size = request.global_batch_size or 1, request.device_batch_size
     processes = "1 data-parallel process" if dp == 1 else f"{dp} data-parallel processes"
     if DEVICE not in request.fixed:
         message = f"is {total}, which is not a multiple of {processes}"
         return Problem(GLOBAL, message, hint=f"{GLOBAL} = {_words(fitting_global_sizes(1, total, dp))} works")
-    message = (
-        f"is {total}, which is not a multiple of the {size * dp} samples that "
-        f"{processes} x {DEVICE} {size} read at once"
-    )
+    message = f"is {total}, which is not a multiple of {size * dp} ({processes} x {DEVICE} {size})"
     hint = f"{GLOBAL} = {_words(fitting_global_sizes(size, total, dp))} works"
     device_sizes = fitting_device_sizes(size, total, dp)
     return Problem(
@@ -124,7 +121,7 @@ def _words(sizes: list[int]) -> str:
 
 
 def batch_reason(batch: Batch, request: BatchRequest, dp: int) -> str:
-    """The arithmetic of a batch as one sentence, with what differs from the config."""
+    """Describe how a batch is composed, and its differences from the config."""
     derived = {
         GLOBAL: (batch.global_batch_size, request.global_batch_size or batch.global_batch_size),
         DEVICE: (batch.device_batch_size, request.device_batch_size),
@@ -132,21 +129,21 @@ def batch_reason(batch: Batch, request: BatchRequest, dp: int) -> str:
     }
     notes = [f"{key} is {value} instead of {was}" for key, (value, was) in derived.items() if value != was]
     sentence = (
-        f"{batch.global_batch_size} samples a step = {batch.device_batch_size} at once "
+        f"{batch.global_batch_size} samples per step = {batch.device_batch_size} per process "
         f"x {dp} data-parallel x {batch.accumulation_steps} accumulation"
     )
     return f"{sentence}; {', '.join(notes)} to fit this layout" if notes else sentence
 
 
 def fitting_global_sizes(device_batch_size: int, global_batch_size: int, dp: int) -> list[int]:
-    """The multiples of what is read at once next to a global batch size."""
+    """Return the closest valid global batch sizes, one below and one above."""
     at_once = device_batch_size * dp
     below = global_batch_size // at_once * at_once
     return [size for size in (below, below + at_once) if size > 0]
 
 
 def fitting_device_sizes(device_batch_size: int, global_batch_size: int, dp: int) -> list[int]:
-    """The nearest device batch sizes, one smaller and one larger, that divide the global batch."""
+    """Return the closest device batch sizes that divide the global batch, one smaller and one larger."""
     if global_batch_size % dp:
         return []
     sizes = divisors_of(global_batch_size // dp)
@@ -159,7 +156,7 @@ LrScale = Literal["none", "linear", "sqrt"]
 
 
 def scaled_lr(lr: float, scale: LrScale, dp: int, base: int) -> tuple[float, str]:
-    """The learning rate for `dp` data-parallel processes when `lr` was tuned for `base`, and the reason.
+    """Scale a learning rate tuned for `base` data-parallel processes to `dp`; return it and the reason.
 
     Linear: Goyal et al. 2017 (arXiv 1706.02677). Square root, for Adam: Malladi et al. 2022
     (arXiv 2205.10287).

@@ -1,4 +1,4 @@
-"""Memory of GPU types, by the names that drivers and clusters give them, and the links between them. Pure."""
+"""Memory, bandwidths and peak FLOP/s of GPU types, by the names that drivers and clusters use. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 MIB = 2**20
 GIB = 2**30
 USABLE = 0.92
-"""Of a GPU's memory, for tensors: the rest is taken by CUDA, NCCL and the gaps that an allocator leaves."""
+"""Fraction of a GPU's memory for tensors; CUDA, NCCL and allocator fragmentation take the rest."""
 
 
 @dataclass(frozen=True)
@@ -16,21 +16,21 @@ class Gpu:
     """A type of GPU."""
 
     name: str
-    """As NVIDIA calls it, with its memory where the same name comes with several."""
+    """NVIDIA's name, with the memory size if there are several."""
     memory: int
-    """Bytes, as the driver shows them."""
+    """Memory in bytes, as the driver reports it."""
     most_memory: int
-    """Bytes of the largest that is called so: more than that is certainly not there."""
+    """Memory in bytes of the largest variant with this name: an upper bound."""
     node_size: int
-    """GPUs of a node as they are usually built."""
+    """GPUs per node in common systems."""
     node_bandwidth: float
-    """Bytes a second that a GPU can send to the others of its node."""
+    """Bandwidth per GPU to other GPUs of its node, in bytes per second, one way."""
     network_bandwidth: float
-    """Bytes a second that a GPU can send to other nodes."""
+    """Bandwidth per GPU to other nodes, in bytes per second, one way."""
 
     @property
     def usable(self) -> int:
-        """Bytes that a plan fills."""
+        """Bytes that a plan may use."""
         return int(self.memory * USABLE)
 
 
@@ -43,7 +43,8 @@ class _Links:
     node_size: int = 8
 
 
-# NVLink: half of what data sheets give, which is both ways. Network: of DGX and HGX systems, a port a GPU.
+# NVLink: half of the figure in data sheets, which counts both directions. Network: of DGX and HGX systems,
+# one port per GPU.
 _NVLINK5_72 = _Links(900, 50, node_size=4)
 _NVLINK5 = _Links(900, 50)
 _NVLINK4 = _Links(450, 50)
@@ -54,8 +55,8 @@ _PCIE5 = _Links(50, 12.5)
 _PCIE4 = _Links(25, 6.25)
 _PCIE3 = _Links(12, 6.25)
 
-# Words of a name, GB in which it is sold, the commonest first, each with the MiB that nvidia-smi shows
-# (some of it is taken by error correction), and its links. The first row that matches counts.
+# Words of the name; advertised sizes in GB, the most common first, each with the MiB that nvidia-smi reports
+# (error correction takes some); links. The first row that matches wins.
 _ROWS: tuple[tuple[str, dict[int, int], _Links], ...] = (
     ("GB200", {186: 189_471}, _NVLINK5_72),
     ("B300", {288: 275_040}, _NVLINK5),
@@ -92,7 +93,10 @@ _NO_PRODUCT = re.compile(r"NVIDIA|TESLA|GEFORCE|QUADRO")
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The type that a driver (``NVIDIA A100-SXM4-40GB``) or a cluster (``a100``) means; None for others."""
+    """Return the GPU type for a name from the driver (``NVIDIA A100-SXM4-40GB``) or the cluster (``a100``).
+
+    None for an unknown name, and for a MIG device.
+    """
     words = re.sub(r"[^A-Z0-9]+", " ", _NO_PRODUCT.sub(" ", name.upper())).split()
     if "MIG" in words:
         return None
@@ -103,23 +107,23 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Names that `find_gpu` knows, the commonest first of each kind."""
+    """Return the names that `find_gpu` knows, newer GPUs first."""
     return tuple(row.lower().replace(" ", "-") for row, _, _ in _ROWS)
 
 
 def gib(num_bytes: float) -> str:
-    """An amount of memory as a person reads it."""
+    """Format a number of bytes in GiB."""
     return f"{num_bytes / GIB:.1f} GiB"
 
 
 def _is_called(words: list[str], row: str) -> bool:
-    """Whether a name consists of the words of a row and of others; ``rtx4090`` is as good as ``rtx 4090``."""
+    """Whether a name contains all words of a row, also without spaces: ``rtx4090`` is ``RTX 4090``."""
     parts = row.upper().split()
     return all(part in words for part in parts) or "".join(parts) in words
 
 
 def _gigabytes(words: list[str]) -> list[int]:
-    """Sizes that a name speaks of."""
+    """Return the numbers in a name that may be memory sizes in GB."""
     found = [_GIGABYTES.fullmatch(word) or re.fullmatch(r"(\d+)", word) for word in words]
     return [int(match[1]) for match in found if match]
 
@@ -133,8 +137,8 @@ def _gpu(row: str, sizes: dict[int, int], links: _Links, named: list[int]) -> Gp
     return Gpu(name, memory * MIB, most * MIB, links.node_size, node, network)
 
 
-# A part of the name that the driver reports, and dense tensor-core FLOP/s with 16-bit inputs from
-# NVIDIA's data sheets (half of the figure "with sparsity"). The first row that matches counts.
+# A part of the name that the driver reports, and dense tensor-core FLOP/s with 16-bit inputs from NVIDIA's
+# data sheets (half of the figure "with sparsity"). The first row that matches wins.
 _BF16_PEAKS: tuple[tuple[str, float], ...] = (
     ("GB300", 2.5e15),
     ("B300", 2.25e15),
@@ -166,11 +170,11 @@ _FP16_ONLY_PEAKS: tuple[tuple[str, float], ...] = (("V100", 125e12), ("T4", 65e1
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense FLOP/s of a device for ``bf16`` or ``fp16``; None where it is not known."""
+    """Return the peak dense FLOP/s of a device for ``bf16`` or ``fp16``; None if unknown."""
     if dtype not in ("bf16", "fp16"):
         return None
     if "MIG" in device_name.split():
-        return None  # a part of it, of one of many sizes
+        return None  # a MIG slice has a fraction of the peak
     tables = _BF16_PEAKS if dtype == "bf16" else _BF16_PEAKS + _FP16_ONLY_PEAKS
     words = f"{device_name} ".replace("-", " ")
     return next((peak for part, peak in tables if f"{part} " in words), None)

@@ -1,4 +1,4 @@
-"""The type and number of GPUs a config would run on, where known. Pure."""
+"""The type and number of GPUs that a config would run on, if known. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainkit.plan.gpus import Gpu, find_gpu, known_gpus
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan is made for."""
+    """The GPUs that a plan is made for."""
 
     gpu: Gpu
     num_gpus: int
     node_size: int
-    """GPUs of one node."""
+    """GPUs per node."""
 
     @property
     def num_nodes(self) -> int:
@@ -27,7 +27,7 @@ class Hardware:
 
 
 def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
-    """The types that a job may get, by any of their names; empty when that is not known."""
+    """Return the names of the GPU types that a job may get; empty if unknown."""
     if config.resources.gpu_type is not None:
         return [config.resources.gpu_type]
     if target.cluster is None:
@@ -36,7 +36,7 @@ def gpu_names(config: RunConfig, machine: Machine, target: Target) -> list[str]:
 
 
 def known_gpu(names: list[str]) -> Gpu | None:
-    """The one with most memory of several types; None when one of them is not known."""
+    """Return the GPU type with the most memory among `names`; None if any of them is unknown."""
     found = [find_gpu(name) for name in names]
     known = [gpu for gpu in found if gpu is not None]
     return max(known, key=lambda gpu: gpu.most_memory) if known and len(known) == len(found) else None
@@ -45,9 +45,9 @@ def known_gpu(names: list[str]) -> Gpu | None:
 def find_hardware(
     config: RunConfig, machine: Machine, target: Target, gpu_type: str | None, num_gpus: int | None
 ) -> Hardware:
-    """The hardware to plan for: from the command line, else what the config would run on.
+    """Return the hardware to plan for: that of the command line, else that of the config's target.
 
-    Raises UsageError when that is not known.
+    Raises UsageError if it is unknown.
     """
     names = [gpu_type] if gpu_type is not None else gpu_names(config, machine, target)
     gpu = known_gpu(names)
@@ -59,14 +59,14 @@ def find_hardware(
     size = min(size, num_gpus)
     if num_gpus % size:
         raise UsageError(
-            f"--gpus {num_gpus} are not whole nodes of {size}",
-            hint="--nodes N --gpus-per-node N says how they are spread",
+            f"--gpus {num_gpus} is not a multiple of {size} GPUs per node",
+            hint="use --nodes N --gpus-per-node N instead",
         )
     return Hardware(gpu, num_gpus, size)
 
 
 def _nodes(config: RunConfig, target: Target) -> tuple[NodeKind, ...]:
-    """The kinds of nodes of a cluster that a job may get."""
+    """Return the kinds of GPU nodes that a job may get."""
     resources = config.resources
     partitions = () if target.cluster is None else target.cluster.requested_partitions(resources.partition)
     return tuple(
@@ -90,13 +90,11 @@ def _node_size(config: RunConfig, machine: Machine, target: Target, gpu: Gpu) ->
 
 
 def _unknown(gpu_type: str | None, names: list[str], machine: Machine) -> UsageError:
-    hint = (
-        f"--gpu-type takes the name that a driver or a cluster gives, such as {', '.join(known_gpus()[:8])}"
-    )
+    hint = f"--gpu-type takes a name from the driver or from Slurm, such as {', '.join(known_gpus()[:8])}"
     if gpu_type is not None:
-        return UsageError(f"--gpu-type {gpu_type}: the memory of such a GPU is not known", hint=hint)
+        return UsageError(f"--gpu-type {gpu_type}: unknown GPU type", hint=hint)
     if names:
         shown = ", ".join(name or "a GPU without a type" for name in names)
-        return UsageError(f"the memory of the GPUs is not known: {shown}", hint=hint)
-    message = f"which GPU to plan for is not known: resources.gpu_type is null, and {machine.gpu_reason}"
+        return UsageError(f"unknown GPU type: {shown}", hint=hint)
+    message = f"no GPU type to plan for: resources.gpu_type is null, and {machine.gpu_reason}"
     return UsageError(message, hint=hint)

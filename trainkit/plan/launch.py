@@ -1,4 +1,4 @@
-"""The launch plan: everything that is decided before a job starts, as plain numbers."""
+"""The launch plan: all values that are decided before a job starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAN_VERSION = 1
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in each dimension of a layout."""
+    """The coordinates of a rank in a layout."""
 
     pp: int = 0
     dp_replicate: int = 0
@@ -28,10 +28,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks of a job are split between the kinds of parallelism.
+    """The degrees of parallelism of a job.
 
-    From the outermost dimension to the innermost: pp, dp_replicate, dp_shard, cp, tp. So the ranks of a
-    tensor-parallel group, which talk most, are neighbours on a node.
+    Dimensions from outermost to innermost: pp, dp_replicate, dp_shard, cp, tp. Tensor-parallel ranks
+    communicate most, so they are neighbours on a node.
     """
 
     dp_replicate: int = 1
@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel size: how many different batches are read at once."""
+        """Data-parallel size: the number of different batches read in parallel."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -55,7 +55,7 @@ class Layout:
         return self.tp * self.pp * self.cp > 1
 
     def place(self, rank: int) -> Place:
-        """Where a rank stands."""
+        """Return the coordinates of a rank."""
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         rank, dp_shard = divmod(rank, self.dp_shard)
@@ -63,38 +63,38 @@ class Layout:
         return Place(pp, dp_replicate, dp_shard, cp, tp)
 
     def dp_rank(self, rank: int) -> int:
-        """Which of the batches that are read at once a rank works on."""
+        """Return the data-parallel index of a rank, from 0 to `dp` - 1."""
         place = self.place(rank)
         return place.dp_replicate * self.dp_shard + place.dp_shard
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one optimizer step reads: ``global = device x data parallel x accumulation`` samples."""
+    """The batch of one optimizer step: ``global = device x data-parallel x accumulation`` samples."""
 
     device_batch_size: int
     accumulation_steps: int
     global_batch_size: int
     tokens_per_step: int
     pp_microbatches: int | None = None
-    """Parts that a device batch is cut into; None without a pipeline and in plans of older versions."""
+    """Microbatches per device batch; None without a pipeline and in plans of older versions."""
 
 
 @dataclass(frozen=True)
 class RequeuePolicy:
-    """When the run may start again by itself."""
+    """When the run may restart automatically."""
 
     on: tuple[str, ...] = ("preempted", "timeout", "node_fail", "crash", "hang")
     max: int = 100
     max_crashes: int = 3
     hang_factor: float | None = 20.0
-    """A step hangs when it takes this many times as long as the median step; None for never."""
+    """A step hangs when it takes this many times the median step time; None disables this."""
     hang_min_s: float = 300.0
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What will run, and why the derived values are what they are."""
+    """A planned launch, with the reason for each derived value."""
 
     backend: str
     num_nodes: int
@@ -106,32 +106,32 @@ class LaunchPlan:
     lr: float
     """Peak learning rate after scaling."""
     threads_per_worker: int | None
-    """None leaves it to the node: the cores that a worker finds there."""
+    """None uses the cores that a worker finds on its node."""
     grace_s: float
-    """Seconds between a stop signal and the moment when the job must be gone."""
+    """Seconds between a stop signal and the end of the job."""
     reasons: dict[str, str]
-    """For each derived value, one sentence with its origin."""
+    """The reason for each derived value, one sentence each."""
     env: dict[str, str] = field(default_factory=dict)
-    """Variables of every worker."""
+    """Environment variables of every worker."""
     network: str = "auto"
     """A preset, or the name of an interface."""
     requeue: RequeuePolicy = RequeuePolicy()
     spare_nodes: int = 0
-    """Nodes that Slurm gives beyond `num_nodes`, to stand in for those that fail."""
+    """Nodes allocated in addition to `num_nodes`, as replacements for nodes that fail."""
     per: str = "node"
-    """What a Slurm task stands for: ``gpu`` (one worker) or ``node`` (all workers of a node)."""
+    """The unit of a Slurm task: ``gpu`` (one worker) or ``node`` (all workers of a node)."""
     command: tuple[str, ...] | None = None
-    """What takes the place of the built-in trainer."""
+    """The command to run instead of the built-in trainer."""
     launcher: str = "python"
-    """What starts the processes of `command`: ``python`` one a rank, ``torchrun`` and others one a node."""
+    """How `command` starts: ``python`` once per rank; ``torchrun`` and other launchers once per node."""
     python: tuple[str, ...] | None = None
-    """The interpreter that `launcher` runs with; None is that of the agent."""
+    """The interpreter for `launcher`; None uses that of the agent."""
     container_program: str | None = None
-    """What runs `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
+    """The runtime of `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
     slurm: SlurmRequest | None = None
-    """The options for Slurm; None for a local job."""
+    """The Slurm options; None for a local job."""
     node_sizes: tuple[int, ...] | None = None
-    """Workers of each node where they differ; `workers_per_node` is then the largest."""
+    """Workers of each node if they differ; `workers_per_node` is then the maximum."""
     version: int = PLAN_VERSION
 
     @property
@@ -141,11 +141,11 @@ class LaunchPlan:
         return self.num_nodes * self.workers_per_node
 
     def workers_of(self, node_rank: int) -> int:
-        """How many workers a node has."""
+        """Return the number of workers of a node."""
         return self.workers_per_node if self.node_sizes is None else self.node_sizes[node_rank]
 
     def first_rank_of(self, node_rank: int) -> int:
-        """The lowest rank of a node."""
+        """Return the lowest rank of a node."""
         if self.node_sizes is not None:
             return sum(self.node_sizes[:node_rank])
         return node_rank * self.workers_per_node
@@ -154,21 +154,21 @@ class LaunchPlan:
         return {**asdict(self), "world_size": self.world_size}
 
     def to_text(self) -> str:
-        """The bytes of plan.json."""
+        """Return the text of plan.json."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> LaunchPlan:
-        """The plan that `to_dict` wrote.
+        """Return the plan that `to_dict` wrote.
 
-        Raises UsageError when a newer trainkit wrote it.
+        Raises UsageError if a newer trainkit wrote it.
         """
         fields = dict(value)
         for derived_or_old in ("world_size", "max_requeues"):
             fields.pop(derived_or_old, None)
         if fields.get("version", 0) > PLAN_VERSION:
             raise UsageError(
-                f"plan.json has version {fields['version']}; this trainkit knows {PLAN_VERSION}",
+                f"plan.json has version {fields['version']}; this trainkit supports version {PLAN_VERSION}",
                 hint="use the trainkit that submitted the run, or a newer one",
             )
         fields["layout"] = Layout(**fields["layout"])
@@ -184,7 +184,7 @@ class LaunchPlan:
 
 
 def describe_plan(plan: LaunchPlan, name: str) -> str:
-    """One line for what will run and one for each value that was derived, which its reason begins with."""
+    """Describe a plan: one line with its size, then one line with the reason for each derived value."""
     nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
     workers = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
     spare = f", {plan.spare_nodes} spare" if plan.spare_nodes else ""
@@ -204,18 +204,18 @@ class Dependency:
     """A run that a job waits for."""
 
     name: str
-    """For people: its folder, or the point that it is."""
+    """The name to show in messages: the run's folder or its index in a group."""
     state: str
     job_id: str | None
-    """None for a run that never had a job."""
+    """None if the run was never submitted."""
     reason: str | None = None
 
 
 def dependency_ids(text: str, runs: Sequence[Dependency], array: str | None = None) -> list[str]:
-    """The Slurm jobs that have to end well before what `text` names has finished; none when it has.
+    """Return the ids of the Slurm jobs that must succeed before the runs that `text` names have finished.
 
-    `array` is the job id of a group. Raises UsageError for what has failed, is not known, or runs on this
-    machine.
+    Empty if all have finished. `array` is the job id of a group. Raises UsageError if a run has failed, is
+    unknown, or runs on this machine.
     """
     open_runs = [run for run in runs if run.state != "finished"]
     wrong = [run for run in open_runs if run.state not in UNFINISHED_STATES or run.job_id is None]
@@ -245,12 +245,12 @@ def _unfinishable(text: str, wrong: Sequence[Dependency], count: int) -> str:
 
 def _hint(wrong: Dependency) -> str:
     if wrong.state == "unknown":
-        return f"`trainkit status {quote(wrong.name)}` says why; without --after it starts at once"
-    return f"`trainkit resume {quote(wrong.name)}` resumes it; then it can be waited for"
+        return f"`trainkit status {quote(wrong.name)}` says why; without --after the run starts immediately"
+    return f"resume it first: `trainkit resume {quote(wrong.name)}`"
 
 
 def with_dependency(plan: LaunchPlan, texts: Sequence[str], job_ids: Sequence[str]) -> LaunchPlan:
-    """The plan of a job that starts when these have ended well; `texts` are the runs as they were typed.
+    """Return the plan with a dependency on `job_ids`; `texts` are the runs of --after as typed.
 
     Raises UsageError for a plan without Slurm.
     """
@@ -258,15 +258,15 @@ def with_dependency(plan: LaunchPlan, texts: Sequence[str], job_ids: Sequence[st
         return plan
     if plan.slurm is None:
         raise UsageError(
-            "--after lets a job wait in Slurm's queue, and this run would start here at once",
+            "--after requires Slurm, but this run starts on this machine",
             hint="`trainkit logs RUN -f` returns when a run has ended",
         )
     names, verb = ", ".join(texts), "has" if len(texts) == 1 else "have"
     if not job_ids:
-        reasons = {**plan.reasons, "after": f"at once: {names} finished already"}
+        reasons = {**plan.reasons, "after": f"starts immediately: {names} {verb} already finished"}
         return dataclasses.replace(plan, reasons=reasons)
-    # Without kill-on-invalid-dep: a job whose wait became hopeless stays, and `status` says that it has.
+    # Without --kill-on-invalid-dep: a job whose dependency failed stays pending, and `status` reports it.
     dependency = "afterok:" + ":".join(dict.fromkeys(job_ids))
-    reasons = {**plan.reasons, "after": f"{dependency}: starts when {names} {verb} finished well"}
+    reasons = {**plan.reasons, "after": f"{dependency}: starts once {names} {verb} finished successfully"}
     slurm = dataclasses.replace(plan.slurm, sbatch={**plan.slurm.sbatch, "dependency": dependency})
     return dataclasses.replace(plan, slurm=slurm, reasons=reasons)

@@ -1,4 +1,4 @@
-"""Launch drafts: derive the values of a launch plan for this machine, a Slurm job or a running step."""
+"""Launch drafts: derive the values of a launch plan for this machine, a Slurm job, or a running step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORKERS_PER_CPU = 16
 
 @dataclass
 class LaunchDraft:
-    """A plan for this machine: each method derives one value and records its reason or its problem."""
+    """Derives a plan for this machine: each method derives one value and records its reason or problem."""
 
     loaded: LoadedConfig
     machine: Machine
@@ -31,12 +31,12 @@ class LaunchDraft:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def check_oversubscription(self, device: str, world_size: int) -> None:
-        """A typing error in --nodes must not start a thousand processes on one machine."""
+        """Report too many CPU workers: a typo in --nodes must not start a thousand processes here."""
         most = WORKERS_PER_CPU * self.machine.num_cpus
         if device == "cpu" and world_size > most:
-            message = f"makes {world_size} workers on this machine's {self.machine.num_cpus} CPU cores"
+            message = f"starts {world_size} workers on the {self.machine.num_cpus} CPU cores of this machine"
             key = "resources.nodes" if self.loaded.config.resources.nodes > 1 else "resources.gpus_per_node"
-            self.problem(key, message, f"at most {most} workers ({WORKERS_PER_CPU} a core) are started here")
+            self.problem(key, message, f"the maximum here is {most} workers ({WORKERS_PER_CPU} per core)")
 
     def device(self) -> str:
         requested = self.loaded.config.device
@@ -87,7 +87,7 @@ class LaunchDraft:
             layout, self.reasons["layout"] = make_layout(self.loaded.config.parallel, world_size)
         except ConfigError as error:
             self.collect(error)
-            # The batch is still checked: against all processes reading different samples.
+            # Check the batch anyway, as if every process read different samples.
             return Layout(dp_shard=world_size)
         return layout
 
@@ -132,12 +132,12 @@ def _count(number: int, noun: str) -> str:
 
 
 SHARE_OF_TIME = 4
-"""The notice before the end of a job comes no earlier than when 1/SHARE_OF_TIME of its time is left."""
+"""Slurm signals a job no earlier than when 1/SHARE_OF_TIME of its time is left."""
 
 
 @dataclass
 class SlurmDraft(LaunchDraft):
-    """A plan for the nodes of a cluster."""
+    """Derives a plan for a Slurm job."""
 
     cluster: Cluster = field(default_factory=lambda: Cluster("unknown"))
 
@@ -149,7 +149,7 @@ class SlurmDraft(LaunchDraft):
 
     @property
     def nodes(self) -> tuple[NodeKind, ...]:
-        """The nodes that the job may get; empty when nothing is known about them."""
+        """The nodes that the job may get; empty if unknown."""
         if self.partition is None:
             return ()
         resources = self.loaded.config.resources
@@ -165,7 +165,7 @@ class SlurmDraft(LaunchDraft):
 
     @property
     def _gpu_type(self) -> str | None:
-        """The requested type if any node has it: that none has is reported once."""
+        """The requested GPU type if any node has it, else None: a missing type is reported elsewhere."""
         gpu_type = self.loaded.config.resources.gpu_type
         return gpu_type if any(kind.num_gpus(gpu_type) for kind in self.nodes) else None
 
@@ -175,7 +175,7 @@ class SlurmDraft(LaunchDraft):
             self.reasons["device"] = f"device: {requested} was requested"
             return requested
         if partition is None or not self.nodes:
-            message = "is auto, but what the nodes of this cluster have is not known"
+            message = "is auto, but the hardware of this cluster's nodes is unknown"
             self._unknown("device", message, "set device: cuda or device: cpu")
             return "cpu"
         most = max(kind.num_gpus() for kind in self.nodes)
@@ -195,22 +195,22 @@ class SlurmDraft(LaunchDraft):
             return 1
         count = self._gpus_per_node()
         if partition is None or not self.nodes:
-            message = "is auto, but how many GPUs the nodes have is not known"
+            message = "is auto, but the number of GPUs per node is unknown"
             self._unknown("resources.gpus_per_node", message, "set it, or choose another partition")
             return 1
         if not count:
             message = f"is auto, but the nodes of partition {partition.name} have no GPU"
             self.problem("resources.gpus_per_node", message, "choose another partition, or set device: cpu")
             return 1
-        reason = f"{count}: the GPUs of a node of partition {partition.name}"
+        reason = f"{count}: GPUs per node in partition {partition.name}"
         others = sorted({kind.num_gpus() for kind in self.nodes} - {count})
         if others:
-            reason += f"; others have {', '.join(map(str, others))}"
+            reason += f"; other nodes have {', '.join(map(str, others))}"
         self.reasons["workers_per_node"] = reason
         return count
 
     def _gpus_per_node(self) -> int:
-        """The most GPUs that enough nodes have; the most of any node when there are too few nodes."""
+        """Return the most GPUs per node that enough nodes have; the overall maximum if there are too few."""
         gpu_type = self._gpu_type
         counts = sorted({kind.num_gpus(gpu_type) for kind in self.nodes}, reverse=True)
         for count in filter(None, counts):
@@ -220,7 +220,7 @@ class SlurmDraft(LaunchDraft):
         return max(counts, default=0)
 
     def check_oversubscription(self, device: str, world_size: int) -> None:
-        """Slurm checks the limits of the cluster."""
+        """Do nothing: `limit_problems` checks the limits of the cluster."""
 
     def threads_per_worker(self, world_size: int) -> int | None:
         requested = self.loaded.config.resources.cpus_per_gpu
@@ -233,14 +233,14 @@ class SlurmDraft(LaunchDraft):
             sizes = [(partition.usable_cpus(kind) or 0, kind.num_gpus()) for kind in kinds]
             num_cpus, num_gpus = min(sizes, key=lambda size: size[0] // size[1])
             if threads := num_cpus // num_gpus:
-                reason = f"{threads}: {num_cpus} CPU cores for {num_gpus} GPUs in a node"
+                reason = f"{threads}: {num_cpus} CPU cores for {num_gpus} GPUs per node"
                 self.reasons["threads_per_worker"] = reason
                 return threads
-        self.reasons["threads_per_worker"] = "what Slurm gives a task; resources.cpus_per_gpu asks for more"
+        self.reasons["threads_per_worker"] = "Slurm's default per task; resources.cpus_per_gpu requests more"
         return None
 
     def _gpu_nodes(self, workers: int) -> list[NodeKind]:
-        """The nodes with a GPU for every worker; all that have any when there is none."""
+        """Return the nodes with a GPU for every worker; if there are none, all nodes with GPUs."""
         gpu_type = self._gpu_type
         some = [kind for kind in self.nodes if kind.num_gpus(gpu_type)]
         return [kind for kind in some if kind.num_gpus(gpu_type) >= workers] or some
@@ -251,31 +251,31 @@ class SlurmDraft(LaunchDraft):
         return device == "cuda" or (device == "auto" and any(kind.num_gpus() for kind in self.nodes))
 
     def lead_s(self) -> int:
-        """How many seconds before the time limit the job gets its notice, so that it can save."""
+        """Return how many seconds before the time limit Slurm signals the job, so that it can save."""
         grace_s, limit_s = math.ceil(self.loaded.config.requeue.grace_s), self._time_limit_s()
         if limit_s is None or grace_s <= limit_s // SHARE_OF_TIME:
             return grace_s
         lead_s = max(1, limit_s // SHARE_OF_TIME)
         self.reasons["notice"] = (
-            f"{lead_s} s before the end: requeue.grace_s is {grace_s}, and the job has {limit_s} s in all"
+            f"{lead_s} s before the end: requeue.grace_s is {grace_s}, but the job has only {limit_s} s"
         )
         return lead_s
 
     def _time_limit_s(self) -> int | None:
-        """Seconds that the job will have; None for no limit, or when it is not known."""
+        """Return the time limit of the job in seconds; None for no limit or if unknown."""
         time, partition = self.loaded.config.resources.time, self.partition
         if time is not None:
             return time_limit_s(time)
         if partition is None or partition.job_time_s is None:
             return None
         self.reasons["time"] = (
-            f"{time_text(partition.job_time_s)}: resources.time is null, and partition {partition.name} "
-            f"gives that {'as its default' if partition.default_time_s else 'at most'}"
+            f"{time_text(partition.job_time_s)}: resources.time is null, and this is the "
+            f"{'default' if partition.default_time_s else 'maximum'} of partition {partition.name}"
         )
         return partition.job_time_s
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
-        """What a Slurm task stands for."""
+        """Return the unit of a Slurm task."""
         if launcher == "python":
             return self.loaded.config.launch.per
         self.reasons["per"] = f"node: {launcher} starts the ranks of a node itself"
@@ -284,7 +284,7 @@ class SlurmDraft(LaunchDraft):
     def request(
         self, device: str, workers_per_node: int, threads: int | None, lead_s: int, per: str
     ) -> SlurmRequest:
-        """The options for Slurm."""
+        """Return the Slurm options, after checking the request against the limits of the cluster."""
         config = self.loaded.config
         for key, message, hint in reserved_options(config):
             self.problem(key, message, hint)
@@ -315,7 +315,7 @@ class SlurmDraft(LaunchDraft):
         return replace(request, version=self.cluster.slurm_version)
 
     def _bad_nodes(self, request: ResourceRequest) -> list[str]:
-        """Recently failed hosts, as many as the job can spare."""
+        """Return recently failed hosts to exclude, as many as the job can spare."""
         bad, capacity = self.cluster.bad_nodes, spare_capacity(request, self.cluster)
         excluded = list(bad)[:capacity]
         notes = [f"{host}: {bad[host]}" for host in excluded]
@@ -329,7 +329,10 @@ class SlurmDraft(LaunchDraft):
         return excluded
 
     def _unknown(self, key: str, message: str, hint: str) -> None:
-        """Report a value that only the cluster knows; a SlurmError if Slurm did not answer."""
+        """Report a value that is known only to the cluster.
+
+        Raises SlurmError if Slurm did not answer.
+        """
         if self.cluster.error:
             raise SlurmError(f"{key} {message}: {self.cluster.error}", hint=f"try again, or {hint}")
         self.problem(key, message, hint)
@@ -337,26 +340,28 @@ class SlurmDraft(LaunchDraft):
 
 @dataclass
 class StepDraft(LaunchDraft):
-    """A plan for the nodes of a running step; this machine is the first."""
+    """Derives a plan for a running step, whose first node is this machine."""
 
     node_sizes: tuple[int, ...] = ()
 
     def workers_per_node(self, device: str) -> int:
         count, num_gpus = max(self.node_sizes), self.machine.num_gpus
-        self.reasons["workers_per_node"] = f"{','.join(map(str, self.node_sizes))}: what the step has"
+        self.reasons["workers_per_node"] = (
+            f"{','.join(map(str, self.node_sizes))}: workers of each node of the step"
+        )
         if device == "cuda" and count > num_gpus:
-            message = f"is {count} in this step, but this node shows {num_gpus} GPUs"
-            hint = "srun --gpus-per-node gives the step GPUs; device: cpu needs none"
+            message = f"is {count} in this step, but this node has {num_gpus} visible GPUs"
+            hint = "request GPUs with srun --gpus-per-node, or set device: cpu"
             self.problem("resources.gpus_per_node", message, hint)
         return count
 
     def check_oversubscription(self, device: str, world_size: int) -> None:
-        """Slurm has started the tasks already."""
+        """Do nothing: Slurm has started the tasks already."""
 
     def threads_per_worker(self, world_size: int) -> int | None:
         requested = self.loaded.config.resources.cpus_per_gpu
         self.reasons["threads_per_worker"] = (
-            "the cores that Slurm gave to a task"
+            "the cores that Slurm allocated to each task"
             if requested == "auto"
             else f"resources.cpus_per_gpu: {requested} was requested"
         )

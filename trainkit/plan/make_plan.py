@@ -1,4 +1,4 @@
-"""From a config and the place where it runs to the launch plan, every derived value with its reason."""
+"""Makes the launch plan of a config for a target, with the reason for every derived value."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def make_plan(
     command: Sequence[str] | None = None,
     launcher: str = "python",
 ) -> LaunchPlan:
-    """What will run at the target; `machine` is the one that we are on.
+    """Make the plan of a config for a target; `machine` is this machine.
 
-    With a `command` in place of the built-in trainer, its layout and batch are its own business.
+    The layout and batch of a `command` that replaces the built-in trainer are not planned.
     Raises ConfigError with every problem.
     """
     draft = _draft(loaded, machine, target)
@@ -102,22 +102,22 @@ def _policy(requeue: RequeueConfig) -> RequeuePolicy:
 
 
 OURS = "llama"
-"""The architecture whose needs are known without its code."""
+"""The architecture whose rules and memory are known without running its code."""
 ANY_VOCABULARY = 1
-"""Stands for the tokenizer's size while the data cannot be read: the other sizes are still checked."""
+"""Vocabulary size used if the data cannot be read, so that the other sizes are still checked."""
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Facts from the data files of a config."""
+    """The facts about the data of a config that a plan needs."""
 
     problems: tuple[tuple[str, str, str], ...]
-    """Dotted key, message with the value, hint."""
+    """(dotted key, message, hint) of each problem."""
     vocab_size: int
 
 
 def inspect_data(data: DataConfig) -> DataFacts:
-    """Check the data of a config; takes as long as listing its files."""
+    """Check the data of a config; this lists its files but does not read them all."""
     problems = tuple(data_problems(data))
     return DataFacts(problems, ANY_VOCABULARY if problems else tokenizer_vocab_size(data))
 
@@ -130,11 +130,10 @@ def check_config(
     launcher: str = "python",
     data: DataFacts | None = None,
 ) -> LaunchPlan:
-    """The plan of a config after checking its layout, model, memory and data.
+    """Make the plan of a config and check its layout, model, memory and data.
 
-    With a `command` there is no model and no data of ours to check. `data` is the result of `inspect_data`
-    for callers that have it already.
-    Raises ConfigError with every problem.
+    With a `command` there is no model or data to check. `data` is the result of `inspect_data`, for callers
+    that have it already. Raises ConfigError with every problem.
     """
     plan, problems = None, []
     try:
@@ -153,8 +152,8 @@ def check_config(
     except ConfigError as error:
         problems += [_with_origin(loaded, problem) for problem in error.problems]
     if plan is not None and loaded.config.precision.float8 and plan.device == "cpu" != loaded.config.device:
-        message = f"is true, and it would run on CPUs: {plan.reasons['device']}"
-        problems.append(loaded.problem("precision.float8", message, "only GPUs have float8"))
+        message = f"is true, but the run would use CPUs: {plan.reasons['device']}"
+        problems.append(loaded.problem("precision.float8", message, "float8 requires a GPU"))
     if plan is not None and shape is not None:
         plan, found = _check_model(loaded, plan, shape, machine, target)
         problems += found
@@ -166,28 +165,28 @@ def check_config(
 def _check_model(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine, target: Target
 ) -> tuple[LaunchPlan, list[Problem]]:
-    """The plan with its memory, and all problems that rule out training the model with it."""
+    """Return the plan with its memory estimate, and all problems that prevent training the model with it."""
     config, size, steps = loaded.config, plan.batch.device_batch_size, plan.batch.accumulation_steps
     seq_len, parallel = config.data.seq_len, parallel_with(config.parallel, plan.batch)
     if config.model.architecture != OURS:
-        # What else it asks of a layout, and how much memory it takes, only its own code knows.
+        # The other rules and the memory of a custom architecture are unknown.
         found = list(batch_problems(plan.layout, parallel, size, seq_len, steps))
         found = [_with_origin(loaded, problem) for problem in found]
         return plan, [*found, *_architecture_problems(loaded)]
     found = list(layout_problems(plan.layout, parallel, shape, size, seq_len, steps))
     if found:
         return plan, [_with_origin(loaded, problem) for problem in found]
-    words, problem = None, None
+    reason, problem = None, None
     if plan.device == "cuda":
-        # Imported only where there is a GPU: it knows every layout, and takes its time for that.
+        # Imported only for GPUs: importing the layout search is slow.
         from trainkit.plan.layouts.fit import check_memory
 
-        words, problem = check_memory(loaded, plan, shape, machine, target)
+        reason, problem = check_memory(loaded, plan, shape, machine, target)
         problem = problem or staging_problem(loaded, plan, shape, machine)
     else:
         problem = host_problem(loaded, plan, shape, machine)
-    if words is not None:
-        plan = replace(plan, reasons={**plan.reasons, "memory": words})
+    if reason is not None:
+        plan = replace(plan, reasons={**plan.reasons, "memory": reason})
     return plan, [] if problem is None else [problem]
 
 
@@ -195,8 +194,8 @@ def _architecture_problems(loaded: LoadedConfig) -> Iterator[Problem]:
     name = loaded.config.model.architecture
     file = Path(name.rpartition(":")[0])
     if not file.is_file():
-        message = f"is {name}, and there is no file {file.absolute()}"
-        yield loaded.problem("model.architecture", message, "FILE.py:CLASS is looked for from where you are")
+        message = f"is {name}, but there is no file {file.absolute()}"
+        yield loaded.problem("model.architecture", message, "FILE.py is relative to the current folder")
 
 
 def _with_origin(loaded: LoadedConfig, problem: Problem) -> Problem:

@@ -1,4 +1,4 @@
-"""The shape of the model: presets, what follows from a config, and what a shape costs."""
+"""The shape of the model: presets, shapes from configs, parameter and FLOP counts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError, Problem
 
 VOCAB_MULTIPLE = 64
-"""Vocabularies are padded to a multiple of this, which keeps matrix kernels on their fast path."""
+"""Vocabulary sizes are rounded up to a multiple of this, for faster matrix kernels."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that the sizes of a Llama-style decoder are made of."""
+    """The sizes of a Llama-style decoder."""
 
     vocab_size: int
     dim: int
@@ -33,7 +33,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Preset:
-    """The sizes that a name stands for."""
+    """The sizes of a named model."""
 
     dim: int
     num_layers: int
@@ -63,9 +63,9 @@ PRESETS: dict[str, Preset] = {
 
 
 def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelShape:
-    """The preset with the config's overrides.
+    """Return the shape of a config: its preset with its overrides.
 
-    Raises ConfigError with every size that does not fit another.
+    Raises ConfigError with every size that is incompatible with another.
     """
     preset = PRESETS[model.preset]
     padded = -(-tokenizer_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -91,16 +91,14 @@ def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int) -> list[Proble
     problems = []
     if shape.vocab_size < tokenizer_vocab_size:
         message = f"is {shape.vocab_size}, but the tokenizer has {tokenizer_vocab_size} tokens"
-        hint = "leave it at null to take the tokenizer's size"
+        hint = "null uses the tokenizer's size"
         problems.append(Problem("model.vocab_size", message, hint=hint))
     if shape.dim % shape.num_heads:
         message = f"is {shape.num_heads}, which does not divide model.dim {shape.dim}"
-        problems.append(
-            Problem("model.num_heads", message, hint="the width is split evenly between the heads")
-        )
+        problems.append(Problem("model.num_heads", message, hint="all heads have the same size"))
     elif shape.head_dim % 2:
-        message = f"is {shape.num_heads}, which makes heads of odd width {shape.head_dim}"
-        hint = "rotary position embedding turns pairs of values: dim / num_heads must be even"
+        message = f"is {shape.num_heads}, which results in the odd head size {shape.head_dim}"
+        hint = "the rotary position embedding requires an even dim / num_heads"
         problems.append(Problem("model.num_heads", message, hint=hint))
     if shape.num_heads % shape.num_kv_heads:
         message = f"is {shape.num_kv_heads}, which does not divide model.num_heads {shape.num_heads}"
@@ -110,13 +108,13 @@ def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int) -> list[Proble
 
 
 def num_params(shape: ModelShape) -> int:
-    """All parameters, embeddings included; tied ones count once."""
+    """Return the number of all parameters, including embeddings; tied embeddings count once."""
     embeddings = shape.vocab_size * shape.dim * (1 if shape.tie_embeddings else 2)
     return embeddings + num_params_between_embeddings(shape)
 
 
 def num_params_between_embeddings(shape: ModelShape) -> int:
-    """Parameters of the decoder blocks and the last norm."""
+    """Return the number of parameters of the decoder blocks and the final norm."""
     attention = 2 * shape.dim * shape.dim + 2 * shape.dim * shape.num_kv_heads * shape.head_dim
     feed_forward = 3 * shape.dim * shape.ffn_dim
     norms = 2 * shape.dim
@@ -124,10 +122,10 @@ def num_params_between_embeddings(shape: ModelShape) -> int:
 
 
 def flops_per_token(shape: ModelShape, seq_len: int) -> float:
-    """Floating point operations that training needs for one token, recomputation not counted.
+    """Return the FLOPs of training on one token, without recomputation.
 
-    ``6 N + 12 L H Q T`` of PaLM, appendix B (arXiv 2204.02311): N counts the blocks and the output
-    projection (tied or not, it is multiplied), not the embedding, which is looked up.
+    ``6 N + 12 L H Q T`` of PaLM, appendix B (arXiv 2204.02311). N counts the blocks and the output
+    projection, even if tied, but not the embedding, which is a lookup.
     """
     matmul_params = num_params_between_embeddings(shape) + shape.vocab_size * shape.dim
     attention = 12 * shape.num_layers * shape.dim * seq_len

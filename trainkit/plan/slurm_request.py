@@ -40,7 +40,7 @@ SBATCH_KEYS = {
     "array": "--array",
     "dependency": "--after",
 }
-"""Options that stand for a key of the config, and so are refused in `resources.extra`."""
+"""sbatch options that a config key or a command option sets; they are rejected in `resources.extra`."""
 
 RESERVED_SBATCH_OPTIONS = (
     "output",
@@ -53,7 +53,7 @@ RESERVED_SBATCH_OPTIONS = (
     "export-file",
     "input",
 )
-"""Options that the job needs as they are."""
+"""sbatch options that trainkit sets itself."""
 
 RESERVED_SRUN_OPTIONS = (
     *("nodes", "ntasks", "ntasks-per-node", "output", "error", "input", "kill-on-bad-exit", "wait"),
@@ -62,23 +62,23 @@ RESERVED_SRUN_OPTIONS = (
 )
 
 SLURM_REQUEUE_CAUSES = ("preempted", "node_fail")
-"""Ends after which Slurm starts a job again by itself, if it may."""
+"""Causes after which Slurm itself requeues a job that has --requeue."""
 
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """The options of one job, in the order in which a reader looks for them."""
+    """The Slurm options of one job, in reading order."""
 
     sbatch: Options = field(default_factory=dict)
-    """By long name; True stands for an option without a value."""
+    """sbatch options by long name; True for an option without a value."""
     srun: Options = field(default_factory=dict)
-    """Of the step that starts the ranks."""
+    """srun options of the step that starts the ranks."""
     version: tuple[int, ...] = ()
     """The version of Slurm; empty if unknown."""
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> SlurmRequest:
-        """The request that `dataclasses.asdict` wrote."""
+        """Return the request that `dataclasses.asdict` wrote."""
         return cls(dict(value["sbatch"]), dict(value["srun"]), tuple(value.get("version", ())))
 
 
@@ -92,10 +92,11 @@ def make_request(
     lead_s: int,
     expedite: bool = False,
 ) -> SlurmRequest:
-    """The request of a config.
+    """Return the Slurm options of a config.
 
     `gpu_option` is the option that requests GPUs on this cluster: ``gpus-per-node`` or ``gres``. `lead_s` is
-    the seconds between the notice and the time limit. `expedite`: by the expedited requeue of Slurm 25.11.
+    the number of seconds before the time limit at which Slurm signals the job. `expedite` uses the expedited
+    requeue of Slurm 25.11.
     """
     resources = config.resources
     sbatch: Options = {
@@ -104,7 +105,7 @@ def make_request(
         "ntasks-per-node": tasks_per_node,
     }
     if resources.spare_nodes:
-        sbatch["no-kill"] = True  # the job outlives a host that is lost
+        sbatch["no-kill"] = True  # the job survives the loss of a node
     if cpus_per_task is not None:
         sbatch["cpus-per-task"] = cpus_per_task
     if gpus_per_node is not None:
@@ -136,14 +137,14 @@ def make_request(
 
 
 def _requeue_option(on: Collection[str], expedite: bool) -> Options:
-    """Whether Slurm may start the job again by itself."""
+    """Return the option that sets whether Slurm itself may requeue the job."""
     if not any(cause in on for cause in SLURM_REQUEUE_CAUSES):
         return {"no-requeue": True}
     return {"requeue": "expedite" if expedite else True}
 
 
 def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
-    """The request that leaves out these hosts too."""
+    """Return the request with these hosts excluded too."""
     before = str(request.sbatch.get("exclude") or "")
     new = [host for host in hosts if host not in before.split(",")]
     exclude = ",".join([*([before] if before else []), *new])
@@ -151,23 +152,23 @@ def with_excluded(request: SlurmRequest, hosts: Sequence[str]) -> SlurmRequest:
 
 
 def reserved_options(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """(key, message, hint) for every free option that another key or trainkit itself sets."""
+    """Yield (key, message, hint) for every extra option that another key or trainkit itself sets."""
     for option in config.resources.extra:
         key = f"resources.extra.{option}"
         if option in SBATCH_KEYS:
-            yield key, "is said by a key of its own", f"use {SBATCH_KEYS[option]}"
+            yield key, "has its own key", f"use {SBATCH_KEYS[option]}"
         elif option in ("clusters", "cluster"):
-            hint = "export SLURM_CLUSTERS, which every command of Slurm reads"
-            yield key, "would be heard by sbatch alone, and the job not be found again", hint
+            hint = "export SLURM_CLUSTERS, which every Slurm command reads"
+            yield key, "affects only sbatch, so other commands would not find the job", hint
         elif option in RESERVED_SBATCH_OPTIONS:
-            yield key, "is set by trainkit, which relies on it", "leave it out"
+            yield key, "is set by trainkit", "remove it"
     for option in config.launch.srun_extra:
         if option in RESERVED_SRUN_OPTIONS:
-            yield f"launch.srun_extra.{option}", "is set by trainkit, which relies on it", "leave it out"
+            yield f"launch.srun_extra.{option}", "is set by trainkit", "remove it"
 
 
 def option_argv(options: Options) -> list[str]:
-    """Options as a program takes them: ``--nodes=2``; False leaves one out."""
+    """Return options as command-line arguments, such as ``--nodes=2``; False omits an option."""
     return [
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in options.items()

@@ -1,4 +1,4 @@
-"""Sweep axes: the values of each key, their combinations, and the differences between configs and plans."""
+"""Sweep axes, their combinations, and differences between configs and between plans."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from trainkit.config.yamlfile import parse_value
 from trainkit.errors import UsageError
 
 MAX_POINTS = 100_000
-"""More is a typing error: no known Slurm takes more tasks at once."""
-NOT_SWEPT = {"name": "every point has the name of its group", "config_version": "it says how a file is read"}
+"""More points are a typo: no known Slurm accepts larger arrays."""
+NOT_SWEPT = {
+    "name": "every point has the name of its group",
+    "config_version": "it is the version of the file format",
+}
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One key and what is tried for it."""
+    """A key and the values to try for it."""
 
     key: str
     """Dotted, for example ``optimizer.lr``."""
@@ -28,10 +31,10 @@ class Axis:
 
 
 def parse_axis(text: str) -> Axis:
-    """The axis of ``--sweep a.b=1,2,3``.
+    """Parse the axis of ``--sweep a.b=1,2,3``.
 
-    The values are what YAML reads between ``[`` and ``]``: numbers and words as in a config, ``"a,b"`` for a
-    text with a comma, ``[1,2],[3,4]`` for lists. Raises UsageError.
+    The values are parsed as a YAML list without brackets: ``"a,b"`` is text with a comma, ``[1,2],[3,4]`` are
+    lists. Raises UsageError if the text is not a valid axis.
     """
     origin = f"--sweep {text}"
     key, equals, raw = text.partition("=")
@@ -39,7 +42,7 @@ def parse_axis(text: str) -> Axis:
     path = tuple(key.split("."))
     if not equals or not all(path):
         raise UsageError(
-            f"{origin}: must look like section.key=VALUE,VALUE,…",
+            f"{origin}: must have the form section.key=VALUE,VALUE,…",
             hint="for example --sweep optimizer.lr=1e-4,3e-4",
         )
     try:
@@ -48,32 +51,32 @@ def parse_axis(text: str) -> Axis:
         values = None
     if not isinstance(values, list):
         raise UsageError(
-            f"{origin}: {raw!r} is no list of YAML values",
-            hint='values are separated by commas; one with a comma or a bracket in it is quoted: "a,b"',
+            f"{origin}: {raw!r} is not a list of YAML values",
+            hint='separate values with commas, and quote a value that contains a comma or bracket: "a,b"',
         )
     if not values:
         raise UsageError(f"{origin}: there are no values", hint=f"for example --sweep {key}=1,2,3")
     if key in NOT_SWEPT:
-        raise UsageError(f"{origin}: {key} cannot be swept: {NOT_SWEPT[key]}", hint="leave it out")
+        raise UsageError(f"{origin}: {key} cannot be swept: {NOT_SWEPT[key]}", hint="remove it")
     if not is_known(path):
         match = meant(path)
         hint = f"did you mean {match}?" if match else "`trainkit schema` lists the keys"
         raise UsageError(f"{origin}: there is no key {key}", hint=hint)
     twice = _first_twice([json.dumps(value) for value in values])
     if twice is not None:
-        raise UsageError(f"{origin}: {twice} stands there twice", hint="every point is a run of its own")
+        raise UsageError(f"{origin}: {twice} appears twice", hint="give each value once")
     return Axis(key, tuple(values))
 
 
 def parse_axes(texts: Sequence[str]) -> tuple[Axis, ...]:
-    """The axes of all ``--sweep``, in their order.
+    """Parse the axes of all ``--sweep``, in order.
 
-    Raises UsageError, also for a key that stands there twice and for more than `MAX_POINTS` combinations.
+    Raises UsageError, also for a key that appears twice and for more than `MAX_POINTS` combinations.
     """
     axes = tuple(parse_axis(text) for text in texts)
     twice = _first_twice([axis.key for axis in axes])
     if twice is not None:
-        raise UsageError(f"--sweep {twice} stands there twice", hint="write all of its values into one")
+        raise UsageError(f"--sweep {twice} appears twice", hint="list all of its values in one --sweep")
     count = math.prod(len(axis.values) for axis in axes)
     if count > MAX_POINTS:
         raise UsageError(f"{count:,} combinations; the maximum is {MAX_POINTS:,}", hint="sweep fewer values")
@@ -81,7 +84,7 @@ def parse_axes(texts: Sequence[str]) -> tuple[Axis, ...]:
 
 
 def combinations(axes: Sequence[Axis]) -> list[dict[str, Any]]:
-    """The values of every point by key; the last key changes fastest."""
+    """Return the values of every point by key; the last key varies fastest."""
     keys = [axis.key for axis in axes]
     return [
         dict(zip(keys, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))
@@ -89,26 +92,25 @@ def combinations(axes: Sequence[Axis]) -> list[dict[str, Any]]:
 
 
 def shown(values: Mapping[str, Any]) -> str:
-    """Values as a person reads them: ``optimizer.lr=0.1, seed=1``."""
+    """Format values as in ``optimizer.lr=0.1, seed=1``."""
     return ", ".join(f"{key}={shown_value(value)}" for key, value in values.items())
 
 
 def shown_value(value: Any) -> str:
-    """One value as it would be typed."""
+    """Format one value as a user would type it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
-    """The last part of every key, or the whole key where two end alike."""
+    """Return the last part of every key, or the full key if another has the same last part."""
     last = [key.rpartition(".")[2] for key in keys]
     return [key if last.count(part) > 1 else part for key, part in zip(keys, last, strict=True)]
 
 
 def difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be changed in `base` to make it `other`, by dotted paths; for JSON objects.
+    """Return the changes that turn JSON object `base` into `other`, by dotted path.
 
-    A mapping that has lost a key is replaced as a whole. Names with a dot stand in no path: the mapping
-    around them is replaced.
+    A mapping that lost a key, or has a name with a dot, is replaced as a whole.
     """
     return dict(_differences(base, other, ()))
 
@@ -127,12 +129,12 @@ def _differences(
 
 
 def _fits_in(before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    """Whether paths can tell how a mapping has changed."""
+    """Whether dotted paths can express the change of a mapping."""
     return before.keys() <= value.keys() and not any("." in name for name in value)
 
 
 def changed(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `base` with the changes that `difference` gave."""
+    """Return a copy of `base` with the changes that `difference` returned."""
     result = dict(base)
     for path, value in changes.items():
         head, dot, rest = path.partition(".")

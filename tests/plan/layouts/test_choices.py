@@ -43,7 +43,7 @@ def test_every_choice_is_a_layout_of_all_gpus(preset: str, num_gpus: int) -> Non
         steps = work.accumulation_steps
         assert list(layout_problems(work.layout, work.parallel, work.shape, batch_size, seq_len, steps)) == []
         assert work.tokens_per_step == 3 * 512 * seq_len
-        assert work.samples_at_once <= 4
+        assert work.samples_per_pass <= 4
     ranks = [choice.rank for choice in found]
     assert ranks == sorted(ranks)
 
@@ -60,8 +60,8 @@ def test_degrees_that_do_not_divide_the_model_are_left_out() -> None:
 def test_a_model_that_fits_is_copied() -> None:
     best, *_ = choose(workload("125m"), hardware(8), 64)
     assert best.work.layout == Layout(dp_replicate=8)
-    assert "copies are simplest" in headline(best)
-    assert reason(best) == "a copy a GPU"
+    assert "replicas are simplest" in headline(best)
+    assert reason(best) == "one replica per GPU"
 
 
 def test_a_model_that_does_not_fit_is_split_within_nodes_first() -> None:
@@ -69,7 +69,7 @@ def test_a_model_that_does_not_fit_is_split_within_nodes_first() -> None:
     assert best.fit == "fits"
     assert best.work.layout.dp_shard * best.work.layout.tp > 1
     assert best.cost.crossing(8) in ((), ("dp",))
-    assert "they have to be split" in headline(best)
+    assert "they must be sharded" in headline(best)
 
 
 def test_shards_alone_do_for_large_models() -> None:
@@ -100,7 +100,7 @@ def test_a_pipeline_cuts_the_share_of_a_process() -> None:
     choice = best_on_layout(workload("7b"), Layout(dp_shard=2, pp=4), hardware(8), 48)
     assert choice is not None
     work = choice.work
-    assert (work.samples_at_once, work.passes_per_step) == (1, 24)
+    assert (work.samples_per_pass, work.passes_per_step) == (1, 24)
     assert work.parallel.pp_microbatches >= 4
     assert (
         best_on_layout(workload("7b"), Layout(dp_shard=2, pp=4), hardware(8), 4) is None
@@ -171,10 +171,10 @@ def test_advice_where_there_are_too_few_gpus() -> None:
 def test_reasons_name_what_costs_time() -> None:
     work = workload("7b", layout=Layout(tp=8, pp=2), device_batch_size=2, pp_microbatches=2)
     text = reason(Choice(work.with_parallel(activation_checkpointing="full"), hardware(16)))
-    assert text.startswith("one group of 16 GPUs, every matrix over 8, 2 pipeline stages; ")
-    assert "computed again" in text
-    assert "of bubble" in text
+    assert text.startswith("one group of 16 GPUs, tensor parallel over 8, pipeline over 2; ")
+    assert "recomputation" in text
+    assert "pipeline bubble" in text
     far = workload("7b", layout=Layout(dp_replicate=2, dp_shard=8, cp=2), seq_len=32_768)
     assert reason(Choice(far, hardware(32))).startswith(
-        "state split over 8 groups across nodes, 2 copies, every sequence over 2"
+        "state sharded over 8 groups across nodes, 2 replicas, context parallel over 2"
     )

@@ -40,14 +40,14 @@ def test_what_fits_is_told(tmp_path: Path) -> None:
     plan = check(tmp_path, cluster("h100"), "train.device_batch_size=1", full)
     assert plan.reasons["memory"] == "about 16.7 GiB of the 79.6 GiB of each H100 80GB (21%)"
     tight = check(tmp_path, cluster("h200"), "train.device_batch_size=4", "data.seq_len=6144")
-    assert tight.reasons["memory"].endswith(": little is left for what cannot be foreseen")
+    assert tight.reasons["memory"].endswith(": little headroom is left")
 
 
 def test_too_large_a_batch(tmp_path: Path) -> None:
     found = problem(tmp_path, cluster("h100"), "train.device_batch_size=8")
     assert found.render().startswith(
-        "--set train.device_batch_size=8: train.device_batch_size: is 8, with which a GPU needs about "
-        "172.3 GiB (162.4 GiB of it activations and loss), but even the largest GPU of that name has 93.6 "
+        "--set train.device_batch_size=8: train.device_batch_size: is 8: each GPU needs about "
+        "172.3 GiB (162.4 GiB for activations and loss), but even the largest GPU with that name has 93.6 "
         "GiB\n  hint: --set parallel.activation_checkpointing=full needs 30.1 GiB, "
     )
     assert "or --set train.device_batch_size=" in found.hint
@@ -100,7 +100,7 @@ def test_a_model_that_is_larger_than_this_machine(tmp_path: Path) -> None:
     options = ("device=cpu", "train.device_batch_size=1")
     found = problem(tmp_path, LOCAL, *options, machine=small)
     assert found.key == "model.preset"
-    assert "optimizer state take 100.4 GiB, and this machine has 100.0 GiB" in found.message
+    assert "optimizer state take 100.4 GiB, but this machine has 100.0 GiB" in found.message
     check(tmp_path, LOCAL, *options, machine=large)
     check(tmp_path, LOCAL, *options)
 
@@ -110,8 +110,8 @@ def test_no_memory_for_the_copies_that_are_saved_while_training_goes_on(tmp_path
     options = ("resources.nodes=2", "train.device_batch_size=1", "parallel.dp_replicate=2")
     found = problem(tmp_path, cluster("h200"), *options, "resources.mem=64G")
     assert found.render() == (
-        "--set resources.mem=64G: resources.mem: is 64G: saving in the background takes 75.3 GiB "
-        "of the memory of a node\n  hint: checkpoint.async: false needs no memory for copies"
+        "--set resources.mem=64G: resources.mem: is 64G, but saving in the background needs 75.3 GiB "
+        "of memory per node\n  hint: checkpoint.async: false saves without copies in memory"
     )
     check(tmp_path, cluster("h200"), *options, "resources.mem=96G")
     check(tmp_path, cluster("h200"), *options, "resources.mem=64G", "checkpoint.async=false")
@@ -123,4 +123,4 @@ def test_no_memory_for_copies_on_this_machine(tmp_path: Path) -> None:
     machine = replace(NO_GPU, num_gpus=2, gpu_names=names, gpu_reason="two", memory=64 * 2**30)
     found = problem(tmp_path, LOCAL, "train.device_batch_size=1", machine=machine)
     assert found.key == "checkpoint.async"
-    assert found.message.startswith("is true, and this machine has 64.0 GiB: saving")
+    assert found.message.startswith("is true, and this machine has 64.0 GiB, but saving")

@@ -47,17 +47,18 @@ def test_what_fits(parallel: dict[str, object]) -> None:
         ({"tp": 4}, "parallel.tp is 4, which does not divide model.num_kv_heads 2; it can be 1 or 2"),
         (
             {"tp": 2, "seq_len": 33},
-            "parallel.sequence_parallel is true, and parallel.tp 2 does not divide data.seq_len 33;"
-            " false keeps the whole sequence everywhere",
+            "parallel.sequence_parallel is true, but parallel.tp 2 does not divide data.seq_len 33;"
+            " false does not shard the sequence",
         ),
         (
             {"cp": 4, "seq_len": 36},
-            "parallel.cp is 4: data.seq_len 36 is not a multiple of 2 x 4 parts; each rank has a part from"
-            " the front and one from the back, so that all have the same work",
+            "parallel.cp is 4, but data.seq_len 36 is not a multiple of 2 x 4; each rank gets two chunks,"
+            " one from the start and one from the end, to balance the work",
         ),
         (
             {"pp": 4, "num_layers": 6, "pp_schedule": "zbv"},
-            "parallel.pp is 4, which makes 8 stages of 6 layers; with zbv it can be at most 3",
+            "parallel.pp is 4, which needs 8 stages, but the model has 6 layers;"
+            " with zbv it can be at most 3",
         ),
         (
             {"pp": 2, "device_batch_size": 6},
@@ -66,23 +67,23 @@ def test_what_fits(parallel: dict[str, object]) -> None:
         ),
         (
             {"pp": 2, "pp_schedule": "zbv", "activation_checkpointing": "selective"},
-            "parallel.activation_checkpointing is selective, and zbv goes back through a layer twice, which"
-            " that cannot; full and none can; gpipe, 1f1b and interleaved_1f1b go back once",
+            "parallel.activation_checkpointing is selective, which zbv does not support: it splits"
+            " the backward pass; use full or none, or one of gpipe, 1f1b and interleaved_1f1b",
         ),
         (
             {"pp": 2, "pp_schedule": "dualpipe_v", "compile": True},
-            "parallel.compile is true, and dualpipe_v goes back through a layer twice, which compiled layers"
-            " cannot; gpipe, 1f1b and interleaved_1f1b go back once",
+            "parallel.compile is true, which dualpipe_v does not support: it splits the backward pass;"
+            " use one of gpipe, 1f1b and interleaved_1f1b",
         ),
         (
             {"offload": True},
-            "parallel.offload is true, and there is one process; it works where parameters are sharded or a"
-            " sample is split: with two processes or more",
+            "parallel.offload is true, but there is only one process;"
+            " offload requires at least two processes",
         ),
         (
             {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_microbatches": 1, "accumulation_steps": 5},
-            "parallel.pp_microbatches is 1 x 5 accumulated, which interleaved_1f1b cannot share evenly"
-            " between 2 rounds; a multiple of parallel.pp 2 can be",
+            "parallel.pp_microbatches is 1 x 5 accumulated, which interleaved_1f1b cannot divide into"
+            " 2 equal rounds; use a multiple of parallel.pp 2",
         ),
         (
             {"pp": 8, "num_layers": 8},
@@ -108,5 +109,5 @@ def test_degrees_that_no_number_of_copies_makes_up_for() -> None:
 def test_a_layout_in_words() -> None:
     words = make_layout(ParallelConfig(tp=2, pp=2), 8)[1]
     assert words.startswith(
-        "one copy of the model, sharded over 2 groups of 4 processes (2 pipeline ranks x 2 tensor)"
+        "one replica, sharded over 2 groups of 4 processes (2 pipeline-parallel x 2 tensor-parallel)"
     )

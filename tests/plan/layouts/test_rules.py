@@ -15,29 +15,29 @@ from trainkit.plan.layouts.rules import make_layout
 @pytest.mark.parametrize(
     ("replicate", "shard", "world_size", "layout", "reason"),
     [
-        (1, -1, 1, (1, 1), "one process holds the whole model (parallel.dp_shard: -1 takes what is left)"),
+        (1, -1, 1, (1, 1), "one replica on one process (derived from parallel.dp_shard: -1)"),
         (
             1,
             -1,
             4,
             (1, 4),
-            "one copy of the model, sharded over 4 processes (parallel.dp_shard: -1 takes what is left)",
+            "one replica, sharded over 4 processes (derived from parallel.dp_shard: -1)",
         ),
         (
             2,
             -1,
             8,
             (2, 4),
-            "2 copies of the model, each sharded over 4 processes (parallel.dp_shard: -1 takes what is left)",
+            "2 replicas, each sharded over 4 processes (derived from parallel.dp_shard: -1)",
         ),
         (
             -1,
             1,
             4,
             (4, 1),
-            "4 copies of the model, one a process (parallel.dp_replicate: -1 takes what is left)",
+            "4 replicas, one per process (derived from parallel.dp_replicate: -1)",
         ),
-        (2, 2, 4, (2, 2), "2 copies of the model, each sharded over 2 processes"),
+        (2, 2, 4, (2, 2), "2 replicas, each sharded over 2 processes"),
     ],
 )
 def test_layout(replicate: int, shard: int, world_size: int, layout: tuple[int, int], reason: str) -> None:
@@ -67,8 +67,8 @@ def test_layout(replicate: int, shard: int, world_size: int, layout: tuple[int, 
             -1,
             -1,
             4,
-            "parallel.dp_replicate: is -1 and so is parallel.dp_shard: only one can be derived\n"
-            "  hint: dp_shard: 1 gives every process a whole copy, dp_replicate: 1 shards one copy over all",
+            "parallel.dp_replicate: is -1, and so is parallel.dp_shard: only one can be derived\n"
+            "  hint: dp_shard: 1 only replicates the model, dp_replicate: 1 only shards it",
         ),
     ],
 )
@@ -81,7 +81,7 @@ def test_refused(replicate: int, shard: int, world_size: int, message: str) -> N
 def test_degrees_of_the_model_count() -> None:
     parallel = ParallelConfig(dp_replicate=2, dp_shard=-1, tp=2, pp=2)
     assert make_layout(parallel, 16)[0] == Layout(2, 2, tp=2, pp=2)
-    with pytest.raises(ConfigError, match="does not divide 12 processes over 4 for tp x pp x cp"):
+    with pytest.raises(ConfigError, match="does not divide 12 processes / 4 \\(tp x pp x cp\\)"):
         make_layout(parallel, 12)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from trainkit.config.running import PipelineSchedule
 from trainkit.plan.layouts.schedules import (
-    WEIGHTS_LATER,
+    DEFERRED_WEIGHT_GRADS,
     bubble_fraction,
     losses_in_flight,
     stages_in_flight,
@@ -73,7 +73,7 @@ def test_as_in_the_tables_of_torch(schedule: PipelineSchedule) -> None:
 
 
 @pytest.mark.parametrize("gradients", [0.0, 0.5, 2.0])
-@pytest.mark.parametrize("schedule", WEIGHTS_LATER)
+@pytest.mark.parametrize("schedule", DEFERRED_WEIGHT_GRADS)
 def test_worst_times_are_those_of_the_tables(schedule: PipelineSchedule, gradients: float) -> None:
     """With gradients of a stage's weights so many times as large as what a pass keeps, in float32."""
     for pp, microbatches in SIZES:

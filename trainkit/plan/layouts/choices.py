@@ -1,4 +1,4 @@
-"""The layouts of N GPUs on which a model can be trained, the fastest first. Pure."""
+"""Finds the layouts of N GPUs that can train a model, fastest first. Pure."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.workload import Workload, parallel_with, workload_of
 
 LONG_SEQUENCE = 16_384
-"""Tokens from which on a sequence may be split over ranks although parallel.cp is 1."""
+"""From this many tokens on, context parallelism is tried although parallel.cp is 1."""
 MODES = ("none", "selective", "full")
 COMPLEXITY = 0.01
-"""Every further kind of parallelism has to gain at least this share: it adds ways to fail."""
+"""Relative speedup that each additional kind of parallelism must bring, since it adds ways to fail."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout with what it takes."""
+    """A layout with its memory and cost."""
 
     work: Workload
     hardware: Hardware
 
     @cached_property
     def memory(self) -> Memory:
-        """Of the rank that needs most."""
+        """Memory of the rank that needs the most."""
         return memory_of(self.work)
 
     @cached_property
     def cost(self) -> Cost:
-        """Of an optimizer step."""
+        """Cost of an optimizer step."""
         return cost_of(self.work, self.hardware.gpu, self.hardware.node_size)
 
     @cached_property
     def fit(self) -> str:
-        """``fits``; ``tight`` where little is left for what is not counted; ``no``."""
+        """``fits``, ``tight`` (above the usable memory but below the total memory) or ``no``."""
         if self.memory.peak <= self.hardware.gpu.usable:
             return "fits"
         return "tight" if self.memory.peak <= self.hardware.gpu.memory else "no"
 
     @cached_property
     def rank(self) -> tuple[int, float]:
-        """What choices are ordered by: those that fit, and of these the faster ones."""
+        """Sort key: choices that fit first, then faster ones first."""
         if self.fit == "no":
             return 2, float(self.memory.peak)
         layout = self.work.layout
@@ -63,10 +63,10 @@ class Choice:
 
 
 def choose(base: Workload, hardware: Hardware, global_batch_size: int | None) -> list[Choice]:
-    """The best choice of every layout that the model and the batch allow, in order.
+    """Return the best choice for every layout that the model and the batch allow, best first.
 
-    `base` is the request: its sequence, its largest batch of a process, its schedule. Recomputation,
-    the batch of a process, the microbatches and ``zero`` are chosen; the samples of a step stay as they are.
+    `base` sets the sequence length, the schedule and the largest number of samples per pass. Activation
+    checkpointing, the device batch, the microbatches and ``zero`` are chosen; the global batch is unchanged.
     """
     found = []
     for layout in layouts(base, hardware):
@@ -77,7 +77,7 @@ def choose(base: Workload, hardware: Hardware, global_batch_size: int | None) ->
 
 
 def layouts(base: Workload, hardware: Hardware) -> Iterator[Layout]:
-    """The ways to split all GPUs: matrices within a node, a pipeline of at most as many ranks as layers."""
+    """Yield the layouts of all GPUs, with tp within a node and at most one pipeline rank per layer."""
     gpus, shape = hardware.num_gpus, base.shape
     splits_sequence = base.layout.cp > 1 or base.seq_len >= LONG_SEQUENCE
     tps = [tp for tp in divisors_of(gpus) if tp <= hardware.node_size and shape.num_kv_heads % tp == 0]
@@ -92,11 +92,14 @@ def layouts(base: Workload, hardware: Hardware) -> Iterator[Layout]:
 def best_on_layout(
     base: Workload, layout: Layout, hardware: Hardware, global_batch_size: int | None
 ) -> Choice | None:
-    """The fastest way to train on a layout that fits, else that which needs least; None where none works."""
+    """Return the fastest choice for a layout that fits, else the one with the lowest memory.
+
+    None if the layout cannot train the model.
+    """
     best: Choice | None = None
     works = list(candidate_batches(replace(base, layout=layout), global_batch_size))
     for mode in MODES:
-        # More is computed again only for a larger batch.
+        # A stronger mode is worth trying only with a larger batch than the one that fits already.
         for index, work in enumerate(works):
             made = work.with_parallel(activation_checkpointing=mode)
             if violates_rules(made):
@@ -111,9 +114,9 @@ def best_on_layout(
 
 
 def candidate_batches(work: Workload, global_batch_size: int | None) -> Iterator[Workload]:
-    """The ways to read a step's samples on a layout, the largest batches first, none larger than requested.
+    """Yield the possible device batches on a layout, largest first, none larger than requested.
 
-    Nothing is computed again in them: not every schedule allows that.
+    They have no activation checkpointing, because not every schedule supports it.
     """
     work = work.with_parallel(activation_checkpointing="none")
     dp = work.layout.dp
@@ -130,11 +133,11 @@ def candidate_batches(work: Workload, global_batch_size: int | None) -> Iterator
 
 
 def _with_batch(work: Workload, samples: int, passes: int) -> Workload | None:
-    """The workload with `samples` at once and `passes` a step; None if it is refused."""
+    """Return the workload with `samples` per pass and `passes` per step; None if it violates a rule."""
     if work.layout.pp == 1:
         made = replace(work, device_batch_size=samples, accumulation_steps=passes)
         return None if violates_rules(made) else made
-    # As many microbatches as ranks fill the pipeline in a validation too, where nothing is accumulated.
+    # At least one microbatch per rank fills the pipeline in validation too, which does not accumulate.
     pp, counts = work.layout.pp, divisors_of(passes)
     for microbatches in sorted(counts, key=lambda count: (count < pp, abs(count - pp))):
         made = replace(
@@ -148,7 +151,7 @@ def _with_batch(work: Workload, samples: int, passes: int) -> Workload | None:
 
 
 def violates_rules(work: Workload) -> bool:
-    """Whether a workload violates a rule of layouts."""
+    """Whether a workload violates a layout rule."""
     found = layout_problems(
         work.layout,
         work.parallel,
@@ -161,7 +164,7 @@ def violates_rules(work: Workload) -> bool:
 
 
 def _with_zero_2(choice: Choice) -> Choice:
-    """The same without gathering parameters twice, where that fits and is faster."""
+    """Return the choice with ZeRO-2, if that fits and is faster; else the same choice."""
     work = choice.work
     if work.shards == 1 or work.keeps_gathered:
         return choice
@@ -172,7 +175,7 @@ def _with_zero_2(choice: Choice) -> Choice:
 def configured_layout(
     loaded: LoadedConfig, shape: ModelShape, hardware: Hardware
 ) -> tuple[Choice | None, list[Problem]]:
-    """The layout of the config, or all problems that rule it out on this hardware."""
+    """Return the layout of the config, or None and all problems that rule it out on this hardware."""
     config = loaded.config
     seq_len = config.data.seq_len
     try:
@@ -190,7 +193,7 @@ def configured_layout(
 
 
 def base_workload(config: RunConfig, shape: ModelShape, configured: Choice | None) -> Workload:
-    """What other layouts begin from: as many samples at once as the config asks for, at most."""
+    """Return the workload to derive other layouts from, with the config's samples per pass as the maximum."""
     if configured is not None:
         work = configured.work
     else:

@@ -1,4 +1,4 @@
-"""Roughly how long a step takes on a layout: accurate enough to rank layouts, not to predict times. Pure."""
+"""Estimated time of a step on a layout: accurate enough to rank layouts, not to predict times. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from trainkit.plan.gpus import Gpu, peak_flops
-from trainkit.plan.layouts.schedules import WEIGHTS_LATER, bubble_fraction
+from trainkit.plan.layouts.schedules import DEFERRED_WEIGHT_GRADS, bubble_fraction
 from trainkit.plan.memory.activations import stream_bytes
 from trainkit.plan.memory.weights import rank_param_counts, stage_params, unit_blocks
 from trainkit.plan.workload import Workload
@@ -20,36 +20,36 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Flow:
-    """What one GPU sends for one purpose in one optimizer step."""
+    """The data that one GPU sends for one kind of communication in one optimizer step."""
 
     kind: Kind
-    """``gather``: parameters; ``scatter``: gradients, over shards; ``reduce``: over copies; tp, cp, pp:
-    activations and their gradients."""
+    """``gather``: all-gather of parameters; ``scatter``: reduce-scatter of gradients over shards; ``reduce``:
+    all-reduce of gradients over replicas; tp, cp, pp: activations and their gradients."""
     num_bytes: int
     calls: int
     """Number of collectives."""
     ranks: int
-    """Number of ranks in a group."""
+    """Number of ranks in the group."""
     stride: int
-    """Distance in ranks between neighbours of a group."""
+    """Difference between the ranks of neighbours in the group."""
 
     def crosses_nodes(self, node_size: int) -> bool:
-        """Whether some of it goes over the network."""
+        """Whether the group spans several nodes."""
         return self.ranks * self.stride > node_size
 
     def ranks_of_a_node(self, node_size: int) -> int:
-        """How many of the ranks are neighbours, and so share the way to other nodes."""
+        """Return the number of ranks of the group on one node, which share its links to other nodes."""
         return min(self.ranks, max(1, node_size // self.stride))
 
 
 def traffic(work: Workload) -> list[Flow]:
-    """Everything that a GPU sends in one step."""
+    """Return all data that a GPU sends in one step."""
     flows = [*_parameters(work), *_gradients(work), *_activations(work)]
     return [flow for flow in flows if flow.ranks > 1 and flow.num_bytes]
 
 
 def sent_by_kind(flows: list[Flow]) -> dict[str, int]:
-    """Bytes by parallelism: dp, tp, cp, pp."""
+    """Return the bytes sent by kind of parallelism: dp, tp, cp, pp."""
     sums = dict.fromkeys(("dp", "tp", "cp", "pp"), 0)
     for flow in flows:
         sums["dp" if flow.kind in DATA_PARALLEL else flow.kind] += flow.num_bytes
@@ -57,7 +57,7 @@ def sent_by_kind(flows: list[Flow]) -> dict[str, int]:
 
 
 def _parameters(work: Workload) -> Iterator[Flow]:
-    """ZeRO-3 gathers parameters for the forward and for the backward pass, ZeRO-2 once."""
+    """All-gathers of parameters: ZeRO-3 gathers for the forward and the backward pass, ZeRO-2 once."""
     blocks, root, units = _weights(work)
     layout, shards = work.layout, work.shards
     passes = 1 if layout.pp > 1 else work.passes_per_step
@@ -67,7 +67,7 @@ def _parameters(work: Workload) -> Iterator[Flow]:
 
 
 def _gradients(work: Workload) -> Iterator[Flow]:
-    """Scattered over shards with every pass, by a pipeline once; summed over copies once a step."""
+    """Reduce-scatter of gradients over shards per pass (once in a pipeline), all-reduce over replicas."""
     blocks, root, units = _weights(work)
     layout, shards, copies = work.layout, work.shards, work.layout.dp_replicate
     whole = FLOAT32 * (blocks + root)
@@ -82,23 +82,23 @@ def _activations(work: Workload) -> Iterator[Flow]:
     params = stage_params(0, layout.pp, work.parallel.pp_schedule, shape.num_layers)
     block_passes = params.num_layers * work.passes_per_step
     again = work.parallel.activation_checkpointing != "none"
-    stream = work.tokens_at_once * work.itemsize * shape.dim
-    # Attention and feed-forward network are gathered before and reduced after, forward and backward.
+    stream = work.tokens_per_pass * work.itemsize * shape.dim
+    # Attention and feed-forward each gather their input and reduce their output, forward and backward.
     reductions = 6 if again else 4
     sent = 2 * reductions * block_passes * stream * (layout.tp - 1) // layout.tp
     yield Flow("tp", sent, 2 * reductions * block_passes, layout.tp, 1)
-    keys = work.tokens_at_once * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
+    keys = work.tokens_per_pass * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
     exchanges = 3 if again else 2
     sent = exchanges * block_passes * keys * (layout.cp - 1)
     yield Flow("cp", sent, exchanges * block_passes, layout.cp, layout.tp)
     stages = len(params.layers)
-    sent = 2 * stages * work.passes_per_step * work.tokens_at_once * stream_bytes(work)
+    sent = 2 * stages * work.passes_per_step * work.tokens_per_pass * stream_bytes(work)
     calls = 2 * stages * work.passes_per_step
     yield Flow("pp", sent, calls, layout.pp, layout.world_size // layout.pp)
 
 
 def _weights(work: Workload) -> tuple[int, int, int]:
-    """Parameters of the first rank's blocks and of its root before sharding, and its number of units."""
+    """Return the unsharded parameters in the blocks and in the root of the first rank, and its FSDP units."""
     layout = work.layout
     params = stage_params(0, layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
     found = rank_param_counts(work.shape, params, layout)
@@ -107,45 +107,45 @@ def _weights(work: Workload) -> tuple[int, int, int]:
 
 
 EFFICIENCY = 0.6
-"""Of a GPU's peak in large matrix products. Llama 3 (arXiv 2407.21783) reports 38 to 43 % in all, single GPUs
-reach 58 %, overhead included."""
+"""Fraction of a GPU's peak that large matrix products reach. Llama 3 (arXiv 2407.21783) reports 38 to 43 %
+overall; single GPUs reach 58 %, including overhead."""
 FILL = 128
-"""Matrices this narrow reach half of that: about the tile of a kernel."""
+"""Matrix size at which efficiency halves: about the tile size of a kernel."""
 FLOAT32_SHARE = 1 / 16
-"""Of the peak with 16-bit inputs, on data-centre GPUs."""
+"""Float32 peak as a fraction of the 16-bit peak, on data-center GPUs."""
 UNKNOWN_PEAK = 300e12
-"""FLOP/s of a GPU of which no peak is known: only relative times are shown."""
+"""FLOP/s assumed for a GPU whose peak is unknown; only relative times are shown."""
 INTERFERENCE = 0.1
-"""Of hidden communication, what it costs all the same: it takes processors and memory from what hides it."""
+"""Minimum exposed fraction of communication: it takes SMs and memory bandwidth from the computation."""
 WEIGHTS_OF_A_BLOCK = 9
-"""Seven matrices and two norms."""
+"""Number of weights of a block: seven matrices and two norms."""
 HOP_S = {"node": 2e-6, "network": 6e-6}
-"""Time of one message from rank to rank, of which a ring of n ranks sends n - 1 one after the other."""
+"""Latency in seconds of one message between two ranks; a ring of n ranks sends n - 1 in sequence."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Where the time of a step goes, in seconds."""
+    """The estimated time of an optimizer step, by cause."""
 
     compute_s: float
-    """Of the rank that has most to compute, without what is computed again."""
+    """Compute time of the rank with the most work, without recomputation."""
     recompute_s: float
     exposed_s: dict[str, float]
-    """Waiting for communication that nothing hides, by parallelism."""
+    """Seconds of communication not overlapped with computation, by kind of parallelism."""
     bubble: float
-    """Share of the step in which a rank of the pipeline waits."""
+    """Fraction of the step in which a rank of the pipeline is idle."""
     flows: tuple[Flow, ...]
 
     @cached_property
     def step_s(self) -> float:
-        """A whole optimizer step."""
+        """Seconds per optimizer step."""
         inside = self.compute_s + self.recompute_s
         inside += sum(self.exposed_s[kind] for kind in ("tp", "cp", "pp"))
         return inside / (1 - self.bubble) + self.exposed_s["dp"]
 
     @property
     def sent(self) -> dict[str, int]:
-        """Bytes that a GPU sends in a step, by parallelism."""
+        """Bytes that a GPU sends per step, by kind of parallelism."""
         return sent_by_kind(list(self.flows))
 
     def crossing(self, node_size: int) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ class Cost:
 
 
 def cost_of(work: Workload, gpu: Gpu, node_size: int) -> Cost:
-    """The cost of a step on GPUs of one type, `node_size` of them per node."""
+    """Estimate the cost of a step on nodes of `node_size` GPUs."""
     compute_s = _compute_s(work, gpu)
     recompute_s = compute_s * recompute_share(work)
     flows = traffic(work)
@@ -168,11 +168,11 @@ def cost_of(work: Workload, gpu: Gpu, node_size: int) -> Cost:
         seconds[flow.kind] += _seconds(flow, gpu, node_size)
     exposed = {kind: seconds[kind] for kind in ("tp", "cp", "pp")}
     if work.layout.pp > 1:
-        # Gathered before the schedule begins and reduced when it is over.
+        # Parameters are gathered before the schedule starts, and gradients reduced after it ends.
         exposed["dp"] = sum(seconds[kind] for kind in DATA_PARALLEL)
     else:
-        # Parameters are gathered while blocks are computed, gradients scattered during every backward pass
-        # and summed over copies during the last one.
+        # All-gathers overlap with the whole pass, reduce-scatters with each backward pass, and the all-reduce
+        # over replicas with the last backward pass.
         passes, passes_s = work.passes_per_step, compute_s + recompute_s
         backward_s, scatter_s = passes_s * 2 / 3 / passes, seconds["scatter"] / passes
         exposed["dp"] = _exposed(seconds["gather"], passes_s)
@@ -187,16 +187,17 @@ def _exposed(seconds: float, hidden_by_s: float) -> float:
 
 
 def recompute_share(work: Workload) -> float:
-    """How much more is computed because activations are computed again.
+    """Return the time of recomputation as a fraction of the compute time of a step.
 
-    A forward pass is a third of a step. Selective computes every second product again: wk, wo and up. Where
-    weights have their gradients apart, torch computes a block again for the input's and for each weight's.
+    A forward pass is a third of a step. ``selective`` recomputes every second matrix product: wk, wo and up.
+    If weight gradients are deferred, torch recomputes a block for the input gradients and again for each
+    weight.
     """
     mode, shape = work.parallel.activation_checkpointing, work.shape
     if mode == "none":
         return 0.0
     if mode == "full":
-        is_apart = work.recomputes_for_weights and work.parallel.pp_schedule in WEIGHTS_LATER
+        is_apart = work.recomputes_for_weights and work.parallel.pp_schedule in DEFERRED_WEIGHT_GRADS
         return (1 + WEIGHTS_OF_A_BLOCK) / 3 if is_apart else 1 / 3
     kv_dim = shape.num_kv_heads * shape.head_dim
     again = kv_dim + shape.dim + shape.ffn_dim
@@ -204,14 +205,14 @@ def recompute_share(work: Workload) -> float:
 
 
 def rank_flops(work: Workload, pp_rank: int) -> float:
-    """Floating point operations of one rank in a step: ``6 N + 12 L h T`` a token (arXiv 2204.02311)."""
+    """Return the FLOPs of one rank per step: ``6 N + 12 L h T`` per token (arXiv 2204.02311)."""
     shape, layout = work.shape, work.layout
     params = stage_params(pp_rank, layout.pp, work.parallel.pp_schedule, shape.num_layers)
     kv_dim = shape.num_kv_heads * shape.head_dim
     block = 6 * (2 * shape.dim * (shape.dim + kv_dim) + 3 * shape.dim * shape.ffn_dim)
     block += 12 * shape.dim * work.seq_len
     head = 6 * shape.dim * shape.vocab_size if params.has_head else 0
-    tokens = work.tokens_at_once * work.passes_per_step
+    tokens = work.tokens_per_pass * work.passes_per_step
     return tokens * (block * params.num_layers + head) / layout.tp
 
 
@@ -219,7 +220,7 @@ def _compute_s(work: Workload, gpu: Gpu) -> float:
     peak = peak_flops(gpu.name, "bf16") or peak_flops(gpu.name, "fp16") or UNKNOWN_PEAK
     if work.dtype == "fp32":
         peak *= FLOAT32_SHARE
-    rows, columns = work.tokens_at_once, work.shape.dim / work.layout.tp
+    rows, columns = work.tokens_per_pass, work.shape.dim / work.layout.tp
     filled = rows / (rows + FILL) * columns / (columns + FILL)
     pp = work.layout.pp
     most = max(rank_flops(work, rank) for rank in sorted({0, pp // 2, pp - 1}))
@@ -227,9 +228,9 @@ def _compute_s(work: Workload, gpu: Gpu) -> float:
 
 
 def _seconds(flow: Flow, gpu: Gpu, node_size: int) -> float:
-    """Time on the slowest link of the way."""
+    """Return the seconds that a flow takes on its slowest link."""
     if flow.kind == "pp":
-        # From one rank to the next, whichever of them are on one node.
+        # Point-to-point: the ranks of a node do not share one transfer as in a collective.
         far = flow.crosses_nodes(node_size)
         return flow.num_bytes / (gpu.network_bandwidth if far else gpu.node_bandwidth)
     if not flow.crosses_nodes(node_size):

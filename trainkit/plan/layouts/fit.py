@@ -1,4 +1,4 @@
-"""Whether a run fits into the memory of its GPUs, before it is started. Pure."""
+"""Checks before the start whether a run fits in GPU memory, and suggests changes if not. Pure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from trainkit.plan.model_shape import ModelShape
 from trainkit.plan.workload import workload_of
 
 MAX_NODES = 512
-"""More are not tried."""
+"""Larger clusters are not tried."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change after which it fits."""
+    """A change that makes the run fit."""
 
     what: str
     """The change, as a hint names it."""
@@ -32,9 +32,10 @@ class Advice:
 
 
 def advise(requested: Choice, global_batch_size: int | None) -> Iterator[Advice]:
-    """Ways to make it fit, the least change first: recomputation, a smaller batch, another layout, more GPUs.
+    """Yield changes that make a run fit, the smallest first.
 
-    Offload comes last: it fits more than anything else and is slow.
+    They are activation checkpointing, a smaller batch, another layout, more GPUs. Offload comes last: it
+    saves the most memory but is slow.
     """
     yield from _on_same_layout(requested, global_batch_size)
     fitting = [
@@ -63,7 +64,7 @@ def _on_same_layout(requested: Choice, global_batch_size: int | None) -> Iterato
             break
     for smaller in candidate_batches(requested.work, global_batch_size):
         work = smaller.with_parallel(activation_checkpointing=mode)
-        if work.samples_at_once < requested.work.samples_at_once and not violates_rules(work):
+        if work.samples_per_pass < requested.work.samples_per_pass and not violates_rules(work):
             choice = Choice(work, requested.hardware)
             if choice.fit == "fits":
                 yield Advice(f"train.device_batch_size: {work.device_batch_size}", choice)
@@ -71,7 +72,7 @@ def _on_same_layout(requested: Choice, global_batch_size: int | None) -> Iterato
 
 
 def fewest_gpus(requested: Choice, global_batch_size: int | None) -> Choice | None:
-    """The best choice on the fewest GPUs that fit; None if none fits or the batch has too few samples."""
+    """Return the best choice on the fewest GPUs that fit; None if none fits or the batch is too small."""
     for hardware in _sizes(requested.hardware):
         found = choose(requested.work, hardware, global_batch_size)
         if found and found[0].fit == "fits":
@@ -80,7 +81,7 @@ def fewest_gpus(requested: Choice, global_batch_size: int | None) -> Choice | No
 
 
 def _sizes(hardware: Hardware) -> Iterator[Hardware]:
-    """Numbers of GPUs to try: parts of a node, then whole nodes by powers of two and their halves between."""
+    """Yield the sizes to try: parts of a node, then nodes in powers of two and the midpoints between them."""
     size = max(hardware.node_size, hardware.gpu.node_size)
     for num_gpus in range(1, size + 1):
         if size % num_gpus == 0:
@@ -99,9 +100,9 @@ MAX_ADVICE = 2
 def check_memory(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine, target: Target
 ) -> tuple[str | None, Problem | None]:
-    """A sentence about the memory of a run, and the problem where it is certain not to fit.
+    """Return a sentence about the memory of a run, or the problem if it certainly does not fit.
 
-    Neither where the memory of its GPUs is not known. Of types that go by one name the largest counts.
+    Returns neither if the GPU type is unknown. If a name has variants, the one with the most memory counts.
     """
     gpu = known_gpu(gpu_names(loaded.config, machine, target))
     if gpu is None:
@@ -109,35 +110,33 @@ def check_memory(
     hardware = Hardware(gpu, plan.world_size, plan.workers_per_node)
     choice = Choice(workload_of(loaded.config, shape, plan.layout, plan.batch), hardware)
     if choice.memory.peak <= gpu.most_memory:
-        return _words(choice, gpu), None
+        return _memory_text(choice, gpu), None
     return None, _problem(loaded, choice, gpu)
 
 
-def _words(choice: Choice, gpu: Gpu) -> str:
+def _memory_text(choice: Choice, gpu: Gpu) -> str:
     peak = choice.memory.peak
-    words = f"about {gib(peak)} of the {gib(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
-    return words if peak <= gpu.usable else f"{words}: little is left for what cannot be foreseen"
+    text = f"about {gib(peak)} of the {gib(gpu.memory)} of each {gpu.name} ({peak / gpu.memory:.0%})"
+    return text if peak <= gpu.usable else f"{text}: little headroom is left"
 
 
 def _problem(loaded: LoadedConfig, choice: Choice, gpu: Gpu) -> Problem:
-    """The problem, reported for the key of the largest part."""
+    """Return the problem of a run that does not fit, for the key that affects the largest part."""
     worst, work = choice.memory.at_peak, choice.work
     state = worst.params + worst.gradients + worst.optimizer
     if state > gpu.most_memory or state > worst.total / 2:
         key, value = "parallel.dp_shard", work.layout.dp_shard
-        most = f"{gib(state)} of it weights, gradients and optimizer state"
+        most = f"{gib(state)} for weights, gradients and optimizer state"
     else:
         key, value = "train.device_batch_size", work.device_batch_size
-        most = f"{gib(worst.activations + worst.loss)} of it activations and loss"
-    message = (
-        f"is {value}, with which a GPU needs about {gib(choice.memory.peak)} ({most}), but {_limit(gpu)}"
-    )
+        most = f"{gib(worst.activations + worst.loss)} for activations and loss"
+    message = f"is {value}: each GPU needs about {gib(choice.memory.peak)} ({most}), but {_limit(gpu)}"
     return loaded.problem(key, message, _hint(loaded, choice))
 
 
 def _limit(gpu: Gpu) -> str:
     if gpu.most_memory > gpu.memory:
-        return f"even the largest GPU of that name has {gib(gpu.most_memory)}"
+        return f"even the largest GPU with that name has {gib(gpu.most_memory)}"
     return f"{gpu.name} has {gib(gpu.memory)}"
 
 
@@ -148,10 +147,10 @@ def _hint(loaded: LoadedConfig, choice: Choice) -> str:
         flags = " ".join(set_flags(settings(advice.choice, loaded.config)))
         more = advice.choice.hardware.num_gpus
         where = f" on {more} GPUs" if more != choice.hardware.num_gpus else ""
-        parts.append(f"{flags or 'the same settings'}{where} needs {gib(advice.choice.memory.peak)}")
+        parts.append(f"{flags or 'the same config'}{where} needs {gib(advice.choice.memory.peak)}")
     hint = ", or ".join(parts)
     return (
         f"{hint}; `trainkit plan` lists more"
         if hint
-        else "`trainkit plan --gpus N` shows how many are enough"
+        else "`trainkit plan --gpus N` shows how many GPUs are enough"
     )

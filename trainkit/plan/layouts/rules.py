@@ -1,4 +1,4 @@
-"""Layout arithmetic: which degrees multiply to the number of processes."""
+"""Layout rules: checks degrees against the number of processes, the model and the batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainkit.config.running import ParallelConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.launch import Layout
-from trainkit.plan.layouts.schedules import TWO_BACKWARDS, num_stages
+from trainkit.plan.layouts.schedules import SPLIT_BACKWARD, num_stages
 from trainkit.plan.model_shape import ModelShape
 
 
@@ -19,11 +19,11 @@ def layout_problems(
     seq_len: int,
     accumulation_steps: int = 1,
 ) -> Iterator[Problem]:
-    """All problems that rule out a layout for a model."""
+    """Yield all problems that rule out a layout for a model and a batch."""
     yield from _tensor_problems(layout, parallel, shape, seq_len)
     stages = num_stages(layout.pp, parallel.pp_schedule)
     if layout.pp > 1 and stages > shape.num_layers:
-        message = f"is {layout.pp}, which makes {stages} stages of {shape.num_layers} layers"
+        message = f"is {layout.pp}, which needs {stages} stages, but the model has {shape.num_layers} layers"
         hint = f"with {parallel.pp_schedule} it can be at most {shape.num_layers * layout.pp // stages}"
         yield Problem("parallel.pp", message, hint=hint)
     yield from batch_problems(layout, parallel, device_batch_size, seq_len, accumulation_steps)
@@ -36,10 +36,10 @@ def batch_problems(
     seq_len: int,
     accumulation_steps: int = 1,
 ) -> Iterator[Problem]:
-    """All problems that rule out a layout for the batch, whatever the model."""
+    """Yield all problems that rule out a layout for a batch, independent of the model."""
     if parallel.offload and layout.world_size == 1:
-        hint = "it works where parameters are sharded or a sample is split: with two processes or more"
-        yield Problem("parallel.offload", "is true, and there is one process", hint=hint)
+        hint = "offload requires at least two processes"
+        yield Problem("parallel.offload", "is true, but there is only one process", hint=hint)
     yield from _context_problems(layout, seq_len)
     yield from _pipeline_problems(layout, parallel, device_batch_size, accumulation_steps)
 
@@ -63,14 +63,14 @@ def _tensor_problems(
     share = seq_len // layout.cp
     if parallel.sequence_parallel and share % layout.tp:
         of = f"data.seq_len {seq_len}" + (f" / parallel.cp {layout.cp}" if layout.cp > 1 else "")
-        message = f"is true, and parallel.tp {layout.tp} does not divide {of}"
-        yield Problem("parallel.sequence_parallel", message, hint="false keeps the whole sequence everywhere")
+        message = f"is true, but parallel.tp {layout.tp} does not divide {of}"
+        yield Problem("parallel.sequence_parallel", message, hint="false does not shard the sequence")
 
 
 def _context_problems(layout: Layout, seq_len: int) -> Iterator[Problem]:
     if layout.cp > 1 and seq_len % (2 * layout.cp):
-        message = f"is {layout.cp}: data.seq_len {seq_len} is not a multiple of 2 x {layout.cp} parts"
-        hint = "each rank has a part from the front and one from the back, so that all have the same work"
+        message = f"is {layout.cp}, but data.seq_len {seq_len} is not a multiple of 2 x {layout.cp}"
+        hint = "each rank gets two chunks, one from the start and one from the end, to balance the work"
         yield Problem("parallel.cp", message, hint=hint)
 
 
@@ -80,20 +80,20 @@ def _pipeline_problems(
     if layout.pp == 1:
         return
     schedule = parallel.pp_schedule
-    if schedule in TWO_BACKWARDS and parallel.activation_checkpointing == "selective":
-        message = f"is selective, and {schedule} goes back through a layer twice, which that cannot"
-        hint = "full and none can; gpipe, 1f1b and interleaved_1f1b go back once"
+    if schedule in SPLIT_BACKWARD and parallel.activation_checkpointing == "selective":
+        message = f"is selective, which {schedule} does not support: it splits the backward pass"
+        hint = "use full or none, or one of gpipe, 1f1b and interleaved_1f1b"
         yield Problem("parallel.activation_checkpointing", message, hint=hint)
-    if schedule in TWO_BACKWARDS and parallel.compile:
-        message = f"is true, and {schedule} goes back through a layer twice, which compiled layers cannot"
-        yield Problem("parallel.compile", message, hint="gpipe, 1f1b and interleaved_1f1b go back once")
+    if schedule in SPLIT_BACKWARD and parallel.compile:
+        message = f"is true, which {schedule} does not support: it splits the backward pass"
+        yield Problem("parallel.compile", message, hint="use one of gpipe, 1f1b and interleaved_1f1b")
     yield from microbatch_problems(layout, parallel, device_batch_size, accumulation_steps)
 
 
 def microbatch_problems(
     layout: Layout, parallel: ParallelConfig, device_batch_size: int, accumulation_steps: int
 ) -> Iterator[Problem]:
-    """The problems that rule out a number of microbatches in a pipeline."""
+    """Yield the problems that rule out the number of microbatches of a pipeline."""
     if layout.pp == 1:
         return
     pp, schedule, microbatches = layout.pp, parallel.pp_schedule, parallel.pp_microbatches
@@ -102,7 +102,7 @@ def microbatch_problems(
         message = f"is {microbatches}, which does not divide train.device_batch_size {device_batch_size}"
         hint = f"it can be {divisors(device_batch_size)}"
         yield Problem("parallel.pp_microbatches", message, hint=hint)
-    # A step is one run through the schedule, with all that is accumulated.
+    # One step is one run of the schedule, including all accumulated microbatches.
     count = microbatches * accumulation_steps
     made = f"is {microbatches}" + (f" x {accumulation_steps} accumulated" if accumulation_steps > 1 else "")
     least = {"1f1b": pp, "dualpipe_v": stages}.get(schedule, 1)
@@ -111,32 +111,32 @@ def microbatch_problems(
         yield Problem("parallel.pp_microbatches", message, hint="gpipe works with any number")
     rounds = max(1, count // pp)
     if schedule.startswith("interleaved") and count % rounds:
-        message = f"{made}, which {schedule} cannot share evenly between {rounds} rounds"
-        hint = f"a multiple of parallel.pp {pp} can be"
+        message = f"{made}, which {schedule} cannot divide into {rounds} equal rounds"
+        hint = f"use a multiple of parallel.pp {pp}"
         yield Problem("parallel.pp_microbatches", message, hint=hint)
 
 
 def divisors_of(number: int) -> list[int]:
-    """The divisors of a number, the smallest first."""
+    """Return the divisors of a number, smallest first."""
     return [item for item in range(1, number + 1) if number % item == 0]
 
 
 def divisors(number: int, most: int | None = None) -> str:
-    """The divisors of a number up to `most`, as words."""
+    """Return the divisors of a number up to `most` as text, for example ``1 or 2 or 4``."""
     return " or ".join(str(item) for item in divisors_of(number) if item <= (most or number))
 
 
 def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]:
-    """The layout of `world_size` processes and why; a degree of -1 takes what the others leave.
+    """Return the layout of `world_size` processes and its description; a degree of -1 is derived.
 
-    Raises ConfigError when the degrees do not multiply to the number of processes.
+    Raises ConfigError if the product of the degrees is not the number of processes.
     """
     degrees = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
     model = parallel.tp * parallel.pp * parallel.cp
     derived = [name for name, degree in degrees.items() if degree == -1]
     if len(derived) == 2:
-        hint = "dp_shard: 1 gives every process a whole copy, dp_replicate: 1 shards one copy over all"
-        raise _problem("dp_replicate", "is -1 and so is parallel.dp_shard: only one can be derived", hint)
+        hint = "dp_shard: 1 only replicates the model, dp_replicate: 1 only shards it"
+        raise _problem("dp_replicate", "is -1, and so is parallel.dp_shard: only one can be derived", hint)
     if world_size % model:
         names = [name for name in ("tp", "pp", "cp") if getattr(parallel, name) > 1]
         product = " x ".join(f"parallel.{name} {getattr(parallel, name)}" for name in names)
@@ -149,7 +149,7 @@ def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]
             message = f"is {degrees[given]}, which does not divide {_processes(world_size, model)}"
             raise _problem(given, message, f"it can be {divisors(world_size // model)}")
         degrees[derived[0]] = world_size // (degrees[given] * model)
-        note = f" (parallel.{derived[0]}: -1 takes what is left)"
+        note = f" (derived from parallel.{derived[0]}: -1)"
     replicate, shard = degrees["dp_replicate"], degrees["dp_shard"]
     if replicate * shard * model != world_size:
         message = (
@@ -158,35 +158,35 @@ def make_layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout, str]
         )
         raise _problem("dp_shard", message, "-1 derives it from the number of processes")
     layout = Layout(replicate, shard, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
-    return layout, _words(layout) + note
+    return layout, _description(layout) + note
 
 
 def _problem(name: str, message: str, hint: str) -> ConfigError:
     return ConfigError([Problem(f"parallel.{name}", message, hint=hint)])
 
 
-def _words(layout: Layout) -> str:
-    """What a layout is, in a sentence without its verb."""
+def _description(layout: Layout) -> str:
+    """Describe the replicas and shards of a layout."""
     model_ranks = layout.tp * layout.pp * layout.cp
     holder = "process" if model_ranks == 1 else f"group of {model_ranks} processes"
     holders = "processes" if model_ranks == 1 else f"groups of {model_ranks} processes"
     copies, shards = layout.dp_replicate, layout.dp_shard
     if layout.dp == 1:
-        words = f"one {holder} holds the whole model"
+        text = f"one replica on one {holder}"
     elif shards == 1:
-        words = f"{copies} copies of the model, one a {holder}"
+        text = f"{copies} replicas, one per {holder}"
     elif copies == 1:
-        words = f"one copy of the model, sharded over {shards} {holders}"
+        text = f"one replica, sharded over {shards} {holders}"
     else:
-        words = f"{copies} copies of the model, each sharded over {shards} {holders}"
+        text = f"{copies} replicas, each sharded over {shards} {holders}"
     inside = [
-        f"{degree} {what}"
-        for degree, what in ((layout.pp, "pipeline ranks"), (layout.tp, "tensor"), (layout.cp, "context"))
+        f"{degree} {kind}-parallel"
+        for degree, kind in ((layout.pp, "pipeline"), (layout.tp, "tensor"), (layout.cp, "context"))
         if degree > 1
     ]
-    return words + (f" ({' x '.join(inside)})" if inside else "")
+    return text + (f" ({' x '.join(inside)})" if inside else "")
 
 
 def _processes(world_size: int, model: int) -> str:
     text = "1 process" if world_size == 1 else f"{world_size} processes"
-    return text if model == 1 else f"{text} over {model} for tp x pp x cp"
+    return text if model == 1 else f"{text} / {model} (tp x pp x cp)"

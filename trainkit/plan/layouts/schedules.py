@@ -1,8 +1,8 @@
-"""What a pipeline schedule costs: how long a rank waits, and how many microbatches it holds at once. Pure.
+"""Bubble and microbatches in flight of pipeline schedules. Pure.
 
-Times are counted in passes of a stage: a forward pass takes 1, and so do the two halves of a backward pass,
-the gradient of the inputs and that of the weights (zero bubble, arXiv 2401.10241). The formulas say what
-torch's tables of these schedules do.
+The unit of time is one pass of a stage: a forward pass takes 1, and so do both halves of a backward pass,
+for input gradients and for weight gradients (zero bubble, arXiv 2401.10241). The formulas match torch's
+implementations of these schedules.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ STAGES_PER_RANK: dict[PipelineSchedule, int] = {
     "dualpipe_v": 2,
 }
 V_SHAPED: tuple[PipelineSchedule, ...] = ("zbv", "dualpipe_v")
-"""Schedules whose stages go down the ranks and up again: the first rank also has the last stage."""
+"""Schedules whose stages go down the ranks and back up: the first rank also has the last stage."""
 
-TWO_BACKWARDS: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
-"""Schedules that compute the gradients of inputs and of weights at different times (zero bubble)."""
+SPLIT_BACKWARD: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
+"""Schedules that split the backward pass into input gradients and weight gradients (zero bubble)."""
 
 
 def num_stages(pp: int, schedule: PipelineSchedule) -> int:
-    """How many stages `pp` ranks have together; 1 without a pipeline."""
+    """Return the total number of stages of `pp` ranks; 1 without a pipeline."""
     return 1 if pp == 1 else pp * STAGES_PER_RANK[schedule]
 
 
 def stages_of(pp_rank: int, pp: int, schedule: PipelineSchedule) -> list[int]:
-    """The stages of one rank of a pipeline, in the order in which a microbatch meets them."""
+    """Return the stages of one rank of a pipeline, in forward order."""
     if pp == 1:
         return [0]
     if schedule in V_SHAPED:
@@ -42,9 +42,9 @@ def stages_of(pp_rank: int, pp: int, schedule: PipelineSchedule) -> list[int]:
 
 
 def stage_layers(num_layers: int, stages: int) -> list[range]:
-    """The layers of each stage, as even as they can be.
+    """Split layers over stages as evenly as possible.
 
-    What is left over goes to stages in the middle: the first has the embedding too, the last the head.
+    The remainder goes to the stages in the middle: the first also has the embedding, the last the head.
     """
     size, left = divmod(num_layers, stages)
     start = (stages - left) // 2
@@ -55,28 +55,28 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
 
 
 PASSES = 3
-"""Forward, gradient of the inputs, gradient of the weights."""
-WEIGHTS_LATER: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv")
-"""Schedules that compute the gradients of weights apart from those of inputs in every pass but the first
-stage's; others of `TWO_BACKWARDS` do at the ends of a step only."""
+"""Passes per microbatch and stage: forward, input gradients, weight gradients."""
+DEFERRED_WEIGHT_GRADS: tuple[PipelineSchedule, ...] = ("interleaved_zero_bubble", "zbv")
+"""Schedules that defer weight gradients in every pass, except on the first stage; the others in
+`SPLIT_BACKWARD` do so only at the ends of a step."""
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a rank holds at one of the moments of its largest memory."""
+    """The passes and gradients that a rank of a pipeline holds at a possible memory peak."""
 
     whole: int = 1
-    """Passes forward, over all of its stages, of which no gradient was computed."""
+    """Forward passes, over all of its stages, whose gradients are not computed yet."""
     half: int = 0
-    """Passes of which the gradients of inputs were computed, and those of weights not."""
+    """Passes whose input gradients are computed, but not their weight gradients."""
     summed: int = 0
-    """How many of its last stages have gradients of weights from earlier passes."""
+    """Number of its stages, counted from the last, that hold accumulated weight gradients."""
     has_latest: bool = False
-    """Whether those of the latest pass of each are not among them yet."""
+    """Whether these stages also hold the weight gradients of their latest pass, not accumulated yet."""
 
 
 def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> float:
-    """The share of a step in which a rank waits for others: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
+    """Return the fraction of a step in which a rank is idle: (p - 1) / (m + p - 1) for 1F1B and GPipe."""
     if pp == 1:
         return 0.0
     idle = _idle_passes(schedule, pp, num_microbatches)
@@ -84,7 +84,7 @@ def bubble_fraction(schedule: PipelineSchedule, pp: int, num_microbatches: int) 
 
 
 def _idle_passes(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:
-    """How many passes of a stage a rank could have done while it waited."""
+    """Return the idle time of a rank per step, in passes of a stage."""
     hops = pp - 1
     missing = max(0, pp - num_microbatches)
     if schedule == "interleaved_1f1b":
@@ -99,7 +99,7 @@ def _idle_passes(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> 
 
 
 def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int) -> int:
-    """For how many passes forward a rank keeps activations at its worst, over all of its stages."""
+    """Return the maximum number of forward passes whose activations a rank keeps, over all of its stages."""
     if pp == 1:
         return 1
     both = 2 * num_microbatches
@@ -121,15 +121,15 @@ def stages_in_flight(schedule: PipelineSchedule, pp: int, pp_rank: int, num_micr
 def worst_in_flight(
     schedule: PipelineSchedule, pp: int, pp_rank: int, num_microbatches: int
 ) -> list[InFlight]:
-    """The times of a schedule at which a rank may hold most, when a backward pass begins."""
+    """Return the states of a rank at the start of those backward passes at which memory may peak."""
     most = stages_in_flight(schedule, pp, pp_rank, num_microbatches)
     stages = STAGES_PER_RANK[schedule]
-    if schedule not in WEIGHTS_LATER:
+    if schedule not in DEFERRED_WEIGHT_GRADS:
         if most < stages * num_microbatches:
             return [InFlight(most, summed=stages)]
-        # All forward passes were done before the first backward pass left gradients.
+        # All forward passes are done before the first backward pass leaves gradients.
         return [InFlight(most), InFlight(most - 1, summed=stages)]
-    # With few microbatches the first passes forward are over when the earlier stage has gradients.
+    # With few microbatches, the forward passes are over before the earlier stage has gradients.
     settled = pp + 1 if schedule == "zbv" else 2 * pp + (pp_rank == pp - 1)
     summed = stages if num_microbatches >= settled else 1
     if schedule == "interleaved_zero_bubble":
@@ -137,16 +137,16 @@ def worst_in_flight(
         return [InFlight(most - half, half), InFlight(most - half, half, summed, has_latest=True)]
     found = [InFlight(most), InFlight(most, 0, summed, has_latest=True)]
     half = 2 * min(pp_rank, num_microbatches - pp)
-    # At the end the gradients of all weights come last.
+    # Deferred weight gradients are computed at the end of the step.
     return [*found, InFlight(pp - pp_rank, half, stages)] if half > 0 else found
 
 
 def losses_in_flight(schedule: PipelineSchedule, pp: int, num_microbatches: int) -> int:
-    """For how many microbatches the last stage keeps what the loss needs at its worst."""
+    """Return the maximum number of microbatches whose loss the last stage keeps for the backward pass."""
     if pp == 1:
         return 1
     if schedule == "gpipe":
         return num_microbatches
     if schedule == "interleaved_zero_bubble":
-        return min(pp, num_microbatches)  # the gradient of the weights comes late
+        return min(pp, num_microbatches)  # weight gradients are deferred
     return 1

@@ -1,4 +1,4 @@
-"""The choices of a plan as a table to read and as one JSON value. Pure."""
+"""The choices of a plan as a text table and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from trainkit.plan.memory.weights import state_bytes
 from trainkit.tables import table
 
 MIN_SHARE = 0.03
-"""Share of a step from which on a reason names it."""
+"""Smallest fraction of a step that a reason mentions."""
 DERIVED = -1
-"""A degree that takes what the others leave, which then is what is wanted."""
+"""The value of a derived degree, which already results in the wanted one."""
 
 
 def reason(choice: Choice) -> str:
-    """How a layout splits the model, and where it loses time."""
+    """Describe how a layout shards the model, and where it loses time."""
     return "; ".join([_splits(choice), *_losses(choice)])
 
 
 def headline(best: Choice) -> str:
-    """Whether the model has to be split, and why."""
+    """Describe whether the model must be sharded, and why."""
     work, gpu = best.work, best.hardware.gpu
     state = state_bytes(work.shape, work.optimizer)
     what = f"weights, gradients and optimizer state take {gib(state)}"
     if best.hardware.num_gpus == 1:
         return f"{what} of the {gib(gpu.memory)} of one {gpu.name}"
     if state > gpu.usable:
-        return f"{what}, more than one {gpu.name} can hold ({gib(gpu.usable)}): they have to be split"
+        return f"{what}, more than the usable {gib(gpu.usable)} of one {gpu.name}: they must be sharded"
     if work.shards * work.layout.tp * work.layout.pp == 1:
-        return f"{what}, which one {gpu.name} holds: copies are simplest, and only gradients are exchanged"
-    return f"{what}, which one {gpu.name} holds; what is split leaves room for activations"
+        return f"{what}, which fits one {gpu.name}: replicas are simplest and exchange only gradients"
+    return f"{what}, which fits one {gpu.name}; sharding leaves more room for activations"
 
 
 def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
-    """The config keys to change, in reading order."""
+    """Return the config keys to change to use a choice, in reading order."""
     work, layout = choice.work, choice.work.layout
     wanted: dict[str, object] = {
         "train.device_batch_size": work.device_batch_size,
@@ -61,7 +61,7 @@ def settings(choice: Choice, config: RunConfig) -> dict[str, object]:
 
 
 def set_flags(values: dict[str, object]) -> list[str]:
-    """What to type for `settings`."""
+    """Return the ``--set`` flags for `settings`."""
     return [
         f"--set {key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in values.items()
@@ -79,31 +79,31 @@ def _splits(choice: Choice) -> str:
     holder = "GPU" if group == 1 else f"group of {group} GPUs"
     if layout.dp_shard > 1:
         near = layout.dp_shard * layout.cp * layout.tp <= size
-        words = f"state split over {layout.dp_shard} {'GPUs' if group == 1 else 'groups'}"
-        words += " of a node" if near else " across nodes"
+        text = f"state sharded over {layout.dp_shard} {'GPUs' if group == 1 else 'groups'}"
+        text += " within a node" if near else " across nodes"
         if layout.dp_replicate > 1:
-            words += f", {layout.dp_replicate} copies"
+            text += f", {layout.dp_replicate} replicas"
     elif layout.dp_replicate > 1:
-        words = f"a copy a {holder}"
+        text = f"one replica per {holder}"
     else:
-        words = f"one {holder}"
+        text = f"one {holder}"
     inside = []
     if layout.tp > 1:
-        inside.append(f"every matrix over {layout.tp}")
+        inside.append(f"tensor parallel over {layout.tp}")
     if layout.pp > 1:
-        inside.append(f"{layout.pp} pipeline stages")
+        inside.append(f"pipeline over {layout.pp}")
     if layout.cp > 1:
-        inside.append(f"every sequence over {layout.cp}")
-    return ", ".join([words, *inside])
+        inside.append(f"context parallel over {layout.cp}")
+    return ", ".join([text, *inside])
 
 
 def _losses(choice: Choice) -> list[str]:
-    """What a step loses time with, the largest share first."""
+    """Return the causes of lost time in a step, the largest fraction first."""
     cost, node_size = choice.cost, choice.hardware.node_size
     far = cost.crossing(node_size)
     shares = {
-        "computed again": cost.recompute_s / cost.step_s,
-        "of bubble": cost.bubble * (1 - cost.exposed_s["dp"] / cost.step_s),
+        "recomputation": cost.recompute_s / cost.step_s,
+        "pipeline bubble": cost.bubble * (1 - cost.exposed_s["dp"] / cost.step_s),
     }
     names = {"dp": "parameters and gradients", "tp": "parts of matrices", "cp": "keys and values"}
     names["pp"] = "the next stage"
@@ -124,7 +124,7 @@ CONFIGURED = "*"
 
 
 def table_lines(choices: Sequence[Choice], configured: Choice | None, best: Choice | None) -> list[str]:
-    """A line for every choice: GiB of memory, GiB that a GPU sends in a step, time next to the best one."""
+    """Format choices as lines: GiB of memory, GiB sent per GPU and step, time relative to the best choice."""
     rows = [HEADER, *(_row(choice, choice == configured, best) for choice in choices)]
     numbers = [index for index, name in enumerate(HEADER) if name not in LEFT]
     return table(rows, right=numbers).splitlines()
@@ -140,7 +140,7 @@ def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str,
         *map(str, degrees),
         "-" if work.shards == 1 or layout.pp > 1 else str(work.parallel.zero),
         work.parallel.activation_checkpointing,
-        f"{work.samples_at_once} x {work.passes_per_step}",
+        f"{work.samples_per_pass} x {work.passes_per_step}",
         *(f"{part / GIB:.1f}" for part in (*memory, choice.memory.peak)),
         choice.fit,
         f"{choice.cost.bubble:.0%}",
@@ -151,13 +151,13 @@ def _row(choice: Choice, is_configured: bool, best: Choice | None) -> tuple[str,
 
 
 def relative_time(choice: Choice, best: Choice) -> float:
-    """Time for a token next to that of the best choice."""
+    """Return the time per token relative to that of the best choice."""
     mine, least = (item.cost.step_s / item.work.tokens_per_step for item in (choice, best))
     return mine / least
 
 
 def choice_dict(choice: Choice, config: RunConfig, best: Choice | None) -> dict[str, Any]:
-    """One choice as JSON; amounts in bytes."""
+    """Return a choice as a JSON object; amounts in bytes."""
     work, memory, cost = choice.work, choice.memory, choice.cost
     return {
         "layout": asdict(work.layout),

@@ -1,8 +1,8 @@
-"""Peak memory of a step on the GPU that needs most, by purpose. Pure.
+"""Peak memory of a step on the GPU that needs the most, by category. Pure.
 
-Parameters, gradients and optimizer state are float32 and split as ZeRO does (arXiv 1910.02054): 4, 4 and,
-for AdamW, 8 bytes a parameter over ``dp_shard x cp x tp x pp`` ranks. The rest comes and goes, so a step is
-examined in a few phases; the worst one counts.
+Parameters, gradients and optimizer state are float32 and sharded as in ZeRO (arXiv 1910.02054): 4, 4 and, for
+AdamW, 8 bytes per parameter, over ``dp_shard x cp x tp x pp`` ranks. Other memory varies within a step, so it
+is computed for a few phases; the phase with the most memory is the peak.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from functools import cached_property
 
-from trainkit.plan.layouts.schedules import WEIGHTS_LATER, InFlight, losses_in_flight, worst_in_flight
+from trainkit.plan.layouts.schedules import DEFERRED_WEIGHT_GRADS, InFlight, losses_in_flight, worst_in_flight
 from trainkit.plan.memory.activations import (
     block_bytes,
     gradient_bytes,
@@ -34,30 +34,30 @@ from trainkit.plan.memory.weights import (
 )
 from trainkit.plan.workload import Workload
 
-TIMES_AGAIN = 6
-"""How often what a block keeps is there while the gradients of its weights are computed apart and its
-activations again: torch does that anew for each weight, and lets go of none. Measured: 5.5 to 6.4 times."""
+RECOMPUTED_COPIES = 6
+"""Copies of a block's activations during deferred weight gradients with recomputation: torch recomputes them
+for each weight and frees none. Measured: 5.5 to 6.4 copies."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What memory is taken for, in bytes."""
+    """Memory by category, in bytes."""
 
     params: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    """Kept for the backward pass, and those of the block that is computed again."""
+    """Activations kept for the backward pass, and those of the block being recomputed."""
     loss: int = 0
     buffers: int = 0
-    """Gathered and cast parameters, gradients on their way, and what passes between pipeline stages."""
+    """Gathered and cast parameters, gradients in communication, and pipeline receive buffers."""
 
     @property
     def total(self) -> int:
         return self.params + self.gradients + self.optimizer + self.activations + self.loss + self.buffers
 
     def plus(self, *, gradients: int = 0, activations: int = 0, loss: int = 0, buffers: int = 0) -> Parts:
-        """With more of these."""
+        """Return these parts with additional bytes."""
         return Parts(
             self.params,
             self.gradients + gradients,
@@ -69,18 +69,18 @@ class Parts:
 
 
 def receive_buffers(work: Workload, params: StageParams) -> int:
-    """Bytes in which stages receive activations and gradients: one of each for every microbatch of a step."""
+    """Return the bytes of a pipeline's receive buffers: one input and one gradient per microbatch."""
     if work.layout.pp == 1:
         return 0
     inputs, outputs = (len(params.layers) - is_end for is_end in (params.has_embedding, params.has_head))
-    if work.parallel.pp_schedule in WEIGHTS_LATER:
-        inputs *= 2  # the gradient that is sent on stays with the input until the step is over
-    return (inputs + outputs) * work.passes_per_step * work.tokens_at_once * stream_bytes(work)
+    if work.parallel.pp_schedule in DEFERRED_WEIGHT_GRADS:
+        inputs *= 2  # the input's gradient, which is sent on, is also kept until the end of the step
+    return (inputs + outputs) * work.passes_per_step * work.tokens_per_pass * stream_bytes(work)
 
 
 @dataclass(frozen=True)
 class MemoryPeaks:
-    """Memory peaks of one rank, by phase of a step."""
+    """Computes the memory of one rank in each phase of a step."""
 
     work: Workload
     stage_params: StageParams
@@ -88,9 +88,9 @@ class MemoryPeaks:
     in_flight: InFlight
 
     def loss(self) -> Parts:
-        """The backward pass of the loss begins: all activations are there."""
+        """Return the memory at the start of the loss's backward pass, with all activations allocated."""
         blocks = self.stage_params.num_layers
-        return self._always().plus(
+        return self._static().plus(
             gradients=self._waiting(blocks) + self._reduced(0),
             activations=self._activations(blocks) + head_bytes(self.work),
             loss=loss_bytes(self.work) + self._other_losses(),
@@ -98,49 +98,49 @@ class MemoryPeaks:
         )
 
     def backward(self) -> Parts:
-        """The backward pass of a block begins, of those the one at which most is there.
+        """Return the memory at the start of the backward pass of the block with the highest peak.
 
-        Activations go and gradients come at the same rate, so that is one near the ends.
+        Activations are freed and gradients allocated at constant rates, so the peak is near one of the ends.
         """
         units = -(-self.stage_params.num_layers // self._unit_blocks)
         places = {0} if self.work.layout.pp > 1 else {0, min(1, units - 1), max(0, units - 2), units - 1}
         return max((self._backward_after(place) for place in places), key=lambda parts: parts.total)
 
     def reduce(self) -> Parts:
-        """The gradients that are reduced last are copied to where they are sent from."""
+        """Return the memory while the last gradients are copied to the communication buffer."""
         work, counts = self.work, self.counts
         if work.layout.pp > 1:
-            # None is reduced before the schedule ends.
+            # A pipeline reduces gradients only after the schedule ends.
             blocks = self.stage_params.num_layers
-            return self._always().plus(
+            return self._static().plus(
                 gradients=self._waiting(blocks), buffers=self._cast(blocks) + FLOAT32 * self._unit
             )
-        # First as they came, then, those gone, this rank's share of them.
+        # The unsharded gradients are freed before this rank's shard of them is allocated.
         whole = (FLOAT32 if self.has_gradients else work.itemsize) * counts.root
         root = max(whole, FLOAT32 * counts.root_shard)
-        return self._always().plus(
+        return self._static().plus(
             gradients=self._reduced(self.stage_params.num_layers) + root, buffers=FLOAT32 * counts.root
         )
 
     def update(self) -> Parts:
-        """The optimizer's step."""
-        return self._always().plus(gradients=0 if self.work.parallel.offload else self._all_reduced)
+        """Return the memory during the optimizer step."""
+        return self._static().plus(gradients=0 if self.work.parallel.offload else self._all_reduced)
 
     def _backward_after(self, units_done: int) -> Parts:
-        """The start of the backward pass of a block, when `units_done` units are done."""
+        """Return the memory at the start of a block's backward pass, after `units_done` units."""
         work = self.work
         done = units_done * self._unit_blocks
         left = self.stage_params.num_layers - done
-        parts = self._always().plus(
+        parts = self._static().plus(
             gradients=self._waiting(left) + self._reduced(done) + self._head_gradient(),
             activations=self._activations(left) + recomputed_bytes(work),
             loss=self._other_losses(),
-            buffers=self._cast(left) + self._in_use(left) + self._in_a_block(),
+            buffers=self._cast(left) + self._gathered_units(left) + self._in_a_block(),
         )
         return parts.plus(buffers=FLOAT32 * self._unit if work.is_wrapped and done else 0)
 
-    def _always(self) -> Parts:
-        """What is allocated in every phase."""
+    def _static(self) -> Parts:
+        """Return the memory that is allocated in every phase."""
         sharded = self.counts.block_shard * self.stage_params.num_layers + self.counts.root_shard
         on_device = 0 if self.work.parallel.offload else sharded
         return Parts(
@@ -150,10 +150,10 @@ class MemoryPeaks:
         )
 
     def weights(self) -> Parts:
-        """The backward pass of a stage's weights alone, when activations are computed again."""
+        """Return the memory during deferred weight gradients with recomputation."""
         work, blocks = self.work, self.stage_params.num_layers
-        a_block = split_gradient_bytes(work) + TIMES_AGAIN * block_bytes(work)
-        return self._always().plus(
+        a_block = split_gradient_bytes(work) + RECOMPUTED_COPIES * block_bytes(work)
+        return self._static().plus(
             gradients=self._waiting(blocks),
             activations=self._activations(blocks) + max(self.stage_params.layers) * a_block,
             loss=self._other_losses(),
@@ -162,7 +162,7 @@ class MemoryPeaks:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether an earlier pass of the step has left gradients that were not reduced."""
+        """Whether earlier passes of the step left gradients that are not reduced yet."""
         return self.in_flight.summed > 0
 
     @property
@@ -171,69 +171,69 @@ class MemoryPeaks:
 
     @property
     def _unit(self) -> int:
-        """Parameters that are gathered at once."""
+        """Number of parameters gathered together."""
         return self.counts.block * self._unit_blocks
 
     @property
     def _all_reduced(self) -> int:
-        """Bytes of this rank's shards of all gradients."""
+        """Bytes of this rank's shards of all gradients, once reduced."""
         return FLOAT32 * (self.counts.block_shard * self.stage_params.num_layers + self.counts.root_shard)
 
     def _waiting(self, blocks_left: int) -> int:
-        """Bytes of whole gradients that earlier passes of the step left, and the last one has not reduced."""
+        """Return the bytes of unsharded gradients from earlier passes that are not reduced yet."""
         if not self.has_gradients:
             return 0
         if self.work.layout.pp > 1:
             return self._waiting_stages()
         if not self.work.is_wrapped:
-            blocks_left = self.stage_params.num_layers  # nothing is reduced: they are the gradients
+            blocks_left = self.stage_params.num_layers  # a single process does not reduce gradients
         return FLOAT32 * (self.counts.block * blocks_left + self.counts.root)
 
     def _waiting_stages(self) -> int:
-        """Bytes of whole gradients of the stages of a pipeline."""
+        """Return the bytes of unsharded gradients of the stages of a pipeline."""
         counts, params, summed = self.counts, self.stage_params, self.in_flight.summed
         blocks = sum(params.layers[-summed:])
         root = counts.root if summed == len(params.layers) else counts.head
         found = FLOAT32 * (counts.block * blocks + root)
         if self.in_flight.has_latest:
-            # The first stage adds its own up at once.
+            # The first stage does not defer weight gradients, so its latest ones are accumulated already.
             with_first = params.has_embedding and summed == len(params.layers)
             blocks -= params.layers[0] if with_first else 0
             found += self.work.itemsize * (counts.block * blocks + counts.head)
         return found
 
     def _reduced(self, blocks_done: int) -> int:
-        """Bytes of gradients that this pass has reduced, or an earlier one."""
+        """Return the bytes of reduced gradients, from this pass and earlier ones."""
         work = self.work
-        if work.parallel.offload and (work.layout.dp_replicate == 1 or not work.adds_up_shards):
-            return 0  # each goes to the host at once, unless it waits to be summed over copies
-        if work.adds_up_shards:
+        if work.parallel.offload and (work.layout.dp_replicate == 1 or not work.accumulates_shards):
+            return 0  # offloaded immediately, unless they wait for the all-reduce over replicas
+        if work.accumulates_shards:
             return self._all_reduced
         if self.has_gradients and not work.is_wrapped:
             return 0
         return FLOAT32 * self.counts.block_shard * blocks_done
 
     def _head_gradient(self) -> int:
-        """Bytes of the head's gradient, which waits for that of the embedding."""
+        """Return the bytes of the head's gradient, which is reduced together with the embedding's."""
         if self.work.is_wrapped:
             return self.work.itemsize * self.counts.head
         return 0 if self.has_gradients else FLOAT32 * self.counts.head
 
     def _cast(self, blocks_left: int) -> int:
-        """Bytes of parameters that are there, as they are computed with, until the backward pass is there."""
+        """Return the bytes of parameters in the compute type that are kept until their backward pass."""
         work, blocks = self.work, self.counts.block * blocks_left
         if not work.is_wrapped:
-            # Autocast keeps a copy of every matrix.
+            # Autocast caches a cast copy of every matrix.
             return 0 if work.dtype == "fp32" else work.itemsize * blocks
         return work.itemsize * (self.counts.root + (blocks if work.keeps_gathered else 0))
 
     def _cast_head(self) -> int:
-        """Bytes of the copy of the head that autocast keeps."""
+        """Return the bytes of the cast copy of the head that autocast caches."""
         work = self.work
         return 0 if work.is_wrapped or work.dtype == "fp32" else work.itemsize * self.counts.head
 
-    def _in_use(self, blocks_left: int) -> int:
-        """Bytes of the unit that is computed with, and of the next one, which is on its way meanwhile."""
+    def _gathered_units(self, blocks_left: int) -> int:
+        """Return the bytes of the gathered unit in use and of the next one, which is prefetched."""
         work = self.work
         if not work.is_wrapped or work.keeps_gathered:
             return 0
@@ -241,17 +241,18 @@ class MemoryPeaks:
         return work.itemsize * self._unit * (2 if on_its_way else 1)
 
     def _in_a_block(self) -> int:
-        """Bytes that the backward pass of a block needs besides what its forward pass kept.
+        """Return the bytes that the backward pass of a block needs in addition to its kept activations.
 
-        First gradients of activations, later of all weights, when most activations have gone.
+        First these are gradients of activations, later gradients of all weights, after most activations are
+        freed.
         """
         work = self.work
         first = gradient_bytes(work) + work.itemsize * self.counts.block // 4
-        later = work.itemsize * self._unit + 4 * stream_bytes(work) * work.tokens_at_once - block_bytes(work)
+        later = work.itemsize * self._unit + 4 * stream_bytes(work) * work.tokens_per_pass - block_bytes(work)
         return max(first, later)
 
     def _activations(self, blocks_left: int) -> int:
-        """Bytes of all passes that wait for their backward pass."""
+        """Return the activation bytes of all passes in flight."""
         work = self.work
         kept = kept_bytes(work)
         if work.layout.pp == 1:
@@ -260,61 +261,62 @@ class MemoryPeaks:
         return waiting * max(self.stage_params.layers)
 
     def _other_losses(self) -> int:
-        """Bytes of the losses of earlier passes."""
+        """Return the bytes of the losses of other passes in flight."""
         work, pp = self.work, self.work.layout.pp
         if not self.stage_params.has_head:
             return 0
         schedule = work.parallel.pp_schedule
-        loss = split_loss_bytes(work) if schedule in WEIGHTS_LATER else kept_loss_bytes(work)
+        loss = split_loss_bytes(work) if schedule in DEFERRED_WEIGHT_GRADS else kept_loss_bytes(work)
         others = losses_in_flight(schedule, pp, work.passes_per_step) - 1
         return others * (loss + head_bytes(work))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one rank, phase by phase."""
+    """The memory of one rank, by phase of a step."""
 
     pp_rank: int
     phases: dict[str, Parts]
-    """``loss``: its backward pass begins; ``backward``: that of a block; ``weights``: that of weights alone;
-    ``reduce``: the gradients that are reduced last; ``update``: the optimizer's step."""
+    """``loss``: start of the loss's backward pass; ``backward``: start of a block's backward pass;
+    ``weights``: deferred weight gradients; ``reduce``: reduction of the last gradients;
+    ``update``: optimizer step."""
 
     @cached_property
     def worst_phase(self) -> str:
-        """The phase that needs most."""
+        """The phase with the most memory."""
         return max(self.phases, key=lambda phase: self.phases[phase].total)
 
     @cached_property
     def peak(self) -> int:
-        """Bytes in the worst phase."""
+        """Total bytes in the worst phase."""
         return self.phases[self.worst_phase].total
 
     @property
     def at_peak(self) -> Parts:
-        """What the peak consists of."""
+        """The memory by category in the worst phase."""
         return self.phases[self.worst_phase]
 
     @property
     def largest(self) -> Parts:
-        """The maximum of each part over all phases; they do not coincide."""
+        """The maximum of each category over all phases; these do not coincide."""
         each = zip(*(astuple(parts) for parts in self.phases.values()), strict=True)
         return Parts(*(max(values) for values in each))
 
 
 def memory_of(work: Workload) -> Memory:
-    """The memory of the rank that needs most."""
+    """Return the memory of the rank that needs the most."""
     return max((rank_memory(work, rank) for rank in extreme_ranks(work)), key=lambda found: found.peak)
 
 
 def extreme_ranks(work: Workload) -> list[int]:
-    """The ends of a pipeline, and the first of its ranks that has most layers."""
+    """Return the pipeline ranks that may need the most: both ends, and the first one with the most layers."""
     pp, schedule = work.layout.pp, work.parallel.pp_schedule
     layers = [stage_params(rank, pp, schedule, work.shape.num_layers).num_layers for rank in range(pp)]
     return sorted({0, layers.index(max(layers)), pp - 1})
 
 
 def rank_memory(work: Workload, pp_rank: int) -> Memory:
-    """The memory of one rank of the pipeline; the others of its stages need as much."""
+    """Return the memory of one pipeline rank; all ranks with the same stages need the same."""
     params = stage_params(pp_rank, work.layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
     counts = rank_param_counts(work.shape, params, work.layout)
     found: dict[str, Parts] = {}
@@ -333,7 +335,7 @@ def rank_memory(work: Workload, pp_rank: int) -> Memory:
 
 
 def _in_flight(work: Workload, pp_rank: int) -> list[InFlight]:
-    """What waits for its backward pass at the times at which a rank may hold most."""
+    """Return the passes in flight at each possible memory peak of a rank."""
     pp = work.layout.pp
     if pp == 1:
         return [InFlight(summed=int(work.accumulates))]

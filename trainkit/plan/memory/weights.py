@@ -1,4 +1,4 @@
-"""How many parameters a rank has, whole and split. Pure."""
+"""Parameter counts of a rank, sharded and unsharded, and checks of host memory. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainkit.plan.layouts.schedules import num_stages, stage_layers, stages_of
 from trainkit.plan.model_shape import ModelShape, num_params
 
 MIN_UNIT_BYTES = 25 * 2**20
-"""Blocks are gathered in groups of at least this many bytes of float32."""
+"""Blocks are gathered in units of at least this many bytes in float32."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class StageParams:
     """The part of the model on one rank of a pipeline."""
 
     layers: tuple[int, ...]
-    """Layers of each of its stages, in the order in which a microbatch meets them."""
+    """Number of layers of each of its stages, in forward order."""
     has_embedding: bool
     has_head: bool
 
@@ -36,7 +36,7 @@ class StageParams:
 
 @lru_cache(maxsize=4096)
 def stage_params(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: int) -> StageParams:
-    """The stages and layers of one rank of a pipeline."""
+    """Return the part of the model on one rank of a pipeline."""
     count = num_stages(pp, schedule)
     layers = stage_layers(num_layers, count)
     mine = stages_of(pp_rank, pp, schedule)
@@ -45,22 +45,23 @@ def stage_params(pp_rank: int, pp: int, schedule: PipelineSchedule, num_layers: 
 
 @dataclass(frozen=True)
 class ParamCounts:
-    """Numbers of parameters of one rank, after tensor parallelism."""
+    """Parameter counts of one rank, after tensor parallelism."""
 
     block: int
-    """Of one block."""
+    """Parameters of one block, unsharded."""
     block_shard: int
-    """Of one block, when it is sharded."""
+    """Parameters of one block on this rank, sharded."""
     root: int
-    """Of embedding, head and last norm: what is gathered as one, first of all and last of all."""
+    """Parameters of the root unit, unsharded: embedding, head and final norm, which are gathered together."""
     root_shard: int
+    """Parameters of the root unit on this rank, sharded."""
     head: int
-    """Of the head, 0 where it is on another rank."""
+    """Parameters of the head, unsharded; 0 if it is on another rank."""
 
 
 @lru_cache(maxsize=4096)
 def param_counts(shape: ModelShape, params: StageParams, tp: int, shards: int) -> ParamCounts:
-    """The parameters that a rank holds, works with, and gathers."""
+    """Count the parameters of one rank; `shards` is the number of ranks that shard them, apart from tp."""
     block = list(_block_matrices(shape, tp))
     root = list(_root_matrices(shape, params, tp))
     head = shape.vocab_size // tp * shape.dim if params.has_head else 0
@@ -75,18 +76,18 @@ def param_counts(shape: ModelShape, params: StageParams, tp: int, shards: int) -
 
 @lru_cache(maxsize=4096)
 def unit_blocks(shape: ModelShape, params: StageParams) -> int:
-    """How many blocks are gathered together; what is left over belongs to the root."""
+    """Return the number of blocks per FSDP unit."""
     block_bytes = 4 * sum(rows * columns for rows, columns in _block_matrices(shape, 1))
     return min(-(-MIN_UNIT_BYTES // block_bytes), max(params.layers))
 
 
 def rank_param_counts(shape: ModelShape, params: StageParams, layout: Layout) -> ParamCounts:
-    """`param_counts` of a rank of a layout."""
+    """Return the `param_counts` of a rank of a layout."""
     return param_counts(shape, params, layout.tp, layout.dp_shard * layout.cp)
 
 
 def _block_matrices(shape: ModelShape, tp: int) -> Iterator[tuple[int, int]]:
-    """Rows and columns of every weight of a block on one of `tp` ranks."""
+    """Yield (rows, columns) of every weight of a block on one of `tp` ranks."""
     dim, kv_dim, ffn_dim = shape.dim, shape.num_kv_heads * shape.head_dim, shape.ffn_dim
     yield from ((dim // tp, dim), (kv_dim // tp, dim), (kv_dim // tp, dim), (dim, dim // tp))
     yield from ((ffn_dim // tp, dim), (ffn_dim // tp, dim), (dim, ffn_dim // tp))
@@ -104,22 +105,22 @@ def _root_matrices(shape: ModelShape, params: StageParams, tp: int) -> Iterator[
 
 
 def _shard(rows: int, shards: int) -> int:
-    """The rows of the rank that has most."""
+    """Return the number of rows on the rank with the most."""
     return -(-rows // shards)
 
 
 FLOAT32 = 4
 OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2}
-"""Of the state of one parameter."""
+"""Bytes of optimizer state per parameter."""
 
 
 def state_bytes(shape: ModelShape, optimizer: str) -> int:
-    """Bytes of a whole model's weights and gradients, both float32, and of its optimizer state."""
+    """Return the unsharded bytes of a model's weights and gradients, both float32, and optimizer state."""
     return num_params(shape) * (2 * FLOAT32 + OPTIMIZER_BYTES[optimizer])
 
 
 def staged_bytes(shape: ModelShape, optimizer: str, plan: LaunchPlan) -> float:
-    """Bytes of host memory per node for the copies that asynchronous saves write."""
+    """Return the bytes of host memory per node for the copies of asynchronous saves."""
     layout = plan.layout
     ranks_of_a_model = layout.dp_shard * layout.cp * layout.tp * layout.pp
     whole = num_params(shape) * (FLOAT32 + OPTIMIZER_BYTES[optimizer])
@@ -129,36 +130,37 @@ def staged_bytes(shape: ModelShape, optimizer: str, plan: LaunchPlan) -> float:
 def staging_problem(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
 ) -> Problem | None:
-    """The problem if a node has too little memory to save in the background."""
+    """Return the problem if a node has too little memory for asynchronous saves."""
     config, need = loaded.config, staged_bytes(shape, loaded.config.optimizer.name, plan)
     if not config.checkpoint.async_save:
         return None
     if plan.slurm is None:
         key, have = "checkpoint.async", machine.memory
-        is_what = f"is true, and this machine has {gib(have or 0)}"
+        value = f"is true, and this machine has {gib(have or 0)}"
     else:
-        # Without the key a job has what the partition gives, which is not known here.
+        # Without resources.mem a job gets the partition's default, which is not known here.
         mib = memory_mib(config.resources.mem or "0")
         key, have = "resources.mem", None if mib is None else int(mib * 2**20)
-        is_what = f"is {config.resources.mem}"
+        value = f"is {config.resources.mem}"
     if have is None or need <= have:
         return None
-    message = f"{is_what}: saving in the background takes {gib(need)} of the memory of a node"
-    return loaded.problem(key, message, "checkpoint.async: false needs no memory for copies")
+    message = f"{value}, but saving in the background needs {gib(need)} of memory per node"
+    return loaded.problem(key, message, "checkpoint.async: false saves without copies in memory")
 
 
 def host_problem(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
 ) -> Problem | None:
-    """What is wrong if all processes of this machine together keep more than it has memory.
+    """Return the problem if the processes of a run on this machine need more memory than it has.
 
-    Only what is certain is refused, and it is, since a machine without memory takes other work down with it.
+    Only the weights, gradients and optimizer state count, which the run certainly needs: running out of
+    memory would also take down other processes.
     """
     state = state_bytes(shape, loaded.config.optimizer.name) * plan.layout.dp_replicate
     if plan.slurm is not None or machine.memory is None or state <= machine.memory:
         return None
     what = f"is {loaded.config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
-    message = f"{what}, and this machine has {gib(machine.memory)}"
+    message = f"{what}, but this machine has {gib(machine.memory)}"
     return loaded.problem(
         "model.preset", message, "`trainkit plan --gpus N --gpu-type T` shows what would fit"
     )
