@@ -345,7 +345,7 @@ class Trainer:
         if self.world.is_main:
             state, metric = self.state, self.config.checkpoint.best_metric
             best = ""
-            if state.best_value:
+            if state.best_value is not None:
                 best = f"; best {metric}={state.best_value:.4f} at step {state.best_step}"
             log.info(f"finished after step {state.step} of {self.total_steps}{best}")
         return EXIT_OK
