@@ -33,7 +33,7 @@ def test_one_of_64_ranks(config: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.slow
 def test_for_a_person(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ("--set", "model.preset=nano", "--set", "data.seq_len=64")
+    small = ("--set", "model.preset=nano", "--set", "data.seq_len=64", "--set", "train.global_batch_size=8")
     assert main(["check", config, "--simulate-world", "2", "--set", "parallel.tp=2", *small]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("layout: one replica on one group of 2 processes (2 tensor-parallel)")

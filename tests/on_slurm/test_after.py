@@ -139,7 +139,7 @@ def test_a_run_that_slurm_cannot_wait_for(login: Login) -> None:
     assert "runs on this machine, and Slurm cannot wait for it" in refused.stderr
     reverse = login.trainkit("submit", str(login.config), "--after", "here", "--backend", "local")
     assert reverse.returncode == 2
-    assert "--after lets a job wait in Slurm's queue" in reverse.stderr
+    assert "--after requires Slurm, but this run starts on this machine" in reverse.stderr
     nobody = login.trainkit("submit", str(login.config), "--after", "nobody", "--", "true")
     assert (nobody.returncode, nobody.stderr.splitlines()[0]) == (2, "error: there is no run 'nobody'")
     assert login.trainkit("cancel", "here", "--wait").returncode == 0

@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
-from tests.on_slurm.login import Login, settings
+from tests.on_slurm.login import Login
 from tests.support.two_lines import two_lines
 from trainkit.rundir import RunDir, read_jsonl
 
 ON_TWO_HOSTS = ("--nodes", "2", "--gpus-per-node", "1")
 TIMEOUT_S = 1200.0
-NANO = settings(
-    *("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=32"),
-    *("precision.dtype=fp32", "logging.tensorboard=false"),
-)
 
 
 def drill(login: Login, *args: str) -> dict[str, Any]:
@@ -49,18 +43,3 @@ def test_a_command_survives_all_that_can_be_tried(login: Login) -> None:
     # The ranks of the other node wait for those that are dead, and nothing but Slurm tells that they are.
     assert ends(tried["rank"]["run_dir"]) == ends(tried["node"]["run_dir"]) == [("restart", "crash")]
     assert not (login.folder / ".state").exists()  # the user's own list of runs
-
-
-@pytest.mark.slow(seconds=60)
-def test_the_built_in_trainer_survives_the_loss_of_a_save(login: Login) -> None:
-    ways = ("--only", "mid-save", "--only", "damaged-checkpoint")
-    found = drill(login, *NANO, "--steps", "100", "--seed", "1", "--per", "node", *ways)
-    assert {result["state"] for result in found.values()} == {"passed"}
-    assert [result["restarted_by"] for result in found.values()] == ["restart", "resume"]
-    rejected = [
-        event["step"]
-        for event in read_jsonl(RunDir(found["damaged-checkpoint"]["run_dir"]).events_file)
-        if event["event"] == "checkpoint_rejected"
-    ]
-    assert len(rejected) == 1
-    login.wait_until_idle()

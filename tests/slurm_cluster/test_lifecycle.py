@@ -99,7 +99,7 @@ def test_what_a_killed_process_left_behind_goes_with_the_next(clusters_possible:
 def test_one_that_does_not_start_says_why_and_leaves_nothing(clusters_possible: None, tmp_path: Path) -> None:
     before = {state.folder for state in all_states()}
     with pytest.raises(
-        RuntimeError, match=r"(?s)slurmctld ended; its output:.*Can't find plugin for select/none-such"
+        RuntimeError, match=r"(?s)slurmctld exited; its output:.*Can't find plugin for select/none-such"
     ):
         up(tmp_path / "cluster", accounting=False, options={"SelectType": "select/none-such"})
     assert not (tmp_path / "cluster").exists()
