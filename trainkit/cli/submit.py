@@ -84,11 +84,8 @@ def command(
         options = GroupSubmission(command_argv, launcher, folder, after, dry_run, test_only, as_json)
         return _submit_group(request, group, options)
 
-    from trainkit.cli.start_output import print_copied, print_started
     from trainkit.plan.launch import describe_plan
-    from trainkit.submit.create import create_run
     from trainkit.submit.plan_run import plan_run
-    from trainkit.submit.start import start_run
 
     loaded = request.load_to_plan(command_argv, launcher)
     plan = plan_run(loaded, command_argv, launcher)
@@ -99,6 +96,11 @@ def command(
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     if dry_run or test_only:
         return _show(loaded, plan, folder, test_only)
+
+    from trainkit.cli.start_output import print_copied, print_started
+    from trainkit.submit.create import create_run
+    from trainkit.submit.start import start_run
+
     created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
     print_copied(created.code)
     entry = start_run(created.run, loaded.config, plan, "submit")
