@@ -18,6 +18,7 @@ from trainkit.plan.make_plan import make_plan
 from trainkit.rundir import RunDir
 from trainkit.submit.containers import container_program
 from trainkit.submit.script import JobScript, script_for
+from trainkit.submit.submitit_backend import submitit_text
 
 LOGIN_NODE = Machine(4, 0, (), "a login node")
 
@@ -173,3 +174,29 @@ def test_spare_nodes_stand_in_the_script(tmp_path: Path) -> None:
     assert "#SBATCH --no-requeue\n" in text
     assert "    --nodes=2\n" in text
     assert "mine: 2 nodes with 1 worker each, and 1 spare, one Slurm task per gpu" in text
+
+
+def test_the_shell_of_submitit_outlives_a_signal_that_its_supervisor_handles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    supervisor = bin_folder / "python"
+    supervisor.write_text("#!/bin/sh\ntrap '' TERM\necho started\nread line\nexit 75\n")
+    (bin_folder / "srun").write_text("#!/bin/sh\n")  # submitit looks for it
+    for file in bin_folder.iterdir():
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
+    given = replace(script(tmp_path), host_python=(str(supervisor),), setup="")
+    file = tmp_path / "submission.sh"  # of `bash -c` the last command replaces the shell
+    file.write_text(submitit_text(RunDir(tmp_path / "runs/mine"), given))
+    with subprocess.Popen(
+        ["bash", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as shell:
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        assert shell.stdout.readline() == "started\n"
+        shell.terminate()
+        shell.stdin.write("ended\n")
+        shell.stdin.flush()
+        assert shell.wait(timeout=60) == 75
