@@ -15,7 +15,7 @@ from trainkit.job.array_tasks import create_task_run
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.record import newest_entry, read_job
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, read_json, read_jsonl
+from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl
 from trainkit.rungroup import RunGroup
 
 POINTS = {
@@ -95,14 +95,14 @@ def test_the_task_names_its_own_job(tmp_path: Path) -> None:
     assert entry is not None
     assert entry["job_id"] == "34_0"
     attempt = claim_attempt(group.run(0), "34_0")
-    assert attempt is not None
+    assert isinstance(attempt, AttemptDir)
     assert attempt.number == 1
 
 
 def test_a_task_of_a_cancelled_group_does_not_begin(tmp_path: Path) -> None:
     group = make_group(tmp_path, POINTS, cancelled_at=SUBMITTED_AT)
     create_task_run(group.run(0), "12_0")
-    assert claim_attempt(group.run(0), "12_0") is None
+    assert claim_attempt(group.run(0), "12_0") == "it was cancelled before it started"
 
 
 def test_a_point_is_made_once_whoever_comes(tmp_path: Path) -> None:

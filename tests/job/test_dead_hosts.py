@@ -36,7 +36,7 @@ def start_that_dies(run: RunDir, monkeypatch: pytest.MonkeyPatch, host: str) -> 
     with monkeypatch.context() as patch:
         patch.setenv("SLURMD_NODENAME", host)
         attempt = claim_attempt(run, "7")
-    assert attempt is not None
+    assert isinstance(attempt, AttemptDir)
     return attempt
 
 
@@ -133,7 +133,7 @@ def test_a_person_who_starts_a_cancelled_run_again_is_heeded(run: RunDir) -> Non
     texts = [file.read_text() for file in (run.attempt(1).config_file, run.attempt(1).plan_file)]
     open_attempt(run, *texts)
     attempt = claim_attempt(run, "7")
-    assert attempt is not None
+    assert isinstance(attempt, AttemptDir)
     assert reasons(run) == [(1, "6", "submit"), (2, "7", "submit")]
 
 
@@ -156,7 +156,7 @@ def test_an_attempt_that_could_not_be_made_leaves_nothing(
             claim_attempt(run, "7")
     assert run.attempt_numbers() == [1]
     attempt = claim_attempt(run, "7")
-    assert attempt is not None
+    assert isinstance(attempt, AttemptDir)
     assert reasons(run) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
 
 

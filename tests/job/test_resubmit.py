@@ -25,15 +25,15 @@ from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 SCRIPT = "#!/bin/bash\n#SBATCH --comment=trainkit:old\n"
 
 
-def on_slurm(attempt: AttemptDir, backend: str = "sbatch") -> RunDir:
-    """A run whose first attempt is Slurm's job 7."""
+def on_slurm(attempt: AttemptDir, backend: str = "sbatch", job_id: str = "7") -> RunDir:
+    """A run whose first attempt is a job of Slurm."""
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     request = SlurmRequest({"nodes": 1, "comment": "my words", "exclude": "h9"})
     for file in (attempt.plan_file, attempt.run.plan_file):
         write_json(file, replace(plan, backend=backend, slurm=request).to_dict())
     for file in (attempt.script_file, attempt.run.script_file):
         file.write_text(SCRIPT)
-    add_slurm_entry(attempt.run, attempt.number, "7", "submit", backend)
+    add_slurm_entry(attempt.run, attempt.number, job_id, "submit", backend)
     return attempt.run
 
 
@@ -94,7 +94,7 @@ def test_a_task_of_an_array_goes_on_alone(tmp_path: Path, sbatch: Sbatch) -> Non
     group.mkdir()
     (group / "sweep.json").write_text("{}")
     (group / "submit.sbatch").write_text("#!/bin/bash\n# of the group\n")
-    run = on_slurm(make_attempt(group / "3"))
+    run = on_slurm(make_attempt(group / "3"), job_id="7_3")
     run.script_file.unlink()
     assert resubmit(run, "7_3") == "8_3"
     assert sbatch.text == "#!/bin/bash\n# of the group\n"

@@ -8,25 +8,29 @@ import shutil
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
-from slurm_job import Slurm, reasons, record_signal, step
+from slurm_job import RUNNING, Slurm, reasons, record_signal, step
 
 from trainkit.errors import EXIT_STOPPED
-from trainkit.job import allocation
+from trainkit.job import allocation, supervisor
 from trainkit.job.claim_attempt import claim_attempt
-from trainkit.job.record import AUTO_RESTART, add_slurm_entry, mark_cancelled, read_job
+from trainkit.job.decision import Decision
+from trainkit.job.record import AUTO_RESTART, add_slurm_entry, mark_cancelled, read_job, reopen_attempt
 from trainkit.job.supervisor import supervise_job
 from trainkit.job.watch import attempt as attempt_module
 from trainkit.job.watch.attempt import SlurmAttemptWatch
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
+from trainkit.rundir import AttemptDir, RunDir, file_lock, read_json, read_jsonl, write_json
+from trainkit.slurm.jobs import JobDetails
+from trainkit.slurm.states import JobState
 
 
 def test_the_first_start_takes_the_attempt_that_was_submitted(run: RunDir) -> None:
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     attempt = claim_attempt(run, "7")
-    assert attempt is not None
+    assert isinstance(attempt, AttemptDir)
     assert attempt.number == 1
     [entry] = read_job(run)["attempts"]
     assert entry["pid"] == os.getpid()
@@ -36,22 +40,108 @@ def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(run: RunDir)
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     claim_attempt(run, "7")
     attempt = claim_attempt(run, "7")
-    assert attempt is not None
+    assert isinstance(attempt, AttemptDir)
     assert reasons(run) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
     assert attempt.plan_file.read_bytes() == run.attempt(1).plan_file.read_bytes()
     assert attempt.config_file.read_bytes() == run.attempt(1).config_file.read_bytes()
 
 
 def test_a_job_whose_submission_was_interrupted_still_knows_its_attempt(run: RunDir) -> None:
-    attempt = claim_attempt(run, "7")
-    assert attempt is not None
+    assert isinstance(claim_attempt(run, "7"), AttemptDir)
     assert reasons(run) == [(1, "7", "submit")]
 
 
 def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) -> None:
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     mark_cancelled(run)
-    assert claim_attempt(run, "7") is None
+    assert claim_attempt(run, "7") == "it was cancelled before it started"
+
+
+def says(monkeypatch: pytest.MonkeyPatch, job: JobDetails | None) -> None:
+    """What Slurm says of the job of the newest attempt."""
+    monkeypatch.setattr("trainkit.job.claim_attempt.query_job", lambda job_id: job)
+
+
+@pytest.mark.parametrize(
+    "state", [JobState.RUNNING, JobState.PENDING, JobState.REQUEUED, JobState.HELD, JobState.SUSPENDED]
+)
+def test_a_second_job_leaves_a_run_to_the_one_that_carries_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
+) -> None:
+    """The script submitted by hand once more, an old job requeued, a duplicate after a lost answer."""
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    claim_attempt(run, "7")
+    says(monkeypatch, replace(RUNNING, state=state))
+    assert claim_attempt(run, "8") == "job 7 carries the run"
+    assert reasons(run) == [(1, "7", "submit")]
+
+
+def test_an_old_job_that_is_requeued_leaves_the_run_to_the_newer_one(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    claim_attempt(run, "7")
+    reopen_attempt(run.attempt(1))
+    add_slurm_entry(run, 2, "8", "resume", "sbatch")
+    says(monkeypatch, replace(RUNNING, state=JobState.PENDING))
+    assert claim_attempt(run, "7") == "job 8 carries the run"
+    assert isinstance(claim_attempt(run, "8"), AttemptDir)
+    assert run.attempt_numbers() == [1, 2]
+
+
+@pytest.mark.parametrize("job", [None, replace(RUNNING, state=JobState.UNKNOWN, slurm_state="REVOKED")])
+def test_where_slurm_cannot_tell_the_lock_of_the_supervisor_does(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, job: JobDetails | None
+) -> None:
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    claim_attempt(run, "7")
+    says(monkeypatch, job)
+    with file_lock(run.supervisor_lock_file):
+        assert claim_attempt(run, "8") == "job 7 carries the run"
+    following = claim_attempt(run, "8")
+    assert isinstance(following, AttemptDir)
+    assert following.number == 2
+
+
+@pytest.mark.parametrize("state", [JobState.COMPLETING, JobState.COMPLETED, JobState.NODE_FAIL])
+def test_a_job_by_hand_continues_a_run_whose_job_is_over(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
+) -> None:
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    claim_attempt(run, "7")
+    says(monkeypatch, replace(RUNNING, state=state))
+    assert isinstance(claim_attempt(run, "8"), AttemptDir)
+    assert reasons(run) == [(1, "7", "submit"), (2, "8", "submit")]
+
+
+def test_a_start_that_was_superseded_while_it_waited_for_the_lock_does_not_start(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def superseded(run: RunDir, timeout_s: float) -> bool:
+        add_slurm_entry(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
+        return True
+
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    monkeypatch.setattr(supervisor, "become_sole_supervisor", superseded)
+    assert supervise_job(run, [sys.executable, "-c", "raise SystemExit(3)"]) == EXIT_STOPPED
+    end = read_json(run.attempt(1).end_file)
+    assert (end["state"], end["reason"]) == ("stopped", "superseded: attempt 2 in job 8 carries the run")
+
+
+def test_only_the_newest_attempt_opens_the_next(run: RunDir, slurm: Slurm) -> None:
+    def supersede() -> None:
+        add_slurm_entry(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
+
+    given = allocation.SlurmAllocation(run, "7", [])
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    supersede()
+    assert given.claim_next(run.attempt(1)) == "superseded: attempt 2 in job 8 carries the run"
+    plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))
+    given.job = RUNNING
+    requeue = Decision("requeue", "preempted", EXIT_STOPPED, "preempted")
+    assert given.release(plan, requeue) == "job 8 carries the run"
+    assert slurm.requeued == 0
+    assert run.attempt_numbers() == [1, 2]
 
 
 def test_a_step_that_ends_well(run: RunDir, slurm: Slurm) -> None:
@@ -161,7 +251,7 @@ def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
     watch = watch_of(run, monkeypatch, f"import os, time\n{code}")
     folder, aside, calls = run.attempt(1).path, run.path / "aside", []
 
-    def stale() -> bool:
+    def stale() -> None:
         calls.append(1)
         raise OSError(errno.ESTALE, "Stale file handle")
 
@@ -173,7 +263,7 @@ def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
 
     mover = threading.Timer(0.2, move)
     mover.start()
-    monkeypatch.setattr(watch, "_is_superseded", stale)
+    monkeypatch.setattr(watch, "_superseding_entry", stale)
     watch.run()
     mover.join()
     watch.collect_outcome()
@@ -208,11 +298,31 @@ def test_a_step_is_ended_when_another_start_of_the_job_waits_for_it(
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     assert run.attempt_numbers() == [1]
     claim_attempt(run, "7")
-    watch = watch_of(run, monkeypatch)
-    threading.Timer(0.3, claim_attempt, (run, "7")).start()
+    saves = """
+import signal, sys, time
+def save(number, frame):
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGUSR2, save)
+print("training", flush=True)
+time.sleep(60)
+"""
+    watch = watch_of(run, monkeypatch, saves)
+    log = run.attempt(1).supervisor_log
+
+    def come_back() -> None:
+        while not (log.exists() and "training" in log.read_text()):
+            time.sleep(0.01)
+        claim_attempt(run, "7")
+
+    threading.Thread(target=come_back).start()
     watch.run()
     watch.collect_outcome()
-    assert [code for _, code in watch.outcome.exits] == [143]
+    assert [code for _, code in watch.outcome.exits] == [EXIT_STOPPED]
+    assert log.read_text().splitlines()[-1] == "saved"
+    assert watch.superseded_by is not None
+    assert watch.superseded_by["attempt"] == 2
     assert run.attempt_numbers() == [1, 2]
 
 
@@ -231,7 +341,7 @@ def test_a_start_waits_for_room_on_the_disk(
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     full = [OSError(errno.ENOSPC, "No space left on device")] * 2
 
-    def take_later(run: RunDir, job_id: str) -> AttemptDir | None:
+    def take_later(run: RunDir, job_id: str) -> AttemptDir | str:
         if full:
             raise full.pop()
         return claim_attempt(run, job_id)

@@ -37,11 +37,13 @@ from trainkit.job.processes import log_line, module_argv
 from trainkit.job.record import (
     AUTO_RESTART,
     add_entry,
+    describe_superseded,
     find_entry,
     is_cancelled,
     newest_entry,
     reopen_attempt,
     run_lock,
+    superseding_entry,
     waiting_follow_ups,
 )
 from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
@@ -77,11 +79,13 @@ class Allocation:
         """Claim the first attempt to run; returns the exit code instead when there is nothing to do."""
         raise NotImplementedError
 
-    def claim_next(self, attempt: AttemptDir) -> AttemptDir | None:
-        """Open the next attempt, which restarts the run in this allocation; None when it was cancelled."""
+    def claim_next(self, attempt: AttemptDir) -> AttemptDir | str:
+        """Open the next attempt, which restarts the run in this allocation; the reason when it must not."""
         with run_lock(self.run):
+            if (newer := superseding_entry(attempt)) is not None:
+                return describe_superseded(newer)
             if is_cancelled(attempt):
-                return None
+                return "cancelled before the restart"
             following = reopen_attempt(attempt)
             job_id = self.register(following)
         log_event(self.run, following.number, "submitted", job_id=job_id, reason=AUTO_RESTART)
@@ -196,9 +200,9 @@ class SlurmAllocation(Allocation):
 
             create_task_run(self.run, self.job_id)
         attempt = retry_on_disk_error(lambda: claim_attempt(self.run, self.job_id))
-        if attempt is not None:
+        if isinstance(attempt, AttemptDir):
             return attempt
-        log_line(f"nothing to do for {self.job_id}: it was cancelled before it started, or the run has ended")
+        log_line(f"nothing to do for job {self.job_id}: {attempt}")
         if (cancelled := cancelled_attempt(self.run, self.job_id)) is not None:
             with contextlib.suppress(OSError):
                 write_end(cancelled, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
@@ -365,6 +369,9 @@ class SlurmAllocation(Allocation):
     def _requeue(self, plan: LaunchPlan) -> None:
         """Requeue the job, unless Slurm is already requeuing it, and exclude bad hosts."""
         if not self.is_being_requeued:
+            newest = newest_entry(self.run)
+            if newest is not None and newest["job_id"] != self.job_id:
+                raise TrainkitError(f"job {newest['job_id']} carries the run")
             if self.was_cancelled_meanwhile():
                 raise TrainkitError("it was cancelled meanwhile")
             requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from typing import Any
 
+from trainkit.job.failure.termination_cause import query_job
 from trainkit.job.record import (
     AUTO_RESTART,
     add_slurm_entry,
     claim_entry,
     find_entry,
     is_cancelled,
+    is_slurm,
+    is_supervised,
+    newest_entry,
     read_job,
     reopen_attempt,
     run_lock,
 )
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_end, read_json, wait_for_json, will_resume
+from trainkit.slurm.conf_file import cluster_name
+from trainkit.slurm.states import JobState
 
 ENTRY_TIMEOUT_S = 20.0
 """How long the command that submitted the job may take to record its id."""
 
 
-def claim_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
-    """Claim the attempt that this start of the job runs; None when there is nothing to do.
+def claim_attempt(run: RunDir, job_id: str) -> AttemptDir | str:
+    """Claim the attempt that this start of the job runs; the reason when there is nothing to do.
 
-    There is nothing to do when the job was cancelled while pending, and for a follow-up of an ended run.
+    There is nothing to do when the job was cancelled while pending, for a follow-up of an ended run, and
+    while another job carries the run: the script was submitted twice, or an old job was requeued.
     Raises UsageError when the run folder cannot be locked, and OSError.
     """
     with contextlib.suppress(TimeoutError):
@@ -35,23 +43,52 @@ def claim_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
             ENTRY_TIMEOUT_S,
             accept=lambda _: bool(entries_of(run, job_id)) or is_follow_up(run, job_id),
         )
-    with run_lock(run):
-        own = entries_of(run, job_id)
-        follows = not own and is_follow_up(run, job_id)
-        if any("cancelled_at" in entry for entry in own) or (follows and _has_ended(run)):
-            return None
-        if own and "pid" not in own[-1]:
-            claim_entry(run, own[-1]["attempt"], os.getpid())
-            return run.attempt(own[-1]["attempt"])
-        newest = run.attempt(run.attempt_numbers()[-1])
-        entry = find_entry(run, newest.number)
-        if entry is not None and "cancelled_at" in entry:
-            return None  # cancelled while another job ran that attempt: this job must not open the next one
-        if entry is not None:
-            newest = reopen_attempt(newest)
-        # This start is not in job.json yet: the job was requeued, or its submission was never acknowledged.
-        reason = AUTO_RESTART if own or follows else "submit"
-        register_start(newest, job_id, reason)
+    while True:
+        # Slurm is queried without the lock: `trainkit cancel` needs it.
+        newest = newest_entry(run)
+        carrier = None if newest is None else _carrier(run, newest, job_id)
+        with run_lock(run):
+            if newest_entry(run) == newest:
+                return _claim(run, job_id) if carrier is None else f"job {carrier} carries the run"
+
+
+def _carrier(run: RunDir, newest: Mapping[str, Any], job_id: str) -> str | None:
+    """The job that carries a run, by the run's newest entry; None when this job may.
+
+    Slurm knows whether that job is pending or running. Where Slurm does not, the supervisor's lock tells.
+    """
+    other = str(newest["job_id"])
+    end = read_end(run.attempt(newest["attempt"]))
+    if other == job_id or (end is not None and not will_resume(end)):
+        return None
+    job = query_job(other) if is_slurm(newest) and newest.get("cluster") in (None, cluster_name()) else None
+    if job is None or job.state is JobState.UNKNOWN:
+        return other if is_supervised(run) else None
+    # A job that completes is about to exit, and its supervisor to release the lock.
+    is_live = job.state.is_waiting or (job.state.is_active and job.state is not JobState.COMPLETING)
+    return other if is_live else None
+
+
+def _claim(run: RunDir, job_id: str) -> AttemptDir | str:
+    """`claim_attempt` with the lock held, when no other job carries the run."""
+    own = entries_of(run, job_id)
+    follows = not own and is_follow_up(run, job_id)
+    if any("cancelled_at" in entry for entry in own):
+        return "it was cancelled before it started"
+    if follows and _has_ended(run):
+        return "the run has ended"
+    if own and "pid" not in own[-1]:
+        claim_entry(run, own[-1]["attempt"], os.getpid())
+        return run.attempt(own[-1]["attempt"])
+    newest = run.attempt(run.attempt_numbers()[-1])
+    entry = find_entry(run, newest.number)
+    if entry is not None and "cancelled_at" in entry:
+        return "the run was cancelled"  # while another job ran that attempt
+    if entry is not None:
+        newest = reopen_attempt(newest)
+    # This start is not in job.json yet: the job was requeued, or its submission was never acknowledged.
+    reason = AUTO_RESTART if own or follows else "submit"
+    register_start(newest, job_id, reason)
     log_event(run, newest.number, "submitted", job_id=job_id, reason=reason)
     return newest
 

@@ -126,6 +126,16 @@ def become_sole_supervisor(run: RunDir, timeout_s: float) -> bool:
     return True
 
 
+def is_supervised(run: RunDir) -> bool:
+    """Whether some process holds the lock of `become_sole_supervisor`."""
+    try:
+        descriptor = acquire_lock(run.supervisor_lock_file, 0.0)
+    except BlockingIOError:
+        return True
+    os.close(descriptor)
+    return False
+
+
 def submission_token(run: RunDir, attempt: int, follow_up: int = 0) -> str:
     """The unique token in the comment of an attempt's job, by which it is found if sbatch's answer is lost.
 
@@ -187,6 +197,17 @@ def newest_entry(run: RunDir) -> dict[str, Any] | None:
 def find_entry(run: RunDir, attempt: int) -> dict[str, Any] | None:
     """The entry of one attempt; None if it has none."""
     return next((entry for entry in read_job(run)["attempts"] if entry["attempt"] == attempt), None)
+
+
+def superseding_entry(attempt: AttemptDir) -> dict[str, Any] | None:
+    """The newest entry if it is that of a later attempt, which now carries the run; else None."""
+    newest = newest_entry(attempt.run)
+    return newest if newest is not None and newest["attempt"] > attempt.number else None
+
+
+def describe_superseded(entry: Mapping[str, Any]) -> str:
+    """Why an attempt ends, for the entry that `superseding_entry` returned."""
+    return f"superseded: attempt {entry['attempt']} in job {entry['job_id']} carries the run"
 
 
 def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any]:

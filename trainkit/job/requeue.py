@@ -19,6 +19,7 @@ from trainkit.job.record import (
     add_slurm_entry,
     copy_submitit_files,
     discard_attempt,
+    find_entry,
     is_cancelled,
     reopen_attempt,
     run_lock,
@@ -72,6 +73,9 @@ def resubmit(run: RunDir, job_id: str, exclude: Sequence[str] = ()) -> str:
     """
     with run_lock(run):
         newest = run.attempt(run.attempt_numbers()[-1])
+        entry = find_entry(run, newest.number)
+        if entry is not None and entry["job_id"] != job_id:
+            raise TrainkitError(f"job {entry['job_id']} carries the run")
         if is_cancelled(newest):
             raise TrainkitError("it was cancelled meanwhile")
         script = script_of_job(run, job_id).read_text(encoding="utf-8")

@@ -24,7 +24,12 @@ from trainkit.job.failure.first_failure import find_first_failure
 from trainkit.job.node.preflight import retry_on_disk_error
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.processes import log_line, redirect_output
-from trainkit.job.record import become_sole_supervisor, is_cancelled
+from trainkit.job.record import (
+    become_sole_supervisor,
+    describe_superseded,
+    is_cancelled,
+    superseding_entry,
+)
 from trainkit.job.watch.attempt import AttemptWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
@@ -75,6 +80,9 @@ def supervise(allocation: Allocation) -> int:
             f"{run.supervisor_lock_file} is locked, perhaps by a host that was lost"
         )
         return _conclude(attempt, Outcome(), Decision("failed", reason, EXIT_FAILED))
+    # The record may have changed during the wait for the lock.
+    if (newer := superseding_entry(attempt)) is not None:
+        return _conclude(attempt, Outcome(), Decision("stopped", describe_superseded(newer), EXIT_STOPPED))
     return Supervisor(allocation).run(attempt)
 
 
@@ -116,6 +124,8 @@ class Supervisor:
                 attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
             )
             watch.run()
+            if watch.superseded_by is not None:
+                return outcome, Decision("stopped", describe_superseded(watch.superseded_by), EXIT_STOPPED)
             return outcome, retry_on_disk_error(lambda: self._judge(attempt, plan, watch))
         except (OSError, ValueError, TrainkitError) as error:
             return outcome, Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
@@ -141,7 +151,9 @@ class Supervisor:
             following = retry_on_disk_error(lambda: self.allocation.claim_next(attempt))
         except (OSError, ValueError, TrainkitError) as error:
             return Decision("failed", f"could not be restarted: {error}", EXIT_FAILED, decision.cause)
-        return following or Decision("stopped", "cancelled before the restart", EXIT_STOPPED)
+        return (
+            following if isinstance(following, AttemptDir) else Decision("stopped", following, EXIT_STOPPED)
+        )
 
     def _leave(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """Leave the allocation, so that the run continues in another; returns the exit code of this start."""
@@ -164,7 +176,8 @@ class Supervisor:
     def _end(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """End the run; returns the exit code of this start."""
         code = _conclude(attempt, outcome, decision)
-        self.allocation.cancel_pending()
+        if superseding_entry(attempt) is None:
+            self.allocation.cancel_pending()
         return code
 
 

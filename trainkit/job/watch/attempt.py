@@ -20,7 +20,7 @@ from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessG
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.node.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.processes import log_line, module_argv
-from trainkit.job.record import find_entry, is_cancelled, is_cancelled_now
+from trainkit.job.record import describe_superseded, is_cancelled, is_cancelled_now, superseding_entry
 from trainkit.job.signals import is_death_by_notice, signal_exit_code
 from trainkit.job.watch.hangs import HangWatch
 from trainkit.plan.launch import LaunchPlan
@@ -45,14 +45,20 @@ class AttemptWatch(ProcessGroup):
         self.attempt = attempt
         self.plan = plan
         self.outcome = Outcome()
+        self.superseded_by: dict[str, Any] | None = None
+        """The entry of the attempt that carries the run now; this one saves and ends."""
         self._hangs = HangWatch(attempt)
         self._missing_since_s: float | None = None
 
     def poll(self) -> None:
         """End the attempt when it was deleted or superseded, or when its ranks hang."""
-        if self._is_deleted() or self._is_superseded():
+        if self._is_deleted():
             self.end_all()
             return
+        if self.superseded_by is None and (newer := self._superseding_entry()) is not None:
+            self.superseded_by = newer
+            log_line(f"attempt {self.attempt.number}: {describe_superseded(newer)}")
+            self.save_and_end()
         self._poll_processes()
         if not self.outcome.hung and (hangs := self._hangs.poll()):
             self.outcome.hangs = hangs
@@ -69,9 +75,16 @@ class AttemptWatch(ProcessGroup):
         """Kill the remaining processes after the grace time; agents apply a shorter limit themselves."""
         self.kill_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
-    def _is_superseded(self) -> bool:
-        """Whether another supervisor has claimed the next attempt."""
-        return False
+    def save_and_end(self) -> None:
+        """Have the ranks save and exit within the grace time."""
+        raise NotImplementedError
+
+    def _superseding_entry(self) -> dict[str, Any] | None:
+        """The entry of a later attempt that another supervisor has claimed."""
+        if not self.attempt.run.attempt(self.attempt.number + 1).path.is_dir():
+            return None  # the usual case: one stat call
+        newer = superseding_entry(self.attempt)
+        return newer if newer is not None and "pid" in newer else None
 
     def _poll_processes(self) -> None:
         """Called by `poll` unless the attempt was deleted or superseded."""
@@ -107,6 +120,10 @@ class LocalAttemptWatch(AttemptWatch):
 
     def end_all(self) -> None:
         self.kill_within(0.0)
+
+    def save_and_end(self) -> None:
+        self.forward_signal(signal.SIGTERM)
+        self.on_signal(signal.SIGTERM)
 
     def on_signal(self, received: signal.Signals) -> None:
         outcome = self.outcome
@@ -201,15 +218,12 @@ class SlurmAttemptWatch(AttemptWatch):
         self._forward_unconfirmed()
         self._end_after_failure()
 
-    def _is_superseded(self) -> bool:
-        """Whether another start of the job has claimed the next attempt and waits for this one to exit.
-
-        When only the slurmd of a host dies, Slurm counts the host as lost and restarts the job elsewhere.
-        """
-        following = self.attempt.number + 1
-        if not self.attempt.run.attempt(following).path.is_dir():
-            return False  # the usual case: one stat call
-        return "started_at" in (find_entry(self.attempt.run, following) or {})
+    def save_and_end(self) -> None:
+        self._unconfirmed_since_s = float("inf")
+        self.outcome.stop_signal = self.outcome.stop_signal or RESTART_SIGNAL
+        if SRUN in self.running:
+            os.kill(self.running[SRUN].pid, signal.SIGUSR2)
+        self.kill_after_grace()
 
     def _forward_unconfirmed(self) -> None:
         """Send SIGUSR2 to ranks without a signal: only this shell got it, or the cancel preceded the step."""
