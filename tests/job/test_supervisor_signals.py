@@ -12,6 +12,7 @@ from slurm_job import RUNNING, Slurm, record_signal, step
 
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED
 from trainkit.job import allocation, requeue, supervisor
+from trainkit.job.allocation import SlurmAllocation
 from trainkit.job.record import KILLED
 from trainkit.job.watch.attempt import SlurmAttemptWatch
 from trainkit.plan.launch import LaunchPlan
@@ -20,7 +21,11 @@ from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 
 
-def test_what_cancel_now_kills_was_not_a_failure(run: RunDir, slurm: Slurm) -> None:
+def test_what_cancel_now_kills_was_not_a_failure(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suspects: list[object] = []
+    monkeypatch.setattr(SlurmAllocation, "record_suspect", lambda *args: suspects.append(args))
     # Slurm's SIGTERM for a job that it cancels may come before the step is seen to have ended.
     code = (
         "import os; from trainkit.rundir import RunDir, log_event;"
@@ -30,6 +35,7 @@ def test_what_cancel_now_kills_was_not_a_failure(run: RunDir, slurm: Slurm) -> N
     )
     result, end = step(run, code)
     assert (result, end["state"], end["reason"], end["verdict"]) == (137, "cancelled", KILLED, None)
+    assert suspects == [], "no host is to blame"
 
 
 def test_what_is_to_end_now_is_not_asked_to_save(

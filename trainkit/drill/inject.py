@@ -210,7 +210,7 @@ def kill_job(run: RunDir) -> bool:
         entry = live_entry(run, "cancel")
         if entry is None:
             return False
-        mark_cancelled(run)
+        mark_cancelled(run, now=True)
         # First, because the end of this job would start its follow-up jobs.
         cancel_follow_ups(run, keep=str(entry["job_id"]))
         kill(run, entry)

@@ -239,8 +239,13 @@ class SlurmAllocation(Allocation):
         is_running = self._host_watch is not None and not processes.ended(self._host_watch)
         if not plan.spare_nodes or not others or is_running:
             return
-        step = ["srun", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1", f"--nodelist={others[-1]}"]
-        argv = [*step, "--input=none", *module_argv("trainkit.job.watch.batch_host")]
+        step = ["srun", "--overlap", "--mpi=none", "--mem=0", "--nodes=1", "--ntasks=1"]
+        argv = [
+            *step,
+            f"--nodelist={others[-1]}",
+            "--input=none",
+            *module_argv("trainkit.job.watch.batch_host"),
+        ]
         with log.open("ab") as output:
             self._host_watch = processes.start_child(
                 argv, environ=os.environ, output=output, keeps_mask=False

@@ -28,6 +28,7 @@ from trainkit.job.record import (
     become_sole_supervisor,
     describe_superseded,
     is_cancelled,
+    is_cancelled_now,
     superseding_entry,
 )
 from trainkit.job.watch.attempt import AttemptWatch
@@ -136,7 +137,8 @@ class Supervisor:
         outcome = watch.outcome
         self.allocation.inspect(attempt, plan, outcome)
         outcome.failure = find_first_failure(attempt, plan, outcome)
-        self.allocation.record_suspect(attempt, outcome.failure)
+        if not is_cancelled_now(attempt):
+            self.allocation.record_suspect(attempt, outcome.failure)
         return judge(attempt, outcome, self.allocation.restart_options(plan))
 
     def _restart(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> AttemptDir | Decision:

@@ -131,6 +131,8 @@ def make_request(
         "ntasks-per-node": tasks_per_node,
         "kill-on-bad-exit": 0,
         "wait": 0,
+        # torch meets by itself, and a cluster's default may be a plugin that its nodes do not have.
+        "mpi": "none",
         **config.launch.srun_extra,
     }
     return SlurmRequest(sbatch, srun)

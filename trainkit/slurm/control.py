@@ -214,7 +214,8 @@ def run_step(
     the job. Raises SlurmRefused when Slurm does not start it or the command fails.
     """
     step = [
-        *("srun", f"--jobid={checked_job_id(job_id)}", "--overlap", "--mem=0", "--input=none"),
+        *("srun", f"--jobid={checked_job_id(job_id)}", "--overlap", "--mpi=none", "--mem=0"),
+        "--input=none",
         *(f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"),
     ]
     clean = plain_environ(scrubbed(os.environ if environ is None else environ))

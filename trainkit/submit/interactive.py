@@ -68,6 +68,7 @@ def attach_argv(job_id: str, host: str | None) -> list[str]:
     """The srun command that starts a shell on a node of a running job; `host` is optional."""
     where = [] if host is None else [f"--nodelist={host}"]
     return [
-        *("srun", f"--jobid={job_id}", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1"),
+        *("srun", f"--jobid={job_id}", "--overlap", "--mpi=none"),
+        *("--mem=0", "--nodes=1", "--ntasks=1"),
         *(*where, "--pty", "bash", "-i"),
     ]
