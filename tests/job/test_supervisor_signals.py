@@ -55,6 +55,31 @@ def test_what_is_to_end_now_is_not_asked_to_save(
 
 
 @pytest.mark.parametrize(
+    "then",
+    [
+        # Nobody receives the signal: it came between two steps.
+        "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75)); mark_requeue_requested(run); time.sleep(60)",
+        # It comes before the ranks have handlers, and kills them.
+        "mark_requeue_requested(run); os.kill(os.getpid(), signal.SIGUSR2)",
+    ],
+)
+def test_a_requested_requeue_is_neither_lost_nor_a_crash(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
+    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
+    monkeypatch.setattr("trainkit.job.watch.attempt.SIGNAL_RECORD_S", 0.1)
+    code = (
+        "import os, signal, sys, time; from trainkit.rundir import RunDir;"
+        " from trainkit.job.record import mark_requeue_requested;"
+        f" run = RunDir(os.environ['TRAINKIT_JOB_RUN_DIR']); {then}"
+    )
+    result, end = step(run, code)
+    assert (result, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "asked")
+    assert slurm.requeued == 1
+
+
+@pytest.mark.parametrize(
     ("job", "words"),
     [
         (RUNNING, "saved after SIGTERM"),

@@ -200,3 +200,10 @@ def test_the_shell_of_submitit_outlives_a_signal_that_its_supervisor_handles(
         shell.stdin.write("ended\n")
         shell.stdin.flush()
         assert shell.wait(timeout=60) == 75
+
+
+def test_a_step_needs_no_mpi_plugin_unless_the_user_wants_one(tmp_path: Path) -> None:
+    assert "    --mpi=none\n" in script(tmp_path).text
+    own = script(tmp_path, "launch.srun_extra={mpi: pmix}").text
+    assert "    --mpi=pmix\n" in own
+    assert "--mpi=none" not in own

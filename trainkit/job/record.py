@@ -302,6 +302,16 @@ def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
     write_json(run.job_file, job)
 
 
+def mark_requeue_requested(run: RunDir) -> None:
+    """Record that the user wants the newest attempt saved and restarted; call with the lock held.
+
+    The signal alone can be lost: between two steps no process receives it.
+    """
+    job = read_job_to_change(run)
+    job["attempts"][-1]["requeue_requested_at"] = utc_now()
+    write_json(run.job_file, job)
+
+
 def is_cancelled(attempt: AttemptDir) -> bool:
     """Whether the user cancelled an attempt."""
     return "cancelled_at" in (find_entry(attempt.run, attempt.number) or {})

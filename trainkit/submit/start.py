@@ -27,6 +27,7 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.record import (
     add_slurm_entry,
     discard_attempt,
+    mark_requeue_requested,
     newest_entry,
     next_attempt_number,
     open_attempt,
@@ -181,6 +182,7 @@ def requeue_run(run: RunDir) -> tuple[dict[str, Any], bool]:
         entry = live_entry(run, "requeue")
         if entry is None:
             return start_again(run, "requeue"), True
+        mark_requeue_requested(run)
         outcome = signal_job(run, entry, signal.SIGUSR2)
     if outcome == "waiting":
         raise UsageError(f"{entry['job_id']} is already pending", hint="`trainkit status` shows the reason")

@@ -20,7 +20,7 @@ from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessG
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.node.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.processes import log_line, module_argv
-from trainkit.job.record import describe_superseded, is_cancelled, is_cancelled_now, superseding_entry
+from trainkit.job.record import describe_superseded, find_entry, superseding_entry
 from trainkit.job.signals import is_death_by_notice, signal_exit_code
 from trainkit.job.watch.hangs import HangWatch
 from trainkit.plan.launch import LaunchPlan
@@ -228,7 +228,7 @@ class SlurmAttemptWatch(AttemptWatch):
     def _forward_unconfirmed(self) -> None:
         """Send SIGUSR2 to ranks without a signal: only this shell got it, or the cancel preceded the step."""
         if self._unconfirmed_since_s is None:
-            if self.outcome.stop_signal is None and self._is_cancelled_with_save():
+            if self.outcome.stop_signal is None and self._requested_signal() is not None:
                 self._unconfirmed_since_s = time.monotonic()
             return
         if time.monotonic() < self._unconfirmed_since_s + SIGNAL_RECORD_S:
@@ -237,11 +237,15 @@ class SlurmAttemptWatch(AttemptWatch):
         if self._signal_of_ranks() is None and SRUN in self.running:
             os.kill(self.running[SRUN].pid, signal.SIGUSR2)
             if self.outcome.stop_signal is None:
-                self.outcome.stop_signal = signal.SIGTERM.name
+                self.outcome.stop_signal = self._requested_signal() or signal.SIGTERM.name
                 self.kill_after_grace()
 
-    def _is_cancelled_with_save(self) -> bool:
-        return is_cancelled(self.attempt) and not is_cancelled_now(self.attempt)
+    def _requested_signal(self) -> str | None:
+        """The signal that a command's request in job.json stands for; None without a request."""
+        entry = find_entry(self.attempt.run, self.attempt.number) or {}
+        if "cancelled_at" in entry:
+            return None if entry.get("cancelled_now") else signal.SIGTERM.name
+        return RESTART_SIGNAL if "requeue_requested_at" in entry else None
 
     def _end_after_failure(self) -> None:
         """End the step when a rank or an agent has failed: its peers may wait for it forever."""
@@ -299,6 +303,9 @@ class SlurmAttemptWatch(AttemptWatch):
         self.outcome.exits = [(end.rank, code if first_code is None else first_code)]
         if self.outcome.stop_signal is None:
             self.outcome.stop_signal = self._signal_of_ranks()
+        if self.outcome.stop_signal is None and any(map(is_death_by_notice, self.outcome.exit_codes)):
+            # The signal of a request came before the handlers of the ranks were installed.
+            self.outcome.stop_signal = self._requested_signal()
         # Agents kill their workers after the grace time, so srun may exit late without having been killed.
         is_late = end.killed or self._exceeded_grace(end.time)
         self.outcome.out_of_time = self.outcome.stop_signal is not None and is_late
