@@ -16,13 +16,13 @@ help: ## List the targets.
 demo: venv ## Train a small model, kill it, resume it, and compare the losses.
 	@$(BIN)/python -m tools.demo
 
-test: venv-test ## Style, types, all unit tests, and one real run of each kind (8 minutes).
+test: venv-test ## Style, types, all unit tests, and one real run of each kind (4 minutes).
 	@$(MAKE) --no-print-directory --jobs 2 lint slurm
 	$(PYTEST) 3 -m "not slow or smoke"
 
 test-all: test test-rest ## All tests (20 minutes).
 
-test-fast: venv-test ## Unit tests only (2 minutes).
+test-fast: venv-test ## Unit tests only.
 	$(PYTEST) 2 -m "not slow"
 
 # Many of these wait for Slurm: three at a time keep two cores busy.
