@@ -269,6 +269,7 @@ SLURM_OPTIONS = {
     "--signal",
     "--open-mode",
     "--kill-on-bad-exit",
+    "--mpi",
     "--wait",
     "--no-kill",
     "--gres",

@@ -29,6 +29,7 @@ from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 from trainkit.submit import sbatch_backend
 from trainkit.submit.sbatch_backend import submit_follow_ups
+from trainkit.submit.start import requeue_run
 
 REQUEST = SlurmRequest({"nodes": 2, "comment": "my words"})
 WAITS = JobInfo("?", JobState.PENDING, "PENDING", reason="Dependency")
@@ -212,3 +213,28 @@ def test_a_run_on_another_cluster_is_not_taken_for_dead(
     assert liveness_probe(run)() is None
     with pytest.raises(UsageError, match="job 8 is on the cluster east, but this is west"):
         live_entry(run, "resume")
+
+
+def test_a_requeue_of_a_job_that_waits_leaves_no_request(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job would find it when it starts, and go back into the queue at once."""
+    monkeypatch.setattr(control_jobs, "query_jobs", lambda ids: dict.fromkeys(ids, WAITS))
+    with pytest.raises(UsageError, match="7 is already pending"):
+        requeue_run(run)
+    assert "requeue_requested_at" not in read_job(run)["attempts"][-1]
+
+
+def test_a_requeue_stands_in_the_record_before_it_is_signalled(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = []
+
+    def signalled(*args: object) -> None:
+        requests.append(read_job(run)["attempts"][-1]["requeue_requested_at"])
+
+    runs = JobInfo("7", JobState.RUNNING, "RUNNING")
+    monkeypatch.setattr(control_jobs, "query_jobs", lambda ids: dict.fromkeys(ids, runs))
+    monkeypatch.setattr(control_jobs, "send_signal", signalled)
+    assert requeue_run(run)[1] is False
+    assert len(requests) == 1

@@ -26,7 +26,13 @@ from trainkit.job.attempt_end import (
     reached_its_stop,
     write_end,
 )
-from trainkit.job.claim_attempt import cancelled_attempt, claim_attempt, register_start
+from trainkit.job.claim_attempt import (
+    CANCELLED_BEFORE_START,
+    RUN_CANCELLED,
+    cancelled_attempt,
+    claim_attempt,
+    register_start,
+)
 from trainkit.job.decision import RESTART_SIGNAL, Decision, Outcome, RestartOptions
 from trainkit.job.failure.first_failure import suspect_host
 from trainkit.job.failure.srun_errors import hosts_without_launch, launch_error
@@ -203,7 +209,8 @@ class SlurmAllocation(Allocation):
         if isinstance(attempt, AttemptDir):
             return attempt
         log_line(f"nothing to do for job {self.job_id}: {attempt}")
-        if (cancelled := cancelled_attempt(self.run, self.job_id)) is not None:
+        is_cancellation = attempt in (CANCELLED_BEFORE_START, RUN_CANCELLED)
+        if is_cancellation and (cancelled := cancelled_attempt(self.run, self.job_id)) is not None:
             with contextlib.suppress(OSError):
                 write_end(cancelled, Outcome(), Decision("stopped", CANCELLED, EXIT_STOPPED))
         return EXIT_OK
@@ -376,7 +383,7 @@ class SlurmAllocation(Allocation):
         if not self.is_being_requeued:
             newest = newest_entry(self.run)
             if newest is not None and newest["job_id"] != self.job_id:
-                raise TrainkitError(f"job {newest['job_id']} carries the run")
+                raise TrainkitError(f"job {newest['job_id']} has taken the run over")
             if self.was_cancelled_meanwhile():
                 raise TrainkitError("it was cancelled meanwhile")
             requeue(self.job_id, patience_s=REQUEUE_PATIENCE_S)

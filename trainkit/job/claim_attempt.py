@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any
 
-from trainkit.job.failure.termination_cause import query_job
+from trainkit.errors import TrainkitError
+from trainkit.job.processes import log_line
 from trainkit.job.record import (
     AUTO_RESTART,
     add_slurm_entry,
@@ -16,16 +18,21 @@ from trainkit.job.record import (
     is_cancelled,
     is_slurm,
     is_supervised,
-    newest_entry,
     read_job,
+    read_job_to_change,
     reopen_attempt,
     run_lock,
+    set_follow_ups,
 )
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_end, read_json, wait_for_json, will_resume
-from trainkit.slurm.conf_file import cluster_name
+from trainkit.slurm.client import SlurmRefused
+from trainkit.slurm.conf_file import other_cluster
+from trainkit.slurm.jobs import job_details
 from trainkit.slurm.states import JobState
 
+CANCELLED_BEFORE_START = "it was cancelled before it started"
+RUN_CANCELLED = "the run was cancelled; `trainkit resume` starts it again"
 ENTRY_TIMEOUT_S = 20.0
 """How long the command that submitted the job may take to record its id."""
 
@@ -45,28 +52,55 @@ def claim_attempt(run: RunDir, job_id: str) -> AttemptDir | str:
         )
     while True:
         # Slurm is queried without the lock: `trainkit cancel` needs it.
-        newest = newest_entry(run)
+        newest = _newest_entry(run)
         carrier = None if newest is None else _carrier(run, newest, job_id)
         with run_lock(run):
-            if newest_entry(run) == newest:
-                return _claim(run, job_id) if carrier is None else f"job {carrier} carries the run"
+            if _newest_entry(run) != newest:
+                continue
+            if carrier is None:
+                return _claim(run, job_id)
+            _forget_follow_up(run, job_id)
+            path = quote(str(run.path))
+            return f"job {carrier} runs or is pending for this run; `trainkit cancel {path}` would end it"
+
+
+def _newest_entry(run: RunDir) -> dict[str, Any] | None:
+    """The newest entry of job.json. Raises OSError rather than take an unreadable file for an empty one."""
+    entries = read_job_to_change(run)["attempts"]
+    return entries[-1] if entries else None
 
 
 def _carrier(run: RunDir, newest: Mapping[str, Any], job_id: str) -> str | None:
     """The job that carries a run, by the run's newest entry; None when this job may.
 
-    Slurm knows whether that job is pending or running. Where Slurm does not, the supervisor's lock tells.
+    Slurm knows whether that job is pending or running. When Slurm does not answer, the supervisor's lock
+    tells; but not to a follow-up, whose dependency has ended, and whose lock a dead host may still hold.
     """
     other = str(newest["job_id"])
     end = read_end(run.attempt(newest["attempt"]))
-    if other == job_id or (end is not None and not will_resume(end)):
+    # The id of an array task that was found by its token lacks the index.
+    if other in (job_id, job_id.partition("_")[0]) or (end is not None and not will_resume(end)):
         return None
-    job = query_job(other) if is_slurm(newest) and newest.get("cluster") in (None, cluster_name()) else None
-    if job is None or job.state is JobState.UNKNOWN:
-        return other if is_supervised(run) else None
+    state = JobState.UNKNOWN
+    if is_slurm(newest) and other_cluster(newest) is None:
+        try:
+            state = job_details(other).state
+        except SlurmRefused:
+            return None  # Slurm no longer lists it
+        except TrainkitError as error:
+            log_line(f"cannot query job {other}: {error.message}")
+    if state is JobState.UNKNOWN:
+        return other if not is_follow_up(run, job_id) and is_supervised(run) else None
     # A job that completes is about to exit, and its supervisor to release the lock.
-    is_live = job.state.is_waiting or (job.state.is_active and job.state is not JobState.COMPLETING)
+    is_live = state.is_waiting or (state.is_active and state is not JobState.COMPLETING)
     return other if is_live else None
+
+
+def _forget_follow_up(run: RunDir, job_id: str) -> None:
+    """Remove a follow-up that leaves from job.json, and those that depend on it; call with the lock held."""
+    follow_ups = read_job(run).get("follow_ups") or []
+    if job_id in follow_ups:
+        set_follow_ups(run, follow_ups[: follow_ups.index(job_id)])
 
 
 def _claim(run: RunDir, job_id: str) -> AttemptDir | str:
@@ -74,7 +108,7 @@ def _claim(run: RunDir, job_id: str) -> AttemptDir | str:
     own = entries_of(run, job_id)
     follows = not own and is_follow_up(run, job_id)
     if any("cancelled_at" in entry for entry in own):
-        return "it was cancelled before it started"
+        return CANCELLED_BEFORE_START
     if follows and _has_ended(run):
         return "the run has ended"
     if own and "pid" not in own[-1]:
@@ -83,7 +117,7 @@ def _claim(run: RunDir, job_id: str) -> AttemptDir | str:
     newest = run.attempt(run.attempt_numbers()[-1])
     entry = find_entry(run, newest.number)
     if entry is not None and "cancelled_at" in entry:
-        return "the run was cancelled"  # while another job ran that attempt
+        return RUN_CANCELLED  # while another job ran that attempt
     if entry is not None:
         newest = reopen_attempt(newest)
     # This start is not in job.json yet: the job was requeued, or its submission was never acknowledged.
@@ -108,11 +142,13 @@ def _has_ended(run: RunDir) -> bool:
 
 def cancelled_attempt(run: RunDir, job_id: str) -> AttemptDir | None:
     """The attempt to close when a job was cancelled before it started any process; None without one."""
+    if _has_ended(run):
+        return None
     own = entries_of(run, job_id)
     if own:
-        return run.attempt(own[-1]["attempt"])
+        return run.attempt(own[-1]["attempt"]) if "cancelled_at" in own[-1] else None
     newest = run.attempt(run.attempt_numbers()[-1])
-    return newest if is_cancelled(newest) and not _has_ended(run) else None
+    return newest if is_cancelled(newest) else None
 
 
 def is_follow_up(run: RunDir, job_id: str) -> bool:

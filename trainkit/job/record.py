@@ -200,14 +200,14 @@ def find_entry(run: RunDir, attempt: int) -> dict[str, Any] | None:
 
 
 def superseding_entry(attempt: AttemptDir) -> dict[str, Any] | None:
-    """The newest entry if it is that of a later attempt, which now carries the run; else None."""
+    """The newest entry if it is that of a later attempt, which has taken the run over; else None."""
     newest = newest_entry(attempt.run)
     return newest if newest is not None and newest["attempt"] > attempt.number else None
 
 
 def describe_superseded(entry: Mapping[str, Any]) -> str:
     """Why an attempt ends, for the entry that `superseding_entry` returned."""
-    return f"superseded: attempt {entry['attempt']} in job {entry['job_id']} carries the run"
+    return f"superseded: attempt {entry['attempt']} in job {entry['job_id']} has taken the run over"
 
 
 def add_entry(run: RunDir, attempt: int, pid: int, reason: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def resubmit(run: RunDir, job_id: str, exclude: Sequence[str] = ()) -> str:
         newest = run.attempt(run.attempt_numbers()[-1])
         entry = find_entry(run, newest.number)
         if entry is not None and entry["job_id"] != job_id:
-            raise TrainkitError(f"job {entry['job_id']} carries the run")
+            raise TrainkitError(f"job {entry['job_id']} has taken the run over")
         if is_cancelled(newest):
             raise TrainkitError("it was cancelled meanwhile")
         script = script_of_job(run, job_id).read_text(encoding="utf-8")

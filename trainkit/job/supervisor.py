@@ -9,6 +9,7 @@ fails, the exit code tells how the run ended: 0 finished, 75 saved and resumable
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -125,7 +126,9 @@ class Supervisor:
                 attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
             )
             watch.run()
-            if watch.superseded_by is not None:
+            with contextlib.suppress(OSError):
+                watch.collect_outcome()
+            if watch.superseded_by is not None and set(outcome.exit_codes) != {EXIT_OK}:
                 return outcome, Decision("stopped", describe_superseded(watch.superseded_by), EXIT_STOPPED)
             return outcome, retry_on_disk_error(lambda: self._judge(attempt, plan, watch))
         except (OSError, ValueError, TrainkitError) as error:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -21,12 +21,14 @@ from trainkit.control.jobs import (
     recover_job_id,
     require_not_running,
     signal_job,
+    slurm_job,
 )
 from trainkit.control.run_registry import register
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.record import (
     add_slurm_entry,
     discard_attempt,
+    is_slurm,
     mark_requeue_requested,
     newest_entry,
     next_attempt_number,
@@ -36,7 +38,7 @@ from trainkit.job.record import (
     submission_token,
 )
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, log_event, read_json, write_atomic
+from trainkit.rundir import AttemptDir, RunDir, log_event, read_end, read_json, will_resume, write_atomic
 from trainkit.submit.code.snapshot import renewed_code
 from trainkit.submit.preflight_checks import refuse_leaks
 
@@ -182,10 +184,16 @@ def requeue_run(run: RunDir) -> tuple[dict[str, Any], bool]:
         entry = live_entry(run, "requeue")
         if entry is None:
             return start_again(run, "requeue"), True
-        mark_requeue_requested(run)
-        outcome = signal_job(run, entry, signal.SIGUSR2)
-    if outcome == "waiting":
-        raise UsageError(f"{entry['job_id']} is already pending", hint="`trainkit status` shows the reason")
+        job = slurm_job(entry) if is_slurm(entry) else None
+        if job is not None and job.state.is_waiting:
+            raise UsageError(
+                f"{entry['job_id']} is already pending", hint="`trainkit status` shows the reason"
+            )
+        end = read_end(run.attempt(entry["attempt"]))
+        if end is None or not will_resume(end):  # else the run restarts anyway
+            with suppress(OSError):  # on a full disk the signal alone has to do
+                mark_requeue_requested(run)
+            signal_job(run, entry, signal.SIGUSR2)
     return entry, False
 
 

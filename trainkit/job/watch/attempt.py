@@ -46,7 +46,7 @@ class AttemptWatch(ProcessGroup):
         self.plan = plan
         self.outcome = Outcome()
         self.superseded_by: dict[str, Any] | None = None
-        """The entry of the attempt that carries the run now; this one saves and ends."""
+        """The entry of the attempt that has taken the run over; this one saves and ends."""
         self._hangs = HangWatch(attempt)
         self._missing_since_s: float | None = None
 
@@ -221,7 +221,7 @@ class SlurmAttemptWatch(AttemptWatch):
     def save_and_end(self) -> None:
         self._unconfirmed_since_s = float("inf")
         self.outcome.stop_signal = self.outcome.stop_signal or RESTART_SIGNAL
-        if SRUN in self.running:
+        if SRUN in self.running and self._signal_of_ranks() is None:
             os.kill(self.running[SRUN].pid, signal.SIGUSR2)
         self.kill_after_grace()
 
