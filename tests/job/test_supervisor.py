@@ -327,7 +327,7 @@ def test_a_step_whose_run_folder_is_away_for_a_moment_goes_on(
 
     mover = threading.Timer(0.2, move)
     mover.start()
-    monkeypatch.setattr(watch, "_superseding_entry", stale)
+    monkeypatch.setattr(watch, "_end_if_superseded", stale)
     watch.run()
     mover.join()
     watch.collect_outcome()

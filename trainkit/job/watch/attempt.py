@@ -51,14 +51,10 @@ class AttemptWatch(ProcessGroup):
         self._missing_since_s: float | None = None
 
     def poll(self) -> None:
-        """End the attempt when it was deleted or superseded, or when its ranks hang."""
+        """End the attempt when it was deleted, or when its ranks hang."""
         if self._is_deleted():
             self.end_all()
             return
-        if self.superseded_by is None and (newer := self._superseding_entry()) is not None:
-            self.superseded_by = newer
-            log_line(f"attempt {self.attempt.number}: {describe_superseded(newer)}")
-            self.save_and_end()
         self._poll_processes()
         if not self.outcome.hung and (hangs := self._hangs.poll()):
             self.outcome.hangs = hangs
@@ -75,19 +71,8 @@ class AttemptWatch(ProcessGroup):
         """Kill the remaining processes after the grace time; agents apply a shorter limit themselves."""
         self.kill_within(self.plan.grace_s + 2 * KILL_MARGIN_S)
 
-    def save_and_end(self) -> None:
-        """Have the ranks save and exit within the grace time."""
-        raise NotImplementedError
-
-    def _superseding_entry(self) -> dict[str, Any] | None:
-        """The entry of a later attempt that another supervisor has claimed."""
-        if not self.attempt.run.attempt(self.attempt.number + 1).path.is_dir():
-            return None  # the usual case: one stat call
-        newer = superseding_entry(self.attempt)
-        return newer if newer is not None and "pid" in newer else None
-
     def _poll_processes(self) -> None:
-        """Called by `poll` unless the attempt was deleted or superseded."""
+        """Called by `poll` unless the attempt was deleted."""
 
     def _is_deleted(self) -> bool:
         """Whether the attempt's folder has been missing for DELETED_AFTER_S. Raises OSError."""
@@ -120,10 +105,6 @@ class LocalAttemptWatch(AttemptWatch):
 
     def end_all(self) -> None:
         self.kill_within(0.0)
-
-    def save_and_end(self) -> None:
-        self.forward_signal(signal.SIGTERM)
-        self.on_signal(signal.SIGTERM)
 
     def on_signal(self, received: signal.Signals) -> None:
         outcome = self.outcome
@@ -215,10 +196,26 @@ class SlurmAttemptWatch(AttemptWatch):
         self.kill_after_grace()
 
     def _poll_processes(self) -> None:
+        self._end_if_superseded()
         self._forward_unconfirmed()
         self._end_after_failure()
 
-    def save_and_end(self) -> None:
+    def _end_if_superseded(self) -> None:
+        """Have the ranks save and exit when another start of the job has claimed the next attempt.
+
+        It waits for this one to exit. When only the slurmd of a host dies, Slurm counts the host as lost and
+        restarts the job elsewhere.
+        """
+        if (
+            self.superseded_by is not None
+            or not self.attempt.run.attempt(self.attempt.number + 1).path.is_dir()
+        ):
+            return  # the usual case: one stat call
+        newer = superseding_entry(self.attempt)
+        if newer is None or "pid" not in newer:
+            return
+        self.superseded_by = newer
+        log_line(f"attempt {self.attempt.number}: {describe_superseded(newer)}")
         self._unconfirmed_since_s = float("inf")
         self.outcome.stop_signal = self.outcome.stop_signal or RESTART_SIGNAL
         if SRUN in self.running and self._signal_of_ranks() is None:
