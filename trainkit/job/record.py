@@ -302,13 +302,15 @@ def mark_cancelled(run: RunDir, *, now: bool = False) -> None:
     write_json(run.job_file, job)
 
 
-def mark_requeue_requested(run: RunDir) -> None:
-    """Record that the user wants the newest attempt saved and restarted; call with the lock held.
+def mark_requeue_requested(run: RunDir, *, requested: bool = True) -> None:
+    """Record whether the user wants the newest attempt saved and restarted; call with the lock held.
 
     The signal alone can be lost: between two steps no process receives it.
     """
     job = read_job_to_change(run)
-    job["attempts"][-1]["requeue_requested_at"] = utc_now()
+    job["attempts"][-1].pop("requeue_requested_at", None)
+    if requested:
+        job["attempts"][-1]["requeue_requested_at"] = utc_now()
     write_json(run.job_file, job)
 
 

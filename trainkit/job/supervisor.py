@@ -126,10 +126,12 @@ class Supervisor:
                 attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
             )
             watch.run()
-            with contextlib.suppress(OSError):
-                watch.collect_outcome()
-            if watch.superseded_by is not None and set(outcome.exit_codes) != {EXIT_OK}:
-                return outcome, Decision("stopped", describe_superseded(watch.superseded_by), EXIT_STOPPED)
+            if watch.superseded_by is not None:
+                with contextlib.suppress(OSError):
+                    watch.collect_outcome()
+                if set(outcome.exit_codes) != {EXIT_OK}:
+                    reason = describe_superseded(watch.superseded_by)
+                    return outcome, Decision("stopped", reason, EXIT_STOPPED)
             return outcome, retry_on_disk_error(lambda: self._judge(attempt, plan, watch))
         except (OSError, ValueError, TrainkitError) as error:
             return outcome, Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)

@@ -184,16 +184,19 @@ def requeue_run(run: RunDir) -> tuple[dict[str, Any], bool]:
         entry = live_entry(run, "requeue")
         if entry is None:
             return start_again(run, "requeue"), True
-        job = slurm_job(entry) if is_slurm(entry) else None
-        if job is not None and job.state.is_waiting:
-            raise UsageError(
-                f"{entry['job_id']} is already pending", hint="`trainkit status` shows the reason"
-            )
         end = read_end(run.attempt(entry["attempt"]))
-        if end is None or not will_resume(end):  # else the run restarts anyway
+        if end is not None and will_resume(end):
+            # The run restarts anyway: there is nothing to signal.
+            job = slurm_job(entry) if is_slurm(entry) else None
+            outcome = "waiting" if job is not None and job.state.is_waiting else "restarting"
+        else:
             with suppress(OSError):  # on a full disk the signal alone has to do
                 mark_requeue_requested(run)
-            signal_job(run, entry, signal.SIGUSR2)
+            outcome = signal_job(run, entry, signal.SIGUSR2)
+            if outcome == "waiting":
+                mark_requeue_requested(run, requested=False)  # else the job would requeue itself at its start
+    if outcome == "waiting":
+        raise UsageError(f"{entry['job_id']} is already pending", hint="`trainkit status` shows the reason")
     return entry, False
 
 
