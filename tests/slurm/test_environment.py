@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.slurm.client import KEPT, is_inherited, scrubbed
+from trainkit.slurm.environment import KEPT, is_inherited, scrubbed
 
 OWN = {
     "HOME": "/home/me",

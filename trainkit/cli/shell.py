@@ -71,7 +71,7 @@ def command(
         file.write(start_file)
     path = Path(file.name).absolute()
     argv = shell_argv(loaded, str(path))
-    from trainkit.slurm.client import scrubbed
+    from trainkit.slurm.environment import scrubbed
 
     try:
         os.execvpe(argv[0], argv, scrubbed(os.environ))

@@ -8,25 +8,26 @@ that arrives while a child's interpreter starts stays pending instead of killing
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from trainkit.job.signals import NOTICE_SIGNALS, signal_exit_code
 from trainkit.rundir import PROC, process_stat
+
+if TYPE_CHECKING:
+    from ctypes import CDLL
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 GIVE_UP_S = 10.0
 WATCHED = {signal.SIGCHLD, *NOTICE_SIGNALS}
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 # Without -P (Python 3.11+) the submission folder comes first on sys.path, and a user's `queue.py` there would
 # shadow the standard library's.
@@ -77,13 +78,24 @@ def redirect_output(log: Path) -> None:
         os.dup2(stream.fileno(), sys.stderr.fileno())
 
 
+@cache
+def _libc() -> CDLL:
+    # Imported only where processes are started: a dry run starts none.
+    from ctypes import CDLL
+
+    return CDLL(None, use_errno=True)
+
+
 def dies_with(
     parent_pid: int, number: signal.Signals, before_exec: Callable[[], None] | None = None
 ) -> Callable[[], None]:
     """A `preexec_fn` that has the kernel send `number` to the child when its parent dies."""
 
+    # Loaded before the fork: after it, another thread may hold the import lock.
+    libc = _libc()
+
     def prepare() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
         if os.getppid() != parent_pid:
             os._exit(signal_exit_code(number))
         if before_exec is not None:
@@ -94,7 +106,7 @@ def dies_with(
 
 def adopt_orphans() -> None:
     """Become the parent of orphaned descendants, so that they can be found and ended."""
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _libc().prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def start_child(

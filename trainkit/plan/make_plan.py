@@ -14,7 +14,7 @@ from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
-from trainkit.plan.launch_draft import LaunchDraft, SlurmDraft, StepDraft
+from trainkit.plan.launch_draft import LaunchDraft, StepDraft
 from trainkit.plan.layouts.rules import batch_problems, layout_problems
 from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
@@ -52,12 +52,9 @@ def make_plan(
         layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
     draft.check_oversubscription(device, world_size)
     threads = draft.threads_per_worker(world_size)
-    grace_s, slurm, per = config.requeue.grace_s, None, target.per or "node"
-    if isinstance(draft, SlurmDraft):
-        lead_s = draft.lead_s()
-        grace_s = min(grace_s, lead_s)
-        per = draft.per(launcher)
-        slurm = draft.request(device, workers_per_node, threads, lead_s, per)
+    lead_s = draft.lead_s()
+    per = target.per or draft.per(launcher)
+    slurm = draft.request(device, workers_per_node, threads, lead_s, per)
     if batch is None or draft.problems:
         raise ConfigError(draft.problems)
     return LaunchPlan(
@@ -74,7 +71,7 @@ def make_plan(
         batch=batch,
         lr=lr,
         threads_per_worker=threads,
-        grace_s=grace_s,
+        grace_s=min(config.requeue.grace_s, lead_s),
         reasons=draft.reasons,
         command=None if command is None else tuple(command),
         launcher=launcher,
@@ -88,6 +85,9 @@ def _draft(loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraf
         return StepDraft(loaded, machine, node_sizes=target.node_sizes)
     if target.backend == "local":
         return LaunchDraft(loaded, machine)
+    # Imported only for Slurm: a run on this machine needs none of it.
+    from trainkit.plan.slurm_draft import SlurmDraft
+
     return SlurmDraft(loaded, machine, cluster=target.cluster or Cluster("unknown"))
 
 

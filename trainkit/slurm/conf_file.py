@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.slurm.client import scrubbed
+from trainkit.slurm.environment import scrubbed
 
 CONFIG_FILES = (
     *("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/usr/local/etc/slurm.conf"),

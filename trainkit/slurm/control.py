@@ -17,8 +17,8 @@ from trainkit.slurm.client import (
     query,
     retrying,
     run_slurm,
-    scrubbed,
 )
+from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.job_id import checked_job_id
 
 CONTROL_PATIENCE_S = 60.0

@@ -25,10 +25,10 @@ from trainkit.slurm.client import (
     query,
     records,
     run_slurm,
-    scrubbed,
     slurm_output,
     time_of,
 )
+from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.hosts import expand_hosts
 from trainkit.slurm.job_id import base_id, checked_job_id
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.rundir import RunDir, write_json
-from trainkit.slurm.client import SlurmUnreachable, scrubbed
+from trainkit.slurm.client import SlurmUnreachable
+from trainkit.slurm.environment import scrubbed
 from trainkit.slurm.submit import submit_once
 from trainkit.submit.quoting import directive
 from trainkit.submit.script import JobScript
