@@ -214,6 +214,11 @@ class AttemptDir:
         return self.profile_dir / f"rank-{rank:04d}.json"
 
     @property
+    def done_file(self) -> Path:
+        """Created by a command to say that it is done: exit code 0 after a notice then means finished."""
+        return self.path / "done"
+
+    @property
     def rendezvous_file(self) -> Path:
         """The address at which the ranks of a Slurm step connect; written by its first task."""
         return self.path / "rendezvous.json"

@@ -38,6 +38,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         workers: int = 1,
         grace_s: float = 20.0,
         folder: str = "run",
+        command_signal: str = "auto",
         **config: Any,
     ) -> Job:
         run = RunDir(tmp_path / folder)
@@ -56,6 +57,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             grace_s=grace_s,
             reasons={},
             command=(sys.executable, "-u", str(worker)),
+            command_signal=command_signal,
             # A worker that fails is the end, where a test does not say otherwise.
             requeue=RequeuePolicy(**{"on": (), **config.get("requeue", {})}),
             env=config.get("launch", {}).get("env", {}),

@@ -42,6 +42,22 @@ def test_what_follows(codes, request_name, cause, action, exit_code):
 
 
 @pytest.mark.parametrize(
+    ("stop_signal", "cause", "is_done", "action"),
+    [
+        (None, None, False, "finished"),
+        ("SIGTERM", "preempted", False, "requeue"),
+        ("SIGUSR2", "timeout", False, "requeue"),
+        ("SIGTERM", None, False, "stopped"),
+        ("SIGTERM", "preempted", True, "finished"),
+    ],
+)
+def test_exit_code_0_of_a_command_after_a_notice_is_a_save_unless_it_is_done(
+    stop_signal, cause, is_done, action
+):
+    assert after(AttemptResult([0, 0], stop_signal, cause, is_done=is_done)).action == action
+
+
+@pytest.mark.parametrize(
     ("end", "cause", "words"),
     [
         (AttemptResult([137]), "crash", "a worker ended with SIGKILL; resumes (restart 1)"),

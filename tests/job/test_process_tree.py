@@ -15,6 +15,11 @@ from trainkit.rundir import read_json, read_jsonl
 from trainkit.submit.local_backend import start_local_attempt
 
 SAVES = "save_when_asked()"
+WAITS_TO_END = """
+listen(); ready()
+while not os.path.exists(f"{RUN_DIR}/end"):
+    time.sleep(0.02)
+"""
 
 
 def test_all_finish(start_job):
@@ -121,13 +126,59 @@ def test_comeback_and_its_cap(start_job):
 
 
 def test_being_told_to_end_beats_being_told_to_come_back(start_job):
-    job = start_job("listen(); ready()\nwhile len(asked) < 2: time.sleep(0.02)\nsys.exit(75)")
+    job = start_job(WAITS_TO_END + "sys.exit(75)")
     job.worker_pids()
     os.kill(job.entry["pid"], signal.SIGUSR2)
     wait_for(lambda: "signal" in job.events())
     os.kill(job.entry["pid"], signal.SIGTERM)
+    wait_for(lambda: job.events().count("signal") == 2)
+    (job.run.path / "end").touch()
     assert job.end()["action"] == "stopped"
     assert job.run.attempt_numbers() == [1]
+
+
+@pytest.mark.parametrize(
+    ("configured", "handled", "expected"),
+    [
+        ("TERM", ["SIGTERM", "SIGUSR2"], "SIGTERM"),
+        ("USR2", ["SIGTERM", "SIGUSR2"], "SIGUSR2"),
+        ("auto", ["SIGTERM", "SIGUSR2"], "SIGTERM"),
+        ("auto", ["SIGUSR2"], "SIGUSR2"),
+    ],
+)
+def test_a_command_gets_its_signal_once(start_job, configured, handled, expected):
+    listens = f"""
+for name in {handled}:
+    signal.signal(getattr(signal, name), lambda n, f: print("asked by", signal.Signals(n).name, flush=True))
+ready()
+while not os.path.exists(f"{{RUN_DIR}}/end"):
+    time.sleep(0.02)
+"""
+    job = start_job(listens, command_signal=configured)
+    job.worker_pids()
+    os.kill(job.entry["pid"], signal.SIGUSR2)
+    wait_for(lambda: job.log().strip())
+    os.kill(job.entry["pid"], signal.SIGTERM)
+    wait_for(lambda: job.events().count("signal") == 2)
+    (job.run.path / "end").touch()
+    assert job.end()["state"] == "stopped"
+    assert job.log() == f"asked by {expected}\n"
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_command_that_exits_with_0_after_a_notice_has_finished_only_if_it_is_done(start_job, is_done):
+    says = "open(os.environ['TRAINKIT_JOB_DONE_FILE'], 'w').close()\n" if is_done else ""
+    job = start_job(WAITS_TO_END + says, nodes=2, requeue={"max": 1})
+    job.worker_pids()
+    os.kill(job.entry["pid"], signal.SIGUSR2)
+    wait_for(lambda: "signal" in job.events())
+    (job.run.path / "end").touch()
+    job.wait()
+    ends = [read_json(job.run.attempt(number).end_file) for number in job.run.attempt_numbers()]
+    expected = [("finished", "finished")]
+    if not is_done:
+        expected = [("stopped", "restart"), *expected]  # without another notice, exit code 0 is the end
+    assert [(end["state"], end["action"]) for end in ends] == expected
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2"])

@@ -172,8 +172,10 @@ class RequeueConfig(Section):
     max_crashes: NotNegative = Field(
         default=3, description="Maximum number of restarts after crashes without progress."
     )
-    signal: Literal["USR2", "TERM"] = Field(
-        default="USR2", description="Signal sent before the job ends; not USR1, which NCCL catches."
+    signal: Literal["auto", "USR2", "TERM"] = Field(
+        default="auto",
+        description="Signal sent before the job ends; auto: USR2 for the trainer, and for a COMMAND "
+        "the one that it handles, TERM or USR2. Not USR1, which NCCL catches.",
     )
     grace_s: Positive = Field(
         default=120.0, description="Seconds between that signal and the end of the job."

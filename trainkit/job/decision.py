@@ -110,6 +110,9 @@ class AttemptResult:
     step: int | None = None
     """The step at which it ended."""
     failure: Failure | None = None
+    is_done: bool = True
+    """Whether exit code 0 after a stop signal means that the run has finished. A command that knows nothing
+    of trainkit often exits with 0 after it has saved."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def decide(
     """Decide what follows one attempt; `previous` are the attempts before it, oldest first."""
     codes, starts = result.exit_codes, previous
     previous = [attempt for attempt in previous if attempt.cause != "not_started"]
-    if all(code == EXIT_OK for code in codes):
+    if all(code == EXIT_OK for code in codes) and (result.stop_signal is None or result.is_done):
         return Decision("finished", "all workers finished", EXIT_OK)
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
@@ -194,7 +197,9 @@ def _after_request(
     policy: RequeuePolicy,
     options: RestartOptions,
 ) -> Decision:
-    if saved:
+    if saved and EXIT_STOPPED not in result.exit_codes:
+        summary = f"exited with 0 after {result.stop_signal}, without a sign that it is done"
+    elif saved:
         summary = f"saved after {result.stop_signal}"
     elif result.out_of_time:
         summary = f"killed: not all workers ended within the grace time after {result.stop_signal}"

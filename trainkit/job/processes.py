@@ -188,6 +188,27 @@ def rank_of(pid: int) -> int | None:
         return None
 
 
+def signal_handled_by(pid: int, configured: str) -> signal.Signals:
+    """The signal that asks a command to save: `configured`, or for ``auto`` the one that it handles.
+
+    Most scripts handle SIGTERM; one without a handler for either is ended by SIGTERM.
+    """
+    if configured != "auto":
+        return signal.Signals[f"SIG{configured}"]
+    handled = _handled_signals(pid)
+    only_usr2 = signal.SIGUSR2 in handled and signal.SIGTERM not in handled
+    return signal.SIGUSR2 if only_usr2 else signal.SIGTERM
+
+
+def _handled_signals(pid: int) -> set[int]:
+    try:
+        lines = (PROC / str(pid) / "status").read_text().splitlines()
+        mask = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    except (OSError, ValueError):
+        return set()  # it has ended
+    return {number for number in range(1, 65) if mask & 1 << number - 1}
+
+
 def parent_pid(pid: int) -> int | None:
     """The parent pid of a process; None when the process has ended or cannot be inspected."""
     try:

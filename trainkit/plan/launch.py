@@ -122,6 +122,8 @@ class LaunchPlan:
     """The unit of a Slurm task: ``gpu`` (one worker) or ``node`` (all workers of a node)."""
     command: tuple[str, ...] | None = None
     """The command to run instead of the built-in trainer."""
+    command_signal: str = "auto"
+    """The signal that asks `command` to save: ``USR2``, ``TERM``, or ``auto`` for the one that it handles."""
     launcher: str = "python"
     """How `command` starts: ``python`` once per rank; ``torchrun`` and other launchers once per node."""
     python: tuple[str, ...] | None = None

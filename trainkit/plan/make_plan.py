@@ -74,6 +74,7 @@ def make_plan(
         grace_s=min(config.requeue.grace_s, lead_s),
         reasons=draft.reasons,
         command=None if command is None else tuple(command),
+        command_signal=config.requeue.signal,
         launcher=launcher,
         slurm=slurm,
         node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,

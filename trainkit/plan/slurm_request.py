@@ -122,7 +122,9 @@ def make_request(
             value = getattr(resources, name)
             if value is not None:
                 sbatch[option] = value
-    sbatch["signal"] = f"{config.requeue.signal}@{lead_s}"
+    # The agents receive it, and send a command the signal that it handles.
+    notice = "USR2" if config.requeue.signal == "auto" else config.requeue.signal
+    sbatch["signal"] = f"{notice}@{lead_s}"
     sbatch |= _requeue_option(config.requeue.on, expedite)
     sbatch |= resources.extra
     srun: Options = {

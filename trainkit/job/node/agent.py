@@ -61,6 +61,8 @@ class Agent(ProcessGroup):
         """Exit codes in the order in which the workers ended."""
         self.received: signal.Signals | None = None
         """The last notice signal."""
+        self._has_notified = False
+        """Whether the ranks of a command were asked to save."""
         self._collector = StackCollector(attempt, replies_itself=plan.command is None)
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
@@ -107,17 +109,23 @@ class Agent(ProcessGroup):
                 )
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Signal the ranks but not a launcher, which kills ranks that are saving at the second signal."""
-        if not self.has_launcher:
+        """Forward a notice; a command gets one only, with its own signal: a second may interrupt its save.
+
+        A launcher gets none if its ranks run: at the second signal it would kill ranks that are saving.
+        """
+        if self.plan.command is None or (received == signal.SIGINT and not self.has_launcher):
             super().forward_signal(received)
             return
-        for launcher in self.running.values():
-            ranks = processes.ranks_below(launcher.pid)
+        if self._has_notified:
+            return
+        self._has_notified = True
+        for member in self.running.values():
+            ranks = processes.ranks_below(member.pid) if self.has_launcher else [member.pid]
             for pid in ranks:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, received)
+                    os.kill(pid, processes.signal_handled_by(pid, self.plan.command_signal))
             if not ranks:
-                os.kill(launcher.pid, signal.SIGTERM)
+                os.kill(member.pid, signal.SIGTERM)
 
     def on_signal(self, received: signal.Signals) -> None:
         self.received = received

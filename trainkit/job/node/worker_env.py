@@ -15,6 +15,8 @@ from trainkit.rundir import RunDir
 
 RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
+DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
+"""Path of a file that a command creates when it is done: exit code 0 after a notice then means finished."""
 
 
 def worker_rank(
@@ -68,6 +70,8 @@ def worker_environ(
             environ.setdefault("ACCELERATE_USE_CPU", "true")
     environ[RUN_DIR_VARIABLE] = run_dir
     environ[ATTEMPT_VARIABLE] = str(attempt)
+    if plan.command is not None:
+        environ[DONE_FILE_VARIABLE] = str(RunDir(run_dir).attempt(attempt).done_file)
     return environ
 
 
