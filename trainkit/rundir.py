@@ -103,6 +103,16 @@ class RunDir:
         return self.path / "code"
 
     @property
+    def work_dir(self) -> Path:
+        """The folder in which a command runs, made from the snapshot at its first start."""
+        return self.path / "work"
+
+    @property
+    def work_file(self) -> Path:
+        """Which snapshot the files in `work_dir` come from."""
+        return self.path / "work.json"
+
+    @property
     def events_file(self) -> Path:
         return self.path / "events.jsonl"
 

@@ -116,6 +116,7 @@ def start_child(
     output: IO[bytes],
     keeps_mask: bool,
     ignored: Collection[signal.Signals] = (),
+    cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own process group; the kernel kills it when this one dies.
 
@@ -135,6 +136,7 @@ def start_child(
         stdout=output,
         stderr=subprocess.STDOUT,
         env=dict(environ),
+        cwd=cwd,
         preexec_fn=dies_with(os.getpid(), signal.SIGKILL, before_exec),
     )
 

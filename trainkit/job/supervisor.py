@@ -10,6 +10,7 @@ fails, the exit code tells how the run ended: 0 finished, 75 saved and resumable
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from trainkit.job.record import (
     superseding_entry,
 )
 from trainkit.job.watch.attempt import AttemptWatch
+from trainkit.job.work_folder import WORK_DIR_VARIABLE, prepare_work_folder
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
@@ -120,6 +122,7 @@ class Supervisor:
         outcome = Outcome()
         try:
             plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+            _enter_work_folder(attempt.run, plan)
             watch = self.allocation.watch(attempt, plan)
             outcome = watch.outcome
             log_event(
@@ -186,6 +189,16 @@ class Supervisor:
         if superseding_entry(attempt) is None:
             self.allocation.cancel_pending()
         return code
+
+
+def _enter_work_folder(run: RunDir, plan: LaunchPlan) -> None:
+    """Tell the agents the folder in which they start a command. Raises OSError."""
+    os.environ.pop(WORK_DIR_VARIABLE, None)  # of a job in which this one was submitted
+    if plan.command is None:
+        return
+    folder = retry_on_disk_error(lambda: prepare_work_folder(run))
+    if folder is not None:
+        os.environ[WORK_DIR_VARIABLE] = str(folder)
 
 
 def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:

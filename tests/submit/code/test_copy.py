@@ -16,7 +16,7 @@ from trainkit.job.record import read_job
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.rundir import RunDir, write_json
-from trainkit.submit.code.snapshot import copy_code, renewed_code
+from trainkit.submit.code.snapshot import WORK_FOLDER_NOTE, copy_code, renewed_code
 
 
 @pytest.fixture
@@ -99,6 +99,7 @@ def test_a_script_that_is_named_past_the_copy(run: RunDir, project: Path, loaded
     code = copy_code(run, past, project)
     assert code is not None
     assert code["notes"] == [
+        WORK_FOLDER_NOTE,
         f"{project}/train.py is run from the source, which may change; name it relative to {project} "
-        "to run the copy"
+        "to run the copy",
     ]

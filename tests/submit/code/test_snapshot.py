@@ -57,7 +57,7 @@ def test_modes(project: Path, run: RunDir) -> None:
         (project / name).chmod(mode)
     take(project, run)
     copied = {name: (run.code_dir / name).stat().st_mode & 0o7777 for name in modes}
-    assert copied == {"run.sh": 0o755, "plain.py": 0o644, "read_only.py": 0o644, "odd.py": 0o711}
+    assert copied == {"run.sh": 0o555, "plain.py": 0o444, "read_only.py": 0o444, "odd.py": 0o511}
     assert run.code_dir.stat().st_mode & 0o777 == 0o700
 
 

@@ -41,6 +41,7 @@ from trainkit.job.signals import (
     is_death_by_notice,
     signal_exit_code,
 )
+from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
@@ -81,6 +82,7 @@ class Agent(ProcessGroup):
         if self.plan.backend != "local":
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
         local_ranks = rendezvous.local_ranks[:1] if self.has_launcher else rendezvous.local_ranks
+        work_dir = None if self.plan.command is None else os.environ.get(WORK_DIR_VARIABLE)
         for local_rank in local_ranks:
             rank_env = worker_rank(
                 self.plan,
@@ -106,6 +108,7 @@ class Agent(ProcessGroup):
                     keeps_mask=self.plan.command is None,
                     # SIGUSR2 would kill torchrun but not its ranks.
                     ignored=(signal.SIGUSR2,) if self.has_launcher else (),
+                    cwd=work_dir,
                 )
 
     def forward_signal(self, received: signal.Signals) -> None:

@@ -10,6 +10,7 @@ from pathlib import PurePath
 
 from trainkit.job.processes import module_argv
 from trainkit.job.rank_env import RANK_VARIABLES, RankEnv
+from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
 
@@ -68,6 +69,8 @@ def worker_environ(
         if plan.launcher == "accelerate" and plan.device == "cpu":
             # Without it, accelerate on a host without GPUs runs every rank as a single process.
             environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if WORK_DIR_VARIABLE in inherited and plan.command is not None:
+        environ["PWD"] = inherited[WORK_DIR_VARIABLE]
     environ[RUN_DIR_VARIABLE] = run_dir
     environ[ATTEMPT_VARIABLE] = str(attempt)
     if plan.command is not None:

@@ -77,8 +77,11 @@ class Snapshot:
 
 
 def wants_copy(config: RunConfig, plan: LaunchPlan) -> bool:
-    """Whether a run gets a copy: a job that waits in a queue must not see later edits."""
-    return config.launch.snapshot and plan.slurm is not None
+    """Whether a run gets a copy: a job that waits in a queue must not see later edits.
+
+    A command also runs in a copy on this machine, so that what it writes is in the same place everywhere.
+    """
+    return config.launch.snapshot and (plan.slurm is not None or plan.command is not None)
 
 
 def planned_code(run: RunDir, config: RunConfig, plan: LaunchPlan, cwd: Path) -> dict[str, Any] | None:
@@ -128,18 +131,21 @@ def renewed_code(run: RunDir, config: RunConfig, plan: LaunchPlan) -> Iterator[N
 
 
 def _runs_in_copy(plan: LaunchPlan) -> bool:
-    """Whether the ranks run in the copy, which then needs links to the files that git ignores."""
+    """Whether the ranks run in a copy, which then needs links to the files that git ignores."""
     return plan.command is not None
 
 
 def _describe(snapshot: Snapshot, plan: LaunchPlan) -> dict[str, Any]:
     kept = snapshot.to_dict()
+    if plan.command is not None:
+        _refuse_outside(plan.command, snapshot)
     # Python then also imports modules next to such a script from the source.
     outside_copy = [word for word in plan.command or () if Path(word).is_relative_to(kept["source"])]
     return {
         **kept,
         "notes": [
             *kept["notes"],
+            *(() if plan.command is None else (WORK_FOLDER_NOTE,)),
             *(
                 f"{word} is run from the source, which may change; name it relative to {kept['source']} "
                 "to run the copy"
@@ -150,6 +156,25 @@ def _describe(snapshot: Snapshot, plan: LaunchPlan) -> dict[str, Any]:
         "workdir": str(snapshot.workdir),
         "import_path": list(snapshot.import_path),
     }
+
+
+WORK_FOLDER_NOTE = (
+    "the command runs in work/ of its run folder, a copy of the code: relative outputs go there"
+)
+
+
+def _refuse_outside(command: Sequence[str], snapshot: Snapshot) -> None:
+    """Raise UsageError for a relative path in a command that exists, but not in the copy."""
+    cwd = Path(snapshot.source, snapshot.subfolder)
+    for word in command:
+        for part in (word, word.partition("=")[2]):
+            path = os.path.normpath(cwd / part)
+            is_outside = path != snapshot.source and not below(snapshot.source, path)
+            if part.startswith("../") and is_outside and os.path.lexists(path):
+                raise UsageError(
+                    f"{part} in the command is outside of {snapshot.source}, which is copied for the run",
+                    hint=f"give its absolute path, {path}, or use the files in place with --no-snapshot",
+                )
 
 
 def plan_snapshot(
@@ -280,7 +305,8 @@ def _copy_file(source: str, target: str) -> None:
             while data := os.read(reading, block_size):
                 while data:
                     data = data[os.write(writing, data) :]
-            os.fchmod(writing, S_IMODE(found.st_mode) & 0o777 | 0o600)
+            # Read-only: a sweep's points share it, and outputs belong into the run's working folder.
+            os.fchmod(writing, S_IMODE(found.st_mode) & 0o555 | 0o400)
         finally:
             os.close(writing)
     finally:

@@ -35,6 +35,37 @@ _SECRET = _matcher(
 _HARMLESS = re.compile(r"\.pub$|example|sample|template|\.dist$", re.IGNORECASE)
 
 
+_OUTPUT_FOLDERS = frozenset(
+    {
+        *(
+            "out",
+            "output",
+            "outputs",
+            "results",
+            "runs",
+            "saves",
+            "checkpoint",
+            "checkpoints",
+            "ckpt",
+            "ckpts",
+        ),
+        *("log", "logs", "tensorboard", "tb_logs", "lightning_logs", "wandb", "mlruns"),
+    }
+)
+_OUTPUT = _matcher("*.pt", "*.pth", "*.ckpt", "*.safetensors", "*.distcp", "events.out.tfevents.*")
+
+
+IS_OUTPUT = "looks like an output; a run that reads it needs its absolute path"
+
+
+def looks_like_output(path: str) -> bool:
+    """Whether training usually writes this path: with a link to it, one run would read another's weights."""
+    *folders, name = path.split("/")
+    if looks_like_source(name):
+        return False  # new code in a package named `logs`
+    return _OUTPUT.match(name) is not None or not _OUTPUT_FOLDERS.isdisjoint(map(str.lower, (*folders, name)))
+
+
 def looks_like_source(name: str) -> bool:
     """Whether a file with this name is usually code."""
     return _SOURCE.match(name) is not None
@@ -74,6 +105,8 @@ class SourceTree:
     files: dict[str, os.stat_result] = field(default_factory=dict)
     """Files and symlinks."""
     left_out: list[LeftOut] = field(default_factory=list)
+    repositories: list[str] = field(default_factory=list)
+    """Prefixes of the repositories, nested ones included; ``""`` is the root."""
 
     def add(self, path: str, found: os.stat_result) -> None:
         """Add a regular file or a symlink; anything else is left out."""
@@ -111,8 +144,9 @@ def printable(path: str) -> str:
 
 
 def is_run(folder: str) -> bool:
-    """Whether a folder is a run folder, whose files are not code."""
-    return Path(folder, "job.json").is_file() and Path(folder, "attempts").is_dir()
+    """Whether a folder is that of a run or of a group of runs, whose files are not code."""
+    is_group = Path(folder, "sweep.json").is_file() and Path(folder, "logs").is_dir()
+    return is_group or (Path(folder, "job.json").is_file() and Path(folder, "attempts").is_dir())
 
 
 def _work_tree(folder: str) -> str | None:
@@ -173,6 +207,7 @@ def ignored_names(root: str) -> list[str]:
 def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) -> None:
     """Add the files of a repository and of nested ones; files tracked in `runs_dir` are code too."""
     folder = f"{tree.root}/{prefix}"
+    tree.repositories.append(prefix)
     patterns = [
         f"--exclude=/{_as_pattern(path[len(prefix) :])}"
         for path in (run_dir, runs_dir)
@@ -197,6 +232,8 @@ def _add_repository(tree: SourceTree, prefix: str, run_dir: str, runs_dir: str) 
                 tree.add(path, found)
             elif looks_secret(path.rpartition("/")[2]):
                 tree.left_out.append(LeftOut(path, "looks like a secret"))
+            elif looks_like_output(path):
+                tree.left_out.append(LeftOut(path, IS_OUTPUT))
             elif not _is_in_run(tree.root, path, runs):
                 tree.add(path, found)
 
@@ -295,20 +332,30 @@ _NEVER_LINKED = frozenset({"__pycache__", ".git"})
 def find_links(tree: SourceTree, cwd: str, run_dir: str) -> tuple[str, ...]:
     """The files and folders that a copy of the code links to, by their paths below the root.
 
-    Keys, passwords, run folders and Python caches are not linked. Raises UsageError when there are more
-    than `MAX_LINKS`.
+    Keys, passwords, run folders, outputs and Python caches are not linked; outputs are added to
+    `tree.left_out`. Raises UsageError when there are more than `MAX_LINKS`.
     """
-    uncopied = ignored_names(tree.root) if tree.kind == "git" else _uncopied(tree)
+    uncopied = _ignored(tree) if tree.kind == "git" else _uncopied(tree)
     places = (run_dir, f"{cwd}/{RUNS_FOLDER}", cwd)
     reserved = [place for place in (below(tree.root, place) for place in places) if place]
     left_out = {item.path for item in tree.left_out}
-    found = sorted(
-        path
-        for path in uncopied
-        if path not in left_out
-        and _is_linked(tree.root, path)
-        and not any(f"{place}/".startswith(f"{path}/") for place in reserved)
-    )
+    copied = {parent for path in tree.files for parent in _parents(path)}
+    runs: dict[str, bool] = {}
+    seen: set[str] = set()
+    found: list[str] = []
+    for path in sorted(uncopied):
+        # git lists an ignored folder and also the files in it whose names are ignored.
+        if path in left_out or path in copied or not seen.isdisjoint(_parents(path)):
+            continue
+        seen.add(path)
+        if not _is_linked(tree.root, path) or _is_in_run(tree.root, path, runs):
+            continue
+        if any(f"{place}/".startswith(f"{path}/") for place in reserved):
+            continue
+        if looks_like_output(path):
+            tree.left_out.append(LeftOut(path, IS_OUTPUT))
+        else:
+            found.append(path)
     if len(found) > MAX_LINKS:
         raise UsageError(
             f"{tree.root} has {len(found):,} files besides its code; at most {MAX_LINKS:,} can be linked "
@@ -322,7 +369,24 @@ def _is_linked(root: str, path: str) -> bool:
     name = path.rpartition("/")[2]
     if name in _NEVER_LINKED or name.endswith(".pyc") or looks_secret(name):
         return False
-    return not is_run(f"{root}/{path}")
+    folder = f"{root}/{path}"
+    return not is_run(folder) and not _has_runs(folder)
+
+
+def _has_runs(folder: str) -> bool:
+    """Whether a folder holds run folders."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(is_run(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return False  # a file, or a folder that cannot be read
+
+
+def _ignored(tree: SourceTree) -> Iterator[str]:
+    """The paths that git ignores in the repositories of a tree."""
+    for prefix in tree.repositories:
+        for name in ignored_names(f"{tree.root}/{prefix}"):
+            yield prefix + name
 
 
 def _uncopied(tree: SourceTree) -> Iterator[str]:

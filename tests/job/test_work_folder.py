@@ -1,0 +1,126 @@
+"""The working folder of a command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.folders import content
+from trainkit.job.work_folder import prepare_work_folder
+from trainkit.rundir import RunDir, read_json, write_json
+from trainkit.submit.code.snapshot import take_snapshot
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    (folder / "pkg").mkdir(parents=True)
+    for name in ("train.py", "pkg/same.py", "pkg/gone.py", "log.csv"):
+        (folder / name).write_text(f"{name}, first\n")
+    (folder / "log.csv").rename(folder / "log.json")  # a file that the pattern copies
+    return folder
+
+
+def submit(project: Path, run: RunDir, subfolder: str = "") -> None:
+    snapshot = take_snapshot(project / subfolder, run, {}, links=True)
+    write_json(run.job_file, {"code": snapshot.to_dict(), "attempts": []})
+
+
+def test_outputs_stay_and_code_is_only_replaced_by_new_code(project: Path, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    submit(project, run)
+    work = prepare_work_folder(run)
+    assert work == run.work_dir
+    first = content(run.code_dir)
+    assert content(work) == first
+    (work / "out").mkdir()
+    (work / "out" / "ckpt.pt").write_text("weights")
+    with (work / "log.json").open("a") as log:  # the copy is writable, the snapshot stays as it is
+        log.write("a line of the run\n")
+    assert prepare_work_folder(run) == work
+    assert content(work)["log.json"] == "log.csv, first\na line of the run\n"
+    assert content(run.code_dir) == first
+
+    run.code_dir.rename(run.path / "code.001")
+    (project / "train.py").write_text("second\n")
+    (project / "log.json").write_text("second\n")
+    (project / "new.py").write_text("second\n")
+    (project / "pkg" / "gone.py").unlink()
+    submit(project, run)
+    for _ in range(2):  # the second start finds nothing to do
+        assert prepare_work_folder(run) == work
+        assert content(work) == {
+            "train.py": "second\n",
+            "new.py": "second\n",
+            "log.json": "second\n",
+            "log.json.before-code.001": "log.csv, first\na line of the run\n",
+            "pkg/same.py": "pkg/same.py, first\n",
+            "out/ckpt.pt": "weights",
+        }
+
+
+def test_the_points_of_a_sweep_share_no_outputs(project: Path, tmp_path: Path) -> None:
+    group = RunDir(tmp_path / "group")
+    group.path.mkdir()
+    submit(project, group, "pkg")
+    for index in range(2):
+        point = RunDir(group.path / str(index))
+        point.path.mkdir()
+        point.code_dir.symlink_to("../code")
+        point.job_file.write_bytes(group.job_file.read_bytes())
+        work = prepare_work_folder(point)
+        assert work is not None
+        assert work.is_relative_to(point.path)
+        assert not (work / "ckpt.pt").exists()
+        (work / "ckpt.pt").write_text(str(index))
+
+
+def test_an_interrupted_copy_is_made_again(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    submit(project, run)
+
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainkit.job.work_folder._copy_file", fail)
+        with pytest.raises(OSError, match="No space"):
+            prepare_work_folder(run)
+    assert sorted(path.name for path in run.path.iterdir()) == ["code", "job.json"]
+    assert prepare_work_folder(run) == run.work_dir
+    assert content(run.work_dir) == content(run.code_dir)
+
+
+def test_without_a_snapshot_there_is_none(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    write_json(run.job_file, {"code": None, "attempts": []})
+    assert prepare_work_folder(run) is None
+
+
+def test_a_local_command_writes_into_its_run(project: Path, tmp_path: Path) -> None:
+    (project / "train.py").write_text(
+        "import os, pathlib; pathlib.Path('out').mkdir(); pathlib.Path('out/w').write_text(os.environ['PWD'])"
+    )
+    argv = [
+        *("trainkit", "submit", "--backend", "local", "--follow", "--run-dir", str(tmp_path / "run")),
+        *("--set", "device=cpu", "--", "python", "train.py"),
+    ]
+    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    done = subprocess.run(
+        [sys.executable, "-m", *argv], cwd=project, env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "run")
+    assert (run.work_dir / "out" / "w").read_text() == str(run.work_dir)
+    assert not (project / "out").exists()
+    assert "relative outputs go there" in done.stderr
+    assert read_json(run.job_file)["cwd"] == str(project)

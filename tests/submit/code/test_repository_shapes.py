@@ -1,0 +1,218 @@
+"""Snapshots of repositories in the shapes in which users have them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.folders import git
+from trainkit.rundir import RunDir
+from trainkit.submit.code.snapshot import take_snapshot
+
+
+def write(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+
+
+def ignore(root: Path, *patterns: str) -> None:
+    (root / ".gitignore").write_text("".join(f"{pattern}\n" for pattern in patterns))
+
+
+def commit(root: Path) -> None:
+    git(root, "add", "-A")
+    git(root, "-c", "user.name=u", "-c", "user.email=u@x", "commit", "-qm", "m")
+
+
+def ignored_weights_beside_text(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "*.pt")
+    write(root, "train.py", "out/a.pt", "out/note.txt")
+
+
+def only_ignored_weights(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "*.pt")
+    write(root, "train.py", "out/a.pt", "out/deep/b.pt")
+
+
+def ignored_data_by_name(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "*.bin")
+    write(root, "train.py", "data/a.bin", "data/deep/b.bin")
+
+
+def ignored_data_in_a_tracked_folder(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "*.bin")
+    write(root, "train.py", "data/prepare.py", "data/a.bin", "data/deep/b.bin", "data/deep/c.bin")
+    commit(root)
+
+
+def ignored_folder(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "/data/")
+    write(root, "train.py", "data/a.bin", "data/deep/b.json")
+
+
+def ignored_folder_in_a_tracked_one(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "cache")
+    write(root, "train.py", "pkg/m.py", "pkg/cache/x.bin")
+    commit(root)
+
+
+def names_that_sort_between(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "*.bin")
+    write(root, "train.py", "a/x.bin", "a-b/y.bin", "a.b/z.bin")
+
+
+def built_extension(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "*.so", "build/")
+    write(root, "pkg/__init__.py", "pkg/_C.so", "build/lib/pkg/_C.so")
+    commit(root)
+
+
+def earlier_runs(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "*.bin", "runs/")
+    write(root, "train.py", "runs/x/job.json", "runs/x/attempts/001/end.json", "runs/x/work/a.bin")
+
+
+def earlier_runs_elsewhere(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "*.bin")
+    write(root, "train.py", "exp/x/job.json", "exp/x/attempts/001/a.bin", "exp/x/work/deep/a.bin")
+
+
+def ignored_folder_of_earlier_runs(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "exp/")
+    write(root, "train.py", "exp/x/job.json", "exp/x/attempts/001/end.json")
+
+
+def earlier_group(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "*.bin")
+    write(root, "train.py", "exp/g/sweep.json", "exp/g/logs/0.log", "exp/g/code/a.bin", "exp/g/0/work/b.bin")
+
+
+def submodule(root: Path) -> None:
+    library = root.parent / "library"
+    library.mkdir()
+    git(library, "init")
+    ignore(library, "*.bin")
+    write(library, "lib.py")
+    commit(library)
+    git(root, "init")
+    write(root, "train.py")
+    git(root, "-c", "protocol.file.allow=always", "submodule", "add", str(library), "third/lib")
+    commit(root)
+    write(root, "third/lib/w.bin")
+
+
+def nested_clone(root: Path) -> None:
+    git(root, "init")
+    write(root, "train.py", "lib/m.py", "lib/w.bin")
+    git(root / "lib", "init")
+    ignore(root / "lib", "*.bin")
+
+
+def worktree(root: Path) -> None:
+    origin = root.parent / "origin"
+    origin.mkdir()
+    git(origin, "init")
+    ignore(origin, "data")
+    write(origin, "train.py")
+    commit(origin)
+    git(origin, "worktree", "add", "-b", "other", str(root / "tree"))
+    write(root / "tree", "data/a.bin")
+
+
+def sparse(root: Path) -> None:
+    git(root, "init")
+    write(root, "train.py", "big/a.py", "small/b.py")
+    commit(root)
+    git(root, "sparse-checkout", "set", "small")
+
+
+def symlinks(root: Path) -> None:
+    (root.parent / "elsewhere").mkdir()
+    write(root.parent, "elsewhere/a.bin")
+    git(root, "init")
+    ignore(root, "data")
+    write(root, "train.py")
+    (root / "data").symlink_to(root.parent / "elsewhere")
+    (root / "alias.py").symlink_to("train.py")
+    (root / "dangling").symlink_to("nothing")
+    (root / "circle").symlink_to("circle")
+
+
+def odd_names(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "*.bin")
+    write(root, "a b/t'r$(x).py", "a b/é.bin", "-x.bin", "[1].bin", "line\nbreak.bin")
+
+
+def no_repository(root: Path) -> None:
+    write(root, "train.py", "data/a.bin", "out/a.pt", "pkg/m.py", "pkg/w.pt", "wandb/x.json")
+
+
+def untracked_code_named_like_outputs(root: Path) -> None:
+    git(root, "init")
+    write(root, "train.py", "logs/__init__.py", "results/plot.py", "results/curve.npy", "last.ckpt")
+
+
+def no_commits_and_an_empty_folder(root: Path) -> None:
+    git(root, "init")
+    ignore(root, "data")
+    (root / "data").mkdir()
+    write(root, "train.py")
+
+
+SHAPES: dict[Callable[[Path], None], tuple[str, list[str], list[str]]] = {
+    # shape: (folder to submit from, copied besides train.py and .gitignore, linked)
+    ignored_weights_beside_text: ("", ["out/note.txt"], []),
+    only_ignored_weights: ("", [], []),
+    ignored_data_by_name: ("", [], ["data"]),
+    ignored_data_in_a_tracked_folder: ("", ["data/prepare.py"], ["data/a.bin", "data/deep"]),
+    ignored_folder: ("", [], ["data"]),
+    ignored_folder_in_a_tracked_one: ("pkg", ["pkg/m.py"], ["pkg/cache"]),
+    names_that_sort_between: ("", [], ["a", "a-b", "a.b"]),
+    built_extension: ("", ["pkg/__init__.py"], ["build", "pkg/_C.so"]),
+    earlier_runs: ("", [], []),
+    earlier_runs_elsewhere: ("", [], []),
+    ignored_folder_of_earlier_runs: ("", [], []),
+    earlier_group: ("", [], []),
+    submodule: ("", [".gitmodules", "third/lib/.gitignore", "third/lib/lib.py"], ["third/lib/w.bin"]),
+    nested_clone: ("", ["lib/.gitignore", "lib/m.py"], ["lib/w.bin"]),
+    worktree: ("tree", [], ["data"]),
+    sparse: ("", ["small/b.py"], []),
+    symlinks: ("", ["alias.py", "circle", "dangling"], ["data"]),
+    odd_names: ("", ["a b/t'r$(x).py"], ["-x.bin", "[1].bin", "a b/é.bin", "line\nbreak.bin"]),
+    no_repository: ("", ["pkg/m.py"], ["data"]),
+    untracked_code_named_like_outputs: ("", ["logs/__init__.py", "results/plot.py"], []),
+    no_commits_and_an_empty_folder: ("", [], ["data"]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+def test_what_is_copied_and_linked(project: Path, run: RunDir, shape: Callable[[Path], None]) -> None:
+    shape(project)
+    folder, copied, linked = SHAPES[shape]
+    found = take_snapshot(project / folder, run, {}, links=True)
+    assert list(found.links) == linked
+    files = [
+        os.path.relpath(Path(parent, name), run.code_dir)
+        for parent, folders, names in os.walk(run.code_dir)
+        for name in (*names, *(name for name in folders if Path(parent, name).is_symlink()))
+    ]
+    assert sorted({*files} - {"train.py", ".gitignore", *linked}) == copied
+    for name in linked:
+        assert (run.code_dir / name).readlink() == Path(found.source, name)

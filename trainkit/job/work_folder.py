@@ -1,0 +1,104 @@
+"""The working folder of a command: the run's own copy of its code, in which everything it writes stays.
+
+The snapshot in ``code/`` never changes, and all points of a sweep share it. A command that writes to
+``out/`` must neither change it nor find there what another run has written.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from trainkit.job.record import read_job
+from trainkit.rundir import RunDir, read_json, write_json
+
+WORK_DIR_VARIABLE = "TRAINKIT_JOB_WORK_DIR"
+"""The folder in which a command runs."""
+NUM_THREADS = 8
+"""On a shared file system each file takes milliseconds."""
+
+
+def prepare_work_folder(run: RunDir) -> Path | None:
+    """The folder in which a run's command starts; None without a code snapshot.
+
+    It is made at the first start. When the run has got new code since, files that the run has not changed are
+    replaced, and its outputs stay. Raises OSError.
+    """
+    code = read_job(run).get("code")
+    if not code:
+        return None
+    snapshot, before = Path(code["code"]), _replaced_snapshots(run)
+    if not run.work_dir.exists():
+        _create(run, snapshot, len(before))
+    else:
+        num_seen = int(read_json(run.work_file)["num_replaced_snapshots"])
+        if len(before) > num_seen:
+            _renew(run.work_dir, before[num_seen], snapshot)
+            write_json(run.work_file, {"num_replaced_snapshots": len(before)})
+    folder = run.work_dir / str(code["subfolder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _replaced_snapshots(run: RunDir) -> list[Path]:
+    """The earlier snapshots of a run, oldest first."""
+    return sorted(run.path.glob("code.[0-9][0-9][0-9]"))
+
+
+def _create(run: RunDir, snapshot: Path, num_replaced: int) -> None:
+    stage = Path(tempfile.mkdtemp(prefix=".work.", dir=run.path))
+    try:
+        _copy(snapshot, stage, list(_files(snapshot)))
+        write_json(run.work_file, {"num_replaced_snapshots": num_replaced})
+        stage.rename(run.work_dir)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise
+
+
+def _renew(work: Path, before: Path, after: Path) -> None:
+    """Bring new code to a working folder; a file that the run has changed is kept as ``NAME.before-CODE``."""
+    new = list(_files(after))
+    changed = [name for name in new if not _is_same(work / name, after / name)]
+    for name in changed:
+        target = work / name
+        if os.path.lexists(target) and not _is_same(target, before / name):
+            target.rename(target.with_name(f"{target.name}.before-{before.name}"))
+        else:
+            target.unlink(missing_ok=True)
+    _copy(after, work, changed)
+    for name in set(_files(before)) - set(new):
+        if _is_same(work / name, before / name):
+            (work / name).unlink()
+
+
+def _files(root: Path) -> Iterator[str]:
+    """The files and symlinks below a folder, without Python's caches, by their relative paths."""
+    for folder, folders, files in os.walk(root):
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        folders[:] = [name for name in folders if name != "__pycache__" and name not in links]
+        yield from (os.path.relpath(Path(folder, name), root) for name in (*files, *links))
+
+
+def _copy(source: Path, target: Path, names: list[str]) -> None:
+    for folder in sorted({Path(name).parent for name in names}):
+        (target / folder).mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        list(threads.map(lambda name: _copy_file(source / name, target / name), names))
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    shutil.copy2(source, target, follow_symlinks=False)
+    if not target.is_symlink():
+        target.chmod(target.stat().st_mode | 0o200)  # the snapshot is read-only
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    if one.is_symlink() or other.is_symlink():
+        return one.is_symlink() and other.is_symlink() and one.readlink() == other.readlink()
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
