@@ -15,6 +15,7 @@ from trainkit.plan.sweep import (
     changed,
     combinations,
     difference,
+    filled_in,
     parse_axes,
     parse_axis,
     short_keys,
@@ -32,7 +33,7 @@ from trainkit.plan.sweep import (
         ('data.source="a,b.txt",c d', ("a,b.txt", "c d")),
         ("data.source=[a.txt,b.txt],[c.txt]", (["a.txt", "b.txt"], ["c.txt"])),
         ("model={preset: nano},{preset: tiny}", ({"preset": "nano"}, {"preset": "tiny"})),
-        ("launch.env.LR=0x10,'1'", (16, "1")),
+        ("launch.env.LR=0x10,'1'", ("0x10", "1")),
         ("seed=1,2,", (1, 2)),
         ("seed=7", (7,)),
     ],
@@ -66,7 +67,29 @@ def test_what_is_no_sweep(text: str, message: str, hint: str) -> None:
 
 
 def test_numbers_that_are_equal_but_not_the_same_value_are_two_points() -> None:
-    assert parse_axis("launch.env.A=1,1.0,true,'1'").values == (1, 1.0, True, "1")
+    assert parse_axis("optimizer.lr=1,1.0").values == (1, 1.0)
+
+
+def test_environment_variables_get_values_as_they_are_written() -> None:
+    assert parse_axis("launch.env.A=1e-4,007,true,x,'2'").values == ("1e-4", "007", "true", "x", "2")
+
+
+def test_a_command_can_contain_swept_values() -> None:
+    command = ("python", "train.py", "--lr={lr}", '{"lr": {lr}}', "{optimizer.lr}", "{other}")
+    axes = parse_axes(["lr=1e-4,3e-4", "optimizer.lr=0.5"], command)
+    assert axes == (Axis("lr", ("1e-4", "3e-4")), Axis("optimizer.lr", (0.5,)))
+    points = combinations(axes)
+    assert filled_in(command, points[1]) == (
+        "python",
+        "train.py",
+        "--lr=3e-4",
+        '{"lr": 3e-4}',
+        "0.5",
+        "{other}",
+    )
+    with pytest.raises(UsageError, match="there is no key rate") as caught:
+        parse_axes(["rate=1,2"], command)
+    assert caught.value.hint == "write {rate} in the COMMAND where its value belongs"
 
 
 def test_every_combination_the_last_key_fastest() -> None:

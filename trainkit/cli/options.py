@@ -301,8 +301,10 @@ class GroupRequest:
     def __bool__(self) -> bool:
         return bool(self.sweeps) or self.array is not None
 
-    def points(self, seed: int | None) -> tuple[ArraySpec, dict[int, dict[str, Any]]]:
-        """Return the array, and the values of every point by index.
+    def points(
+        self, seed: int | None, command: Sequence[str] | None = None
+    ) -> tuple[ArraySpec, dict[int, dict[str, Any]]]:
+        """Return the array, and the values of every point by index; a `command` may contain swept keys.
 
         Without --sweep the points get consecutive seeds, starting at `seed`; None leaves the seed unchanged.
         Raises UsageError if the options are invalid.
@@ -325,7 +327,7 @@ class GroupRequest:
                 f"--array {self.array}: --sweep numbers its points itself",
                 hint="with --sweep, --array only sets a limit, as in --array %4",
             )
-        found = combinations(parse_axes(self.sweeps))
+        found = combinations(parse_axes(self.sweeps, command or ()))
         limit = None if spec is None else spec.limit
         return ArraySpec(tuple(range(len(found))), limit), dict(enumerate(found))
 
@@ -344,9 +346,14 @@ class GroupRequest:
 
 
 def _swept(request: ConfigRequest, values: Mapping[str, Any]) -> LoadedConfig:
+    from trainkit.config.names import is_known
     from trainkit.plan.sweep import shown_value
 
-    flags = {key: (f"--sweep {key}={shown_value(value)}", value) for key, value in values.items()}
+    flags = {
+        key: (f"--sweep {key}={shown_value(value)}", value)
+        for key, value in values.items()
+        if is_known(tuple(key.split(".")))  # others are only in the command
+    }
     return replace(request, flags={**request.flags, **flags}).load()
 
 

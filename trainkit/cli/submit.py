@@ -189,7 +189,7 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
 
     base = None if group_request.sweeps else request.load_to_plan(options.command, options.launcher)
     seed = None if base is None or options.command is not None else base.config.seed
-    spec, values = group_request.points(seed)
+    spec, values = group_request.points(seed, options.command)
     configs = group_request.load_points(request, values)
     limited = None if options.dry_run else spec
     points = plan_points(
@@ -200,12 +200,18 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
         points = [replace(item, plan=with_dependency(item.plan, options.after, job_ids)) for item in points]
     click.echo(describe_plan(common_plan(points), points[0].config.name), err=True)
     click.echo(f"  {'points':<18}  {describe_points(spec, values, bool(group_request.sweeps))}", err=True)
-    if options.command is not None and group_request.sweeps and not reaches_command(values):
-        click.echo(
-            "  note: a COMMAND sees only swept launch.env.NAME; the other values are in config.yaml of the "
-            "run folder, $TRAINKIT_JOB_RUN_DIR",
-            err=True,
-        )
+    if options.command is not None and group_request.sweeps:
+        if not reaches_command(values, options.command):
+            click.echo(
+                "  note: a COMMAND sees only {KEY} in its words and swept launch.env.NAME; the other values "
+                "are in config.yaml of the run folder, $TRAINKIT_JOB_RUN_DIR",
+                err=True,
+            )
+        if not points[0].config.launch.snapshot:
+            click.echo(
+                f"  note: all points run in {Path.cwd()}: relative outputs of one overwrite those of another",
+                err=True,
+            )
     if options.dry_run or options.test_only:
         run = future_run(points[0].config.name, options.run_dir)
         code = planned_code(run, points[0].config, points[0].plan, Path.cwd())

@@ -147,7 +147,7 @@ class Layers:
             # Parts after section and key name entries of a free mapping (launch.env), which keep their case.
             path = (*(part.lower() for part in parts[:2]), *parts[2:])
             try:
-                value = parse_value(text)
+                value = parse_value(text, path)
             except ValueError as error:
                 self.problem("", str(error), name)
                 continue
@@ -167,7 +167,7 @@ class Layers:
                 )
                 continue
             try:
-                value = parse_value(raw)
+                value = parse_value(raw, path)
             except ValueError as error:
                 self.problem(".".join(path), str(error), origin)
                 continue

@@ -158,7 +158,8 @@ class LaunchConfig(Section):
         "Environment variables passed to the job but never written to the run folder.",
     )
     snapshot: bool = Field(
-        default=True, description="On Slurm: copy the code to the run folder and train from the copy."
+        default=True,
+        description="Train from a copy of the code in the run folder; on this machine only for a COMMAND.",
     )
 
 

@@ -82,8 +82,6 @@ def validation_problems(error: ValidationError, entry: Entry) -> list[Problem]:
 def _hint(kind: str, path: tuple[str, ...], value: Any, origin: str) -> str:
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
-    if kind == "string_type" and isinstance(value, dict):
-        return "put numbers, true and false in quotes"
     if kind == "string_type" and isinstance(value, int | float):
         quoted = f'"{str(value).lower()}"'
         if origin.startswith("--set"):

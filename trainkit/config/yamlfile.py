@@ -24,6 +24,11 @@ _PATTERNS = {
 }
 
 
+VARIABLES = ("launch", "env")
+"""The mapping of environment variables, whose numbers and booleans are text as it is written."""
+_AS_WRITTEN = frozenset(TAG + kind for kind in ("bool", "int", "float"))
+
+
 class Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[misc]
     """Composes YAML nodes, with the C parser if PyYAML has it."""
 
@@ -151,8 +156,8 @@ def read_yaml_file(path: Path, shown: str) -> Entry:
     return entry
 
 
-def parse_value(text: str) -> Any:
-    """Parse a YAML scalar, list or mapping on one line, as in ``--set a.b=[1, 2]``.
+def parse_value(text: str, path: tuple[str, ...] = ()) -> Any:
+    """Parse a YAML scalar, list or mapping on one line, as in ``--set a.b=[1, 2]``; `path` is its key.
 
     Raises ValueError with a message for the user.
     """
@@ -166,7 +171,7 @@ def parse_value(text: str) -> Any:
     if node is None:
         return None
     builder = _Builder("")
-    value = builder.entry(node, ()).plain()
+    value = builder.entry(node, path).plain()
     if builder.problems:
         raise ValueError(builder.problems[0].message)
     return value
@@ -244,6 +249,8 @@ class _Builder:
         return entries
 
     def scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> Any:
+        if path[:2] == VARIABLES and len(path) == 3 and node.tag in _AS_WRITTEN:
+            return node.value
         try:
             return parse_scalar(node)
         except ValueError as error:

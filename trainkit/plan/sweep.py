@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.config.names import is_known, meant
-from trainkit.config.yamlfile import parse_value
+from trainkit.config.yamlfile import VARIABLES, parse_value
 from trainkit.errors import UsageError
 
 MAX_POINTS = 100_000
@@ -30,8 +30,8 @@ class Axis:
     values: tuple[Any, ...]
 
 
-def parse_axis(text: str) -> Axis:
-    """Parse the axis of ``--sweep a.b=1,2,3``.
+def parse_axis(text: str, command: Sequence[str] = ()) -> Axis:
+    """Parse the axis of ``--sweep a.b=1,2,3``, or of ``--sweep lr=1,2`` for a `command` with ``{lr}``.
 
     The values are parsed as a YAML list without brackets: ``"a,b"`` is text with a comma, ``[1,2],[3,4]`` are
     lists. Raises UsageError if the text is not a valid axis.
@@ -45,8 +45,10 @@ def parse_axis(text: str) -> Axis:
             f"{origin}: must have the form section.key=VALUE,VALUE,…",
             hint="for example --sweep optimizer.lr=1e-4,3e-4",
         )
+    is_placeholder = not is_known(path) and names_key(command, key)
     try:
-        values = parse_value(f"[{raw}]")
+        # A command gets its values as they are written.
+        values = parse_value(f"[{raw}]", (*VARIABLES, key) if is_placeholder else path)
     except ValueError:
         values = None
     if not isinstance(values, list):
@@ -58,9 +60,11 @@ def parse_axis(text: str) -> Axis:
         raise UsageError(f"{origin}: there are no values", hint=f"for example --sweep {key}=1,2,3")
     if key in NOT_SWEPT:
         raise UsageError(f"{origin}: {key} cannot be swept: {NOT_SWEPT[key]}", hint="remove it")
-    if not is_known(path):
+    if not is_known(path) and not is_placeholder:
         match = meant(path)
         hint = f"did you mean {match}?" if match else "`trainkit schema` lists the keys"
+        if command:
+            hint = f"write {{{key}}} in the COMMAND where its value belongs"
         raise UsageError(f"{origin}: there is no key {key}", hint=hint)
     twice = _first_twice([json.dumps(value) for value in values])
     if twice is not None:
@@ -68,12 +72,27 @@ def parse_axis(text: str) -> Axis:
     return Axis(key, tuple(values))
 
 
-def parse_axes(texts: Sequence[str]) -> tuple[Axis, ...]:
+def names_key(command: Sequence[str], key: str) -> bool:
+    """Whether a command contains ``{key}``, which stands for the swept value."""
+    return any(f"{{{key}}}" in word for word in command)
+
+
+def filled_in(command: Sequence[str], values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the command of a point: ``{key}`` becomes the value of a swept key, anything else stays."""
+    words = []
+    for word in command:
+        for key, value in values.items():
+            word = word.replace(f"{{{key}}}", shown_value(value))
+        words.append(word)
+    return tuple(words)
+
+
+def parse_axes(texts: Sequence[str], command: Sequence[str] = ()) -> tuple[Axis, ...]:
     """Parse the axes of all ``--sweep``, in order.
 
     Raises UsageError, also for a key that appears twice and for more than `MAX_POINTS` combinations.
     """
-    axes = tuple(parse_axis(text) for text in texts)
+    axes = tuple(parse_axis(text, command) for text in texts)
     twice = _first_twice([axis.key for axis in axes])
     if twice is not None:
         raise UsageError(f"--sweep {twice} appears twice", hint="list all of its values in one --sweep")

@@ -20,7 +20,7 @@ from trainkit.job.record import submission_token
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, inspect_data
 from trainkit.plan.slurm_request import option_argv
-from trainkit.plan.sweep import difference, shown, shown_value
+from trainkit.plan.sweep import difference, filled_in, names_key, shown, shown_value
 from trainkit.rundir import RunDir, utc_now, write_atomic, write_json
 from trainkit.rungroup import GROUP_VERSION, Point, RunGroup
 from trainkit.submit.array_spec import ArraySpec, refuse_too_large
@@ -74,7 +74,8 @@ def plan_points(
         if command is None and key not in data:
             data[key] = inspect_data(loaded.config.data)
         try:
-            plan = plan_run(loaded, command, launcher, target=target, data=data.get(key))
+            words = None if command is None else filled_in(command, values[index])
+            plan = plan_run(loaded, words, launcher, target=target, data=data.get(key))
             planned[index] = PlannedPoint(index, values[index], loaded.config, plan)
         except ConfigError as error:
             planned[index] = error
@@ -149,9 +150,10 @@ def describe_points(spec: ArraySpec, values: Mapping[int, dict[str, Any]], is_sw
     return f"{len(values):,} run{'s' if len(values) > 1 else ''}: {differs}{limit}"
 
 
-def reaches_command(values: Mapping[int, dict[str, Any]]) -> bool:
-    """Whether a COMMAND sees all swept values, which are then environment variables."""
-    return all(key.startswith("launch.env.") for point in values.values() for key in point)
+def reaches_command(values: Mapping[int, dict[str, Any]], command: Sequence[str]) -> bool:
+    """Whether a COMMAND sees all swept values, as arguments or environment variables."""
+    keys = {key for point in values.values() for key in point}
+    return all(key.startswith("launch.env.") or names_key(command, key) for key in keys)
 
 
 def _with_points(
