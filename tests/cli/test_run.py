@@ -1,5 +1,6 @@
 import signal
 
+import pytest
 from steering import is_running, wait_for
 
 from trainkit.rundir import RunDir, read_json
@@ -70,3 +71,12 @@ def test_config_for_more_nodes_is_refused(desk):
     done = desk.trainkit("run", str(desk.config), "--set", "resources.nodes=2")
     assert done.returncode == 2
     assert "the config asks for 2 nodes, but `trainkit run` uses one" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_the_ranks_of_another_launcher_are_refused(desk, name):
+    desk.environ |= {name: "4", "RANK": "1"}
+    done = desk.trainkit("run", str(desk.config))
+    assert done.returncode == 2
+    assert f"one of 4 ranks of another launcher ({name}=4)" in done.stderr
+    assert not (desk.folder / "runs").exists()

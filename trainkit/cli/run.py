@@ -56,6 +56,9 @@ def command(request: ConfigRequest, run_dir: str | None) -> int:
         task = find_slurm_task()
         if task is not None and task.num_tasks > 1:
             return run_in_step(request, run_dir, task)
+    from trainkit.job.rank_env import refuse_foreign_ranks
+
+    refuse_foreign_ranks()
     target = Target("local", "local: `trainkit run` uses this machine")
     loaded = request.load_to_plan(target=target)
     if loaded.config.resources.nodes != 1:

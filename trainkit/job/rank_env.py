@@ -98,6 +98,25 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
     return found
 
 
+_SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise UsageError when another launcher, such as torchrun or mpirun, started this process as a rank.
+
+    Each of its ranks would train a copy of its own.
+    """
+    for name in _SIZE_VARIABLES:
+        size = environ.get(name, "")
+        if size.isdigit() and int(size) > 1:
+            raise UsageError(
+                f"this process is one of {size} ranks of another launcher ({name}={size}), and each of them "
+                "would train a run of its own",
+                hint="start `trainkit run --gpus-per-node N` once on a machine, `srun … trainkit run` on several "
+                f"nodes, or `trainkit submit --nodes N`; if there is no launcher, `unset {name}`",
+            )
+
+
 def own_host(environ: Mapping[str, str] = os.environ) -> str:
     """The Slurm node name of this host if there is one, else its hostname; the two may differ.
 
