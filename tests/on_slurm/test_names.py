@@ -69,7 +69,7 @@ def test_folders_with_such_names(login: Login, backend: str, name: str) -> None:
         run = there.finish(RunDir(answer["run_dir"]))
         assert run.path == there.folder / "runs" / value
         for rank in range(2):
-            assert json.loads(log_of(run, rank)) == [[value, "", "*"], value, str(run.code_dir)]
+            assert json.loads(log_of(run, rank)) == [[value, "", "*"], value, str(run.work_dir)]
         if name == "shell":
             assert there.status(run)["state"] == "finished"
             assert there.trainkit("logs", str(run.path)).stdout == log_of(run)

@@ -9,7 +9,7 @@ import pytest
 
 from trainkit.config import RunConfig
 from trainkit.errors import UsageError
-from trainkit.submit.preflight_checks import refuse_missing
+from trainkit.submit.preflight_checks import command_python, refuse_missing
 
 LAUNCH = RunConfig().launch
 
@@ -28,3 +28,18 @@ def test_a_file_that_is_no_script_of_the_command(tmp_path: Path, command: list[s
 def test_a_line_of_setup_may_go_where_the_script_is(tmp_path: Path) -> None:
     launch = LAUNCH.model_copy(update={"setup": ("cd src",)})
     refuse_missing(["python", "train.py"], launch, "python", tmp_path)
+
+
+def test_a_launcher_takes_the_interpreter_that_would_run_the_command(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    active = {"VIRTUAL_ENV": str(venv), "PATH": f"{venv}/bin:/usr/bin:/bin"}
+    in_venv = (f"{venv}/bin/python",)
+    command = ("train.py",)
+    assert command_python(LAUNCH, command, tmp_path, active) == in_venv
+    assert command_python(LAUNCH, ("venv/bin/python", "train.py"), tmp_path, {}) == in_venv
+    assert command_python(LAUNCH.model_copy(update={"venv": "venv"}), command, tmp_path, {}) == in_venv
+    # Another python on PATH may not have torch.
+    assert command_python(LAUNCH, command, tmp_path, {"PATH": f"{venv}/bin"}) == (sys.executable,)
+    assert command_python(LAUNCH, command, tmp_path, {**active, "PATH": "/usr/bin"}) == (sys.executable,)

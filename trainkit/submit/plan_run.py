@@ -47,7 +47,7 @@ def plan_run(
     if command is not None:
         refuse_missing(command, launch, launcher, code_dir or cwd)
         refuse_secrets(command, launch.secrets)
-        plan = dataclasses.replace(plan, python=command_python(launch, cwd))
+        plan = dataclasses.replace(plan, python=command_python(launch, command, cwd))
     return plan
 
 

@@ -69,9 +69,21 @@ def launch_problems(launch: LaunchConfig) -> Iterator[LaunchProblem]:
 SHELLS = ("sh", "bash", "dash", "zsh")
 
 
-def command_python(launch: LaunchConfig, cwd: Path) -> tuple[str, ...]:
-    """The interpreter of a launcher such as torchrun."""
-    return find_interpreter(launch, sys.executable, os.environ, cwd)[0].argv
+def command_python(
+    launch: LaunchConfig, command: Sequence[str], cwd: Path, environ: Mapping[str, str] = os.environ
+) -> tuple[str, ...]:
+    """The interpreter of a launcher such as torchrun: the one that would run the command without it.
+
+    That is the one that the config or the command names, else that of the active environment, else this one.
+    """
+    if any((launch.venv, launch.conda, launch.uv, launch.container, launch.python)):
+        return find_interpreter(launch, sys.executable, environ, cwd)[0].argv
+    if "/" in command[0] and PurePath(command[0]).name.startswith("python"):
+        return (os.path.normpath(cwd / Path(command[0]).expanduser()),)
+    active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX")
+    python = None if active is None else shutil.which("python", path=environ.get("PATH", os.defpath))
+    is_active = python is not None and PurePath(python).is_relative_to(str(active))
+    return (str(python) if is_active else sys.executable,)
 
 
 def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, cwd: Path) -> None:

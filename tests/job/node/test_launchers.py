@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from trainkit.rundir import RunDir
 
 PLAN = LaunchPlan("sbatch", 2, 4, "cuda", Layout(dp_shard=8), Batch(1, 1, 8, 8), 0.1, 1, 60.0, {})
 PLACE = RankEnv(4, 0, 8, 4, 1, 2, "host0", 12345, "agent")
+WORLD_INFO = base64.urlsafe_b64encode(b'{"node0": [0, 1, 2, 3], "node1": [0, 1, 2, 3]}').decode()
 RUN = RunDir(Path("/runs/mine"))
 
 
@@ -50,8 +52,13 @@ def test_a_command_is_a_rank_as_it_stands() -> None:
         ),
         (
             "deepspeed",
-            "deepspeed.launcher.runner",
-            ["--no_ssh", "--num_nodes=2", "--num_gpus=4", "--node_rank=1", "--master_addr=host0"],
+            "deepspeed.launcher.launch",
+            [
+                f"--world_info={WORLD_INFO}",
+                "--node_rank=1",
+                "--master_addr=host0",
+                "--master_port=12345",
+            ],
         ),
     ],
 )

@@ -24,6 +24,10 @@ _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
 """The prefix that torch adds to the lines of a traceback in a multi-rank job."""
 LAUNCHER_ERROR = "ChildFailedError"
 """The exception that torchrun raises when a rank fails; it does not name the cause."""
+_KILLED_RANK = re.compile(
+    r"traceback : Signal \d+ \((?P<signal>SIG\w+)\) received|exits with return code = -(?P<number>\d+)"
+)
+"""How torchrun and deepspeed report a killed rank; they exit with 1 whatever happened to their ranks."""
 MAX_LINES_AFTER = 20
 """An exception further from the end of the output counts as handled by the program."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
@@ -121,11 +125,23 @@ def _death_fields(attempt: AttemptDir, rank: int, exit_code: int, out_of_memory:
         hang = next((hang for hang in read_hangs(attempt) if hang.rank == rank), None)
         if hang is not None:
             return {"type": "Hang", "message": hang.summary, "step": hang.step}
-    raised = last_exception(_last_lines(attempt.rank_log(rank))) if exit_code == EXIT_FAILED else None
+    lines = _last_lines(attempt.rank_log(rank)) if exit_code == EXIT_FAILED else []
+    killed_by = _signal_of_killed_rank(lines)
+    if killed_by is not None:
+        return {"type": "RankKilled", "message": f"the launcher ended: a rank was killed by {killed_by}"}
+    raised = last_exception(lines)
     if raised is not None:
         return {"type": raised.type, "message": raised.message, "final": raised.is_final}
     verb = "killed by" if description.startswith("SIG") else "ended with"
     return {"type": "exit", "message": f"{verb} {description}"}
+
+
+def _signal_of_killed_rank(lines: Sequence[str]) -> str | None:
+    """The signal that killed a rank of a launcher, according to the launcher's output; None without one."""
+    found = next((match for line in reversed(lines) if (match := _KILLED_RANK.search(line))), None)
+    if found is None:
+        return None
+    return found["signal"] or signal.Signals(int(found["number"])).name
 
 
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import math
 import os
 import sys
@@ -140,10 +142,12 @@ def _accelerate(rank_env: RankEnv) -> tuple[str, ...]:
 
 
 def _deepspeed(rank_env: RankEnv) -> tuple[str, ...]:
+    # The `deepspeed` program starts this module on every node, by ssh and from a hostfile.
+    gpus = list(range(rank_env.local_world_size))
+    nodes = {f"node{index}": gpus for index in range(rank_env.num_nodes)}
     return (
-        *("deepspeed.launcher.runner", "--no_ssh"),
-        f"--num_nodes={rank_env.num_nodes}",
-        f"--num_gpus={rank_env.local_world_size}",
+        "deepspeed.launcher.launch",
+        f"--world_info={base64.urlsafe_b64encode(json.dumps(nodes).encode()).decode()}",
         f"--node_rank={rank_env.node_rank}",
         f"--master_addr={rank_env.master_addr}",
         f"--master_port={rank_env.master_port}",
