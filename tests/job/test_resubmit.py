@@ -51,8 +51,14 @@ class Sbatch:
         self.token = ""
         self.argv: Sequence[str] = ()
         self.answer: Callable[[], str] = lambda: "8"
+        self.moved: list[tuple[str, str]] = []
         monkeypatch.setattr(resubmit_module, "submit_script", self.submit)
+        monkeypatch.setattr(resubmit_module, "move_dependents", self.move)
         monkeypatch.setattr(resubmit_module, "excludable", lambda hosts, request: list(hosts))
+
+    def move(self, job_id: str, new_id: str) -> list[str]:
+        self.moved.append((job_id, new_id))
+        return ["20"]
 
     def submit(self, script: Path, *, token: str, extra_argv: Sequence[str], **more: Any) -> str:
         self.script, self.text = script, script.read_text()
@@ -74,6 +80,7 @@ def test_the_next_attempt_is_a_job_that_waits_for_this_one(run: RunDir, sbatch: 
         "--dependency=afterany:7",
         "--exclude=h9,h1",
     ]
+    assert sbatch.moved == [("7", "8")], "jobs that wait for the run wait for its new job"
     entries = [(entry["attempt"], entry["job_id"], entry["reason"]) for entry in read_job(run)["attempts"]]
     assert entries == [(1, "7", "submit"), (2, "8", AUTO_RESTART)]
     assert "pid" not in read_job(run)["attempts"][-1]  # its start takes it for its own

@@ -64,6 +64,8 @@ def test_follow_ups_of_a_run_that_a_person_ends(login: Login) -> None:
     assert login.status(run)["state"] in ("pending", "requeueing")
     refused = login.trainkit("resume", str(run.path))
     assert (refused.returncode, f"is running as {second}" in refused.stderr) == (2, True)
+    refused = login.trainkit("submit", str(login.config), "--after", str(run.path), "--", "true")
+    assert (refused.returncode, "its 2 follow-up jobs" in refused.stderr) == (2, True)
     assert login.trainkit("cancel", second).returncode == 0
     assert login.jobs() == []
     assert login.status(run)["state"] == "cancelled"
@@ -77,6 +79,7 @@ def test_a_job_that_slurm_may_not_start_again_is_submitted_anew(login: Login) ->
     for run in runs:
         login.wait_for_log(run, "attempt 1 rank 0")
     before = [login.job_id(run) for run in runs]
+    after = login.submit("--after", str(runs[0].path), "--", "true")
     for run in runs:
         assert login.trainkit("requeue", str(run.path)).returncode == 0
     for run, first in zip(runs, before, strict=True):
@@ -87,11 +90,13 @@ def test_a_job_that_slurm_may_not_start_again_is_submitted_anew(login: Login) ->
         assert second.partition("_")[2] == first.partition("_")[2]
         assert login.wait_for_end(run)["action"] == "resubmit"
         assert _asked_of(login, second) == _asked_of(login, first)
+    waits_for = login.cluster.job(login.job_id(after))["Dependency"]
+    assert waits_for == f"afterok:{login.job_id(runs[0])}(unfulfilled)"
     assert len(read_job(RunDir(group.path / "3"))["attempts"]) == 1  # the other task is left alone
     # Once more: what the new job is made of is complete.
     assert login.trainkit("requeue", str(runs[1].path)).returncode == 0
     login.wait_for_log(runs[1], "attempt 3 rank 0", attempt=3)
-    for run in (*runs, group):
+    for run in (after, *runs, group):
         assert login.trainkit("cancel", str(run.path), "--now").returncode == 0
     login.wait_until_idle()
 

@@ -12,6 +12,7 @@ from trainkit.slurm.control import (
     cancel,
     cancel_waiting,
     has_expedited_requeue,
+    move_dependents,
     needs_srun_cpus_per_task,
     parse_config,
     parse_version,
@@ -182,3 +183,20 @@ def test_features() -> None:
     assert has_expedited_requeue((25, 11, 0), {"SchedulerParameters": "enable_expedited_requeue"})
     assert not has_expedited_requeue((25, 11, 0), {"SlurmctldParameters": "no_enable_expedited_requeue"})
     assert not has_expedited_requeue((25, 11, 0), {})
+
+
+def test_jobs_that_wait_for_a_job_follow_it_to_its_new_id(fake: FakeSlurm) -> None:
+    fake.add(
+        "squeue",
+        "echo '20|afterok:12(unfulfilled)'; echo '21|(null)'; echo '22|afterok:120(unfulfilled)'; "
+        "echo '23|afterok:9(unfulfilled),afterok:12(unfulfilled)'; echo '24|afterany:12(unfulfilled)'; "
+        "echo '25|afterok:12_3(unfulfilled)'",
+    )
+    fake.add("scontrol")
+    assert move_dependents("12", "30", environ=fake.environ) == ["20", "23"]
+    assert fake.calls[1:] == [
+        ["scontrol", "update", "JobId=20", "Dependency=afterok:30"],
+        ["scontrol", "update", "JobId=23", "Dependency=afterok:9,afterok:30"],
+    ]
+    assert move_dependents("12_3", "31_3", environ=fake.environ) == ["25"]
+    assert fake.calls[-1] == ["scontrol", "update", "JobId=25", "Dependency=afterok:31_3"]

@@ -31,7 +31,7 @@ from trainkit.plan.slurm_request import SlurmRequest, option_argv, with_excluded
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json, write_atomic
 from trainkit.rungroup import group_of
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts
+from trainkit.slurm.control import cancel, cancel_waiting, exclude_hosts, move_dependents
 from trainkit.slurm.submit import query_start, submit_script
 
 EVICTION_S = 120.0
@@ -92,6 +92,11 @@ def resubmit(run: RunDir, job_id: str, exclude: Sequence[str] = ()) -> str:
             lambda: add_slurm_entry(run, following.number, new_id, AUTO_RESTART, plan.backend)
         )
     log_event(run, following.number, "submitted", job_id=new_id, reason=AUTO_RESTART)
+    try:
+        for moved in move_dependents(job_id, new_id):
+            log_line(f"job {moved} now waits for {new_id}")
+    except TrainkitError as error:
+        log_line(f"jobs that wait for {job_id} do not wait for {new_id}: {error.message}")
     return new_id
 
 

@@ -27,6 +27,7 @@ CONTROL_PATIENCE_S = 60.0
 _GONE = re.compile(r"[Ii]nvalid job id|already (?:completing|finished|done)|No running or pending steps")
 _PENDING = re.compile(r"[Jj]ob is (?:pending|no longer running)")
 _SIGNAL = re.compile(r"(?:SIG)?(?P<name>[A-Z]+[0-9]*)|(?P<number>[0-9]{1,2})")
+_STATUS_OF_DEPENDENCY = re.compile(r"\((?:unfulfilled|fulfilled|failed)\)")
 _VERSION = re.compile(r"(?P<major>\d+)\.(?P<minor>\d+)(?:\.(?P<patch>\d+))?")
 _SETTING = re.compile(r"^(?P<name>[\w/]+)(?:\[\d+\])?\s*=[ \t]?(?P<value>.*)$", re.MULTILINE)
 
@@ -162,6 +163,32 @@ def _scancel_these(
         lines = error.sentence.splitlines()
         if not lines or not all(_GONE.search(line) for line in lines):
             raise
+
+
+def move_dependents(
+    job_id: str,
+    new_id: str,
+    *,
+    patience_s: float = QUERY_PATIENCE_S,
+    environ: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Make your pending jobs that wait for the success of a job wait for another one; returns their ids."""
+    old, new = checked_job_id(job_id), checked_job_id(new_id)
+    listing = query(
+        ["squeue", "--me", "--states=PENDING", "--noheader", "--format=%A|%E"],
+        environ=environ,
+        patience_s=patience_s,
+    ).stdout
+    moved = []
+    for line in listing.splitlines():
+        waiting, _, dependency = line.strip().partition("|")
+        conditions = _STATUS_OF_DEPENDENCY.sub("", dependency)
+        changed = re.sub(rf"\bafterok:{re.escape(old)}(?![\d_])", f"afterok:{new}", conditions)
+        if changed != conditions:
+            argv = ["scontrol", "update", f"JobId={checked_job_id(waiting)}", f"Dependency={changed}"]
+            query(argv, environ=environ, patience_s=patience_s)
+            moved.append(waiting)
+    return moved
 
 
 def show_config(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from shlex import quote
 
+from trainkit.config import read_effective
 from trainkit.control.jobs import query_job_status
 from trainkit.control.run_registry import find_run_or_group
+from trainkit.errors import UsageError
 from trainkit.observe.group import GroupFiles
 from trainkit.observe.status import read_status
-from trainkit.plan.launch import Dependency, LaunchPlan, dependency_ids, with_dependency
+from trainkit.plan.launch import (
+    UNFINISHED_STATES,
+    Dependency,
+    LaunchPlan,
+    dependency_ids,
+    with_dependency,
+)
 from trainkit.rundir import RunDir
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.jobs import query_jobs
@@ -44,6 +53,14 @@ def job_ids_of(names: Sequence[str], warn: Callable[[str], None]) -> list[str]:
 def _run(run: RunDir, warn: Callable[[str], None]) -> Dependency:
     job_status = query_job_status([run], warn)[0]
     status = read_status(run, job_status.alive, datetime.now(timezone.utc), job_status.job)
+    if status.state in UNFINISHED_STATES:
+        num_follow_ups = read_effective(run.config_file).requeue.follow_ups
+        if num_follow_ups:
+            raise UsageError(
+                f"--after {run.path}: its {num_follow_ups} follow-up jobs (requeue.follow_ups) continue it "
+                "under other job ids, and Slurm would start this job when the first of them ends",
+                hint=f"`trainkit logs {quote(str(run.path))} -f` returns when the run has ended",
+            )
     return Dependency(str(run.path), status.state, status.job_id, status.reason)
 
 
