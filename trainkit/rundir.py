@@ -359,6 +359,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 NFS_POLL_S = 0.05
+LONGEST_POLL_S = 1.0
+"""Every task of a job may wait for the same file, on one file server."""
 
 
 def wait_for_json(
@@ -373,7 +375,7 @@ def wait_for_json(
     An NFS client caches directory entries; listing the folders makes it query the server again.
     Raises TimeoutError, with the reason, if the file does not appear in time. `pause` may raise to stop.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s, pause_s = time.monotonic() + timeout_s, NFS_POLL_S
     while True:
         for folder in (path.parent.parent, path.parent):
             with contextlib.suppress(OSError):
@@ -387,7 +389,8 @@ def wait_for_json(
             reason = str(error)
         if time.monotonic() > deadline_s:
             raise TimeoutError(reason)
-        pause(NFS_POLL_S)
+        pause(pause_s)
+        pause_s = min(LONGEST_POLL_S, 1.5 * pause_s)
 
 
 class LockUnsupported(OSError):

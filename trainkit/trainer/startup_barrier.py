@@ -2,15 +2,18 @@
 
 torch's rendezvous blocks in C++ until the last rank has arrived: missing ranks cannot be named, and a rank
 that is asked to stop during it either hangs or leaves the others hanging. Here each rank reports to the store
-and polls it every few milliseconds, and one key decides for all: the first rank that sees all ranks sets
-"go", a rank that was asked to stop sets "stop", and the first value wins.
+and then polls one key, which decides for all: the last rank to arrive sets "go", a rank that was asked to
+stop sets "stop", rank 0 sets "missing" after the timeout, and the first value wins.
+
+Thousands of ranks ask one server, so they ask less and less often. The store's own wait would ask once, but
+it cannot be interrupted by a stop signal.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +25,9 @@ from trainkit.job.signals import StopRequest
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.02
+"""The first pause between two questions; each is longer than the one before."""
+LONGER = 1.5
+LONGEST_POLL_S = 2.0
 BUSY_POLL_S = 10.0
 """Seconds between checks, after the timeout, whether missing ranks are still preparing data."""
 STOP_GRACE_S = 20.0
@@ -42,26 +48,44 @@ def startup_barrier(
     deadline = time.monotonic() + timeout_s
     store = _open_store(env, timeout)
     if stop:
-        # Before it arrives: if it is the last rank, another rank could otherwise set "go" first.
+        # Before it arrives: if it is the last rank, it would set "go" first.
         store.compare_set("verdict", "", "stop")
     store.set(f"arrived/{env.rank}", socket.gethostname())
-    store.add("num_arrived", 1)
+    if store.add("num_arrived", 1) == env.world_size:
+        store.compare_set("verdict", "", "go")
+    pauses = _pauses(env.world_size)
     while not store.check(["verdict"]):
         if stop:
             store.compare_set("verdict", "", "stop")
-        elif store.add("num_arrived", 0) == env.world_size:
-            store.compare_set("verdict", "", "go")
-        elif time.monotonic() > deadline:
-            missing = [rank for rank in range(env.world_size) if not store.check([f"arrived/{rank}"])]
-            if not any(map(is_busy, missing)):
-                raise _missing_ranks_error(env, missing, timeout)
+        elif env.rank == 0 and time.monotonic() > deadline:
+            missing = _missing_ranks(env, store)
+            if missing and not any(map(is_busy, missing)):
+                store.compare_set("verdict", "", "missing")
             deadline = time.monotonic() + BUSY_POLL_S
         else:
-            time.sleep(POLL_S)
-    if store.get("verdict") == b"go":
+            time.sleep(next(pauses))
+    verdict = store.get("verdict")
+    if verdict == b"go":
         return store
-    _keep_store_alive(env, store)
+    if verdict == b"missing":
+        missing = _missing_ranks(env, store)
+        _keep_store_alive(env, store, env.world_size - len(missing))
+        raise _missing_ranks_error(env, missing, timeout)
+    _keep_store_alive(env, store, env.world_size)
     return None
+
+
+def _pauses(world_size: int) -> Iterator[float]:
+    """Growing pauses in seconds; the more ranks ask the same server, the longer they get."""
+    longest_s = min(LONGEST_POLL_S, max(5 * POLL_S, world_size / 4000))
+    pause_s = POLL_S
+    while True:
+        yield pause_s
+        pause_s = min(longest_s, LONGER * pause_s)
+
+
+def _missing_ranks(env: RankEnv, store: Store) -> list[int]:
+    return [rank for rank in range(env.world_size) if not store.check([f"arrived/{rank}"])]
 
 
 def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
@@ -76,7 +100,7 @@ def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
 
 def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float, is_busy: Callable[[int], bool]) -> bool:
     """Wait until rank 0 listens; returns False if asked to stop before that."""
-    deadline = time.monotonic() + timeout_s
+    deadline, pauses = time.monotonic() + timeout_s, _pauses(env.world_size)
     while True:
         try:
             with socket.create_connection((env.master_addr, env.master_port), timeout=1.0):
@@ -92,14 +116,14 @@ def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float, is_busy: C
                     f"rank {env.rank} cannot reach rank 0 at {env.master_addr}:{env.master_port} ({error})",
                     hint="check the log of rank 0: it may have failed before it started to listen",
                 ) from None
-            time.sleep(POLL_S)
+            time.sleep(next(pauses))
 
 
-def _keep_store_alive(env: RankEnv, store: TCPStore) -> None:
-    """Rank 0 runs the store, so it leaves last, after all ranks have read the verdict."""
+def _keep_store_alive(env: RankEnv, store: TCPStore, num_ranks: int) -> None:
+    """Rank 0 runs the store, so it leaves last, after `num_ranks` ranks have read the verdict."""
     store.add("num_left", 1)
     deadline = time.monotonic() + STOP_GRACE_S
-    while env.rank == 0 and store.add("num_left", 0) < env.world_size and time.monotonic() < deadline:
+    while env.rank == 0 and store.add("num_left", 0) < num_ranks and time.monotonic() < deadline:
         time.sleep(POLL_S)
 
 

@@ -254,7 +254,7 @@ def run_slurm_task(run: RunDir, number: int) -> int:
     rank = plan.first_rank_of(min(task.node_rank, plan.num_nodes - 1)) + task.local_task
     local_ranks = (task.local_task,) if plan.per == "gpu" else range(plan.workers_per_node)
     try:
-        check_node(attempt, plan, local_ranks)
+        check_node(attempt, plan, local_ranks, checks_disk=task.local_task == 0)
         return run_agent(attempt, plan, slurm_rendezvous(attempt, plan, task))
     except StopSignalReceived as stop:
         if task.task == 0:

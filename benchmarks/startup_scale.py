@@ -1,0 +1,152 @@
+"""Counts what the tasks of a starting job ask of the file server and of the rendezvous store.
+
+    python benchmarks/startup_scale.py --tasks 8 --tasks 8000
+
+Runs trainkit's own waiting loops for every task on a simulated clock: the tasks start within 10 s, task 0
+publishes the port 2 s after its start, and rank 0 listens 20 s after that, when torch is imported and the
+data is found; the other ranks need up to 10 s longer. Nothing else of a job runs, so the counts are exact for
+these assumptions, and no times are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+START_SPREAD_S = 10.0
+PUBLISH_S = 2.0
+LISTEN_S = 20.0
+PREPARE_SPREAD_S = 10.0
+TASKS_PER_NODE = 8
+
+
+class Clock:
+    """Simulated seconds; sleeping advances them."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Store:
+    """Stands for the connection of one rank to the store; `verdict_s` is when all ranks have arrived."""
+
+    def __init__(
+        self, clock: Clock, counts: Counter[str], verdict_s: float, is_last: bool, size: int
+    ) -> None:
+        self.clock, self.counts, self.verdict_s = clock, counts, verdict_s
+        self.is_last, self.size = is_last, size
+
+    def check(self, keys: list[str]) -> bool:
+        self.counts["store requests"] += 1
+        return self.clock.now_s >= self.verdict_s
+
+    def add(self, key: str, amount: int) -> int:
+        self.counts["store requests"] += 1
+        return self.size if self.is_last or self.clock.now_s >= self.verdict_s else 1
+
+    def set(self, key: str, value: str) -> None:
+        self.counts["store requests"] += 1
+
+    def get(self, key: str) -> bytes:
+        self.counts["store requests"] += 1
+        return b"go"
+
+    def compare_set(self, key: str, expected: str, value: str) -> None:
+        self.counts["store requests"] += 1
+
+
+@contextlib.contextmanager
+def simulated(clock: Clock, counts: Counter[str], published_s: float, listens_s: float) -> Iterator[None]:
+    """Replace clock, listings, reads and connections by counters."""
+
+    def list_folder(folder: Path) -> Iterator[Path]:
+        counts["listings"] += 1
+        return iter(())
+
+    def read(path: Path) -> object:
+        counts["reads"] += 1
+        if clock.now_s < published_s:
+            raise FileNotFoundError(path)
+        return {"step": "7.0.0.", "port": 1}
+
+    def connect(address: object, timeout: float) -> contextlib.AbstractContextManager[None]:
+        counts["connection attempts"] += 1
+        if clock.now_s < listens_s:
+            raise ConnectionRefusedError
+        return contextlib.nullcontext()
+
+    with (
+        patch.object(time, "monotonic", clock.monotonic),
+        patch.object(time, "sleep", clock.sleep),
+        patch.object(Path, "iterdir", list_folder),
+        patch("trainkit.rundir.read_json", read),
+        patch.object(socket, "create_connection", connect),
+    ):
+        yield
+
+
+def count(num_tasks: int, seed: int) -> Counter[str]:
+    """The operations of all tasks together."""
+    from trainkit.job.node import preflight
+    from trainkit.job.rank_env import RankEnv
+    from trainkit.job.signals import StopRequest
+    from trainkit.rundir import wait_for_json
+    from trainkit.trainer import startup_barrier as barrier
+
+    rng, counts, clock = random.Random(seed), Counter[str](), Clock()
+    starts_s = [rng.uniform(0, START_SPREAD_S) for _ in range(num_tasks)]
+    published_s = starts_s[0] + PUBLISH_S
+    listens_s = published_s + LISTEN_S
+    ready_s = [
+        max(start_s, published_s) + LISTEN_S + rng.uniform(0, PREPARE_SPREAD_S) for start_s in starts_s
+    ]
+    ready_s[0] = listens_s
+    last_s = max(ready_s)
+    probes = 0
+    for task in range(num_tasks):
+        if "checks_disk" not in preflight.check_node.__code__.co_varnames or task % TASKS_PER_NODE == 0:
+            probes += 1
+        env = RankEnv(task, task % 8, num_tasks, 8, task // 8, num_tasks // 8, "host0", 1, "agent")
+        store = Store(clock, counts, last_s, ready_s[task] == last_s, num_tasks)
+        with simulated(clock, counts, published_s, listens_s):
+            clock.now_s = starts_s[task]
+            if task:
+                wait_for_json(Path("/run/attempts/001/rendezvous.json"), 300.0, pause=clock.sleep)
+            clock.now_s = max(clock.now_s, ready_s[task] - PREPARE_SPREAD_S)
+            with patch.object(barrier, "_open_store", lambda *_, store=store: store):
+                barrier.startup_barrier(env, StopRequest(), timedelta(seconds=600))
+    counts["probe files of 64 KiB"] = probes
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tasks", type=int, action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    sizes = args.tasks or [8, 8000]
+    found = {size: count(size, args.seed) for size in sizes}
+    print(f"| operation | {' | '.join(f'{size:,} tasks' for size in sizes)} |")
+    print(f"|---|{'---|' * len(sizes)}")
+    for name in sorted(set().union(*found.values())):
+        print(f"| {name} | {' | '.join(f'{counts[name]:,}' for counts in found.values())} |")
+
+
+if __name__ == "__main__":
+    main()
