@@ -13,7 +13,7 @@ from typing import Any
 
 from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.plan.sweep import shown
-from trainkit.rundir import best_result, read_jsonl, seconds_between, will_resume
+from trainkit.rundir import RunDir, best_result, read_jsonl, seconds_between, will_resume
 from trainkit.rungroup import Point, RunGroup, is_index
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -21,6 +21,7 @@ from trainkit.slurm.states import JobState
 NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
 POINTS_PER_TASK = 100
+NEWEST_END = "attempts/latest/end.json"
 FAILED = ("failed", "died", "unknown")
 """States that need attention, worst first."""
 ORDER = (
@@ -142,6 +143,11 @@ class GroupFiles:
         """The ids of the jobs whose state in Slurm is needed."""
         return [files.job_id for files in self.points if files.job_id is not None and not files.is_over]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all points have ended and none will restart."""
+        return all(files.is_over for files in self.points)
+
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
         """The group's status; `jobs` is None when Slurm cannot be queried."""
         record, plan = self.group.record, self.group.record["plan"]
@@ -207,7 +213,7 @@ def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
         attempts = _json(f"{folder}/{index}/job.json").get("attempts")
         newest = attempts[-1] if isinstance(attempts, list) and attempts else {}
         entry: Mapping[str, Any] = newest if isinstance(newest, dict) else {}
-        end = _json(f"{folder}/{index}/attempts/latest/end.json")
+        end = _json(f"{folder}/{index}/{NEWEST_END}")
         job_id = entry.get("job_id") or group.task_id(index)
         files = PointFiles(group.points[index], None if job_id is None else str(job_id), entry, end)
         if files.is_over:
@@ -219,6 +225,11 @@ def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
             yield replace(files, events=events, best=best_result(run, events), has_metrics=has_metrics)
         else:
             yield files
+
+
+def read_newest_end(run: RunDir) -> dict[str, Any]:
+    """The end.json of a run's newest attempt; empty while it runs."""
+    return _json(f"{run.path}/{NEWEST_END}")
 
 
 def _json(path: str) -> dict[str, Any]:
