@@ -15,12 +15,12 @@ from tests.support.models import SEQ_LEN, nano_shape
 from tests.support.parity import Case, run_cases, worst_difference
 from tests.support.runs import run_ranks
 from trainkit.config import load_config
-from trainkit.errors import EXIT_NO_RESTART, ConfigError, TrainkitError
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.rundir import RunDir, write_json
 from trainkit.trainer import task
 from trainkit.trainer.__main__ import exit_code_of
 from trainkit.trainer.distributed import World
-from trainkit.trainer.models import load_architecture
+from trainkit.trainer.models import UnsupportedArchitecture, load_architecture
 from trainkit.trainer.models.model import Role
 from trainkit.trainer.models.supported_layouts import refuse_unsupported_layout
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
@@ -69,27 +69,27 @@ REFUSED = {
     "incomplete": (
         [],
         "from trainkit.trainer.models.model import Model\nclass Mine(Model): ...",
-        "model.architecture: is mine.py:Mine, but Mine does not define attentions, flops_per_token",
+        "model.architecture is mine.py:Mine, but Mine does not define attentions, flops_per_token",
     ),
     "no-attention": (
         ["parallel.cp=2"],
         f"{GPT}class Mine(Gpt):\n  attentions = ()",
-        "parallel.cp: is 2, but layer 0 of mine.py:Mine has no module in `attentions`\n  hint: context",
+        "parallel.cp is 2, but mine.py:Mine has no module in `attentions`",
     ),
     "some-attention": (
         ["parallel.cp=2"],
         f"{GPT}class Mine(Gpt):\n  attentions = property(lambda self: [self.layers[0].attention])",
-        "parallel.cp: is 2, but layer 1 of mine.py:Mine has no module in `attentions`",
+        "parallel.cp is 2, but layer 1 of mine.py:Mine has no module in `attentions`",
     ),
     "no-attend": (
         ["parallel.cp=2"],
         f"{GPT}class Mine(Gpt):\n  attentions = property(lambda self: [layer.mlp for layer in self.layers])",
-        "parallel.cp: is 2, but Mlp in `attentions` of mine.py:Mine has no `attend`\n  hint: context",
+        "parallel.cp is 2, but Mlp in `attentions` of mine.py:Mine has no `attend`",
     ),
     "whole-in-each-stage": (
         ["parallel.pp=2"],
         f"{INIT}, seq_len)",
-        "parallel.pp: is 2, but mine.py:Mine cannot be cut into 2 stages: stage 0 has 4 layers instead of 2",
+        "parallel.pp is 2, but mine.py:Mine cannot be cut into 2 stages: stage 0 has 4 layers instead of 2",
     ),
     "head-in-each-stage": (
         ["parallel.pp=2"],
@@ -108,9 +108,10 @@ def test_refused_before_the_data_is_prepared(
     settings, code, message = REFUSED[case]
     Path("mine.py").write_text(code)
     settings = ["model.architecture=mine.py:Mine", *settings]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UnsupportedArchitecture) as caught:
         task.build_task(load_config("quickstart", overrides=settings, environ={}).config)
     assert message in caught.value.message
+    assert caught.value.hint
     assert exit_code_of(caught.value, Progress().current) == EXIT_NO_RESTART
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from trainkit.errors import EXIT_NO_RESTART, ConfigError, Problem
+from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
 from trainkit.rundir import RunDir, copied_file
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import Model
@@ -14,11 +14,21 @@ from trainkit.trainer.models.model import Model
 ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 
 
+class UnsupportedArchitecture(TrainkitError):
+    """An architecture that cannot be trained, or not with the layout of the config."""
+
+    exit_code = EXIT_NO_RESTART
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"{problem.key} {problem.message}", problem.hint)
+        self.problem = problem
+
+
 def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
     """The class that `model.architecture` names: a built-in one, or FILE.py:CLASS.
 
     A run loads the file from its code snapshot, so later edits have no effect.
-    Raises ConfigError (exit code 78) if there is no such file or class, or it is not a complete `Model`.
+    Raises UnsupportedArchitecture if there is no such file or class, or it is not a complete `Model`.
     """
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
@@ -40,13 +50,6 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
     return found
 
 
-def refusal(key: str, message: str, hint: str) -> ConfigError:
-    """The error for a config that no restart can make valid."""
-    error = ConfigError([Problem(key, message, hint=hint)])
-    error.exit_code = EXIT_NO_RESTART
-    return error
-
-
-def _unknown(name: str, reason: str) -> ConfigError:
+def _unknown(name: str, reason: str) -> UnsupportedArchitecture:
     hint = "name a subclass of trainkit.trainer.models.model.Model; see trainkit/trainer/models/decoder.py"
-    return refusal("model.architecture", f"is {name}, but {reason}", hint)
+    return UnsupportedArchitecture(Problem("model.architecture", f"is {name}, but {reason}", hint=hint))

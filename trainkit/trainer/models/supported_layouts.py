@@ -15,17 +15,17 @@ import torch
 from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
 from trainkit.data.checks import tokenizer_vocab_size
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import Problem
 from trainkit.plan.layouts.schedules import num_stages, stage_layers
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.trainer.models import ARCHITECTURES, load_architecture, refusal
+from trainkit.trainer.models import ARCHITECTURES, UnsupportedArchitecture, load_architecture
 from trainkit.trainer.models.model import Model, StageSpec
 
 PREFIX = "problem: "
 
 
 def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> None:
-    """Raise ConfigError for context or pipeline parallelism that the architecture does not support."""
+    """Raise UnsupportedArchitecture for context or pipeline parallelism that it does not support."""
     name, parallel, seq_len = config.model.architecture, config.parallel, config.data.seq_len
     if name in ARCHITECTURES or parallel.cp == parallel.pp == 1:
         return
@@ -43,16 +43,18 @@ def _refuse_without_attention(name: str, whole: Model, parallel: ParallelConfig)
     attentions = list(whole.attentions)
     found = f"is {parallel.cp}, but"
     hint = "context parallelism replaces `attend` of the modules in `attentions`; use parallel.cp 1"
+    if not attentions:
+        raise _refusal("parallel.cp", f"{found} {name} has no module in `attentions`", hint)
     for index, layer in enumerate(whole.layers):
         modules = set(layer.modules())
         if not any(attention in modules for attention in attentions):
-            raise refusal(
+            raise _refusal(
                 "parallel.cp", f"{found} layer {index} of {name} has no module in `attentions`", hint
             )
     for attention in attentions:
         if not callable(getattr(attention, "attend", None)):
             kind = type(attention).__name__
-            raise refusal("parallel.cp", f"{found} {kind} in `attentions` of {name} has no `attend`", hint)
+            raise _refusal("parallel.cp", f"{found} {kind} in `attentions` of {name} has no `attend`", hint)
 
 
 def _refuse_uncut(name: str, whole: Model, parallel: ParallelConfig, seq_len: int) -> None:
@@ -66,16 +68,20 @@ def _refuse_uncut(name: str, whole: Model, parallel: ParallelConfig, seq_len: in
         model = type(whole)(whole.shape, seq_len, spec)
         if len(model.layers) != len(layers):
             message = f"stage {index} has {len(model.layers)} layers instead of {len(layers)}"
-            raise refusal("parallel.pp", f"{found} {message}", hint)
+            raise _refusal("parallel.pp", f"{found} {message}", hint)
         # Under their own names: tied parameters are in two stages.
         owners.update(parameter for parameter, _ in model.named_parameters(remove_duplicate=False))
     expected = {parameter for parameter, _ in whole.named_parameters(remove_duplicate=False)}
     for parameter in sorted(expected | owners.keys()):
         if parameter not in expected:
-            raise refusal("parallel.pp", f"{found} the whole model has no parameter {parameter}", hint)
+            raise _refusal("parallel.pp", f"{found} the whole model has no parameter {parameter}", hint)
         if owners[parameter] != 1:
             message = f"parameter {parameter} is in {owners[parameter]} stages"
-            raise refusal("parallel.pp", f"{found} {message}", hint)
+            raise _refusal("parallel.pp", f"{found} {message}", hint)
+
+
+def _refusal(key: str, message: str, hint: str) -> UnsupportedArchitecture:
+    return UnsupportedArchitecture(Problem(key, message, hint=hint))
 
 
 def find_problem(config: RunConfig) -> Problem | None:
@@ -85,8 +91,8 @@ def find_problem(config: RunConfig) -> Problem | None:
     """
     try:
         refuse_unsupported_layout(config, load_architecture(config.model.architecture))
-    except ConfigError as error:
-        return error.problems[0]
+    except UnsupportedArchitecture as error:
+        return error.problem
     return None
 
 
