@@ -20,7 +20,8 @@ ALLOWED = {
     "__init__": set(),  # the version
     "errors": set(),
     "resources": {"errors"},
-    "rundir": {"errors"},
+    "jsonl": set(),
+    "rundir": {"errors", "jsonl"},
     "tables": set(),
     "rungroup": {"errors", "rundir"},
     "manifest": {"errors", "rundir"},

@@ -7,7 +7,6 @@ file or line, except for a line cut off by a crash, which `read_jsonl` skips.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -20,6 +19,10 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from trainkit.jsonl import append_jsonl as append_jsonl
+from trainkit.jsonl import read_jsonl as read_jsonl
+from trainkit.jsonl import read_jsonl_reversed as read_jsonl_reversed
 
 
 def utc_now() -> str:
@@ -320,44 +323,6 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def append_jsonl(path: Path, record: dict[str, Any]) -> None:
-    """Append one record as one line, with a single write.
-
-    Terminates a line that a crash cut off first, so that the new record starts on its own line.
-    Raises OSError when the record does not fit on the disk; the file is then unchanged.
-    """
-    line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line
-        written = os.write(descriptor, line)
-        if written != len(line):
-            os.ftruncate(descriptor, size)
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-    finally:
-        os.close(descriptor)
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file; skips lines cut off by a crash. A missing file has no records."""
-    if not path.is_file():
-        return  # reading a pipe or a device might never end
-    try:
-        stream = path.open(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return
-    with stream:
-        for line in stream:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record
-
-
 NFS_POLL_S = 0.05
 LONGEST_POLL_S = 1.0
 """Every task of a job may wait for the same file, on one file server."""
@@ -473,20 +438,20 @@ def read_metrics(run: RunDir) -> list[dict[str, Any]]:
 def best_result(run: RunDir, events: Iterable[dict[str, Any]] | None = None) -> dict[str, Any] | None:
     """The lowest validation loss of a run, else its newest loss, as ``metric, value, step``; None without.
 
-    `events` are all events of the run, for callers that have already read them.
+    `events` are all ``evaluated`` events of the run, for callers that have already read them.
     """
     evaluated = [
         record
-        for record in (read_jsonl(run.events_file) if events is None else events)
+        for record in (read_jsonl(run.events_file, ["evaluated"]) if events is None else events)
         if record.get("event") == "evaluated" and isinstance(record.get("val_loss"), (int, float))
     ]
     if evaluated:
         best = min(evaluated, key=lambda record: record["val_loss"])
         return {"metric": "val_loss", "value": best["val_loss"], "step": best.get("step")}
-    losses = [
-        record for record in read_jsonl(run.metrics_file) if isinstance(record.get("loss"), (int, float))
-    ]
-    return {"metric": "loss", "value": losses[-1]["loss"], "step": losses[-1].get("step")} if losses else None
+    for record in read_jsonl_reversed(run.metrics_file, ["loss"]):
+        if isinstance(record.get("loss"), (int, float)):
+            return {"metric": "loss", "value": record["loss"], "step": record.get("step")}
+    return None
 
 
 def state_folder(environ: Mapping[str, str] = os.environ) -> Path:

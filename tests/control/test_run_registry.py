@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.control.run_registry import find_run, index_file, known_runs, register
+from trainkit.cli.status import _read_all
+from trainkit.control import run_registry
+from trainkit.control.run_registry import Start, find_run, index_file, known_runs, record_over, register
 from trainkit.errors import UsageError
-from trainkit.rundir import RunDir
+from trainkit.rundir import RunDir, append_jsonl, write_json
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +101,82 @@ def test_a_folder_of_somebody_else_hides_no_other_run(tmp_path, monkeypatch):
     assert find_run("last").path == mine.path
     with pytest.raises(UsageError, match="theirs cannot be read: Permission denied"):
         find_run(str(theirs.path))
+
+
+@pytest.fixture
+def read_folders(monkeypatch):
+    """The names of the folders that have been read, each time it happens."""
+    read, known = [], run_registry._known
+
+    def counting(folder, name=None, time=None):
+        read.append(folder.name)
+        return known(folder, name, time)
+
+    monkeypatch.setattr(run_registry, "_known", counting)
+    return read
+
+
+def make_many(folder, count=30):
+    runs = [make_run(folder / f"run-{number}", f"run-{number}") for number in range(count)]
+    for number, run in enumerate(runs):
+        time = f"2026-01-01T00:00:{number:02}.000Z"
+        index_file().parent.mkdir(parents=True, exist_ok=True)
+        append_jsonl(index_file(), {"time": time, "name": run.name, "path": str(run.path)})
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("last", ["run-29"]),
+        ("run-3", ["run-3"]),
+        ("local-run-27", ["run-29", "run-28", "run-27"]),
+    ],
+)
+@pytest.mark.parametrize("place", ["elsewhere", "here/runs"])
+def test_only_folders_that_may_be_meant_are_read(tmp_path, read_folders, text, expected, place):
+    make_many(tmp_path / place)
+    assert find_run(text).name == expected[-1]
+    assert read_folders == expected
+
+
+def test_status_reads_no_run_again_that_was_over(tmp_path, read_folders):
+    runs = make_many(tmp_path / "elsewhere")
+    for run in runs:
+        run.attempt(1).create()
+        if run is not runs[1]:
+            write_json(run.attempt(1).end_file, {"state": "finished", "action": "finished"})
+    for _ in range(2):
+        statuses, num_hidden = _read_all(15)
+        names = [status.name for status in statuses]
+        assert names == [*(f"run-{number}" for number in range(29, 14, -1)), "run-1"]
+        assert num_hidden == 14
+    assert len(read_folders) == 30 + 16
+    # A new start of a run that was over, and one whose end was found too late.
+    (runs[5].attempt(1).end_file).unlink()
+    append_jsonl(
+        index_file(), {"time": "2026-01-01T00:00:00.500Z", "name": "run-5", "path": str(runs[5].path)}
+    )
+    record_over([Start(runs[5].path, "run-5", "2026-01-01T00:00:05.000Z")])
+    assert [status.name for status in _read_all(15)[0]][-2:] == ["run-1", "run-5"]
+    assert next(status.name for status in _read_all(None)[0]) == "run-29"
+    assert len(_read_all(None)[0]) == len(known_runs()) == 30
+
+
+def test_an_index_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
+    def refuse(path, record):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    [run] = make_many(tmp_path / "elsewhere", 1)
+    monkeypatch.setattr(run_registry, "append_jsonl", refuse)
+    record_over([Start(run.path, "run-0", "2026-01-01T00:00:00.000Z")])
+    assert [item.name for item in known_runs()] == ["run-0"]
+
+
+def test_a_run_behind_a_symlink_is_one_run(tmp_path):
+    run = make_run(tmp_path / "disk/runs/x", "x")
+    (tmp_path / "here/runs").symlink_to(tmp_path / "disk/runs")
+    register(RunDir(tmp_path / "here/runs/x"), "x")
+    register(run, "x")
+    (tmp_path / "disk/runs/y").symlink_to("x")
+    assert [item.name for item in known_runs()] == ["x"]

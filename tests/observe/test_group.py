@@ -87,6 +87,25 @@ def test_points_that_run_and_that_have_ended(tmp_path: Path) -> None:
     assert GroupFiles(group).open_ids == ["12_1", "12_2"]
 
 
+def test_points_that_have_run_for_long_take_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_group(tmp_path, LRS)
+    for index in LRS:
+        metrics = "".join(f'{{"attempt": 1, "step": {step}, "loss": 2.5}}\n' for step in range(5000))
+        started(group, index).metrics_file.write_text(metrics)
+    loads, parsed = json.loads, []
+
+    def counting(text: Any) -> Any:
+        parsed.append(1)
+        return loads(text)
+
+    monkeypatch.setattr(json, "loads", counting)
+    seen = status(group, jobs(**{f"_{index}": JobState.RUNNING for index in LRS}))
+    assert [point.best for point in seen.points] == [{"metric": "loss", "value": 2.5, "step": 4999}] * 4
+    assert len(parsed) < 100
+
+
 def test_a_loss_counts_where_nothing_was_validated(tmp_path: Path) -> None:
     group = make_group(tmp_path, LRS)
     for index, loss in ((0, 3.0), (2, 2.0)):

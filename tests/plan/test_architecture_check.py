@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from trainkit.cli.main import main
+from trainkit.config import load_config
+from trainkit.submit import architecture_check
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -23,12 +27,12 @@ def test_its_file_must_be_there(argv: list[str], capsys: pytest.CaptureFixture[s
     assert main(["check", *argv]) == 2
     err = capsys.readouterr().err
     assert "run.yaml:3: model.architecture: is mine.py:Mine, but there is no file" in err
-    Path("mine.py").write_text("")
+    Path("mine.py").write_text("import nowhere")  # perhaps only the nodes have it
     assert main(["check", *argv]) == 0
 
 
 def test_how_the_batch_is_shared_is_known_of_any(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    Path("mine.py").write_text("")
+    Path("mine.py").write_text("import nowhere")
     split = ["resources.gpus_per_node=2", "parallel.cp=2", "data.seq_len=10"]
     assert main(["check", *argv, *(word for item in split for word in ("--set", item))]) == 2
     assert "data.seq_len 10 is not a multiple of 2 x 2" in capsys.readouterr().err
@@ -42,3 +46,41 @@ def test_its_memory_is_not_known(argv: list[str], capsys: pytest.CaptureFixture[
 def test_a_name_that_is_none(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *argv, "--set", "model.architecture=gpt"]) == 2
     assert "llama or FILE.py:CLASS" in capsys.readouterr().err
+
+
+MODEL = "from tests.support.gpt import Gpt\nprint('loaded')\nimport atexit\natexit.register(print, 'over')\n"
+
+
+@pytest.fixture
+def imports_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def test_what_the_trainer_would_refuse(
+    argv: list[str], imports_the_tests: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that it refuses: `trainer/test_architecture_of_ones_own.py`."""
+    Path("mine.py").write_text(f"{MODEL}class Mine(Gpt):\n  attentions = ()")
+    words = ["--set", "resources.gpus_per_node=2", "--set", "parallel.cp=2"]
+    assert main(["check", *argv, *words]) == 2
+    err = capsys.readouterr().err
+    assert "--set parallel.cp=2: parallel.cp: is 2, but mine.py:Mine has no module in" in err
+    assert main(["check", *argv]) == 0
+    Path("mine.py").write_text("class Mine: ...")
+    assert main(["check", *argv]) == 2
+    assert "run.yaml:3: model.architecture: is mine.py:Mine, but" in capsys.readouterr().err
+
+
+def test_a_file_that_takes_long_is_left_to_the_trainer(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architecture_check, "CHECK_TIMEOUT_S", 0.1)
+    Path("mine.py").write_text("import time\ntime.sleep(100)")
+    assert main(["check", *argv]) == 0
+
+
+@pytest.mark.parametrize("setting", ["launch.container=image.sqsh", "launch.setup=[cd /]"])
+def test_the_environment_of_the_job_may_be_another(argv: list[str], setting: str) -> None:
+    Path("mine.py").write_text("class Mine: ...")
+    loaded = load_config("run.yaml", overrides=[setting], environ={})
+    assert architecture_check.find_architecture_problem(loaded) is None

@@ -25,8 +25,9 @@ def test_new_folders_count_up(config, tmp_path):
     names = [create_run(config, PLAN, ["trainkit"]).name for _ in range(3)]
     assert names == ["mine", "mine-2", "mine-3"]
     job = read_json(tmp_path / "runs/mine-2/job.json")
-    expected = {"backend": "local", "name": "mine-2", "cwd": str(tmp_path), "code": None, "attempts": []}
-    assert job == expected
+    code = job.pop("code")
+    assert (code["source"], code["code"]) == (str(tmp_path), str(tmp_path / "runs/mine-2/code"))
+    assert job == {"backend": "local", "name": "mine-2", "cwd": str(tmp_path), "attempts": []}
 
 
 def test_exact_folder_keeps_the_name_of_the_config(config, tmp_path):

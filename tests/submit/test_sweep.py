@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.groups import make_group, planned
+from trainkit.cli.options import ConfigRequest, GroupRequest
+from trainkit.cluster.model import Cluster, Target
+from trainkit.config import load_config
 from trainkit.errors import ConfigError, UsageError
+from trainkit.plan.sweep import difference
 from trainkit.rundir import read_json
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.submit import sbatch_backend, sweep
@@ -177,3 +182,63 @@ def test_ten_thousand_points_are_four_files(tmp_path: Path) -> None:
     group, _ = create_group(many, "0-9999", ["trainkit"], tmp_path / "group")
     assert len(list(group.path.iterdir())) == 4
     assert len(json.loads(group.sweep_file.read_text())["points"]) == 10_000
+
+
+@pytest.fixture
+def request_of_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConfigRequest:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    Path("run.yaml").write_text(
+        "extends: quickstart.yaml\nname: many\ndevice: cpu\nlaunch: {snapshot: false}\n"
+    )
+    monkeypatch.setattr(sweep, "make_target", lambda loaded: Target("sbatch", "a test", Cluster("unknown")))
+    return ConfigRequest("run.yaml", None, (), {})
+
+
+SEEDS = GroupRequest(("optimizer.lr=0.1,0.2,-1", "seed=" + ",".join(map(str, range(5)))), None)
+
+
+@pytest.mark.parametrize(("group", "num_plans"), [(GroupRequest((), "0-99"), 1), (SEEDS, 2)])
+def test_points_that_differ_only_in_the_seed_are_planned_once(
+    request_of_config: ConfigRequest, monkeypatch: pytest.MonkeyPatch, group: GroupRequest, num_plans: int
+) -> None:
+    calls: dict[str, int] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counting(*args: Any, **more: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **more)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(sweep, "plan_run")
+    count(ConfigRequest, "load")
+    _, values = group.points(0)
+    values = {index: point for index, point in values.items() if point.get("optimizer.lr") != -1}
+    loaded = list(group.load_points(request_of_config, values))
+    points = sweep.plan_points(values, loaded, config_path="run.yaml")
+    assert calls == {"plan_run": num_plans, "load": num_plans}
+    assert [point.values for point in points] == list(values.values())
+    for point in points[:: len(points) - 1]:
+        flags = {key: (f"--sweep {key}={value}", value) for key, value in point.values.items()}
+        alone = load_config("run.yaml", flags=flags, environ={})
+        assert point.config == alone.config
+        assert point.plan == sweep.plan_run(alone, target=Target("sbatch", "a test", Cluster("unknown")))
+    made, _ = create_group(points, "0-9", ["trainkit"], Path("group").absolute())
+    base, own = made.record["config"], points[-1].config.model_dump(mode="json", by_alias=True)
+    assert made.points[points[-1].index].config == difference(base, own)
+
+
+def test_each_bad_point_is_reported_however_points_are_loaded(request_of_config: ConfigRequest) -> None:
+    group = GroupRequest(("optimizer.lr=0.1,-1", "seed=1,-2"), None)
+    _, values = group.points(None)
+    with pytest.raises(ConfigError) as caught:
+        sweep.plan_points(values, group.load_points(request_of_config, values), config_path="run.yaml")
+    lr = "--sweep optimizer.lr=-1: optimizer.lr: must be a number above 0, not -1"
+    seed = "--sweep seed=-2: seed: must be a whole number of at least 0 and below 9.22337e+18, not -2"
+    assert [problem.render() for problem in caught.value.problems] == [
+        f"point 1 (optimizer.lr=0.1, seed=-2) and 1 more: {seed}",
+        f"point 2 (optimizer.lr=-1, seed=1) and 1 more: {lr}",
+    ]

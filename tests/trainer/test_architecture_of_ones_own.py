@@ -14,12 +14,17 @@ from tests.support import gpt
 from tests.support.models import SEQ_LEN, nano_shape
 from tests.support.parity import Case, run_cases, worst_difference
 from tests.support.runs import run_ranks
+from trainkit.config import load_config
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.rundir import RunDir, write_json
+from trainkit.trainer import task
+from trainkit.trainer.__main__ import exit_code_of
 from trainkit.trainer.distributed import World
-from trainkit.trainer.models import load_architecture
+from trainkit.trainer.models import UnsupportedArchitecture, load_architecture
 from trainkit.trainer.models.model import Role
+from trainkit.trainer.models.supported_layouts import refuse_unsupported_layout
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
+from trainkit.trainer.progress import Progress
 
 FILE = Path(gpt.__file__)
 CASES = [
@@ -55,6 +60,68 @@ def test_what_is_none(name: str, message: str) -> None:
     with pytest.raises(TrainkitError, match=message) as error:
         load_architecture(name)
     assert error.value.exit_code == EXIT_NO_RESTART
+
+
+GPT = "from tests.support.gpt import Gpt\n"
+INIT = f"{GPT}class Mine(Gpt):\n  def __init__(self, shape, seq_len, stage=None):\n    super().__init__(shape"
+REFUSED = {
+    "no-model": ([], "class Mine: ...", "has no class Mine that is a Model"),
+    "incomplete": (
+        [],
+        "from trainkit.trainer.models.model import Model\nclass Mine(Model): ...",
+        "model.architecture is mine.py:Mine, but Mine does not define attentions, flops_per_token",
+    ),
+    "no-attention": (
+        ["parallel.cp=2"],
+        f"{GPT}class Mine(Gpt):\n  attentions = ()",
+        "parallel.cp is 2, but mine.py:Mine has no module in `attentions`",
+    ),
+    "some-attention": (
+        ["parallel.cp=2"],
+        f"{GPT}class Mine(Gpt):\n  attentions = property(lambda self: [self.layers[0].attention])",
+        "parallel.cp is 2, but layer 1 of mine.py:Mine has no module in `attentions`",
+    ),
+    "no-attend": (
+        ["parallel.cp=2"],
+        f"{GPT}class Mine(Gpt):\n  attentions = property(lambda self: [layer.mlp for layer in self.layers])",
+        "parallel.cp is 2, but Mlp in `attentions` of mine.py:Mine has no `attend`",
+    ),
+    "whole-in-each-stage": (
+        ["parallel.pp=2"],
+        f"{INIT}, seq_len)",
+        "parallel.pp is 2, but mine.py:Mine cannot be cut into 2 stages: stage 0 has 4 layers instead of 2",
+    ),
+    "head-in-each-stage": (
+        ["parallel.pp=2"],
+        f"from dataclasses import replace\n{INIT}, seq_len, stage and replace(stage, has_head=True))",
+        "mine.py:Mine cannot be cut into 2 stages: parameter head.weight is in 2 stages",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_the_data_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(task, "open_dataset", lambda *args: pytest.fail("the data was opened"))
+    settings, code, message = REFUSED[case]
+    Path("mine.py").write_text(code)
+    settings = ["model.architecture=mine.py:Mine", *settings]
+    with pytest.raises(UnsupportedArchitecture) as caught:
+        task.build_task(load_config("quickstart", overrides=settings, environ={}).config)
+    assert message in caught.value.message
+    assert caught.value.hint
+    assert exit_code_of(caught.value, Progress().current) == EXIT_NO_RESTART
+
+
+@pytest.mark.parametrize("is_tied", ["true", "false"])
+def test_every_layout_is_supported(is_tied: str) -> None:
+    for schedule in ("1f1b", "zbv"):
+        settings = ["parallel.cp=2", "parallel.pp=2", f"parallel.pp_schedule={schedule}"]
+        settings += [f"model.architecture={FILE}:Gpt", f"model.tie_embeddings={is_tied}"]
+        config = load_config("quickstart", overrides=settings, environ={}).config
+        refuse_unsupported_layout(config, gpt.Gpt)
 
 
 def test_a_run_has_the_code_that_it_was_submitted_with(

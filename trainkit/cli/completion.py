@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import click
@@ -10,6 +11,8 @@ from click.shell_completion import CompletionItem
 from trainkit.cli.help import Command, examples
 
 Items = list[CompletionItem]
+MAX_RUNS = 200
+"""Completion proposes the newest runs: a shell waits for it."""
 
 
 @click.command(
@@ -37,10 +40,10 @@ def command(shell: str) -> None:
 
 def complete_run(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Items:
     """RUN: `last`, the names and job ids of known runs, and folders."""
-    from trainkit.control.run_registry import known_runs
+    from trainkit.control.run_registry import iter_known_runs
     from trainkit.job.record import read_job
 
-    known = known_runs()
+    known = list(islice(iter_known_runs(), MAX_RUNS))
     found = {"last": "the newest run"} if known else {}
     for item in known:
         found.setdefault(item.run.name, str(item.run.path))

@@ -335,14 +335,22 @@ class GroupRequest:
         self, request: ConfigRequest, values: Mapping[int, dict[str, Any]]
     ) -> Iterator[tuple[int, LoadedConfig | ConfigError]]:
         """Yield the index and config of each point, or its problems; a group can have 100,000 points."""
-        base = None if self.sweeps else request.load()
+        from trainkit.plan.sweep import key_without_seed, shown_value
+
+        # Points that differ only in the seed are loaded once.
+        loaded = {} if self.sweeps else {key_without_seed({}): request.load()}
         for index, point in values.items():
+            key = key_without_seed(point)
             try:
-                loaded = _swept(request, point) if base is None else _with_seed(base, point.get("seed"))
+                if key in loaded:
+                    seed = point.get("seed")
+                    origin = f"--sweep seed={shown_value(seed)}" if self.sweeps else "--array"
+                    yield index, _with_seed(loaded[key], seed, origin)
+                else:
+                    loaded[key] = _swept(request, point)
+                    yield index, loaded[key]
             except ConfigError as error:
                 yield index, error
-            else:
-                yield index, loaded
 
 
 def _swept(request: ConfigRequest, values: Mapping[str, Any]) -> LoadedConfig:
@@ -357,13 +365,13 @@ def _swept(request: ConfigRequest, values: Mapping[str, Any]) -> LoadedConfig:
     return replace(request, flags={**request.flags, **flags}).load()
 
 
-def _with_seed(loaded: LoadedConfig, seed: int | None) -> LoadedConfig:
-    """Return the config with the seed of a point of --array."""
+def _with_seed(loaded: LoadedConfig, seed: int | None, origin: str) -> LoadedConfig:
+    """Return the config with the seed of a point; None leaves it unchanged."""
     if seed is None:
         return loaded
     from trainkit.config.changes import with_values
 
-    return with_values(loaded, {"seed": seed}, "--array")
+    return with_values(loaded, {"seed": seed}, origin)
 
 
 def group_options(function: Function) -> Function:

@@ -71,7 +71,7 @@ def _show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
 def _show_all_runs(show_all: bool, as_json: bool) -> int:
     from trainkit.observe.status_text import MAX_ENDED_RUNS, not_shown, runs_table
 
-    statuses = _read_all()
+    statuses, num_hidden = _read_all(None if show_all or as_json else MAX_ENDED_RUNS)
     if as_json:
         click.echo(json.dumps([_summary(status) for status in statuses], ensure_ascii=False))
         return EXIT_OK
@@ -82,8 +82,9 @@ def _show_all_runs(show_all: bool, as_json: bool) -> int:
     others = [status for status in statuses if not status.is_active]
     shown = others if show_all else others[:MAX_ENDED_RUNS]
     click.echo(runs_table([*active, *shown], Path.cwd()))
-    if len(shown) < len(others):
-        click.echo(not_shown(len(others) - len(shown)))
+    num_hidden += len(others) - len(shown)
+    if num_hidden:
+        click.echo(not_shown(num_hidden))
     return EXIT_OK
 
 
@@ -94,17 +95,44 @@ def _summary(status: RunStatus | GroupStatus) -> dict[str, Any]:
     return status.to_dict(with_points=False) if isinstance(status, GroupStatus) else status.to_dict()
 
 
-def _read_all() -> list[RunStatus | GroupStatus]:
-    """The status of every known run and group, newest first, with one Slurm query for all of them."""
+def _read_all(max_ended: int | None) -> tuple[list[RunStatus | GroupStatus], int]:
+    """The status of known runs and groups, newest first, with one Slurm query for all of them.
+
+    With `max_ended`, only that many of those that are over for certain; the second value counts the others.
+    """
     from trainkit.control.jobs import job_statuses, open_job_ids, query_known_jobs
-    from trainkit.control.run_registry import known_runs
-    from trainkit.observe.group import GroupFiles
+    from trainkit.control.run_registry import KnownRun, record_over, starts
+    from trainkit.observe.group import GroupFiles, is_over, read_newest_end
     from trainkit.observe.status import read_status
 
-    known = known_runs()
+    known: list[KnownRun] = []
+    groups: dict[Path, GroupFiles] = {}
+    seen, newly_over, num_over, num_hidden = set(), [], 0, 0
+    for start in starts():
+        is_full = max_ended is not None and num_over >= max_ended
+        if is_full and start.is_over:
+            num_hidden += 1
+            continue
+        item, place = start.read(), start.folder.resolve()
+        if item is None or place in seen:
+            continue
+        seen.add(place)
+        if item.is_group:
+            groups[item.run.path] = GroupFiles(item.group)
+            over = groups[item.run.path].is_over
+        else:
+            over = is_over(read_newest_end(item.run))
+        num_over += over
+        if over and not start.is_over:
+            newly_over.append(start)
+        if is_full and over:
+            num_hidden += 1
+        else:
+            known.append(item)
+    record_over(newly_over)
     runs = [item.run for item in known if not item.is_group]
-    groups = {item.run.path: GroupFiles(item.group) for item in known if item.is_group}
-    ids = open_job_ids(runs) + [job_id for files in groups.values() for job_id in files.open_ids]
+    shown_groups = [groups[item.run.path] for item in known if item.is_group]
+    ids = open_job_ids(runs) + [job_id for files in shown_groups for job_id in files.open_ids]
     jobs = query_known_jobs(ids, _warn)
     by_run = {run.path: item for run, item in zip(runs, job_statuses(runs, jobs), strict=True)}
     statuses: list[RunStatus | GroupStatus] = []
@@ -114,7 +142,7 @@ def _read_all() -> list[RunStatus | GroupStatus]:
         else:
             job_status = by_run[item.run.path]
             statuses.append(read_status(item.run, job_status.alive, _now(), job_status.job))
-    return statuses
+    return statuses, num_hidden
 
 
 def _now() -> datetime:

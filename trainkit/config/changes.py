@@ -58,15 +58,21 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, Any], origin: str) ->
 
     Raises ConfigError listing every value that is invalid or contradicts another.
     """
-    dumped = loaded.config.model_dump(mode="json", by_alias=True)
+    # Only the sections that change are dumped and validated: the others stay the same objects.
+    content: dict[str, Any] = dict(loaded.config)
     changed = EMPTY
     for key, value in values.items():
         path = tuple(key.split("."))
         changed = merge(changed, entry_at(path, value, origin))
-        section = dumped if len(path) == 1 else dumped[path[0]]
+        if len(path) == 1:
+            content[key] = value
+            continue
+        section = content[path[0]]
+        if not isinstance(section, dict):
+            section = content[path[0]] = section.model_dump(mode="json", by_alias=True)
         section[path[-1]] = value
     try:
-        config = RunConfig.model_validate(dumped)
+        config = RunConfig.model_validate(content)
     except ValidationError as error:
         raise ConfigError(validation_problems(error, changed)) from None
     origins = {**loaded.origins, **dict.fromkeys(values, origin)}

@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
 from shlex import quote
 
@@ -59,20 +60,80 @@ def register(run: RunDir, name: str) -> None:
         )
 
 
-def known_runs(cwd: Path | None = None) -> list[KnownRun]:
-    """Every known run and group that still exists, most recently started first."""
-    found: dict[str, KnownRun] = {}
-    for folder in sorted(((cwd or Path.cwd()) / RUNS_FOLDER).glob("*/")):
-        known = _known(folder)
-        if known is not None:
-            found[os.path.realpath(folder)] = known
+@dataclass(frozen=True)
+class Start:
+    """The newest start of a run or group, whose folder may not exist any more."""
+
+    folder: Path
+    name: str | None
+    """None for a run in ./runs that the index does not list."""
+    time: str
+    """ISO-8601 UTC."""
+    is_over: bool = False
+    """Whether the run was over when `record_over` was called."""
+
+    def read(self) -> KnownRun | None:
+        """The run or group in the folder; None if there is none, or it cannot be read."""
+        return _known(self.folder, self.name, self.time)
+
+
+def starts(cwd: Path | None = None) -> list[Start]:
+    """Every start in the index or ./runs, the newest first, without access to the folders in the index."""
+    found: dict[str, Start] = {}
+    parents: dict[str, str] = {}
     for record in read_jsonl(index_file()):
         path, name, time = record.get("path"), record.get("name"), record.get("time")
-        if isinstance(path, str) and isinstance(name, str) and isinstance(time, str):
-            known = _known(Path(path), name, time)
-            if known is not None:
-                found[os.path.realpath(path)] = known
-    return sorted(found.values(), key=lambda known: known.time, reverse=True)
+        if not (isinstance(path, str) and isinstance(name, str) and isinstance(time, str)):
+            continue
+        key, is_over = _key(path, parents), record.get("over") is True
+        # The run may have been started again while a command found that it was over.
+        if not is_over or (key in found and found[key].time == time):
+            found[key] = Start(Path(path), name, time, is_over)
+    for folder in sorted(((cwd or Path.cwd()) / RUNS_FOLDER).glob("*/")):
+        key = _key(str(folder), parents)
+        known = None if key in found else _known(folder)
+        if known is not None:
+            found[key] = Start(folder, None, known.time)
+    return sorted(found.values(), key=lambda start: start.time, reverse=True)
+
+
+def _key(path: str, parents: dict[str, str]) -> str:
+    """A path that is the same for the same folder; `parents` caches the parents without symlinks."""
+    parent, name = os.path.split(os.path.normpath(path))
+    if parent not in parents:
+        parents[parent] = os.path.realpath(parent)
+    return f"{parents[parent]}/{name}"
+
+
+def record_over(over: Iterable[Start]) -> None:
+    """Record in the index that these runs are over, so that `status` need not read them again."""
+    path = index_file()
+    try:
+        for start in over:
+            if start.name is not None:
+                record = {"time": start.time, "name": start.name, "path": str(start.folder), "over": True}
+                append_jsonl(path, record)
+    except OSError:
+        pass  # only slower the next time
+
+
+def iter_known_runs(found: Iterable[Start] | None = None) -> Iterator[KnownRun]:
+    """Every known run and group that still exists, most recently started first.
+
+    Reads each folder only when it is its turn. `found` are the `starts` to choose from, by default all.
+    """
+    seen = set()
+    for start in starts() if found is None else found:
+        known = start.read()
+        place = os.path.realpath(start.folder)
+        if known is not None and place not in seen:
+            seen.add(place)
+            yield known
+
+
+def known_runs(cwd: Path | None = None) -> list[KnownRun]:
+    """Every known run and group that still exists, most recently started first."""
+    return list(iter_known_runs(starts(cwd)))
 
 
 def _known(folder: Path, name: str | None = None, time: str | None = None) -> KnownRun | None:
@@ -126,19 +187,17 @@ def find_run_or_group(text: str) -> RunDir | RunGroup:
     head, separator, tail = text.rpartition(os.sep)
     if separator and (os.sep in head or not is_index(tail)):
         raise UsageError(f"{text} does not contain a run", hint="`trainkit status` lists the runs")
-    known = known_runs()
     if separator:
-        known = [item for item in known if item.is_group]
-        return _run_of_point(_newest(head, _matching_name(head, known), known).group, int(tail))
+        groups = [item for item in _matching_name(head) if item.is_group]
+        return _run_of_point(_newest(head, groups).group, int(tail))
     if text == "last":
-        matches = known[:1]
+        matches = list(islice(iter_known_runs(), 1))
     elif text.startswith("local-") or is_job_id(text):
-        having = [item for item in known if _has_job(item, text)]
-        # A point that was restarted individually is also registered as a run.
-        matches = [item for item in having if not item.is_group] or having
+        # A point that was restarted individually is also registered as a run, later than its group.
+        matches = list(islice((item for item in iter_known_runs() if _has_job(item, text)), 1))
     else:
-        matches = _matching_name(text, known)
-    newest = _newest(text, matches, known)
+        matches = _matching_name(text)
+    newest = _newest(text, matches)
     if not newest.is_group:
         return newest.run
     if is_job_id(text) and "_" in text:
@@ -146,13 +205,17 @@ def find_run_or_group(text: str) -> RunDir | RunGroup:
     return newest.group
 
 
-def _matching_name(name: str, known: Sequence[KnownRun]) -> list[KnownRun]:
+def _matching_name(name: str) -> list[KnownRun]:
+    """The runs and groups whose folder has this name, else those whose config has it."""
+    # Without a name in the index, the name is in the folder.
+    found = [start for start in starts() if name in (start.folder.name, start.name) or start.name is None]
+    known = list(iter_known_runs(found))
     return [item for item in known if item.run.name == name] or [item for item in known if item.name == name]
 
 
-def _newest(text: str, matches: Sequence[KnownRun], known: Sequence[KnownRun]) -> KnownRun:
+def _newest(text: str, matches: Sequence[KnownRun]) -> KnownRun:
     if not matches:
-        raise UsageError(f"there is no run {text!r}", hint=_closest_name_hint(text, known))
+        raise UsageError(f"there is no run {text!r}", hint=_closest_name_hint(text, known_runs()))
     if len(matches) > 1:
         others = ", ".join(str(item.run.path) for item in matches[1:])
         print(

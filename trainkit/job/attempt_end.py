@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from trainkit.errors import EXIT_FAILED
@@ -39,7 +41,7 @@ from trainkit.rundir import (
     log_event,
     read_end,
     read_json,
-    read_jsonl,
+    read_jsonl_reversed,
     seconds_between,
     utc_now,
     write_json,
@@ -47,6 +49,8 @@ from trainkit.rundir import (
 
 LONG_ATTEMPT_S = 1800.0
 """A trainer without checkpoints counts as progressing when it has run for this long."""
+LATE_RECORDS = 1000
+"""The number of records after which none is late: those of an attempt may follow some of the next one."""
 RANDOM_TYPES = ("Hang", "HostLost", "PreflightFailed", "OutOfMemory", "CheckpointError", "RankKilled")
 """Failures that can happen twice with the same message by chance."""
 
@@ -259,10 +263,22 @@ def last_step(attempt: AttemptDir, failure: Mapping[str, Any] | None) -> int | N
     """The step at which an attempt ended: that of the failure, else the last one logged or saved."""
     if failure is not None and isinstance(failure.get("step"), int):
         return int(failure["step"])
-    steps = [
-        record["step"]
-        for file in (attempt.run.metrics_file, attempt.run.events_file)
-        for record in read_jsonl(file)
-        if record.get("attempt") == attempt.number and isinstance(record.get("step"), int)
-    ]
-    return max(steps, default=None)
+    # The steps in metrics.jsonl grow during an attempt; checkpoints, which events.jsonl also names, are
+    # recorded later than their steps, or belong to an earlier attempt.
+    newest = islice(_records_of(attempt, attempt.run.metrics_file), LATE_RECORDS)
+    events = _records_of(attempt, attempt.run.events_file)
+    return max((record["step"] for record in chain(newest, events)), default=None)
+
+
+def _records_of(attempt: AttemptDir, file: Path) -> Iterator[dict[str, Any]]:
+    """The records of an attempt that have a step, the newest first."""
+    num_others = 0
+    for record in read_jsonl_reversed(file):
+        number = record.get("attempt")
+        if number == attempt.number:
+            if isinstance(record.get("step"), int):
+                yield record
+        elif not isinstance(number, int) or number < attempt.number:
+            num_others += 1
+            if num_others > LATE_RECORDS:
+                return

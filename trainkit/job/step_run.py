@@ -113,7 +113,7 @@ def exit_code_of(decision: Decision, attempt: AttemptDir) -> int:
 def _stop_signal(attempt: AttemptDir) -> str | None:
     names = [
         event.get("signal")
-        for event in read_jsonl(attempt.run.events_file)
+        for event in read_jsonl(attempt.run.events_file, ["signal"])
         if event.get("event") == "signal" and event.get("attempt") == attempt.number
     ]
     return str(names[0]) if names else None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainkit.rundir import AttemptDir, RunDir, read_end, will_resume
+from trainkit.rundir import AttemptDir, RunDir, read_end, read_jsonl_reversed, will_resume
 
 BLOCK_BYTES = 65_536
 
@@ -69,16 +69,8 @@ def start_of_last(path: Path, count: int) -> int:
 
 
 def last_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """The last complete records of a JSONL file, oldest first."""
-    records = []
-    for line in last_lines(path, count + 1)[0]:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records[-count:]
+    """The last records of a JSONL file, oldest first."""
+    return list(islice(read_jsonl_reversed(path), count))[::-1]
 
 
 POLL_S = 0.1

@@ -1,4 +1,4 @@
-"""The status of a group of runs: mostly two small files per run, so that large groups are quick to read."""
+"""The status of a group of runs: reads small files and the ends of large ones, since groups can be large."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
 
-from trainkit.observe.status import ACTIVE_STATES, attempt_state
+from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.plan.sweep import shown
-from trainkit.rundir import best_result, read_jsonl, seconds_between, will_resume
+from trainkit.rundir import RunDir, best_result, read_jsonl, seconds_between, will_resume
 from trainkit.rungroup import Point, RunGroup, is_index
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 
-NUM_READERS = 8
+NUM_READERS = 4
 """Threads that read points in parallel: a network filesystem takes about a millisecond per file."""
 POINTS_PER_TASK = 100
+NEWEST_END = "attempts/latest/end.json"
 FAILED = ("failed", "died", "unknown")
 """States that need attention, worst first."""
 ORDER = (
@@ -48,11 +49,21 @@ class PointFiles:
     entry: Mapping[str, Any] = field(default_factory=dict)
     """Its newest entry in job.json; empty while the point has no folder."""
     end: Mapping[str, Any] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """The `STATE_EVENTS` and evaluations of a point that is not over."""
+    best: dict[str, Any] | None = None
+    """The best result so far: ``metric, value, step``."""
+    has_metrics: bool = False
 
     @property
     def is_over(self) -> bool:
         """Whether its newest attempt has ended and will not restart."""
-        return bool(self.end) and not will_resume(self.end)
+        return is_over(self.end)
+
+
+def is_over(end: Mapping[str, Any]) -> bool:
+    """Whether an end.json, empty if there is none, is that of a run that will not resume by itself."""
+    return bool(end) and not will_resume(end)
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,11 @@ class GroupFiles:
         """The ids of the jobs whose state in Slurm is needed."""
         return [files.job_id for files in self.points if files.job_id is not None and not files.is_over]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all points have ended and none will restart."""
+        return all(files.is_over for files in self.points)
+
     def status(self, jobs: Mapping[str, JobInfo] | None, now: datetime) -> GroupStatus:
         """The group's status; `jobs` is None when Slurm cannot be queried."""
         record, plan = self.group.record, self.group.record["plan"]
@@ -148,26 +164,18 @@ class GroupFiles:
         )
 
     def _point_status(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> PointStatus:
-        run = self.group.run(files.point.index)
-        # Read once: a running point can have many events.
-        events = list(read_jsonl(run.events_file)) if files.entry and not files.is_over else []
-        state, reason = self._state(files, jobs, events)
-        best = files.end.get("best") if files.is_over else None
-        if files.entry and not files.is_over:
-            best = best_result(run, events)
+        state, reason = self._state(files, jobs)
         return PointStatus(
             index=files.point.index,
             values=files.point.values,
             state=state,
             reason=reason,
             job_id=files.job_id,
-            best=best,
-            run_dir=str(run.path),
+            best=files.best,
+            run_dir=str(self.group.run(files.point.index).path),
         )
 
-    def _state(
-        self, files: PointFiles, jobs: Mapping[str, JobInfo] | None, events: list[dict[str, Any]]
-    ) -> tuple[str, str | None]:
+    def _state(self, files: PointFiles, jobs: Mapping[str, JobInfo] | None) -> tuple[str, str | None]:
         if files.is_over:
             return str(files.end.get("state") or "unknown"), files.end.get("reason")
         if files.job_id is None:
@@ -180,8 +188,7 @@ class GroupFiles:
             if alive is False and "cancelled_at" in self.group.record:
                 return "cancelled", "cancelled before it started"
             return attempt_state({"attempt": 1}, {}, alive, job, [], False)
-        has_metrics = self.group.run(files.point.index).metrics_file.exists()
-        return attempt_state(files.entry, files.end, alive, job, events, has_metrics)
+        return attempt_state(files.entry, files.end, alive, job, files.events, files.has_metrics)
 
 
 def _read_points(group: RunGroup) -> list[PointFiles]:
@@ -206,9 +213,23 @@ def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
         attempts = _json(f"{folder}/{index}/job.json").get("attempts")
         newest = attempts[-1] if isinstance(attempts, list) and attempts else {}
         entry: Mapping[str, Any] = newest if isinstance(newest, dict) else {}
-        end = _json(f"{folder}/{index}/attempts/latest/end.json")
+        end = _json(f"{folder}/{index}/{NEWEST_END}")
         job_id = entry.get("job_id") or group.task_id(index)
-        yield PointFiles(group.points[index], None if job_id is None else str(job_id), entry, end)
+        files = PointFiles(group.points[index], None if job_id is None else str(job_id), entry, end)
+        if files.is_over:
+            yield replace(files, best=end.get("best"))
+        elif entry:
+            run = group.run(index)
+            events = list(read_jsonl(run.events_file, (*STATE_EVENTS, "evaluated")))
+            has_metrics = run.metrics_file.exists()
+            yield replace(files, events=events, best=best_result(run, events), has_metrics=has_metrics)
+        else:
+            yield files
+
+
+def read_newest_end(run: RunDir) -> dict[str, Any]:
+    """The end.json of a run's newest attempt; empty while it runs."""
+    return _json(f"{run.path}/{NEWEST_END}")
 
 
 def _json(path: str) -> dict[str, Any]:

@@ -11,6 +11,11 @@ from typing import Any
 from trainkit.observe.text import failure_line
 from trainkit.rundir import parse_time
 
+RESTART_EVENTS = (
+    *("requeue_decision", "rank_failed", "signal", "checkpoint_commit", "stopped", "started", "first_step"),
+)
+"""The events that `find_restarts` needs."""
+
 
 @dataclass(frozen=True)
 class Restart:

@@ -12,7 +12,7 @@ from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.manifest import published
 from trainkit.observe.follow import last_records
-from trainkit.observe.restarts import Restart, find_restarts
+from trainkit.observe.restarts import RESTART_EVENTS, Restart, find_restarts
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.rundir import RunDir, parse_time, read_json, read_jsonl, seconds_between, will_resume
 from trainkit.slurm.jobs import JobInfo
@@ -22,6 +22,8 @@ STALE_S = 60.0
 """Warn when metrics are older than this and than `STALE_INTERVALS` times their usual interval."""
 STALE_INTERVALS = 10
 RECENT_RECORDS = 200
+STATE_EVENTS = ("signal", "first_step")
+"""The events that `attempt_state` needs."""
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
 """States of a run that may still make progress."""
 CLOCKS_S = 2.0
@@ -88,8 +90,7 @@ def read_status(
     attempt = entry.get("attempt")
     plan = _json(run.plan_file)
     end = _json(run.attempt(attempt).end_file) if isinstance(attempt, int) else {}
-    all_events = list(read_jsonl(run.events_file))
-    events = all_events[-RECENT_RECORDS:]
+    events = last_records(run.events_file, RECENT_RECORDS)
     metrics = last_records(run.metrics_file, RECENT_RECORDS)
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     own_metrics = [record for record in metrics if record.get("attempt") == attempt]
@@ -111,13 +112,13 @@ def read_status(
         total_steps=_total_steps(run, events, plan),
         loss=last.get("loss"),
         val_loss=_val_loss(reversed(events)),
-        first_val_loss=_val_loss(all_events),
+        first_val_loss=_val_loss(read_jsonl(run.events_file, ["evaluated"])),
         tokens_per_s=last.get("tokens_per_s"),
         metrics_age_s=metrics_age_s,
         age_s=seconds_between(entry.get("submitted_at"), now),
         last_event=events[-1] if events else None,
         verdict=end.get("verdict"),
-        restarts=find_restarts(all_events),
+        restarts=find_restarts(read_jsonl(run.events_file, RESTART_EVENTS)),
         checkpoint=newest_checkpoint(run),
         warnings=_warnings(state, own_metrics, metrics_age_s, entry),
     )

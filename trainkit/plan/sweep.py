@@ -110,6 +110,11 @@ def combinations(axes: Sequence[Axis]) -> list[dict[str, Any]]:
     ]
 
 
+def key_without_seed(values: Mapping[str, Any]) -> str:
+    """Return the values of a point as text; points with the same text differ only in the seed."""
+    return json.dumps({key: value for key, value in values.items() if key != "seed"})
+
+
 def shown(values: Mapping[str, Any]) -> str:
     """Format values as in ``optimizer.lr=0.1, seed=1``."""
     return ", ".join(f"{key}={shown_value(value)}" for key, value in values.items())

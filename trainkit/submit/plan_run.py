@@ -13,6 +13,7 @@ from trainkit.config import InvalidConfig, LoadedConfig
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, check_config
+from trainkit.submit.architecture_check import find_architecture_problem
 from trainkit.submit.containers import container_program
 from trainkit.submit.preflight_checks import (
     check_name,
@@ -42,6 +43,9 @@ def plan_run(
     target = target or make_target(loaded)
     containers = () if target.cluster is None else target.cluster.containers
     plan = _check(loaded, command, launcher, target, data)
+    problem = None if command is not None else find_architecture_problem(loaded)
+    if problem is not None:
+        raise ConfigError([problem])
     if launch.container is not None and target.cluster is not None:
         plan = dataclasses.replace(plan, container_program=container_program(launch, containers))
     if command is not None:

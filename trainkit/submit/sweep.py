@@ -14,13 +14,21 @@ from typing import Any
 from trainkit.cluster.model import Target
 from trainkit.cluster.target import make_target
 from trainkit.config import LoadedConfig, RunConfig
+from trainkit.config.training import DataConfig
 from trainkit.control.run_registry import register
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.job.record import submission_token
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, inspect_data
 from trainkit.plan.slurm_request import option_argv
-from trainkit.plan.sweep import difference, filled_in, names_key, shown, shown_value
+from trainkit.plan.sweep import (
+    difference,
+    filled_in,
+    key_without_seed,
+    names_key,
+    shown,
+    shown_value,
+)
 from trainkit.rundir import RunDir, utc_now, write_atomic, write_json
 from trainkit.rungroup import GROUP_VERSION, Point, RunGroup
 from trainkit.submit.array_spec import ArraySpec, refuse_too_large
@@ -61,6 +69,8 @@ def plan_points(
     planned: dict[int, PlannedPoint | ConfigError] = {}
     target: Target | None = None
     data: dict[str, DataFacts] = {}  # by data section, since most sweeps read the same data
+    # By values without the seed, on which no plan depends unless the command names it.
+    plans: dict[tuple[str, tuple[str, ...] | None], LaunchPlan | ConfigError] = {}
     for index, loaded in configs:
         if isinstance(loaded, ConfigError):
             planned[index] = loaded
@@ -70,16 +80,27 @@ def plan_points(
             _refuse_other_backends(target, config_path)
             if array is not None:
                 refuse_too_large(array)
-        key = loaded.config.data.model_dump_json()
-        if command is None and key not in data:
-            data[key] = inspect_data(loaded.config.data)
-        try:
-            words = None if command is None else filled_in(command, values[index])
-            plan = plan_run(loaded, words, launcher, target=target, data=data.get(key))
+        words = None if command is None else filled_in(command, values[index])
+        key = (key_without_seed(values[index]), words)
+        if key not in plans:
+            try:
+                facts = None if words is not None else _data_facts(loaded.config.data, data)
+                plans[key] = plan_run(loaded, words, launcher, target=target, data=facts)
+            except ConfigError as error:
+                plans[key] = error
+        plan = plans[key]
+        if isinstance(plan, LaunchPlan):
             planned[index] = PlannedPoint(index, values[index], loaded.config, plan)
-        except ConfigError as error:
-            planned[index] = error
+        else:
+            planned[index] = plan
     return check_points(values, planned)
+
+
+def _data_facts(config: DataConfig, known: dict[str, DataFacts]) -> DataFacts:
+    key = config.model_dump_json()
+    if key not in known:
+        known[key] = inspect_data(config)
+    return known[key]
 
 
 def check_points(
@@ -107,7 +128,8 @@ def check_points(
         )
     job = _job_of(points[0])
     for point in points[1:]:
-        _refuse_other_job(points[0], job, point)
+        if point.plan is not points[0].plan or point.config.launch is not points[0].config.launch:
+            _refuse_other_job(points[0], job, point)
     return points
 
 
@@ -249,13 +271,14 @@ def create_group(
 def _record(
     name: str, points: Sequence[PlannedPoint], array: str, code: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    config, plan = _config_dict(points[0].config), points[0].plan.to_dict()
+    first = points[0]
+    plan = first.plan.to_dict()
     entries = (
         Point(
             point.index,
             point.values,
-            difference(config, _config_dict(point.config)),
-            difference(plan, point.plan.to_dict()),
+            _config_difference(first.config, point.config),
+            {} if point.plan == first.plan else difference(plan, point.plan.to_dict()),
         )
         for point in points
     )
@@ -268,14 +291,20 @@ def _record(
         "array": array,
         "keys": _keys(points),
         "code": code,
-        "config": config,
+        "config": _config_dict(first.config),
         "plan": plan,
         "points": [_compact(entry) for entry in entries],
     }
 
 
-def _config_dict(config: RunConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json", by_alias=True)
+def _config_dict(config: RunConfig, sections: set[str] | None = None) -> dict[str, Any]:
+    return config.model_dump(mode="json", by_alias=True, include=sections)
+
+
+def _config_difference(base: RunConfig, other: RunConfig) -> dict[str, Any]:
+    """`difference` of two configs; sections that are the same object, as most are, are not compared."""
+    changed = {name for name, value in base if getattr(other, name) is not value}
+    return difference(_config_dict(base, changed), _config_dict(other, changed))
 
 
 def _keys(points: Iterable[PlannedPoint]) -> list[str]:
@@ -283,7 +312,8 @@ def _keys(points: Iterable[PlannedPoint]) -> list[str]:
 
 
 def _compact(point: Point) -> dict[str, Any]:
-    return {key: value for key, value in dataclasses.asdict(point).items() if value != {} or key == "values"}
+    entry = {"index": point.index, "values": point.values, "config": point.config, "plan": point.plan}
+    return {key: value for key, value in entry.items() if value != {} or key == "values"}
 
 
 def start_group(group: RunGroup) -> str:

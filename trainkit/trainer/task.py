@@ -17,6 +17,7 @@ from trainkit.rundir import RunDir
 from trainkit.trainer.batches import IGNORE_LABEL
 from trainkit.trainer.models import load_architecture
 from trainkit.trainer.models.model import Model, StageSpec
+from trainkit.trainer.models.supported_layouts import refuse_unsupported_layout
 
 
 class Task(Protocol):
@@ -42,12 +43,14 @@ class CausalLM:
 
     def __init__(self, config: RunConfig, run: RunDir | None) -> None:
         seq_len = config.data.seq_len
+        # Before the data is prepared, which may take long.
+        self._model_class = load_architecture(config.model.architecture, run)
+        refuse_unsupported_layout(config, self._model_class)
         self.train_data = open_dataset(config.data, seq_len, "train")
         evaluates = config.train.eval_every is not None and has_validation(config.data)
         self.val_data = open_dataset(config.data, seq_len, "val") if evaluates else None
         self.shape = resolve_model_shape(config.model, self.train_data.vocab_size)
         self.num_layers = self.shape.num_layers
-        self._model_class = load_architecture(config.model.architecture, run)
         self.num_params = self._model_class.num_params(self.shape)
         self.flops_per_token = self._model_class.flops_per_token(self.shape, seq_len)
         self._seq_len = seq_len

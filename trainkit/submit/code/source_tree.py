@@ -374,7 +374,7 @@ def _is_linked(root: str, path: str) -> bool:
 
 
 def _has_runs(folder: str) -> bool:
-    """Whether a folder holds run folders."""
+    """Whether a folder contains run folders."""
     try:
         with os.scandir(folder) as entries:
             return any(is_run(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
 from trainkit.rundir import RunDir, copied_file
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import Model
@@ -14,11 +14,21 @@ from trainkit.trainer.models.model import Model
 ARCHITECTURES: dict[str, type[Model]] = {"llama": Decoder}
 
 
+class UnsupportedArchitecture(TrainkitError):
+    """An architecture that cannot be trained, or not with the layout of the config."""
+
+    exit_code = EXIT_NO_RESTART
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"{problem.key} {problem.message}", problem.hint)
+        self.problem = problem
+
+
 def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
     """The class that `model.architecture` names: a built-in one, or FILE.py:CLASS.
 
     A run loads the file from its code snapshot, so later edits have no effect.
-    Raises TrainkitError (exit code 78) if the file or the class does not exist.
+    Raises UnsupportedArchitecture if there is no such file or class, or it is not a complete `Model`.
     """
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
@@ -33,12 +43,13 @@ def load_architecture(name: str, run: RunDir | None = None) -> type[Model]:
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise _unknown(name, f"{path} has no class {class_name} that is a Model")
+    # Not an ABC, whose metaclass nn.Module does not have, so Python itself does not refuse such a class.
+    missing = [key for key in dir(Model) if getattr(getattr(found, key), "__isabstractmethod__", False)]
+    if missing:
+        raise _unknown(name, f"{class_name} does not define {', '.join(missing)}")
     return found
 
 
-def _unknown(name: str, reason: str) -> TrainkitError:
-    return TrainkitError(
-        f"model.architecture is {name}, but {reason}",
-        hint="name a subclass of trainkit.trainer.models.model.Model; see trainkit/trainer/models/decoder.py",
-        exit_code=EXIT_NO_RESTART,
-    )
+def _unknown(name: str, reason: str) -> UnsupportedArchitecture:
+    hint = "name a subclass of trainkit.trainer.models.model.Model; see trainkit/trainer/models/decoder.py"
+    return UnsupportedArchitecture(Problem("model.architecture", f"is {name}, but {reason}", hint=hint))

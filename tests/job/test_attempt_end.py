@@ -1,0 +1,120 @@
+"""The work after an attempt does not grow with what the run has recorded, and finds the same as before."""
+
+from __future__ import annotations
+
+import json
+import random
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit import jsonl
+from trainkit.job.attempt_end import last_step, write_end
+from trainkit.job.decision import Decision, Outcome
+from trainkit.observe.status import read_status
+from trainkit.rundir import RunDir, best_result, read_end, read_jsonl, read_jsonl_reversed, write_json
+
+MANY = 20_000
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.attempts_dir.mkdir(parents=True)
+    for number in (1, 2):
+        run.attempt(number).create()
+    return run
+
+
+def write(path: Path, records: list[dict[str, Any]], torn: str = "") -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + torn)
+
+
+def count_parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One item for each JSON value that is parsed from now on."""
+    loads, parsed = json.loads, []
+
+    def counting(text: Any) -> Any:
+        parsed.append(1)
+        return loads(text)
+
+    monkeypatch.setattr(json, "loads", counting)
+    return parsed
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_long_run_costs_no_more_than_a_short_one(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    write(run.metrics_file, [{"attempt": number, "step": step, "loss": 1.0} for step in range(MANY)])
+    write(run.events_file, [{"attempt": 1, "event": "checkpoint_begin", "step": step} for step in range(3)])
+    write_json(run.job_file, {"attempts": [{"attempt": number}]})
+    parsed = count_parsed(monkeypatch)
+    write_end(run.attempt(number), Outcome(), Decision("finished", "done", 0))
+    end = read_end(run.attempt(number))
+    assert end is not None
+    assert end["step"] == MANY - 1
+    assert end["best"] == {"metric": "loss", "value": 1.0, "step": MANY - 1}
+    read_status(run, None, datetime.now(timezone.utc))
+    assert len(parsed) < MANY / 4
+
+
+def test_records_of_another_attempt_and_of_none_end_the_search(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for record in ({"attempt": 1}, {}):
+        write(run.metrics_file, [{**record, "step": step} for step in range(MANY)])
+        parsed = count_parsed(monkeypatch)
+        assert last_step(run.attempt(2), None) is None
+        assert len(parsed) < MANY / 4
+
+
+def test_the_step_is_that_of_all_records_of_the_attempt(run: RunDir) -> None:
+    metrics = [{"attempt": 1, "step": step} for step in range(1, 90)]
+    # Steps 51 to 60 are computed again; a record of the first attempt is late, the last one is torn.
+    metrics += [{"attempt": 2, "step": step} for step in range(51, 61)] + [{"attempt": 1, "step": 90}]
+    write(run.metrics_file, metrics, '{"attempt": 2, "step": 61')
+    commit = {"attempt": 2, "event": "checkpoint_commit", "step": 50}
+    write(run.events_file, [commit, {"attempt": 2, "event": "stopped"}])
+    assert last_step(run.attempt(1), None) == 90
+    assert last_step(run.attempt(2), None) == 60
+    write(run.events_file, [{"attempt": 2, "event": "evaluated", "step": 64}, commit])
+    assert last_step(run.attempt(2), None) == 64
+    assert last_step(run.attempt(2), {"step": 7}) == 7
+
+
+def test_the_best_result_is_that_of_all_attempts(run: RunDir) -> None:
+    losses = [(1, 10, 3.0), (1, 20, 2.0), (2, 20, 2.0), (2, 30, None), (2, 40, 2.5)]
+    events = [
+        {"attempt": attempt, "event": "evaluated", "step": step, "val_loss": loss}
+        for attempt, step, loss in losses
+    ]
+    others = [{"attempt": 2, "event": "rank_failed", "message": '"evaluated"', "val_loss": 0.0}]
+    write(run.events_file, others + events, '{"event": "evaluated", "val_loss": 1.0')
+    assert best_result(run) == {"metric": "val_loss", "value": 2.0, "step": 20}
+    write(run.events_file, [])
+    write(run.metrics_file, [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}], '{"step": 3, "loss"')
+    assert best_result(run) == {"metric": "loss", "value": 2.0, "step": 1}
+    write(run.metrics_file, [{"step": 1, "accuracy": 2.0}])
+    assert best_result(run) is None
+
+
+def test_a_file_is_the_same_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, values = tmp_path / "file.jsonl", random.Random(0)
+    lines = [
+        values.choice(
+            ['{"a": 1}', '{"a": "\xe4b"}', "[1]", "{", "", '{"b": "' + "x" * values.randrange(60) + '"}']
+        )
+        for _ in range(300)
+    ]
+    for end in ("\n", "", '{"a": 2', '{"a": 2}'):
+        path.write_text("\n".join(lines) + end, encoding="utf-8")
+        for size in (1, 7, 64, 16_384):
+            monkeypatch.setattr(jsonl, "READ_BYTES", size)
+            for words in ([], ["a"]):
+                assert list(read_jsonl_reversed(path, words)) == list(read_jsonl(path, words))[::-1]
+    assert list(read_jsonl(path, ["a"])) == [item for item in read_jsonl(path) if "a" in item]
+    path.write_text("")
+    assert list(read_jsonl_reversed(path)) == list(read_jsonl_reversed(tmp_path / "none")) == []

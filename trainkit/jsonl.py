@@ -1,0 +1,93 @@
+"""JSON Lines files: appends whole lines, and reads records from the start or from the end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def append_jsonl(path: Path, record: dict[str, Any]) -> None:
+    """Append one record as one line, with a single write.
+
+    Terminates a line that a crash cut off first, so that the new record starts on its own line.
+    Raises OSError when the record does not fit on the disk; the file is then unchanged.
+    """
+    line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        written = os.write(descriptor, line)
+        if written != len(line):
+            os.ftruncate(descriptor, size)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    finally:
+        os.close(descriptor)
+
+
+def read_jsonl(path: Path, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file; skips lines cut off by a crash. A missing file has no records.
+
+    With `words`, only the records whose lines contain one of them as a JSON string, as a key or value: most
+    of the time goes into parsing lines.
+    """
+    with _opened(path) as stream:
+        if stream is not None:
+            yield from _parsed(stream, words)
+
+
+READ_BYTES = 16_384
+
+
+def read_jsonl_reversed(path: Path, words: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """Like `read_jsonl`, but the last record first; reads no more of the file than is consumed."""
+    with _opened(path) as stream:
+        if stream is None:
+            return
+        position = stream.seek(0, os.SEEK_END)
+        rest: list[bytes] = []  # the blocks, last first, of a line whose start is not read yet
+        while position > 0:
+            size = min(READ_BYTES, position)
+            position -= size
+            stream.seek(position)
+            block = stream.read(size)
+            if b"\n" not in block:
+                rest.append(block)
+                continue
+            first, *lines = block.split(b"\n")
+            lines[-1] = b"".join([lines[-1], *reversed(rest)])
+            yield from _parsed(reversed(lines), words)
+            rest = [first]
+        yield from _parsed([b"".join(reversed(rest))], words)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO | None]:
+    """A regular file; None for anything else, since reading a pipe or a device might never end."""
+    try:
+        stream = path.open("rb") if path.is_file() else None
+    except FileNotFoundError:
+        stream = None
+    with stream or contextlib.nullcontext():
+        yield stream
+
+
+def _parsed(lines: Iterable[bytes], words: Sequence[str]) -> Iterator[dict[str, Any]]:
+    wanted = re.compile(b'"(?:' + b"|".join(re.escape(word.encode()) for word in words) + b')"')
+    for line in lines:
+        if words and not wanted.search(line):
+            continue
+        try:
+            record = json.loads(line.decode("utf-8", errors="replace"))
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
