@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from tests.support.groups import SUBMITTED_AT, make_group
+from trainkit.control.cancel import cancel_group
+from trainkit.errors import UsageError
 from trainkit.job.array_tasks import create_task_run
 from trainkit.job.record import add_slurm_entry, claim_entry, run_lock
 from trainkit.observe.group import GroupFiles, GroupStatus, most_relevant
-from trainkit.rundir import RunDir, append_jsonl, log_event, write_json
+from trainkit.rundir import RunDir, append_jsonl, log_event, read_json, write_json
 from trainkit.rungroup import RunGroup
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
@@ -203,3 +205,24 @@ def test_ten_thousand_points_cost_little_more_than_reading_them(tmp_path: Path, 
     assert min(took_s) < min(least_s), (took_s, least_s)
     assert seen.states == ({"finished": 10_000} if num_ended else {"pending": 10_000})
     assert len(json.loads(text)["points"]) == 10_000
+
+
+def test_a_group_on_another_cluster_is_not_asked_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=west\n")
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+    group = make_group(tmp_path, LRS)
+    assert len(GroupFiles(group).open_ids) == 4
+    started(group, 0)
+    group.update(cluster="east")
+    assert GroupFiles(group).open_ids == ["12_0"], "this point was started here"
+    # Its ids exist here too, as those of other jobs.
+    assert states(group, jobs(_1=JobState.RUNNING, _2=JobState.RUNNING))[1:] == ["unknown"] * 3
+    with pytest.raises(UsageError, match="job 12 is on the cluster east, but this is west"):
+        cancel_group(group, now=True, wait=False)
+    create_task_run(group.run(3))
+    assert read_json(group.run(3).job_file)["attempts"][0]["cluster"] == "east"
+    monkeypatch.setenv("SLURM_CLUSTERS", "east")
+    assert GroupFiles(group).open_ids == ["12_1", "12_2", "12_3"]

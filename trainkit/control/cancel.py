@@ -18,6 +18,7 @@ from trainkit.control.jobs import (
     live_entry,
     recover_group_job_id,
     recover_job_id,
+    require_this_cluster,
     signal_job,
     step_of,
     wait_until_gone,
@@ -101,6 +102,7 @@ def cancel_group(group: RunGroup, *, now: bool, wait: bool) -> CancelResult:
             f"cannot tell whether {group.path} was submitted: {group.sweep_file} has no job id",
             hint="`squeue --me` lists your jobs",
         )
+    require_this_cluster({**group.record, "job_id": array})
     points = GroupFiles(group)
     jobs = query_jobs(points.open_ids)
     status = points.status(jobs, datetime.now(timezone.utc))

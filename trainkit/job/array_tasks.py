@@ -87,6 +87,6 @@ def _fill(stage: RunDir, group: RunGroup, point: Point, job_id: str) -> None:
     # Slurm writes the output of the task there from its first line on.
     log = Path(*[os.pardir] * 4, group.logs_dir.name, group.log_file(point.index).name)
     attempt.supervisor_log.symlink_to(log)
-    times = {key: record[key] for key in ("submitted_at", "cancelled_at") if key in record}
-    add_slurm_entry(stage, attempt.number, job_id, "submit", str(record["backend"]), **times)
+    known = {key: record[key] for key in ("submitted_at", "cancelled_at", "cluster") if record.get(key)}
+    add_slurm_entry(stage, attempt.number, job_id, "submit", str(record["backend"]), **known)
     log_event(stage, attempt.number, "submitted", job_id=job_id, reason="submit")

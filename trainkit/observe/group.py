@@ -15,6 +15,7 @@ from trainkit.observe.status import ACTIVE_STATES, STATE_EVENTS, attempt_state
 from trainkit.plan.sweep import shown
 from trainkit.rundir import RunDir, best_result, read_jsonl, seconds_between, will_resume
 from trainkit.rungroup import Point, RunGroup, is_index
+from trainkit.slurm.conf_file import other_cluster
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState
 
@@ -137,11 +138,24 @@ class GroupFiles:
     def __init__(self, group: RunGroup) -> None:
         self.group = group
         self.points = _read_points(group)
+        self._elsewhere: dict[object, bool] = {}
+        """By cluster name: thousands of points are on the same one."""
 
     @property
     def open_ids(self) -> list[str]:
         """The ids of the jobs whose state in Slurm is needed."""
-        return [files.job_id for files in self.points if files.job_id is not None and not files.is_over]
+        return [
+            files.job_id
+            for files in self.points
+            if files.job_id is not None and not files.is_over and not self._is_elsewhere(files)
+        ]
+
+    def _is_elsewhere(self, files: PointFiles) -> bool:
+        """Whether the job of a point is on a cluster that cannot be queried from here."""
+        named = (files.entry or self.group.record).get("cluster")
+        if named not in self._elsewhere:
+            self._elsewhere[named] = other_cluster({"cluster": named}) is not None
+        return self._elsewhere[named]
 
     @property
     def is_over(self) -> bool:
@@ -180,6 +194,8 @@ class GroupFiles:
             return str(files.end.get("state") or "unknown"), files.end.get("reason")
         if files.job_id is None:
             return "unknown", "unknown whether it was submitted"
+        if self._is_elsewhere(files):
+            jobs = None
         job = None if jobs is None else jobs.get(files.job_id)
         is_known = job is not None and job.state is not JobState.UNKNOWN
         alive = None if jobs is None else is_known and job is not None and not job.is_terminal

@@ -31,6 +31,7 @@ from trainkit.plan.sweep import (
 )
 from trainkit.rundir import RunDir, utc_now, write_atomic, write_json
 from trainkit.rungroup import GROUP_VERSION, Point, RunGroup
+from trainkit.slurm.conf_file import cluster_name
 from trainkit.submit.array_spec import ArraySpec, refuse_too_large
 from trainkit.submit.create import new_folder, write_origin
 from trainkit.submit.plan_run import plan_run
@@ -287,6 +288,7 @@ def _record(
         "name": name,
         "backend": points[0].plan.backend,
         "cwd": str(Path.cwd()),
+        "cluster": None if "," in os.environ.get("SLURM_CLUSTERS", "") else cluster_name(),
         "job_id": None,
         "array": array,
         "keys": _keys(points),
