@@ -46,7 +46,7 @@ def test_logs_follow_a_run_over_its_attempts(desk):
     shown, _ = reader.communicate(timeout=120)
     assert (first + shown).splitlines() == [
         "attempt 1 rank 0",
-        "asked by SIGUSR2",
+        "asked by SIGTERM",
         "attempt 2 rank 0",
         "asked by SIGTERM",
     ]

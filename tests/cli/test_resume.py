@@ -40,7 +40,7 @@ def test_resume_from_another_folder_works_where_it_was_submitted(desk):
     home, desk.folder = desk.folder, desk.folder / "state"
     assert desk.trainkit("resume", "small", "--follow").returncode == 0
     desk.folder = home
-    assert str(home) in run.attempt(2).rank_log(0).read_text().splitlines()
+    assert f"{home}/runs/small/work" in run.attempt(2).rank_log(0).read_text().splitlines()
 
 
 def test_two_resumes_at_once_start_one_attempt(desk):

@@ -90,3 +90,11 @@ def test_a_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None:
 )
 def test_what_is_no_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None:
     assert load(tmp_path, f"launch.setup=[{json.dumps(line)}]").config.launch.setup == (line,)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [("step (", "is no regular expression: missing )"), ("loss (?P<loss>.)", "which has no group step")],
+)
+def test_a_pattern_that_finds_no_step(tmp_path: Path, pattern: str, words: str) -> None:
+    assert words in (problem(tmp_path, f"logging.pattern={pattern}") or "")

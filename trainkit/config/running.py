@@ -196,6 +196,11 @@ class LoggingConfig(Section):
     """Where metrics are logged, in addition to metrics.jsonl."""
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
+    pattern: str | None = Field(
+        default=None,
+        description="Regular expression with the groups step and loss, for status of a COMMAND: "
+        "the last line of rank 0's log that it matches.",
+    )
     mlflow: JsonValue = Field(default=None, description="MLflow settings.")
     wandb: JsonValue = Field(default=None, description="Weights & Biases settings.")
 

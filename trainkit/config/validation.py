@@ -118,6 +118,21 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     yield from _decay(loaded)
     yield from _secrets(loaded)
     yield from _float8(loaded)
+    yield from _pattern(loaded)
+
+
+def _pattern(loaded: LoadedConfig) -> Iterator[Problem]:
+    pattern = loaded.config.logging.pattern
+    if pattern is None:
+        return
+    hint = r"for example 'step (?P<step>\d+) loss (?P<loss>\S+)'"
+    try:
+        groups = re.compile(pattern).groupindex
+    except re.error as error:
+        yield loaded.problem("logging.pattern", f"is no regular expression: {error}", hint)
+        return
+    if "step" not in groups:
+        yield loaded.problem("logging.pattern", f"is {pattern!r}, which has no group step", hint)
 
 
 def _float8(loaded: LoadedConfig) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
@@ -11,10 +12,18 @@ from typing import Any
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.manifest import published
-from trainkit.observe.follow import last_records
+from trainkit.observe.follow import last_lines, last_records
 from trainkit.observe.restarts import RESTART_EVENTS, Restart, find_restarts
 from trainkit.plan.launch import UNFINISHED_STATES
-from trainkit.rundir import RunDir, parse_time, read_json, read_jsonl, seconds_between, will_resume
+from trainkit.rundir import (
+    AttemptDir,
+    RunDir,
+    parse_time,
+    read_json,
+    read_jsonl,
+    seconds_between,
+    will_resume,
+)
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
 
@@ -22,6 +31,8 @@ STALE_S = 60.0
 """Warn when metrics are older than this and than `STALE_INTERVALS` times their usual interval."""
 STALE_INTERVALS = 10
 RECENT_RECORDS = 200
+SEARCHED_LINES = 1000
+"""How many lines at the end of a command's log are searched for its progress."""
 STATE_EVENTS = ("signal", "first_step")
 """The events that `attempt_state` needs."""
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
@@ -93,8 +104,14 @@ def read_status(
     events = last_records(run.events_file, RECENT_RECORDS)
     metrics = last_records(run.metrics_file, RECENT_RECORDS)
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
+    printed = None
+    if plan.get("command") and isinstance(attempt, int) and not metrics:
+        printed = _printed_metrics(run, run.attempt(attempt))
+        last = printed or {}
     own_metrics = [record for record in metrics if record.get("attempt") == attempt]
-    state, reason = attempt_state(entry, end, alive, slurm_job, events, bool(own_metrics))
+    state, reason = attempt_state(
+        entry, end, alive, slurm_job, events, bool(own_metrics) or printed is not None
+    )
     metrics_age_s = seconds_between(last.get("time"), now)
     return RunStatus(
         name=str(job.get("name") or run.name),
@@ -205,6 +222,37 @@ def _slurm_end(job: JobInfo) -> str:
 def _val_loss(events: Iterable[Mapping[str, Any]]) -> float | None:
     """The validation loss of the first event that has one."""
     return next((event.get("val_loss") for event in events if event.get("event") == "evaluated"), None)
+
+
+def _printed_metrics(run: RunDir, attempt: AttemptDir) -> dict[str, Any] | None:
+    """What a COMMAND has printed about its progress; None before its rank 0 has started.
+
+    ``logging.pattern`` of the config finds the step and the loss in the end of the log.
+    """
+    log = attempt.rank_log(0)
+    if not log.exists():
+        return None
+    try:
+        pattern = read_effective(run.config_file).logging.pattern
+    except (OSError, TrainkitError):
+        pattern = None
+    found = None
+    if pattern is not None:
+        matcher = re.compile(pattern)
+        # A progress bar overwrites its line.
+        text = b"\n".join(last_lines(log, SEARCHED_LINES)[0]).decode(errors="replace").replace("\r", "\n")
+        matches = map(matcher.search, reversed(text.split("\n")))
+        found = next((match for match in matches if match is not None), None)
+    values = {} if found is None else found.groupdict()
+    step, loss = _number(values.get("step")), _number(values.get("loss"))
+    return {"step": None if step is None else int(step), "loss": loss}
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None  # for example "loss: nan%"
 
 
 def _total_steps(run: RunDir, events: list[dict[str, Any]], plan: Mapping[str, Any]) -> int | None:
