@@ -86,6 +86,6 @@ def test_a_filesystem_without_locks(tmp_path, monkeypatch):
     def refuses(descriptor, operation):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr("trainkit.rundir.fcntl.flock", refuses)
+    monkeypatch.setattr("trainkit.locks.fcntl.flock", refuses)
     with pytest.raises(UsageError, match="cannot be locked: Function not implemented"), run_lock(run):
         pass
