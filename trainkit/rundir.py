@@ -245,6 +245,7 @@ class AttemptDir:
         """Point the symlink ``attempts/latest`` to this attempt."""
         latest = self.run.attempts_dir / "latest"
         staged = self.run.attempts_dir / f".latest-{self.number:03d}"
+        staged.unlink(missing_ok=True)  # of a command that was killed before the next lines
         staged.symlink_to(self.path.name)
         staged.replace(latest)
 
