@@ -94,6 +94,7 @@ def command(
 
         plan = start_after(plan, after, _warn)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
+    _warn_of_local_locks(plan, folder)
     if dry_run or test_only:
         return _show(loaded, plan, folder, test_only)
 
@@ -116,6 +117,17 @@ def command(
 
 def _warn(text: str) -> None:
     click.echo(f"warning: {text}", err=True)
+
+
+def _warn_of_local_locks(plan: LaunchPlan, folder: Path | None) -> None:
+    if plan.slurm is None:
+        return  # one host
+    from trainkit.rundir import RUNS_FOLDER
+    from trainkit.submit.run_folder import local_locks
+
+    problem = local_locks(folder or Path(RUNS_FOLDER))
+    if problem is not None:
+        _warn(problem)
 
 
 def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only: bool) -> int:
@@ -199,6 +211,7 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
         job_ids = job_ids_of(options.after, _warn)
         points = [replace(item, plan=with_dependency(item.plan, options.after, job_ids)) for item in points]
     click.echo(describe_plan(common_plan(points), points[0].config.name), err=True)
+    _warn_of_local_locks(points[0].plan, options.run_dir)
     click.echo(f"  {'points':<18}  {describe_points(spec, values, bool(group_request.sweeps))}", err=True)
     if options.command is not None and group_request.sweeps and not reaches_command(values):
         click.echo(

@@ -30,6 +30,7 @@ from trainkit.rundir import RUNS_FOLDER, RunDir, utc_now, write_json
 from trainkit.rungroup import RunGroup
 from trainkit.submit.code.snapshot import copy_code, wants_copy
 from trainkit.submit.preflight_checks import refuse_leaks
+from trainkit.submit.run_folder import refuse_shared
 
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
@@ -134,7 +135,7 @@ def _next_free_folder(parent: Path, name: str) -> Path:
 
 
 def _empty_folder(folder: Path, option: str) -> Path:
-    """The requested folder, created if it does not exist; raises UsageError if it is not empty."""
+    """The requested folder, created if it does not exist; raises UsageError if it is not empty or unsafe."""
     if RunDir(folder).exists():
         raise UsageError(
             f"{folder} already contains a run", hint=f"`trainkit resume {quote(str(folder))}` resumes it"
@@ -149,6 +150,8 @@ def _empty_folder(folder: Path, option: str) -> Path:
             raise UsageError(f"{folder} is a file", hint=f"choose a folder with {option}")
         if any(folder.iterdir()):
             raise UsageError(f"{folder} is not empty", hint=f"choose a new or empty folder with {option}")
+    refuse_shared(folder, option)
+    if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
