@@ -65,6 +65,11 @@ PLAN = LaunchPlan(
 )
 
 
+@pytest.fixture(autouse=True)
+def outside_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def create(folder: Path) -> Path:
     config = RunConfig.model_validate({"name": "mine"})
     return create_run(config, PLAN, ["trainkit"], folder).run.path
