@@ -207,7 +207,7 @@ def _report_failed_output(error: OSError) -> int:
     _discard_stdout()
     failed = TrainkitError(
         f"the output cannot be written: {error.strerror or error}",
-        hint="free space on its disk, or write it elsewhere; the command itself may have done its work, which "
+        hint="free space on its disk, or write it elsewhere; the command itself may have succeeded, which "
         "`trainkit status` shows",
     )
     with contextlib.suppress(OSError):  # stderr may be on the same disk
