@@ -85,6 +85,7 @@ def command(
         return _submit_group(request, group, options)
 
     from trainkit.plan.launch import describe_plan
+    from trainkit.slurm.client import require_controller
     from trainkit.submit.plan_run import plan_run
 
     loaded = request.load_to_plan(command_argv, launcher)
@@ -95,6 +96,8 @@ def command(
         plan = start_after(plan, after, _warn)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     _warn_of_local_locks(plan, folder)
+    if plan.slurm is not None and not dry_run:
+        require_controller()
     if dry_run or test_only:
         return _show(loaded, plan, folder, test_only)
 
@@ -186,6 +189,7 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
     """Submit a group of runs as one Slurm array, or show what would be submitted."""
     from trainkit.cli.start_output import print_copied
     from trainkit.plan.launch import describe_plan, with_dependency
+    from trainkit.slurm.client import require_controller
     from trainkit.submit.code.snapshot import planned_code
     from trainkit.submit.create import future_run
     from trainkit.submit.dependency import job_ids_of
@@ -219,6 +223,8 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
             "run folder, $TRAINKIT_JOB_RUN_DIR",
             err=True,
         )
+    if not options.dry_run:
+        require_controller()
     if options.dry_run or options.test_only:
         run = future_run(points[0].config.name, options.run_dir)
         code = planned_code(run, points[0].config, points[0].plan, Path.cwd())
