@@ -96,6 +96,7 @@ def command(
         plan = start_after(plan, after, _warn)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     _warn_of_local_locks(plan, folder)
+    _warn_of_secrets(command_argv)
     if plan.slurm is not None and not dry_run:
         require_controller()
     if dry_run or test_only:
@@ -131,6 +132,17 @@ def _warn_of_local_locks(plan: LaunchPlan, folder: Path | None) -> None:
     problem = local_locks(folder or Path(RUNS_FOLDER))
     if problem is not None:
         _warn(problem)
+
+
+def _warn_of_secrets(command_argv: tuple[str, ...] | None) -> None:
+    from trainkit.submit.secrets import secret_options
+
+    found = [] if command_argv is None else secret_options(command_argv)
+    if found:
+        _warn(
+            f"{', '.join(found)} of the command looks secret: it is stored in plan.json, and other users "
+            "see it in the process list of a node; use an environment variable that launch.secrets names"
+        )
 
 
 def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only: bool) -> int:
@@ -216,6 +228,7 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
         points = [replace(item, plan=with_dependency(item.plan, options.after, job_ids)) for item in points]
     click.echo(describe_plan(common_plan(points), points[0].config.name), err=True)
     _warn_of_local_locks(points[0].plan, options.run_dir)
+    _warn_of_secrets(options.command)
     click.echo(f"  {'points':<18}  {describe_points(spec, values, bool(group_request.sweeps))}", err=True)
     if options.command is not None and group_request.sweeps and not reaches_command(values):
         click.echo(

@@ -62,7 +62,8 @@ _USABLE = ("CPUTot", "CPUEfctv", "CoreSpecCount", "ThreadsPerCore", "RealMemory"
 def has_slurm(environ: Mapping[str, str] | None = None) -> bool:
     """Whether this machine belongs to a cluster: sbatch is installed and finds a configuration.
 
-    It is also True while the controller is down or that cannot be told. Runs one local command.
+    It is also True while the controller is down, and where Slurm gives no clear answer. Runs one local
+    command.
     """
     path = None if environ is None else environ.get("PATH")
     if shutil.which("sbatch", path=path) is None:

@@ -23,7 +23,7 @@ def choose_backend(
 ) -> tuple[str, str]:
     """Return the backend that `launch.backend` selects here, and why; `cluster` is `launch.cluster`.
 
-    Raises SlurmError when it cannot be told whether this machine belongs to a cluster.
+    Raises SlurmError when it is unclear whether this machine belongs to a cluster.
     """
     if backend != "auto":
         return backend, f"launch.backend is {backend}"

@@ -16,7 +16,7 @@ _DNS_UNAVAILABLE = re.compile(r"Host name lookup failure|Temporary failure|[Tt]i
 
 
 def finds_cluster(environ: Mapping[str, str]) -> bool | None:
-    """Whether sbatch, which must be on PATH, finds a configuration; None if that cannot be told now.
+    """Whether sbatch, which must be on PATH, finds a configuration; None if that is unclear.
 
     Runs one command at most once for each environment. Without a slurm.conf Slurm looks its controller up in
     DNS: an answer that there is none differs from no answer.
