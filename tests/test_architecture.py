@@ -19,6 +19,7 @@ ALLOWED = {
     # What everybody may know.
     "__init__": set(),  # the version
     "errors": set(),
+    "locks": set(),
     "resources": {"errors"},
     "jsonl": set(),
     "rundir": {"errors", "jsonl"},
@@ -27,12 +28,15 @@ ALLOWED = {
     "manifest": {"errors", "rundir"},
     # What is asked for, and what will run: pure.
     "config": {"errors", "resources", "tables"},
-    "data": {"errors", "rundir", "config"},
+    "data": {"errors", "locks", "rundir", "config"},
     "slurm": {"errors"},
-    "cluster": {"errors", "resources", "rundir", "tables", "config", "slurm"},
+    "cluster": {"errors", "locks", "resources", "rundir", "tables", "config", "slurm"},
     "plan": {"errors", "resources", "tables", "config", "cluster", "data.checks"},
     # Inside the allocation.
-    "job": {*("errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm"), "cluster.bad_nodes"},
+    "job": {
+        *("errors", "locks", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
+        "cluster.bad_nodes",
+    },
     # What reaches a run that is there.
     "control": {
         *("errors", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),

@@ -1,4 +1,4 @@
-"""The run folder: its paths, and functions that write, read, lock and wait for its files.
+"""The run folder: its paths, and functions that write, read and wait for its files.
 
 All writers use `write_atomic` (whole files) or `append_jsonl` (whole lines), so a reader never sees a partial
 file or line, except for a line cut off by a crash, which `read_jsonl` skips.
@@ -7,14 +7,12 @@ file or line, except for a line cut off by a crash, which `read_jsonl` skips.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -265,6 +263,7 @@ class AttemptDir:
         """Point the symlink ``attempts/latest`` to this attempt."""
         latest = self.run.attempts_dir / "latest"
         staged = self.run.attempts_dir / f".latest-{self.number:03d}"
+        staged.unlink(missing_ok=True)  # of a command that was killed before the next lines
         staged.symlink_to(self.path.name)
         staged.replace(latest)
 
@@ -356,44 +355,6 @@ def wait_for_json(
             raise TimeoutError(reason)
         pause(pause_s)
         pause_s = min(LONGEST_POLL_S, 1.5 * pause_s)
-
-
-class LockUnsupported(OSError):
-    """The filesystem has no flock."""
-
-
-def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> int:
-    """Lock a file with flock and return its descriptor; closing it releases the lock.
-
-    Waits indefinitely for another process, or raises BlockingIOError after `timeout_s`.
-    Raises LockUnsupported, and OSError when the file cannot be created.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
-    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if deadline_s is None else fcntl.LOCK_NB))
-                return descriptor
-            except BlockingIOError:
-                if deadline_s is None or time.monotonic() > deadline_s:
-                    raise
-                time.sleep(NFS_POLL_S)
-            except OSError as error:
-                raise LockUnsupported(error.errno, error.strerror, str(path)) from error
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-@contextmanager
-def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> Iterator[None]:
-    """Hold the lock of a file; parameters and errors are those of `acquire_lock`."""
-    descriptor = acquire_lock(path, timeout_s, mode)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)

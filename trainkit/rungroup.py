@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import UsageError
+from trainkit.locks import file_lock
 from trainkit.rundir import RunDir, read_json, write_json
 
 GROUP_VERSION = 1
@@ -84,6 +85,9 @@ class RunGroup:
 
         Raises UsageError when it cannot be read or a newer trainkit wrote it.
         """
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
         try:
             record = read_json(self.sweep_file)
         except (OSError, ValueError) as error:
@@ -101,9 +105,10 @@ class RunGroup:
         return record
 
     def update(self, **changes: Any) -> None:
-        """Write changed values into `sweep.json`."""
-        record = {**self.record, **changes}
-        write_json(self.sweep_file, record)
+        """Write changed values into `sweep.json`; other changes since it was read are kept."""
+        with file_lock(self.path / ".lock"):
+            record = {**self._read(), **changes}
+            write_json(self.sweep_file, record)
         self.__dict__["record"] = record
 
     @property

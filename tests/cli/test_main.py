@@ -182,7 +182,7 @@ def test_closed_pipe_is_quiet():
 
 @pytest.mark.parametrize(
     ("stdout", "code", "words"),
-    [(">&-", 0, ""), (">/dev/full", 1, "error: OSError: [Errno 28] No space left on device")],
+    [(">&-", 0, ""), (">/dev/full", 1, "error: the output cannot be written: No space left on device")],
 )
 def test_output_that_nobody_takes(stdout, code, words):
     argv = ["bash", "-c", f"{sys.executable} -m trainkit --version {stdout}"]
@@ -207,3 +207,36 @@ def test_completion_lists_commands_without_loading_them():
     argv = [sys.executable, "-m", "trainkit"]
     done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
     assert done.stdout == "plain,requeue\nplain,resume\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("args", [["--help"], ["schema"], ["status", "--json"], ["env", "--json"]])
+def test_an_output_that_does_not_fit_on_the_disk(tmp_path, args, unbuffered):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    argv = [sys.executable, "-m", "trainkit", *args]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            argv, cwd=tmp_path, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert done.returncode == 1
+    first, _, hint = done.stderr.partition("\n\n")
+    assert first == "error: the output cannot be written: No space left on device"
+    assert hint.startswith("hint: free space")
+
+
+def test_an_error_that_does_not_fit_on_the_disk_is_printed_to_stderr(tmp_path):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-m", "trainkit", "logs", "none", "--json"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            argv, cwd=tmp_path, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_behind_another_file_is_not_about_the_output(monkeypatch, capsys):
+    fail_with(monkeypatch, OSError(28, "No space left on device", "/run/plan.json"))
+    assert main(["status"]) == 1
+    assert "the output" not in capsys.readouterr().err

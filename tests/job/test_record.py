@@ -62,6 +62,13 @@ def test_attempts_keep_their_own_config_and_plan(tmp_path):
     assert (run.attempts_dir / "latest").readlink().name == "002"
 
 
+def test_a_link_that_a_killed_command_left_behind_is_replaced(tmp_path):
+    run = make_attempt(tmp_path / "run").run
+    (run.attempts_dir / ".latest-002").symlink_to("001")
+    assert open_attempt(run, "a: 2\n", "2").number == 2
+    assert (run.attempts_dir / "latest").readlink().name == "002"
+
+
 def test_a_record_that_cannot_be_read_now_is_not_replaced(tmp_path, monkeypatch):
     run = make_attempt(tmp_path / "run").run
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
@@ -86,6 +93,6 @@ def test_a_filesystem_without_locks(tmp_path, monkeypatch):
     def refuses(descriptor, operation):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr("trainkit.rundir.fcntl.flock", refuses)
+    monkeypatch.setattr("trainkit.locks.fcntl.flock", refuses)
     with pytest.raises(UsageError, match="cannot be locked: Function not implemented"), run_lock(run):
         pass

@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from slurm_job import RUNNING, Slurm, reasons, record_signal, step
 
-from trainkit.errors import EXIT_OK, EXIT_STOPPED
-from trainkit.job import allocation, supervisor
+from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
+from trainkit.job import allocation, held_lock, supervisor
 from trainkit.job.claim_attempt import claim_attempt
 from trainkit.job.decision import Decision
 from trainkit.job.record import (
@@ -29,8 +31,9 @@ from trainkit.job.record import (
 from trainkit.job.supervisor import supervise_job
 from trainkit.job.watch import attempt as attempt_module
 from trainkit.job.watch.attempt import SlurmAttemptWatch
+from trainkit.locks import file_lock
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, file_lock, read_json, read_jsonl, write_json
+from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
 from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
@@ -178,9 +181,8 @@ def test_a_job_by_hand_continues_a_run_whose_job_is_over(
 def test_a_start_that_was_superseded_while_it_waited_for_the_lock_does_not_start(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def superseded(run: RunDir, timeout_s: float) -> bool:
+    def superseded(run: RunDir, timeout_s: float) -> None:
         add_slurm_entry(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
-        return True
 
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     monkeypatch.setattr(supervisor, "become_sole_supervisor", superseded)
@@ -405,7 +407,7 @@ def test_a_start_waits_for_room_on_the_disk(
     add_slurm_entry(run, 1, "7", "submit", "sbatch")
     full = [OSError(errno.ENOSPC, "No space left on device")] * 2
 
-    def take_later(run: RunDir, job_id: str) -> AttemptDir | str:
+    def take_later(run: RunDir, job_id: str, lock_timeout_s: float) -> AttemptDir | str:
         if full:
             raise full.pop()
         return claim_attempt(run, job_id)
@@ -447,3 +449,87 @@ def test_a_step_that_cannot_start(run: RunDir, slurm: Slurm) -> None:
 def test_outside_of_slurm(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
     assert supervise_job(run, ["true"]) == 1
     assert "this is not a Slurm job" in capfd.readouterr().out
+
+
+class TestHeldLocks:
+    """A lock that stays held, for example by a host that is down."""
+
+    @pytest.fixture(autouse=True)
+    def impatient(self, run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("trainkit.locks.STOP_S", 0.1)
+        monkeypatch.setattr(allocation.SlurmAllocation, "lock_timeout_s", 0.2)
+        monkeypatch.setattr(held_lock, "query_job", lambda job_id: slurm.job)
+        monkeypatch.setattr(held_lock, "requeue", slurm.requeue)
+        for module in (held_lock, allocation):
+            monkeypatch.setattr(module, "await_eviction", lambda: None)
+        add_slurm_entry(run, 1, "7", "submit", "sbatch")
+        shutil.copyfile(run.attempt(1).plan_file, run.plan_file)
+
+    @pytest.fixture
+    def terminated(self) -> Iterator[None]:
+        """A stop signal is pending, as the supervisor has blocked it."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.raise_signal(signal.SIGTERM)
+        yield
+        signal.sigtimedwait({signal.SIGTERM}, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def start(self, run: RunDir) -> int:
+        return supervise_job(run, [sys.executable, "-c", "raise SystemExit(3)"])
+
+    def test_a_job_that_cannot_claim_an_attempt_is_requeued(
+        self, run: RunDir, slurm: Slurm, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        with file_lock(run.lock_file):
+            assert self.start(run) == EXIT_STOPPED
+        assert slurm.requeued == 1
+        assert f"error: {run.lock_file} is held by process {os.getpid()} on " in capfd.readouterr().out
+
+    def test_a_job_whose_requeues_are_used_up_is_not(
+        self, run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "100")
+        with file_lock(run.lock_file):
+            assert self.start(run) == EXIT_FAILED
+        assert slurm.requeued == 0
+
+    def test_a_job_that_a_person_cancelled_while_it_waited_ends(
+        self, run: RunDir, slurm: Slurm, terminated: None
+    ) -> None:
+        slurm.job = replace(RUNNING, state=JobState.CANCELLED)
+        with file_lock(run.lock_file):
+            assert self.start(run) == EXIT_STOPPED
+        assert slurm.requeued == 0
+
+    def test_a_held_supervisor_lock_is_tried_again_by_the_next_start(self, run: RunDir, slurm: Slurm) -> None:
+        with file_lock(run.supervisor_lock_file):
+            assert self.start(run) == EXIT_STOPPED
+        end = read_json(run.attempt(1).end_file)
+        assert (end["action"], end["cause"], slurm.requeued) == ("requeue", "not_started", 1)
+        assert f"{run.supervisor_lock_file} is held by process {os.getpid()} on " in end["reason"]
+
+    def test_but_not_for_ever(self, run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(held_lock, "MAX_STARTS", 3)
+        with file_lock(run.supervisor_lock_file):
+            assert [self.start(run) for _ in range(3)] == [EXIT_STOPPED, EXIT_STOPPED, EXIT_FAILED]
+        end = read_json(run.attempt(3).end_file)
+        assert (end["action"], slurm.requeued) == ("failed", 2)
+        assert f"remove {run.supervisor_lock_file}" in end["reason"]
+
+    def test_a_preemption_while_it_waits_for_the_supervisor_lock_resumes(
+        self, run: RunDir, slurm: Slurm, terminated: None
+    ) -> None:
+        slurm.job = replace(RUNNING, is_preempted=True)
+        with file_lock(run.supervisor_lock_file):
+            assert self.start(run) == EXIT_STOPPED
+        end = read_json(run.attempt(1).end_file)
+        assert (end["action"], end["cause"]) == ("requeue", "preempted")
+
+    def test_a_cancellation_while_it_waits_for_the_supervisor_lock_ends_the_run(
+        self, run: RunDir, slurm: Slurm, terminated: None
+    ) -> None:
+        slurm.job = replace(RUNNING, state=JobState.CANCELLED)
+        with file_lock(run.supervisor_lock_file):
+            assert self.start(run) == EXIT_STOPPED
+        assert read_json(run.attempt(1).end_file)["action"] == "stopped"
+        assert slurm.requeued == 0

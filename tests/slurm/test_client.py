@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import UsageError
+from trainkit.slurm import client
 from trainkit.slurm.client import (
     CommandOutput,
     SlurmRefused,
@@ -154,3 +155,29 @@ def test_values_that_could_be_options(value: str) -> None:
         safe_value(value, "a host list")
     with pytest.raises(UsageError, match="NUL"):
         run_slurm(["sh", "a\0b"], 5)
+
+
+def test_queries_in_a_row_do_not_each_wait_for_a_controller_that_is_away(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "SHORT_TIMEOUT_S", 0.2)
+    fake.add("squeue", "exec /bin/sleep 30")
+    begin = time.monotonic()
+    with pytest.raises(SlurmUnreachable, match=r"did not answer within 1 s"):
+        query(["squeue"], timeout_s=1.0, environ=fake.environ, patience_s=0.0)
+    for _ in range(3):
+        with pytest.raises(SlurmUnreachable, match=r"did not answer within 0.2 s"):
+            query(["squeue"], environ=fake.environ)
+    assert time.monotonic() - begin < 5
+    assert len(fake.calls) == 4
+    # A job is patient, and an answer ends it.
+    with pytest.raises(SlurmUnreachable, match=r"did not answer within 0.2 s"):
+        run_slurm(["squeue"], client.QUERY_TIMEOUT_S, environ=fake.environ)
+    fake.add("squeue", "exec /bin/sleep 0.6")
+    run_slurm(["squeue"], client.JOB_TIMEOUT_S, environ=fake.environ)
+    run_slurm(["squeue"], client.QUERY_TIMEOUT_S, environ=fake.environ)
+
+
+def test_a_command_has_ended_after_a_quarter_of_a_minute() -> None:
+    assert client.QUERY_TIMEOUT_S + client.SHORT_TIMEOUT_S < 14
+    assert client.QUERY_TIMEOUT_S < client.JOB_TIMEOUT_S

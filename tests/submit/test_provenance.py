@@ -1,8 +1,10 @@
 import subprocess
 
+import pytest
 import torch
 
-from trainkit.submit.create import collect_provenance, git_state, without_secrets
+from trainkit.submit.create import collect_provenance, git_state
+from trainkit.submit.secrets import mask_diff, secret_options, without_secrets
 
 
 def git(folder, *args):
@@ -57,3 +59,94 @@ def test_whole_record(tmp_path):
     record = collect_provenance(tmp_path)
     assert record["torch"] == torch.__version__
     assert {"time", "trainkit", "python", "torch", "cwd", "host", "user", "git"} <= set(record)
+
+
+def test_values_of_a_commands_options():
+    argv = [
+        "--",
+        "train.py",
+        "--api-key",
+        "abcd1234efgh",
+        "--token=abcd",
+        "--password",
+        "x",
+        "--max-tokens",
+        "4096",
+    ]
+    assert without_secrets(argv, []) == [
+        *("--", "train.py", "--api-key", "***", "--token=***", "--password", "***", "--max-tokens", "4096")
+    ]
+    inner = "cd x && train --api-key abcd1234efgh --lr 1"
+    assert without_secrets(["sh", "-c", inner], []) == ["sh", "-c", inner.replace("abcd1234efgh", "***")]
+    assert without_secrets(["--use-token", "--max-tokens=4096", "hf_abcdefgh12345678"], []) == [
+        *("--use-token", "--max-tokens=4096", "***")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        (["train.py", "--api-key", "abcd1234efgh", "--lr", "1"], ["--api-key"]),
+        (
+            ["train.py", "--wandb_token=abcd1234efgh", "--password", "long enough"],
+            ["--wandb_token", "--password"],
+        ),
+        (["sh", "-c", "train --api-key abcd1234efgh"], ["--api-key"]),
+        (["train.py", "hf_abcdefgh12345678"], ["an argument"]),
+        (["train.py", "--max-tokens", "100000000", "--token", "$HF_TOKEN", "--token", "--verbose-mode"], []),
+        (["train.py", "--token", "short", "--key"], []),
+    ],
+)
+def test_secrets_of_a_command(command, found):
+    assert secret_options(command) == found
+
+
+@pytest.mark.parametrize(
+    ("line", "masked"),
+    [
+        ("+HF_TOKEN=abcdefghijkl", "+HF_TOKEN=***"),
+        ("+export API_KEY='abcdefghijkl'", "+export API_KEY='***'"),
+        ('+    api_key = "abcd1234efgh"', '+    api_key = "***"'),
+        ('+  "password": "hunter2hunter2",', '+  "password": "***",'),
+        ("+login('hf_abcdefgh12345678')", "+login('***')"),
+        ("+AKIAABCDEFGHIJKLMNOP", "+***"),
+        ("+ghp_abcdefghij0123456789", "+***"),
+        ("+sk-proj-abcdefghij0123456789", "+***"),
+        ("+HF_TOKEN=$TOKEN_OF_MINE", None),
+        ("+names.sort(key=len_of_name)", None),
+        ('+find(key="validation_loss")', None),
+        ("+MAX_TOKENS=100000000", None),
+        ("+tokens=tokens[:length]", None),
+    ],
+)
+def test_secrets_in_a_diff(line, masked):
+    text = f"diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -0,0 +1 @@\n{line}\n"
+    assert mask_diff(text) == text.replace(line, line if masked is None else masked)
+
+
+def test_a_private_key_in_a_diff():
+    lines = [
+        "-----BEGIN RSA PRIVATE KEY-----",
+        "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC",
+        "-----END RSA PRIVATE KEY-----",
+    ]
+    masked = mask_diff("".join(f"+{line}\n" for line in lines))
+    assert masked.startswith("+-----BEGIN RSA PRIVATE KEY-----***")
+    assert "MIIE" not in masked
+
+
+def test_files_that_usually_contain_secrets_are_left_out_of_the_diff(tmp_path):
+    git(tmp_path, "init", "-b", "trunk")
+    for name in (".env", "deep er/id_rsa", "file.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("one\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    (tmp_path / ".env").write_text("MINE=swordfish\n")
+    (tmp_path / "deep er/id_rsa").write_text("swordfish\n")
+    (tmp_path / "file.py").write_text("two\n")
+    state = git_state(tmp_path)
+    assert "swordfish" not in state["diff"]
+    assert state["diff"].count("(left out: ") == 2
+    assert "+two" in state["diff"]
+    assert state["diff_masked"] is True

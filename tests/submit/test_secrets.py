@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from urllib.parse import quote as url_quote
 
 import pytest
 
+from tests.support.runs import make_attempt
+from trainkit.cli.main import main
 from trainkit.errors import UsageError
+from trainkit.job.record import open_attempt
 from trainkit.submit.preflight_checks import present_secrets, refuse_leaks, refuse_secrets
 from trainkit.submit.quoting import quote
 
@@ -66,3 +70,32 @@ def test_a_secret_that_a_command_sets_is_refused_without_showing_it() -> None:
     assert "WANDB_API_KEY" in error.value.message
     assert "0123456789" not in error.value.render()
     refuse_secrets(["python", "train.py", "--max_tokens=40960000", "model.vocab_key=abcdefghij"], ())
+
+
+def test_submit_warns_of_an_option_that_looks_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = [
+        "submit",
+        "quickstart",
+        "--backend",
+        "local",
+        "--dry-run",
+        "--",
+        "true",
+        "--api-key",
+        "abcd1234efgh",
+    ]
+    assert main(args) == 0
+    [warning] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith("warning: --api-key of the command looks secret: ")
+    assert "abcd1234efgh" not in warning
+    assert main([*args[:-1], "$KEY_OF_MINE"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_only_the_owner_reads_the_plan(tmp_path: Path) -> None:
+    run = make_attempt(tmp_path / "run").run
+    attempt = open_attempt(run, "a: 2\n", "{}")
+    assert {file.stat().st_mode & 0o777 for file in (attempt.plan_file, run.plan_file)} == {0o600}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -61,8 +62,10 @@ def command(
     """
     from trainkit.cluster.target import make_target
     from trainkit.config.loaded import origin_lines
+    from trainkit.rundir import RUNS_FOLDER
     from trainkit.submit.plan_run import plan_run
     from trainkit.submit.queue_estimate import wait_lines
+    from trainkit.submit.run_folder import local_locks
 
     if world_size is None and rank is not None:
         raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
@@ -79,6 +82,9 @@ def command(
     waits = None
     if plan.slurm is not None and estimate is not False and target.cluster is not None:
         waits = _waits(plan, loaded.config, target.cluster, must=bool(estimate))
+    problem = None if plan.slurm is None else local_locks(Path(RUNS_FOLDER))
+    if problem is not None:
+        click.echo(f"warning: {problem}", err=True)
     if as_json:
         config = loaded.config.model_dump(mode="json", by_alias=True)
         shown = None if waits is None else [item.to_dict() for item in waits]

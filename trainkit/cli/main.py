@@ -6,6 +6,7 @@ command is run, and the help texts of all commands are in the table below.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import json
@@ -159,8 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ReaderGone, BrokenPipeError):
-        # Python flushes stdout at exit: discard the rest, which would raise again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return EXIT_OK
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
@@ -172,6 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, OSError) and _is_from_output(error):
+            return _report_failed_output(error)
         summary = str(error).strip().partition("\n")[0]
         unexpected = TrainkitError(
             f"{type(error).__name__}: {summary}" if summary else type(error).__name__,
@@ -183,10 +185,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(error: TrainkitError, as_json: bool) -> int:
     if as_json:
         value = {"error": error.message, "hint": error.hint, "exit_code": error.exit_code}
-        print(json.dumps(value, ensure_ascii=False), flush=True)
-    else:
-        print(error.render(), file=sys.stderr)
+        try:
+            print(json.dumps(value, ensure_ascii=False), flush=True)
+            return error.exit_code
+        except OSError:
+            _discard_stdout()
+    print(error.render(), file=sys.stderr)
     return error.exit_code
+
+
+def _is_from_output(error: OSError) -> bool:
+    """Whether printing raised the error; one of another file would be about that file."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_code in (click.echo.__code__, main.__code__)
+
+
+def _report_failed_output(error: OSError) -> int:
+    """Report that the output cannot be written, on stderr whatever its form; returns the exit code."""
+    _discard_stdout()
+    failed = TrainkitError(
+        f"the output cannot be written: {error.strerror or error}",
+        hint="free space on its disk, or write it elsewhere; the command itself may have succeeded, which "
+        "`trainkit status` shows",
+    )
+    with contextlib.suppress(OSError):  # stderr may be on the same disk
+        print(failed.render(), file=sys.stderr)
+    return failed.exit_code
+
+
+def _discard_stdout() -> None:
+    """Discard what stdout still buffers: Python flushes it at exit, which would raise again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 NOT_A_NUMBER = re.compile(r"'(?P<value>.*)' is not a valid integer")

@@ -85,6 +85,7 @@ def command(
         return _submit_group(request, group, options)
 
     from trainkit.plan.launch import describe_plan
+    from trainkit.slurm.client import require_controller
     from trainkit.submit.plan_run import plan_run
 
     loaded = request.load_to_plan(command_argv, launcher)
@@ -94,6 +95,10 @@ def command(
 
         plan = start_after(plan, after, _warn)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
+    _warn_of_local_locks(plan, folder)
+    _warn_of_secrets(command_argv)
+    if plan.slurm is not None and not dry_run:
+        require_controller()
     if dry_run or test_only:
         return _show(loaded, plan, folder, test_only)
 
@@ -116,6 +121,28 @@ def command(
 
 def _warn(text: str) -> None:
     click.echo(f"warning: {text}", err=True)
+
+
+def _warn_of_local_locks(plan: LaunchPlan, folder: Path | None) -> None:
+    if plan.slurm is None:
+        return  # one host
+    from trainkit.rundir import RUNS_FOLDER
+    from trainkit.submit.run_folder import local_locks
+
+    problem = local_locks(folder or Path(RUNS_FOLDER))
+    if problem is not None:
+        _warn(problem)
+
+
+def _warn_of_secrets(command_argv: tuple[str, ...] | None) -> None:
+    from trainkit.submit.secrets import secret_options
+
+    found = [] if command_argv is None else secret_options(command_argv)
+    if found:
+        _warn(
+            f"{', '.join(found)} of the command looks secret: it is stored in plan.json, and other users "
+            "see it in the process list of a node; use an environment variable that launch.secrets names"
+        )
 
 
 def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only: bool) -> int:
@@ -174,6 +201,7 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
     """Submit a group of runs as one Slurm array, or show what would be submitted."""
     from trainkit.cli.start_output import print_copied
     from trainkit.plan.launch import describe_plan, with_dependency
+    from trainkit.slurm.client import require_controller
     from trainkit.submit.code.snapshot import planned_code
     from trainkit.submit.create import future_run
     from trainkit.submit.dependency import job_ids_of
@@ -199,6 +227,8 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
         job_ids = job_ids_of(options.after, _warn)
         points = [replace(item, plan=with_dependency(item.plan, options.after, job_ids)) for item in points]
     click.echo(describe_plan(common_plan(points), points[0].config.name), err=True)
+    _warn_of_local_locks(points[0].plan, options.run_dir)
+    _warn_of_secrets(options.command)
     click.echo(f"  {'points':<18}  {describe_points(spec, values, bool(group_request.sweeps))}", err=True)
     if options.command is not None and group_request.sweeps:
         if not reaches_command(values, options.command):
@@ -212,6 +242,8 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
                 f"  note: all points run in {Path.cwd()}: relative outputs of one overwrite those of another",
                 err=True,
             )
+    if not options.dry_run:
+        require_controller()
     if options.dry_run or options.test_only:
         run = future_run(points[0].config.name, options.run_dir)
         code = planned_code(run, points[0].config, points[0].plan, Path.cwd())

@@ -11,9 +11,12 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.rundir import file_lock, read_json, state_folder, write_json
+from trainkit.locks import file_lock
+from trainkit.rundir import read_json, state_folder, write_json
 
 KEEP = timedelta(hours=24)
+LOCK_TIMEOUT_S = 10.0
+"""The note is not worth more: a dead host may hold the lock."""
 FAILURES_OF_A_CULPRIT = 2
 """A host is excluded when this many failures of one run began on it."""
 
@@ -39,13 +42,13 @@ def note_failure(
 ) -> None:
     """Record that a host failed an attempt of a run; `reason` is a short text for messages.
 
-    Raises OSError if the file cannot be written.
+    Raises OSError if the file cannot be written or stays locked.
     """
     now = now or datetime.now(timezone.utc)
     file = memory_file(cluster, environ)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Two jobs must not overwrite each other's notes.
-    with file_lock(file.with_suffix(".lock")):
+    with file_lock(file.with_suffix(".lock"), LOCK_TIMEOUT_S):
         notes = _notes(file, now)
         notes.append(
             {

@@ -22,13 +22,13 @@ from trainkit.slurm.client import (
     FIELD,
     QUERY_TIMEOUT_S,
     RECORD,
-    SlurmUnreachable,
     plain_environ,
     query,
     records,
     run_slurm,
     seconds_of,
 )
+from trainkit.slurm.configless import finds_cluster
 from trainkit.slurm.control import has_expedited_requeue, parse_config, parse_version, show_config
 from trainkit.slurm.hosts import first_host
 
@@ -62,17 +62,13 @@ _USABLE = ("CPUTot", "CPUEfctv", "CoreSpecCount", "ThreadsPerCore", "RealMemory"
 def has_slurm(environ: Mapping[str, str] | None = None) -> bool:
     """Whether this machine belongs to a cluster: sbatch is installed and finds a configuration.
 
-    It is also True while the controller is down. Runs one local command.
+    It is also True while the controller is down, and where Slurm gives no clear answer. Runs one local
+    command.
     """
     path = None if environ is None else environ.get("PATH")
     if shutil.which("sbatch", path=path) is None:
         return False
-    try:
-        run_slurm(["sbatch", "--version"], LOCAL_TIMEOUT_S, environ=environ)
-    except SlurmUnreachable as error:
-        # Without slurm.conf Slurm looks up its controller in DNS; this is its error if there is none.
-        return bool(error.stderr) and "DNS SRV lookup failed" not in error.stderr
-    return True
+    return finds_cluster(os.environ if environ is None else environ) is not False
 
 
 def query_cluster(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.cluster.model import Target
 from trainkit.config import InvalidConfig, LoadedConfig, load_config
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, SlurmError
 from trainkit.slurm.conf_file import conf_file
 
 if TYPE_CHECKING:
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 def choose_backend(
     backend: str, cluster: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> tuple[str, str]:
-    """Return the backend that `launch.backend` selects here, and why; `cluster` is `launch.cluster`."""
+    """Return the backend that `launch.backend` selects here, and why; `cluster` is `launch.cluster`.
+
+    Raises SlurmError when it is unclear whether this machine belongs to a cluster.
+    """
     if backend != "auto":
         return backend, f"launch.backend is {backend}"
     if cluster is not None:
@@ -34,6 +37,19 @@ def choose_backend(
     configured = conf_file(environ)
     if configured is not None:
         return "sbatch", f"sbatch: found {sbatch} and {configured}"
+    # Imported only here: a machine without sbatch, or with a slurm.conf, runs no command for this.
+    from trainkit.slurm.configless import finds_cluster
+
+    finds = finds_cluster(environ)
+    if finds is None:
+        # Never train on a login node because a file was not found.
+        raise SlurmError(
+            f"cannot tell whether this machine belongs to a Slurm cluster: found {sbatch} but no slurm.conf, "
+            "and `sbatch --version` gives no answer",
+            hint="`--backend sbatch` submits to Slurm, `--backend local` trains on this machine",
+        )
+    if finds:
+        return "sbatch", f"sbatch: found {sbatch}, which knows a cluster"
     return "local", f"local: found {sbatch} but no slurm.conf, so no cluster is set up here"
 
 

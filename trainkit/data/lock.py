@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.rundir import LockUnsupported, acquire_lock
+from trainkit.locks import LockUnsupported, acquire_lock
 
 
 @contextmanager

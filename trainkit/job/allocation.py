@@ -76,7 +76,7 @@ class Allocation:
     """Interface of the supervisor to this machine or to a Slurm job."""
 
     lock_timeout_s = 10.0
-    """How long to wait for the previous supervisor of the run to exit."""
+    """How long to wait for a lock of the run, above all for its previous supervisor to exit."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -87,7 +87,7 @@ class Allocation:
 
     def claim_next(self, attempt: AttemptDir) -> AttemptDir | str:
         """Open the next attempt, which restarts the run in this allocation; the reason when it must not."""
-        with run_lock(self.run):
+        with run_lock(self.run, self.lock_timeout_s):
             if (newer := superseding_entry(attempt)) is not None:
                 return describe_superseded(newer)
             if is_cancelled(attempt):
@@ -205,7 +205,7 @@ class SlurmAllocation(Allocation):
             from trainkit.job.array_tasks import create_task_run
 
             create_task_run(self.run, self.job_id)
-        attempt = retry_on_disk_error(lambda: claim_attempt(self.run, self.job_id))
+        attempt = retry_on_disk_error(lambda: claim_attempt(self.run, self.job_id, self.lock_timeout_s))
         if isinstance(attempt, AttemptDir):
             return attempt
         log_line(f"nothing to do for job {self.job_id}: {attempt}")
@@ -368,7 +368,7 @@ class SlurmAllocation(Allocation):
     def release(self, plan: LaunchPlan, decision: Decision) -> str | None:
         try:
             if decision.action == "resubmit":
-                resubmit(self.run, self.job_id, self.hosts_to_exclude())
+                resubmit(self.run, self.job_id, self.hosts_to_exclude(), self.lock_timeout_s)
             elif decision.action == "requeue":
                 self._requeue(plan)
         except TrainkitError as error:

@@ -37,12 +37,12 @@ ENTRY_TIMEOUT_S = 20.0
 """How long the command that submitted the job may take to record its id."""
 
 
-def claim_attempt(run: RunDir, job_id: str) -> AttemptDir | str:
+def claim_attempt(run: RunDir, job_id: str, lock_timeout_s: float | None = None) -> AttemptDir | str:
     """Claim the attempt that this start of the job runs; the reason when there is nothing to do.
 
     There is nothing to do when the job was cancelled while pending, for a follow-up of an ended run, and
     while another job carries the run: the script was submitted twice, or an old job was requeued.
-    Raises UsageError when the run folder cannot be locked, and OSError.
+    Raises RunLocked as `run_lock` does, UsageError when the run folder cannot be locked, and OSError.
     """
     with contextlib.suppress(TimeoutError):
         wait_for_json(
@@ -54,7 +54,7 @@ def claim_attempt(run: RunDir, job_id: str) -> AttemptDir | str:
         # Slurm is queried without the lock: `trainkit cancel` needs it.
         newest = _newest_entry(run)
         carrier = None if newest is None else _carrier(run, newest, job_id)
-        with run_lock(run):
+        with run_lock(run, lock_timeout_s):
             if _newest_entry(run) != newest:
                 continue
             if carrier is None:

@@ -17,15 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import UsageError
+from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.rank_env import own_host
+from trainkit.locks import LockBusy, LockStopped, LockUnsupported, acquire_lock, file_lock
 from trainkit.rundir import (
     PROC,
     AttemptDir,
-    LockUnsupported,
     RunDir,
-    acquire_lock,
-    file_lock,
     process_stat,
     read_end,
     read_json,
@@ -91,15 +89,27 @@ def _boot_id() -> str:
         return ""
 
 
+class RunLocked(TrainkitError):
+    """A lock of a run is still held by another process; with `stopped`, a stop signal ended the wait."""
+
+    def __init__(self, file: Path, busy: LockBusy) -> None:
+        hint = f"if the host of that process is down for good, remove {file}"
+        super().__init__(str(busy), hint)
+        self.stopped = isinstance(busy, LockStopped)
+
+
 @contextmanager
-def run_lock(run: RunDir) -> Iterator[None]:
+def run_lock(run: RunDir, timeout_s: float | None = None) -> Iterator[None]:
     """Hold the run's lock, so that only one command at a time changes what the run does next.
 
-    Raises UsageError when the folder cannot be written or locked.
+    Raises UsageError when the folder cannot be written or locked; RunLocked when another process still has
+    the lock after `timeout_s` or a stop signal ends the wait, as `acquire_lock` describes.
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(file_lock(run.lock_file))
+            stack.enter_context(file_lock(run.lock_file, timeout_s))
+        except LockBusy as busy:
+            raise RunLocked(run.lock_file, busy) from None
         except LockUnsupported as error:
             raise UsageError(
                 f"{run.lock_file} cannot be locked: {error.strerror}",
@@ -113,17 +123,16 @@ def run_lock(run: RunDir) -> Iterator[None]:
         yield
 
 
-def become_sole_supervisor(run: RunDir, timeout_s: float) -> bool:
-    """Lock the run for this supervisor until it exits; False when another one still has it after `timeout_s`.
+def become_sole_supervisor(run: RunDir, timeout_s: float) -> None:
+    """Lock the run for this supervisor until it exits; raises RunLocked like `run_lock`.
 
     Two supervisors in one folder would damage the run, and job.json, which can be lost or edited, does not
     prevent that.
     """
     try:
         acquire_lock(run.supervisor_lock_file, timeout_s)  # held until this process exits
-    except BlockingIOError:
-        return False
-    return True
+    except LockBusy as busy:
+        raise RunLocked(run.supervisor_lock_file, busy) from None
 
 
 def is_supervised(run: RunDir) -> bool:

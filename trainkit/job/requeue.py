@@ -63,15 +63,17 @@ def cancel_jobs(waiting: Sequence[str], completing: Sequence[str]) -> None:
         log_line(f"cannot cancel {', '.join([*waiting, *completing])}: {error.message}")
 
 
-def resubmit(run: RunDir, job_id: str, exclude: Sequence[str] = ()) -> str:
+def resubmit(
+    run: RunDir, job_id: str, exclude: Sequence[str] = (), lock_timeout_s: float | None = None
+) -> str:
     """Submit the run's next attempt with the script of the ending job; returns the id of the new job.
 
     Called in the batch shell of the ending job, on which the new job depends. Of an array, only this task is
     resubmitted. Hosts in `exclude` are excluded as far as Slurm could start the job without them.
-    Raises TrainkitError when the run was cancelled or Slurm refuses the job, OSError when the run folder
-    cannot be written.
+    Raises TrainkitError when the run was cancelled or stays locked or Slurm refuses the job, OSError when the
+    run folder cannot be written.
     """
-    with run_lock(run):
+    with run_lock(run, lock_timeout_s):
         newest = run.attempt(run.attempt_numbers()[-1])
         entry = find_entry(run, newest.number)
         if entry is not None and entry["job_id"] != job_id:

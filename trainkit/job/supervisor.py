@@ -23,10 +23,12 @@ from trainkit.job.allocation import CANCELLED, Allocation, LocalAllocation, Slur
 from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import FAILURES, Decision, Outcome
 from trainkit.job.failure.first_failure import find_first_failure
+from trainkit.job.held_lock import after_stop, leave_unclaimed, retry_elsewhere
 from trainkit.job.node.preflight import retry_on_disk_error
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.processes import log_line, redirect_output
 from trainkit.job.record import (
+    RunLocked,
     become_sole_supervisor,
     describe_superseded,
     is_cancelled,
@@ -67,6 +69,8 @@ def supervise(allocation: Allocation) -> int:
     run = allocation.run
     try:
         attempt = allocation.claim()
+    except RunLocked as locked:
+        return leave_unclaimed(allocation, locked)
     except TrainkitError as error:
         log_line(error.render())
         return error.exit_code
@@ -78,12 +82,10 @@ def supervise(allocation: Allocation) -> int:
     if isinstance(attempt, int):
         return attempt
     redirect_output(attempt.supervisor_log)
-    if not become_sole_supervisor(run, allocation.lock_timeout_s):
-        reason = (
-            "the run has another supervisor, although job.json does not say so: "
-            f"{run.supervisor_lock_file} is locked, perhaps by a host that was lost"
-        )
-        return _conclude(attempt, Outcome(), Decision("failed", reason, EXIT_FAILED))
+    try:
+        become_sole_supervisor(run, allocation.lock_timeout_s)
+    except RunLocked as locked:
+        return Supervisor(allocation).leave_locked(attempt, locked)
     # The record may have changed during the wait for the lock.
     if (newer := superseding_entry(attempt)) is not None:
         return _conclude(attempt, Outcome(), Decision("stopped", describe_superseded(newer), EXIT_STOPPED))
@@ -114,6 +116,25 @@ class Supervisor:
             if decision.resumes:
                 return self._leave(attempt, outcome, decision)
             return self._end(attempt, outcome, decision)
+
+    def leave_locked(self, attempt: AttemptDir, locked: RunLocked) -> int:
+        """Leave without running an attempt, because the supervisor's lock could not be obtained."""
+        log_line(locked.render())
+        outcome, decision = self._decide_locked(attempt, locked)
+        if decision.resumes:
+            return self._leave(attempt, outcome, decision)
+        if locked.stopped:
+            return self._end(attempt, outcome, decision)
+        return _conclude(attempt, outcome, decision)
+
+    def _decide_locked(self, attempt: AttemptDir, locked: RunLocked) -> tuple[Outcome, Decision]:
+        try:
+            plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+            if locked.stopped:
+                return after_stop(self.allocation, attempt, plan)
+            return Outcome(), retry_elsewhere(self.allocation, attempt, plan, locked)
+        except (OSError, ValueError, TrainkitError) as error:
+            return Outcome(), Decision("failed", f"{locked.message}; {error}", EXIT_FAILED)
 
     def _run_attempt(self, attempt: AttemptDir) -> tuple[Outcome, Decision]:
         """Run one attempt, from the start of its processes to the decision on what follows."""
@@ -158,7 +179,14 @@ class Supervisor:
                 return self.allocation.after_notice(attempt, plan, outcome, received)
             if not self.allocation.has_time(plan):
                 return judge(attempt, outcome, self.allocation.restart_options(plan))
-            following = retry_on_disk_error(lambda: self.allocation.claim_next(attempt))
+            try:
+                following = retry_on_disk_error(lambda: self.allocation.claim_next(attempt))
+            except RunLocked as locked:
+                log_line(locked.render())
+                if locked.stopped:
+                    received = processes.wait_for_notice(0.0) or signal.SIGTERM
+                    return self.allocation.after_notice(attempt, plan, outcome, received)
+                return retry_elsewhere(self.allocation, attempt, plan, locked)
         except (OSError, ValueError, TrainkitError) as error:
             return Decision("failed", f"could not be restarted: {error}", EXIT_FAILED, decision.cause)
         return (

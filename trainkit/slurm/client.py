@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -15,8 +16,11 @@ from typing import TypeVar
 from trainkit.errors import SlurmError, UsageError
 from trainkit.slurm.messages import UNREACHABLE_HINT, FailureKind, cleaned, failure_hint, failure_kind
 
-QUERY_TIMEOUT_S = 30.0
-"""Longer than Slurm's commands try to reach the controller, so that they can report why they failed."""
+QUERY_TIMEOUT_S = 12.0
+"""A bit longer than Slurm's commands try to reach a controller by default, so that they can report why they
+failed. A command of trainkit ends within 15 s when Slurm does not answer."""
+JOB_TIMEOUT_S = 30.0
+"""In a job nobody waits, and a busy controller may answer late."""
 QUERY_PATIENCE_S = 5.0
 """How long queries are retried; short, because Slurm's commands already retry themselves."""
 FIRST_PAUSE_S = 0.5
@@ -24,6 +28,14 @@ LONGEST_PAUSE_S = 8.0
 
 _OUTPUT_VARIABLES = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 """Variables that change what the commands print or select; SQUEUE_STATES=RUNNING hides pending jobs."""
+
+_ACCOUNTING = ("sacct", "sacctmgr")
+
+NO_ANSWER_S = 5.0
+"""How long after a wait without an answer the next query gets only SHORT_TIMEOUT_S, and no second try."""
+SHORT_TIMEOUT_S = 1.5
+_unanswered: dict[tuple[str, str], float] = {}
+"""When a wait for Slurm last ended without an answer, by PATH and SLURM_CONF."""
 
 T = TypeVar("T")
 
@@ -95,6 +107,10 @@ def slurm_output(
         )
     if any("\0" in arg for arg in argv):
         raise UsageError(f"an argument of {program} contains a NUL character: {list(argv)!r}")
+    # Several queries in a row must not each wait for a controller that is away.
+    if timeout_s <= QUERY_TIMEOUT_S and _is_unanswered(environ):
+        timeout_s = min(timeout_s, SHORT_TIMEOUT_S)
+    began_s = time.monotonic()
     try:
         done = subprocess.run(
             list(argv),
@@ -109,6 +125,7 @@ def slurm_output(
         )
     except subprocess.TimeoutExpired as error:
         message = cleaned((error.stderr or b"").decode(errors="replace"))
+        _note_unanswered(program, environ, began_s)
         raise SlurmUnreachable(
             f"`{program}` did not answer within {timeout_s:g} s" + (f": {message}" if message else ""),
             hint=UNREACHABLE_HINT,
@@ -117,8 +134,36 @@ def slurm_output(
         ) from None
     output = CommandOutput(done.stdout, done.stderr.decode(errors="replace"))
     if done.returncode != 0:
-        raise failure(program, done.returncode, output)
+        failed = failure(program, done.returncode, output)
+        if isinstance(failed, SlurmUnreachable):
+            _note_unanswered(program, environ, began_s)
+        raise failed
+    # The controller answers neither accounting's queries nor those for a version or a help text.
+    if program not in _ACCOUNTING and argv[1:] not in (["--version"], ["--help"]):
+        _unanswered.pop(_place(environ), None)
     return output
+
+
+def _note_unanswered(program: str, environ: Mapping[str, str], began_s: float) -> None:
+    # Accounting is another daemon, which may be down alone.
+    if program not in _ACCOUNTING and time.monotonic() - began_s >= SHORT_TIMEOUT_S:
+        _unanswered[_place(environ)] = time.monotonic()
+
+
+def _is_unanswered(environ: Mapping[str, str]) -> bool:
+    return time.monotonic() - _unanswered.get(_place(environ), -math.inf) < NO_ANSWER_S
+
+
+def _place(environ: Mapping[str, str]) -> tuple[str, str]:
+    return environ.get("PATH", ""), environ.get("SLURM_CONF", "")
+
+
+def require_controller(environ: Mapping[str, str] | None = None) -> None:
+    """Raise SlurmUnreachable unless Slurm answers a query now.
+
+    Before a submission: one whose answer is lost has to be looked up, which takes minutes if Slurm is away.
+    """
+    query(["squeue", "--me", "--noheader", "--format=%A"], environ=environ)
 
 
 def failure(program: str, returncode: int, output: CommandOutput) -> SlurmUnreachable | SlurmRefused:
@@ -152,6 +197,8 @@ def query(
     Raises the errors of `slurm_output`.
     """
     plain = plain_environ(os.environ if environ is None else environ)
+    if patience_s <= QUERY_PATIENCE_S and _is_unanswered(plain):
+        patience_s = 0.0
     return retrying(lambda: slurm_output(argv, timeout_s, environ=plain), patience_s)
 
 

@@ -10,6 +10,7 @@ from enum import Enum
 
 from trainkit.errors import UsageError
 from trainkit.slurm.client import (
+    JOB_TIMEOUT_S,
     QUERY_PATIENCE_S,
     QUERY_TIMEOUT_S,
     SlurmRefused,
@@ -56,7 +57,7 @@ def requeue(
         nonlocal attempts
         attempts += 1
         try:
-            run_slurm(argv, QUERY_TIMEOUT_S, environ=environ)
+            run_slurm(argv, JOB_TIMEOUT_S, environ=environ)
         except SlurmRefused as error:
             # A refused retry means that the first request succeeded and its answer was lost.
             if attempts == 1 or not _PENDING.search(error.sentence):

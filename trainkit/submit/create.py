@@ -22,7 +22,6 @@ from typing import Any
 
 from trainkit import __version__
 from trainkit.config import RunConfig
-from trainkit.config.validation import LOOKS_SECRET
 from trainkit.errors import UsageError
 from trainkit.job.record import create_job
 from trainkit.plan.launch import LaunchPlan
@@ -30,11 +29,12 @@ from trainkit.rundir import RUNS_FOLDER, RunDir, utc_now, write_json
 from trainkit.rungroup import RunGroup
 from trainkit.submit.code.snapshot import copy_code, wants_copy
 from trainkit.submit.preflight_checks import refuse_leaks
+from trainkit.submit.run_folder import refuse_shared
+from trainkit.submit.secrets import mask_diff, without_secrets
 
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
 VERSION = re.compile(r"^__version__ *= *['\"](?P<version>[^'\"]+)", re.MULTILINE)
-ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _next_free_folder(parent: Path, name: str) -> Path:
 
 
 def _empty_folder(folder: Path, option: str) -> Path:
-    """The requested folder, created if it does not exist; raises UsageError if it is not empty."""
+    """The requested folder, created if it does not exist; raises UsageError if it is not empty or unsafe."""
     if RunDir(folder).exists():
         raise UsageError(
             f"{folder} already contains a run", hint=f"`trainkit resume {quote(str(folder))}` resumes it"
@@ -149,6 +149,8 @@ def _empty_folder(folder: Path, option: str) -> Path:
             raise UsageError(f"{folder} is a file", hint=f"choose a folder with {option}")
         if any(folder.iterdir()):
             raise UsageError(f"{folder} is not empty", hint=f"choose a new or empty folder with {option}")
+    refuse_shared(folder, option)
+    if folder.exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700)
@@ -171,35 +173,23 @@ def collect_provenance(cwd: Path) -> dict[str, Any]:
     }
 
 
-def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
-    """The command line, with `***` for values whose names are, or look like, secrets."""
-    return [_masked(arg, secrets) for arg in argv]
-
-
-def _masked(arg: str, secrets: Sequence[str]) -> str:
-    option, separator, assignment = arg.partition("--set=")
-    prefix = separator if separator and not option else ""
-    match = ASSIGNMENT.fullmatch(assignment if prefix else arg)
-    if match is None:
-        return arg
-    last = match["name"].rpartition(".")[2]
-    if last in secrets or LOOKS_SECRET.search(last):
-        return f"{prefix}{match['name']}=***"
-    return arg
-
-
 def git_state(cwd: Path) -> dict[str, Any] | None:
-    """Commit, branch and uncommitted changes of a folder's repository; None if there is none."""
+    """Commit, branch and uncommitted changes of a folder's repository; None if there is none.
+
+    Values in the diff that look like secrets are masked.
+    """
     sha = _git(cwd, "rev-parse", "HEAD")
     if sha is None:
         return None
     diff = _git(cwd, "diff", "HEAD")
+    shown = None if diff is None else mask_diff(diff[:MAX_DIFF_CHARS])
     status = _git(cwd, "status", "--porcelain")
     return {
         "sha": sha.strip(),
         "branch": (_git(cwd, "rev-parse", "--abbrev-ref", "HEAD") or "").strip() or None,
         "dirty": None if status is None else bool(status.strip()),
-        "diff": None if diff is None else diff[:MAX_DIFF_CHARS],
+        "diff": shown,
+        "diff_masked": diff is not None and shown != diff[:MAX_DIFF_CHARS],
         "diff_cut_off": diff is not None and len(diff) > MAX_DIFF_CHARS,
     }
 

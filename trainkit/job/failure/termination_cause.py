@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 from trainkit.errors import TrainkitError
 from trainkit.job.decision import RESTART_SIGNAL, Cause
-from trainkit.slurm.client import QUERY_PATIENCE_S
+from trainkit.slurm.client import JOB_TIMEOUT_S, QUERY_PATIENCE_S
 from trainkit.slurm.jobs import JobDetails, job_details
 from trainkit.slurm.states import JobState
 
@@ -20,7 +20,7 @@ SLACK_S = 30.0
 def query_job(job_id: str, patience_s: float = QUERY_PATIENCE_S) -> JobDetails | None:
     """The job's current state in Slurm; None when Slurm does not respond or no longer knows the job."""
     try:
-        return job_details(job_id, patience_s=patience_s)
+        return job_details(job_id, timeout_s=JOB_TIMEOUT_S, patience_s=patience_s)
     except TrainkitError as error:
         print(f"cannot query job {job_id}: {error.message}", flush=True)
         return None

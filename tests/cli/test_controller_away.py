@@ -1,0 +1,90 @@
+"""Commands on a cluster whose controller does not answer: they end with exit code 3, and soon."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_slurm import FakeSlurm, fake
+from trainkit.cli.main import main
+from trainkit.cluster import discovery
+from trainkit.config import dump_effective, load_config
+from trainkit.job.record import add_slurm_entry, create_job, open_attempt
+from trainkit.rundir import RunDir
+from trainkit.slurm import client
+
+__all__ = ["fake"]
+
+PROGRAMS = ("sbatch", "squeue", "scontrol", "sinfo", "sacct", "sacctmgr", "scancel", "srun")
+CPU = ("quickstart", "--set", "device=cpu")
+
+
+@pytest.fixture
+def away(fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """Slurm's commands, which never end, and the first wait for them, which has just been in vain."""
+    for program in PROGRAMS:
+        fake.add(program, '[ "$1" = --version ] && echo slurm 22.05.8 && exit; exec /bin/sleep 60')
+    monkeypatch.chdir(tmp_path)
+    for name, value in {
+        "PATH": fake.environ["PATH"],
+        "SLURM_CONF": str(tmp_path / "slurm.conf"),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(client, "SHORT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(discovery, "CLUSTER_TIMEOUT_S", 0.3)
+    monkeypatch.setitem(
+        client._unanswered, (fake.environ["PATH"], str(tmp_path / "slurm.conf")), time.monotonic()
+    )
+    return fake
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run whose job Slurm knows."""
+    run = RunDir(tmp_path / "run")
+    run.checkpoints_dir.mkdir(parents=True)
+    create_job(run, backend="sbatch", name="run", cwd=str(tmp_path), code=None)
+    config = load_config(None, overrides=["device=cpu"], environ={}, cwd=tmp_path).config
+    open_attempt(run, dump_effective(config), json.dumps({"backend": "sbatch"}))
+    add_slurm_entry(run, 1, "77", "submit", "sbatch")
+    return run
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("submit", *CPU),
+        ("submit", *CPU, "--test-only"),
+        ("submit", *CPU, "--sweep", "seed=1,2"),
+        ("check", *CPU, "--estimate"),
+        ("init",),
+        ("cancel", "run"),
+        ("cancel", "run", "--now"),
+        ("requeue", "run"),
+        ("resume", "run"),
+        ("stacks", "run"),
+    ],
+)
+def test_a_controller_that_is_away(
+    away: FakeSlurm, run: RunDir, args: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = time.monotonic()
+    assert main(args) == 3, capsys.readouterr().err
+    assert time.monotonic() - begin < 8
+    assert "did not answer" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    assert "sbatch" not in [call[0] for call in away.calls if "--version" not in call]
+
+
+def test_the_state_of_a_run_is_shown_as_far_as_its_files_tell(
+    away: FakeSlurm, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "run"]) == 0
+    shown = capsys.readouterr()
+    assert "unknown" in shown.out
+    assert "did not answer" in shown.err

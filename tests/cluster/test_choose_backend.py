@@ -1,0 +1,77 @@
+"""Where a run starts on a machine that has Slurm's commands but no slurm.conf in the usual places."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.fake_slurm import FakeSlurm
+from trainkit.cluster import target
+from trainkit.cluster.target import choose_backend
+from trainkit.errors import SlurmError
+from trainkit.slurm import configless
+
+NO_RECORD = """\
+echo 'sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host' >&2
+echo 'sbatch: error: fetch_config: DNS SRV lookup failed' >&2
+echo 'sbatch: fatal: Could not establish a configuration source' >&2
+exit 1"""
+NO_DNS = NO_RECORD.replace("Unknown host", "Host name lookup failure")
+
+
+@pytest.fixture(autouse=True)
+def no_slurm_conf(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "conf_file", lambda environ: None)
+    monkeypatch.setattr(configless, "PROBE_TIMEOUT_S", 0.5)
+
+
+def test_a_configless_cluster_is_a_cluster(fake: FakeSlurm) -> None:
+    fake.add("sbatch", "echo slurm 24.11.1")
+    assert choose_backend("auto", environ=fake.environ)[0] == "sbatch"
+    assert choose_backend("auto", environ=fake.environ)[0] == "sbatch"
+    assert fake.calls == [["sbatch", "--version"]], "asked once"
+
+
+def test_packages_without_a_cluster(fake: FakeSlurm) -> None:
+    fake.add("sbatch", NO_RECORD)
+    backend, reason = choose_backend("auto", environ=fake.environ)
+    assert backend == "local"
+    assert reason.endswith("but no slurm.conf, so no cluster is set up here")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        NO_DNS,
+        "exec sleep 60",
+        "echo 'sbatch: error: fetch_config: unable to connect to controller' >&2; exit 1",
+        "echo 'sbatch: fatal: Could not establish a configuration source' >&2; exit 1",
+    ],
+)
+def test_what_cannot_be_told_is_not_guessed(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    monkeypatch.setattr(configless, "_has_network", lambda: True)
+    fake.add("sbatch", body)
+    environ = {"PATH": f"{fake.environ['PATH']}:/usr/bin:/bin"}
+    with pytest.raises(SlurmError, match="cannot tell whether this machine belongs to") as caught:
+        choose_backend("auto", environ=environ)
+    assert caught.value.exit_code == 3
+    assert "--backend local" in caught.value.hint
+    assert choose_backend("local", environ=environ)[0] == "local"
+    assert choose_backend("sbatch", environ=environ)[0] == "sbatch"
+
+
+def test_a_machine_without_a_network_is_no_login_node(
+    fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configless, "_has_network", lambda: False)
+    fake.add("sbatch", NO_DNS)
+    assert choose_backend("auto", environ=fake.environ)[0] == "local"
+
+
+def test_nothing_is_asked_with_a_slurm_conf_or_without_sbatch(fake: FakeSlurm) -> None:
+    assert choose_backend("auto", environ=fake.environ)[0] == "local"
+    fake.add("sbatch", "exit 1")
+    environ = {**fake.environ, "SLURM_CONF": "/etc/elsewhere.conf"}
+    assert choose_backend("auto", environ=environ)[0] == "sbatch"
+    assert fake.calls == []

@@ -1,0 +1,117 @@
+"""Where a run folder may be: its locks, and who else can write there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trainkit.config.schema import RunConfig
+from trainkit.errors import UsageError
+from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.submit.create import create_run
+from trainkit.submit.run_folder import local_locks
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:40 / {scratch} rw,relatime shared:9 master:1 - {kind} server:/scratch rw,{options}
+"""
+
+
+def problem(tmp_path: Path, kind: str, options: str, folder: str = "me/runs/x") -> str | None:
+    place = tmp_path / "scratch disk"
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS.format(scratch=str(place).replace(" ", "\\040"), kind=kind, options=options))
+    return local_locks(place / folder, mounts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        ("lustre", "checksum,localflock,user_xattr", "localflock"),
+        ("nfs4", "vers=4.2,local_lock=flock,addr=10.0.0.1", "local_lock=flock"),
+        ("nfs4", "vers=4.2,local_lock=all,addr=10.0.0.1", "local_lock=all"),
+        ("nfs", "vers=3,nolock,local_lock=none", "nolock"),
+    ],
+)
+def test_locks_of_one_host(tmp_path: Path, kind: str, options: str, named: str) -> None:
+    found = problem(tmp_path, kind, options)
+    assert found is not None
+    assert found.startswith(f"{tmp_path / 'scratch disk'} is mounted with {named} ({kind}): ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "folder"),
+    [
+        ("lustre", "checksum,flock,user_xattr", "run"),
+        ("nfs4", "vers=4.2,local_lock=none", "run"),
+        ("nfs", "vers=3,local_lock=posix", "run"),
+        ("ext4", "localflock", "run"),
+        ("lustre", "localflock", "../elsewhere"),
+    ],
+)
+def test_locks_of_all_hosts(tmp_path: Path, kind: str, options: str, folder: str) -> None:
+    assert problem(tmp_path, kind, options, folder) is None
+
+
+def test_the_mounts_of_this_machine_and_none_at_all(tmp_path: Path) -> None:
+    assert local_locks(tmp_path) is None
+    assert local_locks(tmp_path, tmp_path / "none") is None
+
+
+PLAN = LaunchPlan(
+    "local", 1, 1, "cpu", Layout(), Batch(1, 1, 1, 1), 0.1, 1, 60.0, {"lr": "so"}, command=("a", "b")
+)
+
+
+@pytest.fixture(autouse=True)
+def outside_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def create(folder: Path) -> Path:
+    config = RunConfig.model_validate({"name": "mine"})
+    return create_run(config, PLAN, ["trainkit"], folder).run.path
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o2775])
+def test_a_folder_of_ones_own_or_of_a_project(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(mode)
+    assert create(tmp_path / "run").is_dir()
+
+
+def test_a_new_folder_where_only_its_owner_can_rename_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    assert (create(tmp_path / "deep" / "run").stat().st_mode & 0o777) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o703])
+def test_a_folder_that_everybody_can_write_to(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(mode)
+    with pytest.raises(UsageError, match=r"every user can write to .*, and could change what") as caught:
+        create(tmp_path / "run")
+    assert "chmod o-w" in caught.value.hint
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_new_folder_that_everybody_could_replace(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to("open")
+    for folder in (tmp_path / "open" / "run", tmp_path / "open" / "deep" / "run", tmp_path / "link" / "run"):
+        with pytest.raises(UsageError, match=r"every user can write to .*/open, and could replace"):
+            create(folder)
+    assert list((tmp_path / "open").iterdir()) == []
+
+
+def test_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "run", 61234, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 61234)
+    with pytest.raises(UsageError, match=r"run belongs to .*, who could replace the run"):
+        create(tmp_path / "run")

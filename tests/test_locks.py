@@ -1,0 +1,117 @@
+"""Waiting for a lock: who holds it, for how long, and what a signal does meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainkit import locks
+from trainkit.locks import LockBusy, LockStopped, acquire_lock, describe_holder, file_lock
+
+HOLD = (
+    "import sys, time; from pathlib import Path; from trainkit.locks import file_lock\n"
+    "with file_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+)
+WAIT = (
+    "import sys; from pathlib import Path; from trainkit.locks import acquire_lock\n"
+    "print('waits', flush=True); acquire_lock(Path(sys.argv[1]))"
+)
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds the lock ``lock``."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        yield child
+        child.kill()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "NOTICE_S", 0.1)
+    monkeypatch.setattr(locks, "STOP_S", 0.1)
+
+
+def test_the_holder_is_named(
+    tmp_path: Path, holder: subprocess.Popen[bytes], quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        LockBusy, match=f"lock is held by process {holder.pid} on {os.uname().nodename} since"
+    ):
+        acquire_lock(tmp_path / "lock", 0.3)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"waiting for {tmp_path / 'lock'}, which is held by process {holder.pid} on ")
+
+
+def test_a_suspended_holder_is_said_to_be_suspended(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+    holder.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
+    assert "suspended (Ctrl-Z)" in describe_holder(tmp_path / "lock")
+
+
+def test_a_short_wait_is_not_worth_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with file_lock(tmp_path / "lock"), pytest.raises(LockBusy):
+        acquire_lock(tmp_path / "lock", 0.2)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"7", b'{"pid": 1}'])
+def test_an_unknown_holder(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "lock").write_bytes(content)
+    assert describe_holder(tmp_path / "lock") == "held by another process"
+
+
+def test_a_blocked_stop_signal_ends_the_wait_and_stays_pending(tmp_path: Path, quick: None) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        with file_lock(tmp_path / "lock"):
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(LockStopped):
+                acquire_lock(tmp_path / "lock")
+        assert signal.sigtimedwait({signal.SIGTERM}, 0) is not None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_ctrl_c_ends_the_wait(tmp_path: Path) -> None:
+    with file_lock(tmp_path / "lock"):
+        argv = [sys.executable, "-c", WAIT, str(tmp_path / "lock")]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            child.send_signal(signal.SIGINT)
+            _, errors = child.communicate(timeout=30)
+    assert b"KeyboardInterrupt" in errors
+
+
+def test_a_lock_file_that_a_person_removed_is_free(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+    (tmp_path / "lock").unlink()
+    with file_lock(tmp_path / "lock", 5.0), pytest.raises(LockBusy):
+        acquire_lock(tmp_path / "lock", 0.0)
+
+
+def test_a_lock_that_becomes_free_is_taken(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+    holder.kill()
+    started_s = time.monotonic()
+    with file_lock(tmp_path / "lock"):
+        assert time.monotonic() - started_s < 5.0
+
+
+def test_a_disk_that_is_full_does_not_prevent_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: bytes, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(locks.os, "pwrite", full)
+    with file_lock(tmp_path / "lock"):
+        assert describe_holder(tmp_path / "lock") == "held by another process"

@@ -1,0 +1,149 @@
+"""Locks between processes, on one host or on several that share a file system.
+
+They are flocks, which the kernel releases when the process dies. The file contains its holder, so that a
+process that waits can name it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+POLL_S = 0.05
+SLOW_POLL_S = 0.25
+"""The interval after the first second: over NFS each try is a request to the server."""
+NOTICE_S = 5.0
+"""How long to wait before printing what is waited for."""
+STOP_S = 2.0
+"""How long to keep waiting after a stop signal: most locks are held for a moment."""
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
+MAX_HOLDER_BYTES = 4096
+
+
+class LockUnsupported(OSError):
+    """The filesystem has no flock."""
+
+
+class LockBusy(BlockingIOError):
+    """Another process still holds the lock; the text names it."""
+
+
+class LockStopped(LockBusy):
+    """A stop signal ended the wait for a lock; the signal is still pending."""
+
+
+def acquire_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> int:
+    """Lock a file with flock and return its descriptor; closing it releases the lock.
+
+    Waits indefinitely for another process, or raises LockBusy after `timeout_s`; prints once to stderr what
+    it waits for. In a process that blocks SIGTERM or SIGINT, such a signal ends the wait: raises LockStopped
+    and leaves the signal pending. Raises LockUnsupported, and OSError when the file cannot be created.
+    """
+    started_s = time.monotonic()
+    give_up_s = float("inf") if timeout_s is None else started_s + timeout_s
+    stop_s = float("inf")
+    is_noticed = False
+    descriptor = _open(path, mode)
+    try:
+        while True:
+            if not _is_current(descriptor, path):
+                # A person has removed the file of a host that is down: the new file is the lock now.
+                replaced, descriptor = descriptor, _open(path, mode)
+                os.close(replaced)
+            if _try_lock(descriptor, path) and _is_current(descriptor, path):
+                _write_holder(descriptor)
+                return descriptor
+            now_s = time.monotonic()
+            if stop_s == float("inf") and STOP_SIGNALS & signal.sigpending():
+                stop_s = now_s + STOP_S
+            if now_s >= min(give_up_s, stop_s):
+                kind = LockBusy if now_s >= give_up_s else LockStopped
+                raise kind(f"{path} is {describe_holder(path)}")
+            if not is_noticed and now_s - started_s >= NOTICE_S:
+                is_noticed = True
+                with contextlib.suppress(OSError):
+                    print(
+                        f"waiting for {path}, which is {describe_holder(path)}", file=sys.stderr, flush=True
+                    )
+            time.sleep(POLL_S if now_s - started_s < 1.0 else SLOW_POLL_S)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+@contextmanager
+def file_lock(path: Path, timeout_s: float | None = None, mode: int = 0o600) -> Iterator[None]:
+    """Hold the lock of a file; parameters and errors are those of `acquire_lock`."""
+    descriptor = acquire_lock(path, timeout_s, mode)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path, mode: int) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+
+
+def _is_current(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(descriptor: int, path: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise LockUnsupported(error.errno, error.strerror, str(path)) from error
+    return True
+
+
+def _write_holder(descriptor: int) -> None:
+    holder = {
+        "host": os.uname().nodename,
+        "pid": os.getpid(),
+        "job_id": os.environ.get("SLURM_JOB_ID"),
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+    }
+    with contextlib.suppress(OSError):  # on a full disk the lock still works; its holder is then unknown
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def describe_holder(path: Path) -> str:
+    """The holder of a lock, as far as its file says: ``held by process 7 on node1 since …``."""
+    try:
+        with path.open("rb") as stream:
+            holder = json.loads(stream.read(MAX_HOLDER_BYTES))
+        host, pid, job_id, since = (holder[key] for key in ("host", "pid", "job_id", "time"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return "held by another process"
+    job = f" (job {job_id})" if job_id else ""
+    text = f"held by process {pid} on {host}{job} since {since}"
+    if host == os.uname().nodename and _is_suspended(pid):
+        text += (
+            f"; that process is suspended (Ctrl-Z): `fg` in its terminal or `kill -CONT {pid}` continues it"
+        )
+    return text
+
+
+def _is_suspended(pid: object) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state == "T"

@@ -1,0 +1,131 @@
+"""Finds what looks like a secret in command lines and diffs, and masks it in files that only inform."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+
+from trainkit.config.validation import LOOKS_SECRET, MIN_SECRET_CHARS
+from trainkit.submit.code.source_tree import looks_secret
+
+MASK = "***"
+_ASSIGNMENT = re.compile(r"(?P<name>[\w.-]+)=(?P<value>.*)", re.DOTALL)
+_INNER_OPTION = re.compile(r"(?<!\S)(?P<option>-[\w-]+)(?P<gap>=|[ \t]+)(?P<value>[^\s-]\S*)")
+"""An option in a word of several, as in ``sh -c 'train --token VALUE'``."""
+_NUMBER = re.compile(r"[\d.,_e+-]+")
+_COUNT = re.compile(r"(?:token|key)s?$", re.IGNORECASE)
+_KEY_FORMATS = re.compile(
+    r"\b(?:(?:AKIA|ASIA)[A-Z0-9]{16}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+    r"|sk-[\w-]{16,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,})"
+)
+_PRIVATE_KEY = re.compile(r"(?P<begin>-----BEGIN [A-Z ]*PRIVATE KEY-----)[\w+/=\\:,\s-]*")
+_NAME = r"(?P<name>[A-Za-z_][\w.-]*)"
+_SHELL_VALUE = re.compile(rf"(?<![\w.-]){_NAME}=(?P<value>[^\s\"'$`(,)\[\]{{}};]{{{MIN_SECRET_CHARS},}})")
+_QUOTED_VALUE = re.compile(
+    rf"(?<![\w.-]){_NAME}[\"']?\s*[=:]\s*(?P<quote>[\"'])(?P<value>[^\"'\s]{{{MIN_SECRET_CHARS},}})(?P=quote)"
+)
+_SECTION = re.compile(r"^diff --git ", re.MULTILINE)
+
+
+def without_secrets(argv: Sequence[str], secrets: Sequence[str]) -> list[str]:
+    """The command line, with `***` for values whose names are, or look like, secrets.
+
+    `secrets` are the names in `launch.secrets`.
+    """
+    masked = list(argv)
+    for index, word in enumerate(argv):
+        masked[index] = _masked_word(word, secrets)
+        before = argv[index - 1] if index else ""
+        if _is_secret_option(before) and not word.startswith("-") and not _is_count(before, word):
+            masked[index] = MASK
+    return masked
+
+
+def secret_options(command: Sequence[str]) -> list[str]:
+    """The options of a command whose values look like secrets, such as `--api-key`; not references."""
+    return list(dict.fromkeys(_secret_options(command)))
+
+
+def _secret_options(command: Sequence[str]) -> Iterator[str]:
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if len(inner := word.split()) > 1:  # for `sh -c`
+            yield from _secret_options(inner)
+            continue
+        option, separator, value = word.partition("=")
+        value = value if separator else following
+        if (
+            _is_secret_option(option)
+            and len(value) >= MIN_SECRET_CHARS
+            and not value.startswith(("-", "$"))
+            and not _is_count(option, value)
+        ):
+            yield option
+        elif _KEY_FORMATS.search(word):
+            yield option if separator else "an argument"
+
+
+def _is_secret_option(word: str) -> bool:
+    return word.startswith("-") and LOOKS_SECRET.search(word) is not None
+
+
+def _is_count(name: str, value: str) -> bool:
+    """Whether a value is a number as in ``--max-tokens 4096``."""
+    return _NUMBER.fullmatch(value) is not None and _COUNT.search(name) is not None
+
+
+def _masked_word(word: str, secrets: Sequence[str]) -> str:
+    option, separator, assignment = word.partition("--set=")
+    prefix = separator if separator and not option else ""
+    match = _ASSIGNMENT.fullmatch(assignment if prefix else word)
+    if match is None:
+        return mask_keys(_INNER_OPTION.sub(_masked_option, word))
+    last = match["name"].rpartition(".")[2]
+    is_secret = last in secrets or LOOKS_SECRET.search(last)
+    if is_secret and not (last.startswith("-") and _is_count(last, match["value"])):
+        return f"{prefix}{match['name']}={MASK}"
+    return mask_keys(word)
+
+
+def _masked_option(match: re.Match[str]) -> str:
+    option, gap, value = match.groups()
+    return match[0] if not _is_secret_option(option) or _is_count(option, value) else f"{option}{gap}{MASK}"
+
+
+def mask_keys(text: str) -> str:
+    """The text, with `***` for everything in the format of a well-known kind of key."""
+    return _PRIVATE_KEY.sub(rf"\g<begin>{MASK}", _KEY_FORMATS.sub(MASK, text))
+
+
+def mask_diff(diff: str) -> str:
+    """A diff without the content of files that usually contain secrets, and with `***` for other secrets."""
+    starts = [match.start() for match in _SECTION.finditer(diff)]
+    sections = [
+        diff[start:end] for start, end in zip([0, *starts], [*starts, len(diff)], strict=True) if end > start
+    ]
+    return "".join(map(_masked_section, sections))
+
+
+def _masked_section(section: str) -> str:
+    header, _, _ = section.partition("\n")
+    if header.startswith("diff --git "):
+        paths = re.split(r" \"?b/", header.removeprefix("diff --git "), maxsplit=1)
+        if any(looks_secret(PurePosixPath(path.strip('"')).name) for path in paths):
+            return f"{header}\n(left out: files of this name usually contain secrets)\n"
+    for pattern in (_SHELL_VALUE, _QUOTED_VALUE):
+        section = pattern.sub(_masked_assignment, section)
+    return mask_keys(section)
+
+
+def _masked_assignment(match: re.Match[str]) -> str:
+    name, value = match["name"], match["value"]
+    has_digit_and_letter = re.search(r"\d", value) is not None and re.search(r"[A-Za-z]", value) is not None
+    # In code, `key=` and the like name many harmless things; those in capitals are variables of a shell.
+    if (
+        not LOOKS_SECRET.search(name)
+        or _is_count(name, value)
+        or not (name.isupper() or has_digit_and_letter)
+    ):
+        return match[0]
+    start, end = match.span("value")
+    return f"{match[0][: start - match.start()]}{MASK}{match[0][end - match.start() :]}"
