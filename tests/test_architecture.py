@@ -24,7 +24,7 @@ ALLOWED = {
     "jsonl": set(),
     "rundir": {"errors", "jsonl"},
     "tables": set(),
-    "rungroup": {"errors", "rundir"},
+    "rungroup": {"errors", "locks", "rundir"},
     "manifest": {"errors", "rundir"},
     # What is asked for, and what will run: pure.
     "config": {"errors", "resources", "tables"},

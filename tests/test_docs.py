@@ -274,8 +274,9 @@ SLURM_OPTIONS = {
     "--no-kill",
     "--gres",
     "--cpus-per-task",
+    "--api-key",
 }
-"""Options of Slurm's own commands that the docs name."""
+"""Options of Slurm's own commands, and of a COMMAND, that the docs name."""
 
 
 @cache

@@ -59,4 +59,4 @@ def test_run_of_another_host_is_not_touched(desk):
     assert desk.status(run)["state"] == "unknown"
     write_json(run.job_file, job)
     time.sleep(0.1)
-    assert desk.status(run)["state"] == "starting"
+    assert desk.status(run)["state"] in ("starting", "running")

@@ -28,7 +28,7 @@ POINTS = {
 def test_nothing_is_made_before_it_is_needed(tmp_path: Path) -> None:
     group = make_group(tmp_path, POINTS)
     assert sorted(path.name for path in group.path.iterdir()) == [
-        *("logs", "provenance.json", "submit.sbatch", "sweep.json")
+        *(".lock", "logs", "provenance.json", "submit.sbatch", "sweep.json")
     ]
 
 
@@ -122,7 +122,7 @@ def test_a_point_is_made_once_whoever_comes(tmp_path: Path) -> None:
         thread.join()
     assert errors == []
     assert len(read_job(group.run(0))["attempts"]) == 1
-    assert [path.name for path in group.path.iterdir() if path.name.startswith(".")] == []
+    assert [path.name for path in group.path.iterdir() if path.name.startswith(".")] == [".lock"]
 
 
 def test_runs_that_are_no_points_are_left_alone(tmp_path: Path) -> None:
@@ -145,5 +145,5 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UsageError, match=r"cannot create the run folder .*: No space left on device"):
         create_task_run(group.run(0))
     assert sorted(path.name for path in group.path.iterdir()) == [
-        *("logs", "provenance.json", "submit.sbatch", "sweep.json")
+        *(".lock", "logs", "provenance.json", "submit.sbatch", "sweep.json")
     ]

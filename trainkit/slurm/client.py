@@ -36,6 +36,9 @@ NO_ANSWER_S = 5.0
 SHORT_TIMEOUT_S = 1.5
 _unanswered: dict[tuple[str, str], float] = {}
 """When a wait for Slurm last ended without an answer, by PATH and SLURM_CONF."""
+_answered: dict[tuple[str, str], float] = {}
+"""When Slurm's controller last answered."""
+ANSWER_VALID_S = 10.0
 
 T = TypeVar("T")
 
@@ -141,6 +144,7 @@ def slurm_output(
     # The controller answers neither accounting's queries nor those for a version or a help text.
     if program not in _ACCOUNTING and argv[1:] not in (["--version"], ["--help"]):
         _unanswered.pop(_place(environ), None)
+        _answered[_place(environ)] = time.monotonic()
     return output
 
 
@@ -159,11 +163,13 @@ def _place(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def require_controller(environ: Mapping[str, str] | None = None) -> None:
-    """Raise SlurmUnreachable unless Slurm answers a query now.
+    """Raise SlurmUnreachable unless Slurm answers a query, or has just answered another one.
 
     Before a submission: one whose answer is lost has to be looked up, which takes minutes if Slurm is away.
     """
-    query(["squeue", "--me", "--noheader", "--format=%A"], environ=environ)
+    place = _place(plain_environ(os.environ if environ is None else environ))
+    if time.monotonic() - _answered.get(place, -math.inf) > ANSWER_VALID_S:
+        query(["squeue", "--me", "--noheader", "--format=%A"], environ=environ)
 
 
 def failure(program: str, returncode: int, output: CommandOutput) -> SlurmUnreachable | SlurmRefused:
