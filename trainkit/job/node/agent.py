@@ -82,6 +82,12 @@ class Agent(ProcessGroup):
         if self.plan.backend != "local":
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
         local_ranks = rendezvous.local_ranks[:1] if self.has_launcher else rendezvous.local_ranks
+        # SIGUSR2 would kill torchrun but not its ranks. With proctrack/linuxproc Slurm signals its tasks and
+        # the ranks below them, and the USR2 of a requeue would kill a script that expects TERM.
+        is_unwanted = self.has_launcher or (
+            self.plan.command is not None and self.plan.command_signal == "TERM"
+        )
+        ignored = (signal.SIGUSR2,) if is_unwanted else ()
         work_dir = None if self.plan.command is None else os.environ.get(WORK_DIR_VARIABLE)
         for local_rank in local_ranks:
             rank_env = worker_rank(
@@ -106,8 +112,7 @@ class Agent(ProcessGroup):
                     environ=environ,
                     output=log,
                     keeps_mask=self.plan.command is None,
-                    # SIGUSR2 would kill torchrun but not its ranks.
-                    ignored=(signal.SIGUSR2,) if self.has_launcher else (),
+                    ignored=ignored,
                     cwd=work_dir,
                 )
 
