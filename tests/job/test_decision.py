@@ -54,7 +54,20 @@ def test_what_follows(codes, request_name, cause, action, exit_code):
 def test_exit_code_0_of_a_command_after_a_notice_is_a_save_unless_it_is_done(
     stop_signal, cause, is_done, action
 ):
-    assert after(AttemptResult([0, 0], stop_signal, cause, is_done=is_done)).action == action
+    result = AttemptResult([0, 0], stop_signal, cause, is_command=True, is_done=is_done)
+    assert after(result).action == action
+
+
+@pytest.mark.parametrize(
+    ("cause", "action"), [("preempted", "requeue"), (None, "stopped"), ("asked", "requeue")]
+)
+def test_a_command_that_fails_after_a_notice_was_ended_by_it(cause, action):
+    """A rank without a handler dies of the signal, and its peers fail because it is gone."""
+    decision = after(AttemptResult([1, 143], "SIGTERM", cause, is_command=True))
+    assert (decision.action, decision.exit_code) == (action, 75)
+    assert "no worker reported a save" in decision.reason
+    assert after(AttemptResult([1], None, None, is_command=True)).cause == "crash"
+    assert after(AttemptResult([78], "SIGTERM", cause, is_command=True)).action == "failed"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ def judge(attempt: AttemptDir, outcome: Outcome, options: RestartOptions) -> Dec
         progress=progress_of(attempt),
         step=last_step(attempt, outcome.failure),
         failure=None if outcome.failure is None else repeatable_failure(outcome.failure),
-        is_done=plan.command is None or attempt.done_file.exists(),
+        is_command=plan.command is not None,
+        is_done=attempt.done_file.exists(),
     )
     previous = [earlier for _, earlier in previous_attempts(attempt)]
     return decide(result, previous, plan.requeue, options)

@@ -110,9 +110,11 @@ class AttemptResult:
     step: int | None = None
     """The step at which it ended."""
     failure: Failure | None = None
-    is_done: bool = True
-    """Whether exit code 0 after a stop signal means that the run has finished. A command that knows nothing
-    of trainkit often exits with 0 after it has saved."""
+    is_command: bool = False
+    """Whether a command ran, which may know nothing of trainkit: it often exits with 0 after it has saved,
+    and with any code when the signal has ended one of its ranks."""
+    is_done: bool = False
+    """Whether a command has said that it is done: then exit code 0 after a stop signal means finished."""
 
 
 @dataclass(frozen=True)
@@ -161,12 +163,15 @@ def decide(
     """Decide what follows one attempt; `previous` are the attempts before it, oldest first."""
     codes, starts = result.exit_codes, previous
     previous = [attempt for attempt in previous if attempt.cause != "not_started"]
-    if all(code == EXIT_OK for code in codes) and (result.stop_signal is None or result.is_done):
+    if all(code == EXIT_OK for code in codes) and (
+        result.stop_signal is None or result.is_done or not result.is_command
+    ):
         return Decision("finished", "all workers finished", EXIT_OK)
     if EXIT_NO_RESTART in codes:
         return Decision("failed", "a worker reported that a restart cannot help", EXIT_NO_RESTART)
     saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in codes)
-    if result.stop_signal is not None and (saved or result.out_of_time or _ended_on_signal(codes)):
+    ended_on_signal = result.is_command or result.out_of_time or _ended_on_signal(codes)
+    if result.stop_signal is not None and (saved or ended_on_signal):
         return _after_request(result, saved, previous, policy, options)
     if saved:
         return Decision("stopped", "the workers saved and exited by themselves", EXIT_STOPPED)

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
@@ -46,6 +46,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
 POLL_S = 2.0
+SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 HANG_REPORT_S = 2.0
 """How long after the first hang report the other ranks have to write theirs."""
 
@@ -82,12 +83,7 @@ class Agent(ProcessGroup):
         if self.plan.backend != "local":
             print(f"node {rendezvous.node_rank} is {socket.gethostname()}; {reason}", flush=True)
         local_ranks = rendezvous.local_ranks[:1] if self.has_launcher else rendezvous.local_ranks
-        # SIGUSR2 would kill torchrun but not its ranks. With proctrack/linuxproc Slurm signals its tasks and
-        # the ranks below them, and the USR2 of a requeue would kill a script that expects TERM.
-        is_unwanted = self.has_launcher or (
-            self.plan.command is not None and self.plan.command_signal == "TERM"
-        )
-        ignored = (signal.SIGUSR2,) if is_unwanted else ()
+        ignored = (signal.SIGUSR2,) if self._must_ignore_usr2() else ()
         work_dir = None if self.plan.command is None else os.environ.get(WORK_DIR_VARIABLE)
         for local_rank in local_ranks:
             rank_env = worker_rank(
@@ -115,6 +111,19 @@ class Agent(ProcessGroup):
                     ignored=ignored,
                     cwd=work_dir,
                 )
+
+    def _must_ignore_usr2(self) -> bool:
+        """Whether a command must not die of a USR2 that it does not handle.
+
+        It would kill torchrun but not its ranks. With proctrack/linuxproc Slurm signals its tasks and the
+        ranks below them, so the USR2 of a requeue would kill a script that saves on SIGTERM. A shell cannot
+        trap a signal that it ignored at its start.
+        """
+        plan = self.plan
+        if plan.command is None or self.has_launcher:
+            return self.has_launcher
+        is_shell = PurePath(plan.command[0]).name in SHELLS
+        return plan.command_signal == "TERM" or (plan.command_signal == "auto" and not is_shell)
 
     def forward_signal(self, received: signal.Signals) -> None:
         """Forward a notice; a command gets one only, with its own signal: a second may interrupt its save.
