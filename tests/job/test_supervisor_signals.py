@@ -16,7 +16,7 @@ from trainkit.job.allocation import SlurmAllocation
 from trainkit.job.record import KILLED
 from trainkit.job.watch.attempt import SlurmAttemptWatch
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import RunDir, read_json
+from trainkit.rundir import RunDir, read_json, write_json
 from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
 
@@ -110,6 +110,18 @@ def test_a_preemption_brings_the_job_back(
     assert (code, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "preempted")
     assert slurm.requeued == asked
     assert run.attempt_numbers() == [1]
+
+
+def test_a_preempted_command_that_exits_with_0_comes_back(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocation, "await_eviction", lambda: None)
+    plan_file = run.attempt(1).plan_file
+    write_json(plan_file, {**read_json(plan_file), "command": ["python", "train.py"]})
+    slurm.job = replace(RUNNING, is_preempted=True)
+    code, end = step(run, "raise SystemExit(0)", record_signal(run, "SIGTERM"))
+    assert (code, end["action"], end["cause"]) == (EXIT_STOPPED, "requeue", "preempted")
+    assert slurm.requeued == 1
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,8 @@ class SlurmAllocation(Allocation):
             )
 
     def inspect(self, attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> None:
-        if all(code == EXIT_OK for code in outcome.exit_codes):
+        is_finished = outcome.stop_signal is None or plan.command is None
+        if is_finished and all(code == EXIT_OK for code in outcome.exit_codes):
             return
         self.step_may_still_run |= outcome.step_may_still_run
         saved = all(code in (EXIT_OK, EXIT_STOPPED) for code in outcome.exit_codes)

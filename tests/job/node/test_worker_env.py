@@ -31,6 +31,14 @@ def test_defaults_give_way_to_the_user():
     assert environ(configured={"GLOO_SOCKET_IFNAME": "eth0"})["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
+def test_a_command_looks_like_a_rank_of_torchrun():
+    """Frameworks prefer torchrun's variables to Slurm's, which with a task per node name no ranks."""
+    command = replace(PLAN, command=("python", "train.py"))
+    assert environ(command, inherited={"TORCHELASTIC_RUN_ID": "other"})["TORCHELASTIC_RUN_ID"] == "r-2"
+    assert "TORCHELASTIC_RUN_ID" not in environ()
+    assert "TORCHELASTIC_RUN_ID" not in environ(replace(command, launcher="torchrun"))
+
+
 def test_no_setting_can_move_a_worker():
     assert environ(configured={"RANK": "0"})["RANK"] == "3"
 

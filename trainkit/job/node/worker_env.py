@@ -65,6 +65,10 @@ def worker_environ(
         environ["CUDA_VISIBLE_DEVICES"] = gpu_slice(plan, rank_env.node_rank, visible)
     if plan.launcher == "python":
         environ.update(rank_env.to_environ())
+        if plan.command is not None:
+            # As torchrun does, so that a framework takes these ranks and not those that Slurm's variables
+            # suggest: Lightning, which would, also ignores SIGTERM then.
+            environ["TORCHELASTIC_RUN_ID"] = f"{PurePath(run_dir).name}-{attempt}"
     else:
         # How long torchrun waits for its ranks after SIGTERM; its default is 30 s.
         environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(plan.grace_s)))
