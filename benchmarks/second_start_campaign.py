@@ -9,7 +9,7 @@ requeue` of its first job, `trainkit requeue`, `trainkit cancel`, `scancel` of i
 holds the run's lock for up to 8 s, a copied run folder whose script is submitted. In every case
 
 - never two attempts of the run train at the same time;
-- no rank that was asked to save is killed before it has saved, and none continues from less than it had saved;
+- no rank that was asked to save is killed before it has saved, and each continues from what it had saved;
 - a cancelled run does not come back, and any other finishes.
 
 Prints one line per case; the same seed draws the same cases. The exit code is 0 if all hold.
