@@ -303,7 +303,9 @@ def test_lost_job_file_does_not_let_a_second_supervisor_in(start_job):
         )
     wait_for(lambda: liveness(entry) is Liveness.GONE)
     end = read_json(job.run.attempt(2).end_file)
-    assert end["reason"].startswith("the run has another supervisor, although job.json does not say so: ")
+    lock = job.run.supervisor_lock_file
+    assert end["reason"].startswith(f"{lock} is held by process {job.entry['pid']} on ")
+    assert end["reason"].endswith(", perhaps another supervisor of the run")
     assert all(map(is_running, pids))
     os.kill(job.entry["pid"], signal.SIGTERM)
     wait_for(lambda: not any(map(is_running, [job.entry["pid"], *pids])))

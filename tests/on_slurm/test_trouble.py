@@ -148,7 +148,7 @@ def test_the_controller_is_restarted_while_jobs_save_to_come_back(login: Login) 
 def test_a_cluster_without_accounting(login: Login) -> None:
     login.cluster.stop_accounting()
     run = login.submit_listeners(*ON_TWO_HOSTS)
-    assert login.status(run)["state"] == "starting"
+    assert login.status(run)["state"] in ("starting", "running")
     assert login.trainkit("cancel", str(run.path), "--wait").returncode == 0
     assert login.status(run)["state"] == "cancelled"
     lost = login.submit("--set", "resources.extra.hold=true", "--", "true")

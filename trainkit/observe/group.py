@@ -237,10 +237,17 @@ def _read_each(group: RunGroup, indices: Iterable[int]) -> Iterator[PointFiles]:
         elif entry:
             run = group.run(index)
             events = list(read_jsonl(run.events_file, (*STATE_EVENTS, "evaluated")))
-            has_metrics = run.metrics_file.exists()
+            has_metrics = run.metrics_file.exists() or _is_printing(group, run, entry)
             yield replace(files, events=events, best=best_result(run, events), has_metrics=has_metrics)
         else:
             yield files
+
+
+def _is_printing(group: RunGroup, run: RunDir, entry: Mapping[str, Any]) -> bool:
+    """Whether rank 0 of a COMMAND, which need not write metrics, has started."""
+    attempt = entry.get("attempt")
+    is_command = bool(group.record["plan"].get("command"))
+    return is_command and isinstance(attempt, int) and run.attempt(attempt).rank_log(0).exists()
 
 
 def read_newest_end(run: RunDir) -> dict[str, Any]:
