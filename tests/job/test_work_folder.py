@@ -99,6 +99,19 @@ def test_an_interrupted_copy_is_made_again(
     assert content(run.work_dir) == content(run.code_dir)
 
 
+def test_a_lost_record_does_not_lose_the_outputs(project: Path, tmp_path: Path) -> None:
+    (project / "exp").mkdir()
+    (project / "exp" / "run.py").touch()
+    for name in ("init", "add -A"):
+        subprocess.run(["git", *name.split()], cwd=project, check=True, capture_output=True)
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    submit(project, run, "exp")
+    assert prepare_work_folder(run) == run.work_dir / "exp"
+    run.job_file.write_text("")
+    assert prepare_work_folder(run) == run.work_dir / "exp"
+
+
 def test_without_a_snapshot_there_is_none(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.path.mkdir()

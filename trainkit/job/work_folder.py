@@ -10,9 +10,10 @@ import filecmp
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from trainkit.job.record import read_job
 from trainkit.rundir import RunDir, read_json, write_json
@@ -29,17 +30,21 @@ def prepare_work_folder(run: RunDir) -> Path | None:
     It is made at the first start. When the run has got new code since, files that the run has not changed are
     replaced, and its outputs stay. Raises OSError.
     """
-    code = read_job(run).get("code")
+    job = read_job(run)
+    if "code" not in job and run.work_dir.exists():
+        # job.json was lost: continue where the outputs are.
+        return run.work_dir / str(read_json(run.work_file)["subfolder"])
+    code = job.get("code")
     if not code:
         return None
     snapshot, before = Path(code["code"]), _replaced_snapshots(run)
     if not run.work_dir.exists():
-        _create(run, snapshot, len(before))
+        _create(run, snapshot, _record(code, before))
     else:
         num_seen = int(read_json(run.work_file)["num_replaced_snapshots"])
         if len(before) > num_seen:
             _renew(run.work_dir, before[num_seen], snapshot)
-            write_json(run.work_file, {"num_replaced_snapshots": len(before)})
+            write_json(run.work_file, _record(code, before))
     folder = run.work_dir / str(code["subfolder"])
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -50,11 +55,15 @@ def _replaced_snapshots(run: RunDir) -> list[Path]:
     return sorted(run.path.glob("code.[0-9][0-9][0-9]"))
 
 
-def _create(run: RunDir, snapshot: Path, num_replaced: int) -> None:
+def _record(code: Mapping[str, Any], replaced: Sequence[Path]) -> dict[str, Any]:
+    return {"num_replaced_snapshots": len(replaced), "subfolder": code["subfolder"]}
+
+
+def _create(run: RunDir, snapshot: Path, record: dict[str, Any]) -> None:
     stage = Path(tempfile.mkdtemp(prefix=".work.", dir=run.path))
     try:
         _copy(snapshot, stage, list(_files(snapshot)))
-        write_json(run.work_file, {"num_replaced_snapshots": num_replaced})
+        write_json(run.work_file, record)
         stage.rename(run.work_dir)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
