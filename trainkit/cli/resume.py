@@ -35,7 +35,7 @@ from trainkit.errors import EXIT_OK
 @click.option(
     "--new-code",
     is_flag=True,
-    help="On Slurm: use the current code instead of the run's snapshot.",
+    help="Use the current code instead of the run's snapshot.",
 )
 @click.option("--as", "fork_dir", metavar="DIR", help="Resume in a new run folder and leave RUN unchanged.")
 @click.option("--follow", is_flag=True, help="Show rank 0's log until the run ends; Ctrl-C detaches.")
