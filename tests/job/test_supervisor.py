@@ -392,6 +392,24 @@ time.sleep(60)
     assert run.attempt_numbers() == [1, 2]
 
 
+def test_a_superseded_command_that_exits_with_0_leaves_the_run(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_file = run.attempt(1).plan_file
+    write_json(plan_file, {**read_json(plan_file), "command": ["python", "train.py"]})
+    watch = watch_of(run, monkeypatch)
+    watch.superseded_by = {"attempt": 2, "job_id": "8"}
+    watch.outcome.stop_signal, watch.outcome.exits = "SIGUSR2", [(0, 0)]
+    monkeypatch.setattr(watch, "run", lambda: None)
+    given = allocation.SlurmAllocation(run, "7", [])
+    monkeypatch.setattr(given, "watch", lambda attempt, plan: watch)
+    _, decision = supervisor.Supervisor(given)._run_attempt(run.attempt(1))
+    assert (decision.action, decision.reason) == (
+        "stopped",
+        "superseded: attempt 2 in job 8 has taken the run over",
+    )
+
+
 def watch_of(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, code: str = "import time; time.sleep(60)"
 ) -> SlurmAttemptWatch:

@@ -153,7 +153,9 @@ class Supervisor:
             if watch.superseded_by is not None:
                 with contextlib.suppress(OSError):
                     watch.collect_outcome()
-                if set(outcome.exit_codes) != {EXIT_OK}:
+                # A command exits with 0 after a save too, and the newer attempt continues from that.
+                is_finished = plan.command is None or attempt.done_file.exists()
+                if not is_finished or set(outcome.exit_codes) != {EXIT_OK}:
                     reason = describe_superseded(watch.superseded_by)
                     return outcome, Decision("stopped", reason, EXIT_STOPPED)
             return outcome, retry_on_disk_error(lambda: self._judge(attempt, plan, watch))
