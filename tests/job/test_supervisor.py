@@ -1,4 +1,4 @@
-"""Which attempt a start of a Slurm job is, and what its supervisor makes of the step's end."""
+"""What the supervisor of a Slurm job makes of the end of a step."""
 
 from __future__ import annotations
 
@@ -15,18 +15,12 @@ from dataclasses import replace
 import pytest
 from slurm_job import RUNNING, Slurm, reasons, record_signal, step
 
-from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
+from trainkit.errors import EXIT_FAILED, EXIT_STOPPED
 from trainkit.job import allocation, held_lock, supervisor
 from trainkit.job.claim_attempt import claim_attempt
-from trainkit.job.decision import Decision
 from trainkit.job.record import (
     AUTO_RESTART,
     add_slurm_entry,
-    mark_cancelled,
-    read_job,
-    reopen_attempt,
-    set_follow_ups,
-    waiting_follow_ups,
 )
 from trainkit.job.supervisor import supervise_job
 from trainkit.job.watch import attempt as attempt_module
@@ -34,180 +28,7 @@ from trainkit.job.watch.attempt import SlurmAttemptWatch
 from trainkit.locks import file_lock
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, write_json
-from trainkit.slurm.client import SlurmRefused, SlurmUnreachable
-from trainkit.slurm.jobs import JobDetails
 from trainkit.slurm.states import JobState
-
-
-def test_the_first_start_takes_the_attempt_that_was_submitted(run: RunDir) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    attempt = claim_attempt(run, "7")
-    assert isinstance(attempt, AttemptDir)
-    assert attempt.number == 1
-    [entry] = read_job(run)["attempts"]
-    assert entry["pid"] == os.getpid()
-
-
-def test_a_job_that_came_back_opens_the_next_one_with_the_same_plan(run: RunDir) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    attempt = claim_attempt(run, "7")
-    assert isinstance(attempt, AttemptDir)
-    assert reasons(run) == [(1, "7", "submit"), (2, "7", AUTO_RESTART)]
-    assert attempt.plan_file.read_bytes() == run.attempt(1).plan_file.read_bytes()
-    assert attempt.config_file.read_bytes() == run.attempt(1).config_file.read_bytes()
-
-
-def test_a_job_whose_submission_was_interrupted_still_knows_its_attempt(run: RunDir) -> None:
-    assert isinstance(claim_attempt(run, "7"), AttemptDir)
-    assert reasons(run) == [(1, "7", "submit")]
-
-
-def test_a_job_that_was_cancelled_while_it_waited_does_not_start(run: RunDir) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    mark_cancelled(run)
-    assert claim_attempt(run, "7") == "it was cancelled before it started"
-
-
-def says(monkeypatch: pytest.MonkeyPatch, job: JobDetails | None) -> None:
-    """What Slurm says of the job of the newest attempt; None: it does not answer."""
-
-    def details(job_id: str) -> JobDetails:
-        if job is None:
-            raise SlurmUnreachable("scontrol: no answer")
-        return job
-
-    monkeypatch.setattr("trainkit.job.claim_attempt.job_details", details)
-
-
-def leaves_to(job_id: str, claimed: AttemptDir | str) -> bool:
-    return isinstance(claimed, str) and claimed.startswith(f"job {job_id} runs or is pending for this run; ")
-
-
-@pytest.mark.parametrize(
-    "state", [JobState.RUNNING, JobState.PENDING, JobState.REQUEUED, JobState.HELD, JobState.SUSPENDED]
-)
-def test_a_second_job_leaves_a_run_to_the_one_that_carries_it(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
-) -> None:
-    """The script submitted by hand once more, an old job requeued, a duplicate after a lost answer."""
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    says(monkeypatch, replace(RUNNING, state=state))
-    assert leaves_to("7", claim_attempt(run, "8"))
-    assert reasons(run) == [(1, "7", "submit")]
-
-
-def test_an_old_job_that_is_requeued_leaves_the_run_to_the_newer_one(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    reopen_attempt(run.attempt(1))
-    add_slurm_entry(run, 2, "8", "resume", "sbatch")
-    says(monkeypatch, replace(RUNNING, state=JobState.PENDING))
-    assert leaves_to("8", claim_attempt(run, "7"))
-    assert isinstance(claim_attempt(run, "8"), AttemptDir)
-    assert run.attempt_numbers() == [1, 2]
-
-
-@pytest.mark.parametrize("job", [None, replace(RUNNING, state=JobState.UNKNOWN, slurm_state="REVOKED")])
-def test_where_slurm_cannot_tell_the_lock_of_the_supervisor_does(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, job: JobDetails | None
-) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    says(monkeypatch, job)
-    with file_lock(run.supervisor_lock_file):
-        assert leaves_to("7", claim_attempt(run, "8"))
-    following = claim_attempt(run, "8")
-    assert isinstance(following, AttemptDir)
-    assert following.number == 2
-
-
-def test_a_job_that_slurm_has_forgotten_carries_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgotten(job_id: str) -> JobDetails:
-        raise SlurmRefused("scontrol: Invalid job id specified")
-
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    monkeypatch.setattr("trainkit.job.claim_attempt.job_details", forgotten)
-    with file_lock(run.supervisor_lock_file):  # of a host that is down
-        assert isinstance(claim_attempt(run, "8"), AttemptDir)
-
-
-def test_a_follow_up_does_not_take_the_lock_of_a_dead_host_for_a_live_job(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    set_follow_ups(run, ["9", "10"])
-    says(monkeypatch, None)
-    with file_lock(run.supervisor_lock_file):
-        assert isinstance(claim_attempt(run, "9"), AttemptDir)
-
-
-def test_a_follow_up_that_leaves_is_not_counted_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    set_follow_ups(run, ["9", "10"])
-    says(monkeypatch, RUNNING)
-    assert leaves_to("7", claim_attempt(run, "9"))
-    assert waiting_follow_ups(run) == []
-
-
-def test_a_job_that_leaves_does_not_end_the_attempt_that_saves_after_a_cancel(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    mark_cancelled(run)
-    says(monkeypatch, RUNNING)
-    assert allocation.SlurmAllocation(run, "8", []).claim() == EXIT_OK
-    assert not run.attempt(1).end_file.exists()
-
-
-@pytest.mark.parametrize("state", [JobState.COMPLETING, JobState.COMPLETED, JobState.NODE_FAIL])
-def test_a_job_by_hand_continues_a_run_whose_job_is_over(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, state: JobState
-) -> None:
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    claim_attempt(run, "7")
-    says(monkeypatch, replace(RUNNING, state=state))
-    assert isinstance(claim_attempt(run, "8"), AttemptDir)
-    assert reasons(run) == [(1, "7", "submit"), (2, "8", "submit")]
-
-
-def test_a_start_that_was_superseded_while_it_waited_for_the_lock_does_not_start(
-    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def superseded(run: RunDir, timeout_s: float) -> None:
-        add_slurm_entry(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
-
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    monkeypatch.setattr(supervisor, "become_sole_supervisor", superseded)
-    assert supervise_job(run, [sys.executable, "-c", "raise SystemExit(3)"]) == EXIT_STOPPED
-    end = read_json(run.attempt(1).end_file)
-    assert (end["state"], end["reason"]) == (
-        "stopped",
-        "superseded: attempt 2 in job 8 has taken the run over",
-    )
-
-
-def test_only_the_newest_attempt_opens_the_next(run: RunDir, slurm: Slurm) -> None:
-    def supersede() -> None:
-        add_slurm_entry(reopen_attempt(run.attempt(1)).run, 2, "8", "resume", "sbatch")
-
-    given = allocation.SlurmAllocation(run, "7", [])
-    add_slurm_entry(run, 1, "7", "submit", "sbatch")
-    supersede()
-    assert given.claim_next(run.attempt(1)) == "superseded: attempt 2 in job 8 has taken the run over"
-    plan = LaunchPlan.from_dict(read_json(run.attempt(1).plan_file))
-    given.job = RUNNING
-    requeue = Decision("requeue", "preempted", EXIT_STOPPED, "preempted")
-    assert given.release(plan, requeue) == "job 8 has taken the run over"
-    assert slurm.requeued == 0
-    assert run.attempt_numbers() == [1, 2]
 
 
 def test_a_step_that_ends_well(run: RunDir, slurm: Slurm) -> None:

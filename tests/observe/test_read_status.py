@@ -62,6 +62,8 @@ def test_a_command_runs_when_rank_0_does_and_shows_what_it_prints(run):
     log.write_text("loading\n")
     seen = read_status(run, True, NOW)
     assert (seen.state, seen.step, seen.loss) == ("running", None, None)
+    log.write_text("step 7: loss nan%\n")
+    assert (read_status(run, True, NOW).step, read_status(run, True, NOW).loss) == (7, None)
     log.write_text("step 8: loss 2.5\nstep 9: loss 2.25\rstep 10: loss 2.0\nsaved\nstep 11: lo")
     seen = read_status(run, True, NOW)
     assert (seen.state, seen.step, seen.loss) == ("running", 10, 2.0)

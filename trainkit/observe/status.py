@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.manifest import published
-from trainkit.observe.follow import last_lines, last_records
+from trainkit.observe.follow import last_records
 from trainkit.observe.restarts import RESTART_EVENTS, Restart, find_restarts
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.rundir import (
@@ -27,12 +29,13 @@ from trainkit.rundir import (
 from trainkit.slurm.jobs import JobInfo
 from trainkit.slurm.states import JobState, reason_sentence
 
+N = TypeVar("N", int, float)
 STALE_S = 60.0
 """Warn when metrics are older than this and than `STALE_INTERVALS` times their usual interval."""
 STALE_INTERVALS = 10
 RECENT_RECORDS = 200
-SEARCHED_LINES = 1000
-"""How many lines at the end of a command's log are searched for its progress."""
+SEARCHED_BYTES = 65_536
+"""How much of the end of a command's log is searched for its progress."""
 STATE_EVENTS = ("signal", "first_step")
 """The events that `attempt_state` needs."""
 ACTIVE_STATES = (*UNFINISHED_STATES, "unknown")
@@ -239,20 +242,25 @@ def _printed_metrics(run: RunDir, attempt: AttemptDir) -> dict[str, Any] | None:
     found = None
     if pattern is not None:
         matcher = re.compile(pattern)
-        # A progress bar overwrites its line.
-        text = b"\n".join(last_lines(log, SEARCHED_LINES)[0]).decode(errors="replace").replace("\r", "\n")
-        matches = map(matcher.search, reversed(text.split("\n")))
-        found = next((match for match in matches if match is not None), None)
+        # A progress bar overwrites its line; what follows the last end of a line is incomplete.
+        lines = re.split(r"[\r\n]", _end_of(log))[:-1]
+        found = next((match for match in map(matcher.search, reversed(lines)) if match is not None), None)
     values = {} if found is None else found.groupdict()
-    step, loss = _number(values.get("step")), _number(values.get("loss"))
-    return {"step": None if step is None else int(step), "loss": loss}
+    return {"step": _number(values.get("step"), int), "loss": _number(values.get("loss"), float)}
 
 
-def _number(text: str | None) -> float | None:
+def _end_of(log: Path) -> str:
+    """The last 64 KiB of a log: it may be one long line."""
+    with log.open("rb") as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - SEARCHED_BYTES))
+        return stream.read().decode(errors="replace")
+
+
+def _number(text: str | None, kind: Callable[[str], N]) -> N | None:
     try:
-        return None if text is None else float(text)
+        return None if text is None else kind(text)
     except ValueError:
-        return None  # for example "loss: nan%"
+        return None  # the pattern matches other text too
 
 
 def _total_steps(run: RunDir, events: list[dict[str, Any]], plan: Mapping[str, Any]) -> int | None:

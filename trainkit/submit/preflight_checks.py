@@ -15,6 +15,7 @@ from urllib.parse import quote as url_quote
 from trainkit.config.running import LaunchConfig
 from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
+from trainkit.job.processes import SHELLS
 from trainkit.submit.containers import container_problems, runtimes
 from trainkit.submit.interpreters import LaunchProblem, find_interpreter
 from trainkit.submit.job_environment import RANK_VARIABLES
@@ -64,9 +65,6 @@ def launch_problems(launch: LaunchConfig) -> Iterator[LaunchProblem]:
                     f"has {text!r}, which contains a line break or NUL",
                     "write it on one line",
                 )
-
-
-SHELLS = ("sh", "bash", "dash", "zsh")
 
 
 def command_python(

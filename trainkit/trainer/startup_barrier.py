@@ -11,6 +11,7 @@ it cannot be interrupted by a stop signal.
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +61,8 @@ def startup_barrier(
         elif env.rank == 0 and time.monotonic() > deadline:
             missing = _missing_ranks(env, store)
             if missing and not any(map(is_busy, missing)):
+                # Named once: thousands of ranks would otherwise each ask for every other.
+                store.set("missing", json.dumps(missing))
                 store.compare_set("verdict", "", "missing")
             deadline = time.monotonic() + BUSY_POLL_S
         else:
@@ -68,7 +71,7 @@ def startup_barrier(
     if verdict == b"go":
         return store
     if verdict == b"missing":
-        missing = _missing_ranks(env, store)
+        missing = json.loads(store.get("missing"))
         _keep_store_alive(env, store, env.world_size - len(missing))
         raise _missing_ranks_error(env, missing, timeout)
     _keep_store_alive(env, store, env.world_size)

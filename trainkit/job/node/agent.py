@@ -46,7 +46,6 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 
 POLL_S = 2.0
-SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 HANG_REPORT_S = 2.0
 """How long after the first hang report the other ranks have to write theirs."""
 
@@ -122,7 +121,7 @@ class Agent(ProcessGroup):
         plan = self.plan
         if plan.command is None or self.has_launcher:
             return self.has_launcher
-        is_shell = PurePath(plan.command[0]).name in SHELLS
+        is_shell = PurePath(plan.command[0]).name in processes.SHELLS
         return plan.command_signal == "TERM" or (plan.command_signal == "auto" and not is_shell)
 
     def forward_signal(self, received: signal.Signals) -> None:
