@@ -141,7 +141,7 @@ def _signal_of_killed_rank(lines: Sequence[str]) -> str | None:
     found = next((match for line in reversed(lines) if (match := _KILLED_RANK.search(line))), None)
     if found is None:
         return None
-    return found["signal"] or signal.Signals(int(found["number"])).name
+    return found["signal"] or describe_exit(128 + int(found["number"]))
 
 
 def record_refusal(attempt: AttemptDir, rank: int, node_rank: int, error: TrainkitError) -> None:
