@@ -9,7 +9,8 @@ import pytest
 
 from trainkit.cluster.init_files import first_partition, first_run_text
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import Account, Cluster, NodeKind, Partition, Target
+from trainkit.cluster.model import Account, Cluster, NodeKind, Partition
+from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan

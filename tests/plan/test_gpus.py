@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.plan.gpus import GIB, MIB, find_gpu, gib, known_gpus
+from trainkit.cluster.units import GIB, MIB, gib
+from trainkit.plan.gpus import find_gpu, known_gpus
 
 
 @pytest.mark.parametrize(

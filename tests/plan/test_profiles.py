@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.cluster.units import GIB
 from trainkit.config import load_config
-from trainkit.plan.gpus import GIB, find_gpu
+from trainkit.plan.gpus import find_gpu
 from trainkit.plan.hardware import Hardware
 from trainkit.plan.layouts.choices import configured_layout
 from trainkit.plan.model_shape import resolve_model_shape

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import Cluster, NodeKind, Partition, Target
+from trainkit.cluster.model import Cluster, NodeKind, Partition
+from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError, SlurmError
 from trainkit.plan.launch import LaunchPlan

@@ -12,7 +12,8 @@ import pytest
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.cluster.discovery import parse_nodes, parse_partitions
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import Cluster, NodeKind, Partition, Target
+from trainkit.cluster.model import Cluster, NodeKind, Partition
+from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import Cluster, Target
+from trainkit.cluster.model import Cluster
+from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.job.record import submission_token
 from trainkit.plan.launch import LaunchPlan

@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.groups import make_group, planned
 from trainkit.cli.options import ConfigRequest, GroupRequest
-from trainkit.cluster.model import Cluster, Target
+from trainkit.cluster.model import Cluster
+from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.sweep import difference

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import Cluster, Target
+from trainkit.cluster.model import Cluster
+from trainkit.cluster.target import Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
 from trainkit.plan.make_plan import make_plan

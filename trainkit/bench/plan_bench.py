@@ -20,8 +20,7 @@ from trainkit.bench.layouts import (
     select,
 )
 from trainkit.cluster.machine import detect_machine
-from trainkit.cluster.model import Target
-from trainkit.cluster.target import make_target
+from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig
 from trainkit.config.changes import Change, with_values
 from trainkit.errors import UsageError

@@ -17,7 +17,7 @@ from trainkit.cli.help import Command
 from trainkit.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from trainkit.cluster.model import Target
+    from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
     from trainkit.submit.array_spec import ArraySpec
 

@@ -65,8 +65,7 @@ def command(
 
 def _hardware(loaded: LoadedConfig, gpus: int | None, gpu_type: str | None) -> Hardware:
     from trainkit.cluster.machine import detect_machine
-    from trainkit.cluster.model import LOCAL
-    from trainkit.cluster.target import make_target
+    from trainkit.cluster.target import LOCAL, make_target
     from trainkit.plan.hardware import find_hardware
 
     # Slurm is queried only if the type or number of GPUs is missing.
@@ -137,7 +136,7 @@ class _Planned:
 
     def show(self, show_all: bool, limit: int) -> None:
         """Print the table to stdout and everything else to stderr."""
-        from trainkit.plan.gpus import gib
+        from trainkit.cluster.units import gib
         from trainkit.plan.layouts.table import headline, reason, table_lines
 
         hardware, listed = self.hardware, self.listed(show_all, limit)
@@ -160,7 +159,7 @@ class _Planned:
             click.echo(f"would fit with {peak}: {advice.what}: {self._flags(advice.choice)}", err=True)
 
     def _print_own(self) -> None:
-        from trainkit.plan.gpus import gib
+        from trainkit.cluster.units import gib
 
         for problem in self.own_problems:
             click.echo(f"the config's layout is not possible:\n{problem.render()}", err=True)

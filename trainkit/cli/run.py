@@ -44,7 +44,7 @@ def command(request: ConfigRequest, run_dir: str | None) -> int:
     """
     from trainkit.cli.following import follow_run
     from trainkit.cli.start_output import print_started
-    from trainkit.cluster.model import Target
+    from trainkit.cluster.target import Target
     from trainkit.plan.launch import describe_plan
     from trainkit.submit.create import create_run
     from trainkit.submit.plan_run import plan_run

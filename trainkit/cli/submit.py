@@ -26,7 +26,6 @@ from trainkit.cli.options import (
     trailing_command,
 )
 from trainkit.errors import EXIT_OK, UsageError
-from trainkit.rungroup import RunGroup
 
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
@@ -85,7 +84,6 @@ def command(
         return _submit_group(request, group, options)
 
     from trainkit.plan.launch import describe_plan
-    from trainkit.slurm.client import require_controller
     from trainkit.submit.plan_run import plan_run
 
     loaded = request.load_to_plan(command_argv, launcher)
@@ -96,8 +94,11 @@ def command(
         plan = start_after(plan, after, _warn)
     click.echo(describe_plan(plan, loaded.config.name), err=True)
     _warn_of_local_locks(plan, folder)
-    _warn_of_secrets(command_argv)
+    if command_argv is not None:
+        _warn_of_secrets(command_argv)
     if plan.slurm is not None and not dry_run:
+        from trainkit.slurm.client import require_controller
+
         require_controller()
     if dry_run or test_only:
         return _show(loaded, plan, folder, test_only)
@@ -134,10 +135,10 @@ def _warn_of_local_locks(plan: LaunchPlan, folder: Path | None) -> None:
         _warn(problem)
 
 
-def _warn_of_secrets(command_argv: tuple[str, ...] | None) -> None:
+def _warn_of_secrets(command_argv: tuple[str, ...]) -> None:
     from trainkit.submit.secrets import secret_options
 
-    found = [] if command_argv is None else secret_options(command_argv)
+    found = secret_options(command_argv)
     if found:
         _warn(
             f"{', '.join(found)} of the command looks secret: it is stored in plan.json, and other users "
@@ -201,6 +202,7 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
     """Submit a group of runs as one Slurm array, or show what would be submitted."""
     from trainkit.cli.start_output import print_copied
     from trainkit.plan.launch import describe_plan, with_dependency
+    from trainkit.rungroup import RunGroup
     from trainkit.slurm.client import require_controller
     from trainkit.submit.code.snapshot import planned_code
     from trainkit.submit.create import future_run
@@ -228,7 +230,8 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
         points = [replace(item, plan=with_dependency(item.plan, options.after, job_ids)) for item in points]
     click.echo(describe_plan(common_plan(points), points[0].config.name), err=True)
     _warn_of_local_locks(points[0].plan, options.run_dir)
-    _warn_of_secrets(options.command)
+    if options.command is not None:
+        _warn_of_secrets(options.command)
     click.echo(f"  {'points':<18}  {describe_points(spec, values, bool(group_request.sweeps))}", err=True)
     if options.command is not None and group_request.sweeps:
         if not reaches_command(values, options.command):

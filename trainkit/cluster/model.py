@@ -132,21 +132,3 @@ class Cluster:
         requested = [None] if names is None else [name.strip() for name in names.split(",")]
         found = (self.partition(name) for name in requested)
         return tuple(item for item in found if item is not None)
-
-
-@dataclass(frozen=True)
-class Target:
-    """The target of a job: the backend, and the cluster if it is Slurm."""
-
-    backend: Literal["local", "sbatch", "submitit", "srun"]
-    reason: str
-    """Why this backend, in one sentence."""
-    cluster: Cluster | None = None
-    """None for the local backend."""
-    node_sizes: tuple[int, ...] | None = None
-    """Workers per node of a step that has already started (``srun``)."""
-    per: Literal["gpu", "node"] | None = None
-    """Whether that step has one task per GPU or one per node."""
-
-
-LOCAL = Target("local", "this machine")

@@ -5,17 +5,36 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from trainkit.cluster.model import Target
 from trainkit.config import InvalidConfig, LoadedConfig, load_config
 from trainkit.errors import ConfigError, SlurmError
 from trainkit.slurm.conf_file import conf_file
 
 if TYPE_CHECKING:
+    from trainkit.cluster.model import Cluster
     from trainkit.config.yamlfile import Entry
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target of a job: the backend, and the cluster if it is Slurm."""
+
+    backend: Literal["local", "sbatch", "submitit", "srun"]
+    reason: str
+    """Why this backend, in one sentence."""
+    cluster: Cluster | None = None
+    """None for the local backend."""
+    node_sizes: tuple[int, ...] | None = None
+    """Workers per node of a step that has already started (``srun``)."""
+    per: Literal["gpu", "node"] | None = None
+    """Whether that step has one task per GPU or one per node."""
+
+
+LOCAL = Target("local", "this machine")
 
 
 def choose_backend(

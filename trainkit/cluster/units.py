@@ -1,9 +1,11 @@
-"""Times and amounts of memory in Slurm's formats. Pure."""
+"""Times and amounts of memory, in Slurm's formats and for people. Pure."""
 
 from __future__ import annotations
 
 import re
 
+MIB = 2**20
+GIB = 2**30
 _DAY_S = 86_400
 _MIB = {"K": 1 / 1024, "": 1.0, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
@@ -50,6 +52,11 @@ def memory_text(mib: float) -> str:
             return f"{number}{unit}"
         number //= 1024
     return f"{number}T"
+
+
+def gib(num_bytes: float) -> str:
+    """Format a number of bytes in GiB."""
+    return f"{num_bytes / GIB:.1f} GiB"
 
 
 def version_text(version: tuple[int, ...]) -> str:

@@ -1,7 +1,5 @@
 """Config sections for where and how a run executes: layout, checkpoints, resources, launch, requeue."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue

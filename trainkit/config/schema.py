@@ -1,7 +1,5 @@
 """The whole config of a run."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field

@@ -1,7 +1,5 @@
 """The base class of all config sections, and the types and fields they share."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Config sections for what a run computes: model, data, training, optimizer, schedule, precision."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from trainkit.data.dataset_file import VAL, check_shard_sizes, is_dataset, read_dataset_file
+from trainkit.data.dataset_file import (
+    LAYOUT_VERSION,
+    VAL,
+    check_shard_sizes,
+    is_dataset,
+    read_dataset_file,
+)
 from trainkit.data.sources import (
     STDLIB,
     DataConfig,
@@ -28,7 +34,6 @@ from trainkit.data.sources import (
     refuse_val_source,
 )
 from trainkit.data.tokenizer_identity import check_made_by, identify
-from trainkit.data.units import LAYOUT_VERSION
 from trainkit.errors import UsageError
 
 CACHE_HINT = "set data.cache_dir to a writable folder with free space"

@@ -25,7 +25,6 @@ from trainkit.data.sources import (
     refuse_val_source,
 )
 from trainkit.data.tokenizer_identity import check_made_by, identify, vocab_size
-from trainkit.data.units import RowError, SpanReader, open_input, plan_units, row_text
 from trainkit.errors import UsageError
 
 DataProblem = tuple[str, str, str]
@@ -70,7 +69,7 @@ def data_problems(config: DataConfig) -> list[DataProblem]:
     if counts is None:
         return problems
     cache = cache_folder(config)
-    if not is_dataset(cache / cache_key(spec, inputs)) and cannot_be_written(cache):
+    if cannot_be_written(cache) and not is_dataset(cache / cache_key(spec, inputs)):
         problems.append(("data.cache_dir", f"{cache} cannot be written", CACHE_HINT))
     return problems + _length_problems(config, counts, bool(spec.val_sources or spec.val_fraction))
 
@@ -127,6 +126,8 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
 
 def _count_bytes(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
     """Bytes plus documents in each split, counted by reading the texts."""
+    from trainkit.data.units import SpanReader, plan_units
+
     counts: dict[str, float] = {TRAIN: 0, VAL: 0}
     for unit in plan_units(inputs, spec.split_fraction):
         for number, span in enumerate(unit.spans):
@@ -137,6 +138,8 @@ def _count_bytes(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
 
 
 def _check_first_rows(source: Input, text_key: str) -> None:
+    from trainkit.data.units import RowError, open_input, row_text
+
     try:
         with open_input(source) as stream:
             lines = [stream.readline(_LONGEST_ROW) for _ in range(_ROWS_READ)]

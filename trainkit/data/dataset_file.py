@@ -22,6 +22,8 @@ from trainkit.errors import UsageError
 DATASET_FILE = "dataset.json"
 FORMAT = "trainkit-token-shards"
 FORMAT_VERSION = 1
+LAYOUT_VERSION = 1
+"""Part of every fingerprint: increment it when the same text would yield different tokens."""
 TRAIN = "train"
 VAL = "val"
 SPLITS = (TRAIN, VAL)

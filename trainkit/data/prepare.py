@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from trainkit import rundir
 from trainkit.data.dataset_file import (
+    LAYOUT_VERSION,
     SPLITS,
     TRAIN,
     DatasetFile,
@@ -40,7 +41,7 @@ from trainkit.data.lock import exclusive
 from trainkit.data.sources import DatasetSpec, find_inputs
 from trainkit.data.tokenize import WORK_FOLDER, UnitJob, digest_unit, run_unit, token_dtype
 from trainkit.data.tokenizer_identity import identify
-from trainkit.data.units import LAYOUT_VERSION, UNIT_BYTES, plan_units
+from trainkit.data.units import UNIT_BYTES, plan_units
 from trainkit.errors import TrainkitError, UsageError
 
 J = TypeVar("J")

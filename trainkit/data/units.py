@@ -17,8 +17,6 @@ from trainkit.data.dataset_file import TRAIN, VAL
 from trainkit.data.sources import BOTH, ROWS, TEXT, Input
 from trainkit.errors import UsageError
 
-LAYOUT_VERSION = 1
-"""Part of every fingerprint: increment it when the same text would yield different tokens."""
 UNIT_BYTES = 64 << 20
 MAX_LINE_SCAN = 1 << 20
 """Bytes searched for a line end; a longer line is cut between characters."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-MIB = 2**20
-GIB = 2**30
+from trainkit.cluster.units import MIB
+
 USABLE = 0.92
 """Fraction of a GPU's memory for tensors; CUDA, NCCL and allocator fragmentation take the rest."""
 
@@ -109,11 +109,6 @@ def find_gpu(name: str) -> Gpu | None:
 def known_gpus() -> tuple[str, ...]:
     """Return the names that `find_gpu` knows, newer GPUs first."""
     return tuple(row.lower().replace(" ", "-") for row, _, _ in _ROWS)
-
-
-def gib(num_bytes: float) -> str:
-    """Format a number of bytes in GiB."""
-    return f"{num_bytes / GIB:.1f} GiB"
 
 
 def _is_called(words: list[str], row: str) -> bool:

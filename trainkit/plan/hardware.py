@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import NodeKind, Target
+from trainkit.cluster.model import NodeKind
 from trainkit.cluster.resource_request import matching_nodes
+from trainkit.cluster.target import Target
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
 from trainkit.plan.gpus import Gpu, find_gpu, known_gpus

@@ -7,10 +7,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import UsageError
-from trainkit.plan.slurm_request import SlurmRequest
+
+if TYPE_CHECKING:
+    from trainkit.plan.slurm_request import SlurmRequest
 
 PLAN_VERSION = 1
 
@@ -181,6 +183,8 @@ class LaunchPlan:
             if fields.get(name) is not None:
                 fields[name] = tuple(fields[name])
         if fields.get("slurm") is not None:
+            from trainkit.plan.slurm_request import SlurmRequest
+
             fields["slurm"] = SlurmRequest.from_dict(fields["slurm"])
         return cls(**fields)
 

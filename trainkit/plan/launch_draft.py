@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainkit.cluster.machine import Machine
 from trainkit.config.loaded import LoadedConfig
@@ -12,7 +12,9 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_lr
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layouts.rules import make_layout
-from trainkit.plan.slurm_request import SlurmRequest
+
+if TYPE_CHECKING:
+    from trainkit.plan.slurm_request import SlurmRequest
 
 WORKERS_PER_CPU = 16
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import LOCAL, Cluster, Target
+from trainkit.cluster.target import LOCAL, Target
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import RequeueConfig
 from trainkit.config.training import DataConfig
@@ -19,6 +20,9 @@ from trainkit.plan.layouts.rules import batch_problems, layout_problems
 from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.workload import parallel_with
+
+if TYPE_CHECKING:
+    from trainkit.cluster.model import Cluster
 
 
 def make_plan(

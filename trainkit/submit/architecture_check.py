@@ -9,7 +9,6 @@ from pathlib import Path
 
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.errors import Problem
-from trainkit.job.processes import module_argv
 from trainkit.plan.make_plan import OURS
 
 CHECK_TIMEOUT_S = 60.0
@@ -40,6 +39,8 @@ def _facts(config: RunConfig) -> str:
 
 @lru_cache
 def _check(facts: str, file: Path, modified_ns: int) -> tuple[str, str, str] | None:
+    from trainkit.job.processes import module_argv
+
     try:
         done = subprocess.run(
             module_argv("trainkit.trainer.models.supported_layouts"),

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import Target
-from trainkit.cluster.target import make_target
+from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.errors import ConfigError
 from trainkit.plan.make_plan import make_plan

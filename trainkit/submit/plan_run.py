@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.cluster.machine import detect_machine
-from trainkit.cluster.model import Target
-from trainkit.cluster.target import make_target
+from trainkit.cluster.target import Target, make_target
 from trainkit.config import InvalidConfig, LoadedConfig
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.plan.launch import LaunchPlan

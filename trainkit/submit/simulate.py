@@ -22,7 +22,7 @@ GPUS_PER_NODE = 8
 def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
     """The plan of a run on `world_size` GPUs; raises ConfigError with all problems."""
     from trainkit.cluster.machine import Machine
-    from trainkit.cluster.model import Target
+    from trainkit.cluster.target import Target
     from trainkit.plan.make_plan import check_config
 
     requested = loaded.config.resources.gpus_per_node

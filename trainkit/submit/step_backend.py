@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from trainkit.cluster.model import Target
+from trainkit.cluster.target import Target
 from trainkit.config import RunConfig, dump_effective
 from trainkit.control.run_registry import register
 from trainkit.errors import UsageError

@@ -11,8 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from trainkit.cluster.model import Target
-from trainkit.cluster.target import make_target
+from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.control.run_registry import register

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import LOCAL, Cluster, NodeKind, Partition, Target
+from trainkit.cluster.model import Cluster, NodeKind, Partition
+from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.launch import LaunchPlan

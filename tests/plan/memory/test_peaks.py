@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import llama, workload
 
-from trainkit.plan.gpus import GIB
+from trainkit.cluster.units import GIB
 from trainkit.plan.launch import Layout
 from trainkit.plan.memory.activations import block_bytes, head_bytes, kept_bytes, loss_bytes
 from trainkit.plan.memory.peaks import memory_of, rank_memory, receive_buffers

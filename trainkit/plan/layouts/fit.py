@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import Target
+from trainkit.cluster.target import Target
+from trainkit.cluster.units import gib
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import Problem
-from trainkit.plan.gpus import Gpu, gib
+from trainkit.plan.gpus import Gpu
 from trainkit.plan.hardware import Hardware, gpu_names, known_gpu
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts.choices import MODES, Choice, candidate_batches, choose, violates_rules

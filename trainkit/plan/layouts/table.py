@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from trainkit.cluster.units import GIB, gib
 from trainkit.config.schema import RunConfig
-from trainkit.plan.gpus import GIB, gib
 from trainkit.plan.layouts.choices import Choice
 from trainkit.plan.memory.weights import state_bytes
 from trainkit.tables import table
