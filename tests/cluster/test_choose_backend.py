@@ -69,6 +69,11 @@ def test_a_machine_without_a_network_is_no_login_node(
     assert choose_backend("auto", environ=fake.environ)[0] == "local"
 
 
+def test_one_lost_packet_is_not_the_end_of_the_lookup(fake: FakeSlurm) -> None:
+    fake.add("sbatch", f'[ "$RES_OPTIONS" = "timeout:1 attempts:4" ] || exit 1; {NO_RECORD}')
+    assert choose_backend("auto", environ=fake.environ)[0] == "local"
+
+
 def test_nothing_is_asked_with_a_slurm_conf_or_without_sbatch(fake: FakeSlurm) -> None:
     assert choose_backend("auto", environ=fake.environ)[0] == "local"
     fake.add("sbatch", "exit 1")
