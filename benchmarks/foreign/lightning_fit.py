@@ -1,0 +1,50 @@
+"""Lightning's Trainer with a ModelCheckpoint, which saves every 10 steps and when it is stopped."""
+
+import sys
+import time
+from pathlib import Path
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+
+    def training_step(self, batch, index):
+        loss = nn.functional.mse_loss(self.linear(batch[0]), batch[1])
+        time.sleep(0.1)
+        print(f"step {self.global_step} loss {loss.item():.6f}", flush=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+steps, num_nodes, devices = map(int, sys.argv[1:])
+lightning.seed_everything(0)
+x = torch.randn(4096, 8)
+data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
+trainer = lightning.Trainer(
+    accelerator="cpu",
+    strategy="ddp",
+    num_nodes=num_nodes,
+    devices=devices,
+    max_steps=steps,
+    logger=False,
+    enable_progress_bar=False,
+    callbacks=[
+        ModelCheckpoint(dirpath="ckpt", save_last=True, every_n_train_steps=10, save_on_exception=True)
+    ],
+)
+print(f"rank {trainer.global_rank} of {trainer.world_size}", flush=True)
+model = Model()
+last = Path("ckpt/last.ckpt")
+trainer.fit(model, data, ckpt_path=last if last.exists() else None)
+weights = sum(p.double().sum() for p in model.parameters()).item()
+print(f"done at {trainer.global_step} weights {weights:.9f}", flush=True)
