@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from tools.slurm_cluster.processes import Pid
@@ -77,7 +77,9 @@ class State:
         data = json.loads(file.read_text())
         data["owner"] = Pid(**data["owner"]) if data["owner"] else None
         data["processes"] = {name: Pid(**pid) for name, pid in data["processes"].items()}
-        return cls(**data)
+        # Another checkout of this code may have started the cluster, and know more of it.
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})
 
 
 def boot_id() -> str:
