@@ -70,7 +70,7 @@ def test_death_of_the_foreground_saves_and_ends(desk):
 def test_config_for_more_nodes_is_refused(desk):
     done = desk.trainkit("run", str(desk.config), "--set", "resources.nodes=2")
     assert done.returncode == 2
-    assert "the config asks for 2 nodes, but `trainkit run` uses one" in done.stderr
+    assert "--set resources.nodes=2 asks for 2 nodes, but `trainkit run` uses one" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

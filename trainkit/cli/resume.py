@@ -65,9 +65,8 @@ def command(
 ) -> int:
     """Resume RUN from its newest intact checkpoint, optionally on a different number of nodes or GPUs.
 
-    It resumes in the same run folder as the next attempt, or with --as in a new run folder. With --node-rank
-    and the other options of a host it runs in the foreground on several hosts without Slurm, as `trainkit run`
-    does with them.
+    It resumes in the same run folder as the next attempt, or with --as in a new run folder. With --node-rank,
+    --master-addr and --master-port it runs in the foreground on several hosts, as `trainkit run` does.
     """
     from trainkit.cli.hosts import hosts_target
     from trainkit.cli.start_output import print_copied, print_started
