@@ -117,7 +117,7 @@ def await_attempt(link: HostLink, timeout_s: float) -> HostAttempt:
 def _check_folders(found: HostAttempt) -> None:
     attempt, host = found.folder, socket.gethostname()
     hint = "all nodes must share the filesystem of the run folder"
-    await_plan(attempt)
+    await_plan(attempt, VISIBLE_TIMEOUT_S)
     if plan_digest(attempt) != found.plan_digest:
         raise TrainkitError(f"{attempt.plan_file} on {host} is not the file that node 0 has written", hint)
     if not Path(found.cwd).is_dir():

@@ -314,7 +314,8 @@ class HostListener:
         return bool(self.missing)
 
     def _answer(self, link: HostLink, message: Mapping[str, Any]) -> None:
-        if "trainkit" not in message:
+        is_host = isinstance(message.get("node_rank"), int) and isinstance(message.get("facts"), dict)
+        if "trainkit" not in message or not is_host:
             link.close()  # another program that speaks JSON
             return
         link.host = str(message.get("host"))
@@ -383,7 +384,7 @@ def reason_to_refuse(
         )
     if node_rank not in range(1, own["num_nodes"]):
         return UsageError(f"there is no node rank {node_rank} to join")
-    different = _differences(own["facts"], other.get("facts") or {})
+    different = _differences(own["facts"], other["facts"])
     if different:
         more = f" and {len(different) - MAX_DIFFERENCES} more" if len(different) > MAX_DIFFERENCES else ""
         return UsageError(
