@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -28,17 +29,29 @@ class Hosts:
         self.desk = desk
         self.port = choose_port(str(desk.folder), 1)
         self.run = RunDir(desk.folder / "runs/small")
+        self.address = "127.0.0.1"
+        self.prefixes: list[list[str]] = []
+        """What starts the command of each node rank; empty on this machine's own network."""
         self.started: list[subprocess.Popen[str]] = []
 
     def options(self, node_rank: int, nodes: int = 2) -> list[str]:
-        where = ["--master-addr", "127.0.0.1", "--master-port", str(self.port)]
+        where = ["--master-addr", self.address, "--master-port", str(self.port)]
         return ["--nodes", str(nodes), "--node-rank", str(node_rank), *where]
 
     def start(
         self, node_rank: int, *args: str, nodes: int = 2, command: tuple[str, ...] = ()
     ) -> subprocess.Popen[str]:
         typed = command or ("run", str(self.desk.config), "--set", "train.global_batch_size=12")
-        process = self.desk.start(*typed, *self.options(node_rank, nodes), *args)
+        argv = self.desk.argv(*typed, *self.options(node_rank, nodes), *args)
+        process = subprocess.Popen(
+            [*(self.prefixes[node_rank] if self.prefixes else ()), *argv],
+            cwd=self.desk.folder,
+            env=self.desk.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         self.started.append(process)
         return process
 
@@ -313,3 +326,76 @@ def test_run_is_listed_and_cancelled_like_any_other(hosts: Hosts) -> None:
     assert done.returncode == 0, done.stderr
     assert [end_of(process)[0] for process in both] == [0, 0]
     assert read_json(hosts.run.attempt(1).end_file)["state"] == "cancelled"
+
+
+class Namespaces:
+    """Two network namespaces with an address each: hosts whose connection a test can cut."""
+
+    def __init__(self, key: int) -> None:
+        self.names = [f"tk{key}-{node_rank}" for node_rank in (0, 1)]
+        self.devices = [f"tk{key}v{node_rank}" for node_rank in (0, 1)]
+
+    def create(self) -> None:
+        for name in self.names:
+            self._ip("netns", "add", name)
+        one, other = self.devices
+        peer = ["peer", "name", other, "netns", self.names[1]]
+        self._ip("link", "add", one, "netns", self.names[0], "type", "veth", *peer)
+        for node_rank, (name, device) in enumerate(zip(self.names, self.devices, strict=True)):
+            self._ip("-n", name, "addr", "add", f"{self.address(node_rank)}/24", "dev", device)
+            self._ip("-n", name, "link", "set", "lo", "up")
+            self._ip("-n", name, "link", "set", device, "up")
+
+    def address(self, node_rank: int) -> str:
+        return f"10.213.0.{node_rank + 1}"
+
+    def cut(self) -> None:
+        self._ip("-n", self.names[1], "link", "set", self.devices[1], "down")
+
+    def remove(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30)
+
+    def _ip(self, *args: str) -> None:
+        subprocess.run(["ip", *args], check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def apart(hosts: Hosts) -> Iterator[tuple[Hosts, Namespaces]]:
+    """Hosts in network namespaces of their own."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("only root can create network namespaces")
+    namespaces = Namespaces(os.getpid())
+    hosts.address = namespaces.address(0)
+    hosts.prefixes = [["ip", "netns", "exec", name] for name in namespaces.names]
+    try:
+        namespaces.create()
+        yield hosts, namespaces
+        hosts.tidy()
+    finally:
+        namespaces.remove()
+
+
+@pytest.mark.slow(20)
+def test_hosts_with_addresses_of_their_own(apart: tuple[Hosts, Namespaces]) -> None:
+    hosts, namespaces = apart
+    hosts.desk.works("print(os.environ['MASTER_ADDR'], os.environ['GLOO_SOCKET_IFNAME'], flush=True)")
+    both = [hosts.start(node_rank) for node_rank in (0, 1)]
+    assert [end_of(process)[0] for process in both] == [0, 0]
+    for rank, device in enumerate(namespaces.devices):
+        shown = hosts.run.attempt(1).rank_log(rank).read_text().splitlines()[-1]
+        assert shown == f"10.213.0.1 {device}"
+
+
+@pytest.mark.slow(60)
+def test_a_host_that_is_cut_off_ends_the_attempt_on_both_sides(apart: tuple[Hosts, Namespaces]) -> None:
+    hosts, namespaces = apart
+    hosts.desk.works("time.sleep(600)")
+    both = hosts.start_both()
+    rank = hosts.pid_of_rank(1)
+    namespaces.cut()
+    (first, printed), (second, words) = [end_of(process) for process in both]
+    assert (first, second) == (1, 1)
+    assert "failed: lost " in printed
+    assert "error: node 0 at 10.213.0.1:" in words
+    assert not is_running(rank)

@@ -37,11 +37,16 @@ class ConfigRequest:
     flags: dict[str, tuple[str, object]]
     """Dotted key -> (the flag as typed, its value)."""
 
-    def load(self) -> LoadedConfig:
-        """Load the config with all layers; ConfigError lists all problems."""
-        from trainkit.cluster.target import load_with_cluster
+    def load(self, target: Target | None = None) -> LoadedConfig:
+        """Load the config with all layers; ConfigError lists all problems.
 
-        return load_with_cluster(self.path, profile=self.profile, overrides=self.overrides, flags=self.flags)
+        Hosts without Slurm do not look for a cluster, and its profile's defaults do not apply to them.
+        """
+        from trainkit.cluster.target import load_with_cluster
+        from trainkit.config import load_config
+
+        load = load_config if target is not None and target.backend == "hosts" else load_with_cluster
+        return load(self.path, profile=self.profile, overrides=self.overrides, flags=self.flags)
 
     def load_to_plan(
         self, command: Sequence[str] | None = None, launcher: str = "python", target: Target | None = None
@@ -53,7 +58,7 @@ class ConfigRequest:
         from trainkit.config import InvalidConfig
 
         try:
-            return self.load()
+            return self.load(target)
         except InvalidConfig as error:
             from trainkit.submit.plan_run import planning_error
 

@@ -150,6 +150,7 @@ def with_local_environment(plan: LaunchPlan, launch: LaunchConfig, cwd: Path) ->
     if launch.container is not None or not any((launch.venv, launch.uv, launch.python)):
         return plan
     interpreter, _ = find_interpreter(launch, sys.executable, os.environ, cwd)
+    plan = replace(plan, reasons={**plan.reasons, "python": f"{interpreter.argv[0]}, as launch says"})
     if plan.command is None:
         plan = replace(plan, python=(*interpreter.argv, *interpreter.options))
     return replace(plan, venv=interpreter.venv)
