@@ -203,17 +203,20 @@ def test_a_stop_before_the_start_ends_all_hosts(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("number", "received", "expected"),
+    [(signal.SIGINT, "SIGINT", 130), (signal.SIGTERM, "SIGTERM", 0), (signal.SIGHUP, "SIGTERM", 0)],
+)
 def test_a_signal_on_one_host_saves_and_ends_all(
-    hosts: Hosts, node_rank: int, number: signal.Signals, expected: int
+    hosts: Hosts, node_rank: int, number: signal.Signals, received: str, expected: int
 ) -> None:
     both = hosts.start_both()
     both[node_rank].send_signal(number)
     assert [end_of(process)[0] for process in both] == [expected, expected]
     end = read_json(hosts.run.attempt(1).end_file)
-    assert (end["state"], end["reason"]) == ("stopped", f"saved after {number.name}")
+    assert (end["state"], end["reason"]) == ("stopped", f"saved after {received}")
     for rank in (0, 1):
-        assert f"asked by {number.name}" in hosts.run.attempt(1).rank_log(rank).read_text()
+        assert f"asked by {received}" in hosts.run.attempt(1).rank_log(rank).read_text()
 
 
 def test_a_second_ctrl_c_ends_all_hosts_at_once(hosts: Hosts) -> None:

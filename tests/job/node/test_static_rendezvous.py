@@ -61,7 +61,7 @@ def test_a_host_that_never_joins_is_named_on_every_host(place: HostPlace) -> Non
 
 
 def test_all_missing_hosts_are_named(place: HostPlace) -> None:
-    with pytest.raises(TrainkitError, match="node ranks 1, 2 of 3 did not join"):
+    with pytest.raises(TrainkitError, match="node rank 1, 2 of 3 did not join"):
         HostListener(place, FACTS).await_hosts(timeout_s=0.0)
 
 

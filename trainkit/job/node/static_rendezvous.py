@@ -331,10 +331,9 @@ class HostListener:
         _note(f"node {node_rank} on {link.host} has joined")
 
     def _missing_error(self, timeout_s: float) -> TrainkitError:
-        missing = self.missing
-        named = f"node rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        missing = ", ".join(map(str, self.missing))
         return TrainkitError(
-            f"{named} of {self.place.num_nodes} did not join {self.place.master} within {timeout_s:g} s",
+            f"node rank {missing} of {self.place.num_nodes} did not join {self.place.master} within {timeout_s:g} s",
             hint="start the same command with that --node-rank on its host; a firewall may block the port",
         )
 
