@@ -236,14 +236,15 @@ def test_a_second_ctrl_c_ends_all_hosts_at_once(hosts: Hosts) -> None:
     assert [end_of(process)[0] for process in both] == [130, 130]
 
 
-def test_a_killed_rank_ends_the_attempt_on_all_hosts(hosts: Hosts) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_attempt_on_all_hosts(hosts: Hosts, rank: int) -> None:
     both = hosts.start_both()
-    os.kill(hosts.pid_of_rank(1), signal.SIGKILL)
+    os.kill(hosts.pid_of_rank(rank), signal.SIGKILL)
     ends = [end_of(process) for process in both]
     assert [code for code, _ in ends] == [1, 1]
     assert all("failed: " in words for _, words in ends)
     verdict = read_json(hosts.run.attempt(1).end_file)["verdict"]
-    assert (verdict["rank"], verdict["node_rank"]) == (1, 1)
+    assert (verdict["rank"], verdict["node_rank"]) == (rank, rank)
     assert verdict["message"] == "killed by SIGKILL"
 
 

@@ -331,9 +331,9 @@ class HostListener:
         _note(f"node {node_rank} on {link.host} has joined")
 
     def _missing_error(self, timeout_s: float) -> TrainkitError:
-        missing = ", ".join(map(str, self.missing))
+        missing, place = ", ".join(map(str, self.missing)), self.place
         return TrainkitError(
-            f"node rank {missing} of {self.place.num_nodes} did not join {self.place.master} within {timeout_s:g} s",
+            f"node rank {missing} of {place.num_nodes} did not join {place.master} within {timeout_s:g} s",
             hint="start the same command with that --node-rank on its host; a firewall may block the port",
         )
 
