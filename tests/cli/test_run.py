@@ -1,4 +1,6 @@
 import signal
+import subprocess
+import sys
 
 import pytest
 from steering import is_running, wait_for
@@ -70,7 +72,7 @@ def test_death_of_the_foreground_saves_and_ends(desk):
 def test_config_for_more_nodes_is_refused(desk):
     done = desk.trainkit("run", str(desk.config), "--set", "resources.nodes=2")
     assert done.returncode == 2
-    assert "the config asks for 2 nodes, but `trainkit run` uses one" in done.stderr
+    assert "--set resources.nodes=2 asks for 2 nodes, but `trainkit run` uses one" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
@@ -80,3 +82,44 @@ def test_the_ranks_of_another_launcher_are_refused(desk, name):
     assert done.returncode == 2
     assert f"one of 4 ranks of another launcher ({name}=4)" in done.stderr
     assert not (desk.folder / "runs").exists()
+
+
+def make_venv(folder):
+    """A virtual environment without any package."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_an_environment_without_torch_is_refused_with_its_line(desk, command):
+    make_venv(desk.folder / "own")
+    desk.config.write_text(desk.config.read_text() + "launch:\n  venv: own\n")
+    line = len(desk.config.read_text().splitlines())
+    done = desk.trainkit(command, str(desk.config), *(["--backend", "local"] * (command == "submit")))
+    assert done.returncode == 2
+    python = desk.folder / "own/bin/python"
+    problem = f"error: small.yaml:{line}: launch.venv: uses {python}, which has no torch\n"
+    assert problem in done.stderr
+    done = desk.trainkit("run", str(desk.config), "--set", "launch.venv=gone")
+    assert done.returncode == 2
+    assert f"is 'gone', and there is no {desk.folder}/gone/bin/python" in done.stderr
+    assert not (desk.folder / "runs").exists()
+
+
+def test_run_uses_the_environment_of_the_config(desk):
+    make_venv(desk.folder / "own")
+    [packages] = (desk.folder / "own/lib").glob("python*/site-packages")
+    (packages / "here.pth").write_text("\n".join(path for path in sys.path if "packages" in path))
+    desk.works("import shutil; print(shutil.which('python'), os.environ['VIRTUAL_ENV'])")
+    done = desk.trainkit("run", str(desk.config), "--set", "launch.venv=own")
+    assert done.returncode == 0, done.stderr
+    own = desk.folder / "own"
+    assert done.stdout.splitlines()[-1] == f"{own}/bin/python {own}"
+    plan = read_json(desk.folder / "runs/small/plan.json")
+    assert (plan["venv"], plan["python"][0]) == (str(own), f"{own}/bin/python")
+
+
+def test_what_only_batch_jobs_use_is_named(desk):
+    desk.works("")
+    done = desk.trainkit("run", str(desk.config), "--set", "launch.setup=[ulimit -c 0]")
+    assert done.returncode == 0, done.stderr
+    assert "launch.setup: only batch jobs of Slurm use it" in done.stderr

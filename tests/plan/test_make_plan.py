@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import LOCAL, Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
@@ -18,13 +19,14 @@ CPU = Machine(4, 0, (), "there is no NVIDIA driver on this machine")
 GPUS = Machine(16, 4, ("A100",) * 4, "this machine has 4 x A100")
 
 
-def plan(machine: Machine, *overrides: str) -> LaunchPlan:
-    return make_plan(load_config(None, overrides=overrides, environ={}, cwd=Path("/nowhere")), machine)
+def plan(machine: Machine, *overrides: str, target: Target = LOCAL) -> LaunchPlan:
+    loaded = load_config(None, overrides=overrides, environ={}, cwd=Path("/nowhere"))
+    return make_plan(loaded, machine, target)
 
 
-def problems(machine: Machine, *overrides: str) -> list[str]:
+def problems(machine: Machine, *overrides: str, target: Target = LOCAL) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        plan(machine, *overrides)
+        plan(machine, *overrides, target=target)
     return [problem.render() for problem in error.value.problems]
 
 
@@ -107,6 +109,22 @@ def test_more_gpus_than_there_are() -> None:
         "machine has 4\n"
         "  hint: --nodes 1 --gpus-per-node 4 fits, and device: cpu starts any number of workers"
     ]
+
+
+def test_hosts_with_one_node_each() -> None:
+    """Only one of the nodes is on this machine."""
+    hosts = Target("hosts", "hosts: by hand", per="node")
+    made = plan(GPUS, "resources.nodes=2", target=hosts)
+    assert (made.backend, made.world_size, made.slurm) == ("hosts", 8, None)
+    assert made.reasons["workers_per_node"] == "4: 4 GPUs shared by 1 node"
+    assert made.threads_per_worker is None
+    assert plan(CPU, "resources.nodes=100", "train.global_batch_size=null", target=hosts).world_size == 100
+    [found] = problems(GPUS, "resources.nodes=2", "resources.gpus_per_node=8", target=hosts)
+    assert "is 8: 1 node x 8 = 8 GPUs, but this machine has 4" in found
+    [found] = problems(
+        CPU, "resources.nodes=2", "resources.gpus_per_node=65", "train.global_batch_size=null", target=hosts
+    )
+    assert "resources.gpus_per_node: starts 65 workers on the 4 CPU cores of this machine" in found
 
 
 def test_more_nodes_than_gpus() -> None:

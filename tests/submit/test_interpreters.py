@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
-from trainkit.submit.interpreters import Interpreter, find_interpreter
+from trainkit.submit.interpreters import Interpreter, find_interpreter, package_problem
 
 SUBMITTING = sys.executable
 BARE = {"PATH": "/nowhere"}
@@ -197,3 +198,26 @@ def test_container(tmp_path: Path) -> None:
     # Within the image, where nobody can look from here.
     found = find(tmp_path, container="x.sif", venv="/opt/env")
     assert (found.argv, found.venv) == (("/opt/env/bin/python",), None)
+
+
+def test_packages_that_the_trainer_needs(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "torch.py").touch()
+    (packages / "trainkit.py").write_text("__version__ = '0.0.1'")
+    python = (str(getattr(sys, "_base_executable", sys.executable)), "-S")
+    found = package_problem(python, BARE, tmp_path)
+    assert found is not None
+    assert found[0] == f"uses {python[0]}, which has no torch and no trainkit"
+    with_both = {**BARE, "PYTHONPATH": str(packages), "PYTHONDONTWRITEBYTECODE": "1"}
+    found = package_problem(python, with_both, tmp_path)
+    assert found is not None
+    assert found[0] == f"uses {python[0]}, which has trainkit 0.0.1, and this is trainkit {__version__}"
+    (packages / "trainkit.py").write_text(f"__version__ = {__version__!r}")
+    assert package_problem(python, with_both, tmp_path) is None
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'no such library' >&2; exit 127")
+    broken.chmod(0o755)
+    found = package_problem((str(broken),), BARE, tmp_path)
+    assert found is not None
+    assert found[0] == f"uses {broken}, which does not run: no such library"

@@ -64,7 +64,7 @@ def find_rank() -> FoundRank:
 
     Raises UsageError when variables contradict each other.
     """
-    from trainkit.job.node.rendezvous import LOCAL_ADDR
+    from trainkit.job.node.rendezvous import master_address
     from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task
     from trainkit.job.rank_env import find_rank_env
 
@@ -98,5 +98,5 @@ def find_rank() -> FoundRank:
         node_rank=task.node_rank,
         num_nodes=task.num_nodes,
         hosts=task.hosts,
-        master_addr=LOCAL_ADDR if task.num_nodes == 1 else task.hosts[0],
+        master_addr=master_address(task),
     )

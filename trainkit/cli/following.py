@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -19,6 +23,7 @@ from trainkit.observe.text import event_line, failure_line
 from trainkit.rundir import AttemptDir, RunDir, read_end
 
 END_S = 3.0
+SHOW_S = 0.1
 
 
 def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[], None] = lambda: None) -> int:
@@ -42,6 +47,36 @@ def follow_run(run: RunDir, attempt: int, to_stderr: bool, on_poll: Callable[[],
         wait_until_gone(run, entry, SUPERVISOR_EXIT_S)
     _print_events(events, attempt)
     return print_end(run)
+
+
+@contextlib.contextmanager
+def kept_terminal() -> Iterator[int]:
+    """Keep the terminal while the block redirects stdout and stderr; yields a descriptor of its stdout."""
+    streams = (sys.stdout, sys.stderr)
+    for stream in streams:
+        stream.flush()
+    kept = [os.dup(stream.fileno()) for stream in streams]
+    try:
+        yield kept[0]
+    finally:
+        for descriptor, stream in zip(kept, streams, strict=True):
+            stream.flush()
+            os.dup2(descriptor, stream.fileno())
+            os.close(descriptor)
+
+
+def show_rank_0(attempt: AttemptDir, ended: threading.Event, terminal: int) -> None:
+    """Print rank 0's log to a terminal as it grows, until `ended` is set."""
+    tail = LogTail(attempt.rank_log(0))
+    while not ended.wait(SHOW_S):
+        _write(tail.read(), terminal)
+    _write(tail.read_rest(), terminal)
+
+
+def _write(lines: list[str], terminal: int) -> None:
+    if lines:
+        with contextlib.suppress(OSError):  # the terminal was closed, and the ranks save
+            os.write(terminal, ("\n".join(lines) + "\n").encode(errors="replace"))
 
 
 def follow_detachable(run: RunDir, attempt: int, to_stderr: bool) -> int:

@@ -12,6 +12,7 @@ SECTIONS = {
     ),
     "Where": (
         *("--nodes", "--gpus-per-node", "--gpus", "--gpu-type", "--backend", "--per", "--cluster"),
+        *("--node-rank", "--master-addr", "--master-port"),
         *("--partition", "--account", "--qos", "--constraint", "--time", "--run-dir", "--dir", "--as"),
     ),
     "How": (

@@ -19,6 +19,7 @@ from trainkit.errors import ConfigError, UsageError
 if TYPE_CHECKING:
     from trainkit.cluster.target import Target
     from trainkit.config import LoadedConfig
+    from trainkit.job.node.static_rendezvous import HostPlace
     from trainkit.submit.array_spec import ArraySpec
 
 
@@ -36,11 +37,16 @@ class ConfigRequest:
     flags: dict[str, tuple[str, object]]
     """Dotted key -> (the flag as typed, its value)."""
 
-    def load(self) -> LoadedConfig:
-        """Load the config with all layers; ConfigError lists all problems."""
-        from trainkit.cluster.target import load_with_cluster
+    def load(self, target: Target | None = None) -> LoadedConfig:
+        """Load the config with all layers; ConfigError lists all problems.
 
-        return load_with_cluster(self.path, profile=self.profile, overrides=self.overrides, flags=self.flags)
+        Hosts without Slurm do not look for a cluster, and its profile's defaults do not apply to them.
+        """
+        from trainkit.cluster.target import load_with_cluster
+        from trainkit.config import load_config
+
+        load = load_config if target is not None and target.backend == "hosts" else load_with_cluster
+        return load(self.path, profile=self.profile, overrides=self.overrides, flags=self.flags)
 
     def load_to_plan(
         self, command: Sequence[str] | None = None, launcher: str = "python", target: Target | None = None
@@ -52,7 +58,7 @@ class ConfigRequest:
         from trainkit.config import InvalidConfig
 
         try:
-            return self.load()
+            return self.load(target)
         except InvalidConfig as error:
             from trainkit.submit.plan_run import planning_error
 
@@ -94,6 +100,77 @@ def set_option(function: Function) -> Function:
     )(function)
 
 
+def host_options(function: Function) -> Function:
+    """The place of this host among several without Slurm, given as `host: HostOptions`."""
+
+    @functools.wraps(function)
+    def wrapper(
+        node_rank: int | None, master_addr: str | None, master_port: int | None, **others: Any
+    ) -> Any:
+        return function(host=HostOptions(node_rank, master_addr, master_port), **others)
+
+    decorated: Any = wrapper
+    for decorate in (
+        click.option(
+            "--master-port",
+            type=click.IntRange(1, 65_535),
+            metavar="PORT",
+            help="Free port of that host, the same on every host.",
+        ),
+        click.option("--master-addr", metavar="HOST", help="Address of the host with --node-rank 0."),
+        click.option(
+            "--node-rank",
+            type=click.IntRange(min=0),
+            metavar="I",
+            help="Node rank of this host, from 0; start the same command on every host.",
+        ),
+    ):
+        decorated = decorate(decorated)
+    return decorated  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """The options of `host_options` as typed."""
+
+    node_rank: int | None
+    master_addr: str | None
+    master_port: int | None
+
+    def place(self, nodes: int | None) -> HostPlace | None:
+        """The place of this host among `nodes` hosts; None without the options.
+
+        Raises UsageError when some are missing or the node rank is not one of the nodes.
+        """
+        from trainkit.job.node.static_rendezvous import HostPlace
+
+        given = {
+            "--nodes": nodes,
+            "--node-rank": self.node_rank,
+            "--master-addr": self.master_addr,
+            "--master-port": self.master_port,
+        }
+        if all(value is None for name, value in given.items() if name != "--nodes"):
+            return None
+        missing = [name for name, value in given.items() if value is None]
+        if missing or not self.master_addr:
+            typed = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+            raise UsageError(
+                f"{typed}: {', '.join(missing) or '--master-addr'} is missing",
+                hint="every host needs --nodes N --node-rank I --master-addr HOST --master-port PORT, "
+                "with its own I from 0 to N-1",
+            )
+        assert nodes is not None
+        assert self.node_rank is not None
+        assert self.master_port is not None
+        if self.node_rank >= nodes:
+            raise UsageError(
+                f"--node-rank {self.node_rank} is not one of {nodes} nodes",
+                hint=f"node ranks are numbered from 0 to {nodes - 1}; --nodes sets how many there are",
+            )
+        return HostPlace(self.node_rank, nodes, self.master_addr, self.master_port)
+
+
 config_argument = click.argument(
     "config", type=click.Path(), metavar="[CONFIG]", required=False, shell_complete=complete_config
 )
@@ -124,9 +201,12 @@ def config_options_unless(option: str) -> Callable[[Function], Function]:
 
 
 def one_node_config_options(function: Function) -> Function:
-    """Like `config_options`, for a command that runs on one node."""
+    """Like `config_options`, for a command that runs here: on one node, or on this node of several."""
 
     def shape(command: Any) -> Any:
+        command = click.option(
+            "--nodes", type=click.IntRange(min=1), metavar="N", help="Number of hosts, with --node-rank."
+        )(command)
         # --procs is the former name, kept for scripts.
         for name, hidden in (("--procs", True), ("--gpus-per-node", False)):
             command = click.option(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import (
+    HostOptions,
+    host_options,
     json_option,
     run_argument,
     set_option,
@@ -17,7 +21,13 @@ from trainkit.cli.options import (
     slurm_flags,
     slurm_options,
 )
-from trainkit.errors import EXIT_OK
+from trainkit.errors import EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from trainkit.config import LoadedConfig
+    from trainkit.job.node.static_rendezvous import HostPlace
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.rundir import RunDir
 
 
 @click.command(
@@ -30,6 +40,7 @@ from trainkit.errors import EXIT_OK
 )
 @run_argument
 @shape_options
+@host_options
 @slurm_options
 @set_option
 @click.option(
@@ -44,6 +55,7 @@ def command(
     run_name: str,
     nodes: int | None,
     gpus_per_node: int | None,
+    host: HostOptions,
     overrides: tuple[str, ...],
     new_code: bool,
     fork_dir: str | None,
@@ -53,8 +65,10 @@ def command(
 ) -> int:
     """Resume RUN from its newest intact checkpoint, optionally on a different number of nodes or GPUs.
 
-    It resumes in the same run folder as the next attempt, or with --as in a new run folder.
+    It resumes in the same run folder as the next attempt, or with --as in a new run folder. With --node-rank,
+    --master-addr and --master-port it runs in the foreground on several hosts, as `trainkit run` does.
     """
+    from trainkit.cli.hosts import hosts_target
     from trainkit.cli.start_output import print_copied, print_started
     from trainkit.config import load_config, read_effective
     from trainkit.control.jobs import require_not_running
@@ -73,8 +87,15 @@ def command(
     from trainkit.submit.plan_run import plan_run
     from trainkit.submit.start import resume_run, start_run
 
-    source = find_run(run_name)
-    if fork_dir is None:
+    source, place = find_run(run_name), host.place(nodes)
+    if place is not None and (as_json or follow or fork_dir is not None):
+        given = "--json" if as_json else "--follow" if follow else "--as"
+        raise UsageError(
+            f"{given} cannot be combined with --node-rank",
+            hint="the run stays in the foreground and in its folder; leave the option out",
+        )
+    is_first = place is None or place.node_rank == 0
+    if fork_dir is None and is_first:
         require_not_running(source, "resume")
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
     loaded = load_config(source.config_file, overrides=overrides, flags=flags, layers=False)
@@ -86,11 +107,15 @@ def command(
     before = LaunchPlan.from_dict(read_json(source.plan_file))
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     with submission_folder(source, new_code or fork is not None) as code_dir:
-        plan = plan_run(loaded, before.command, before.launcher, code_dir=code_dir)
+        target = None if place is None else hosts_target(place)
+        plan = plan_run(loaded, before.command, before.launcher, target=target, code_dir=code_dir)
         refuse_incompatible(source, loaded)
-        click.echo(describe_plan(plan, loaded.config.name), err=True)
-        for change in changes(read_effective(source.config_file), loaded.config):
-            click.echo(f"  changed             {change}", err=True)
+        if is_first:
+            click.echo(describe_plan(plan, loaded.config.name), err=True)
+            for change in changes(read_effective(source.config_file), loaded.config):
+                click.echo(f"  changed             {change}", err=True)
+        if place is not None:
+            return _resume_on_hosts(source, loaded, plan, place, new_code)
         if fork is None:
             run, name = source, str(read_job(source)["name"])
             entry = resume_run(run, loaded.config, plan, new_code)
@@ -108,3 +133,20 @@ def command(
     from trainkit.cli.following import follow_detachable
 
     return follow_detachable(run, entry["attempt"], to_stderr=as_json)
+
+
+def _resume_on_hosts(
+    run: RunDir, loaded: LoadedConfig, plan: LaunchPlan, place: HostPlace, new_code: bool
+) -> int:
+    """Resume RUN as one of several hosts; returns the exit code, the same on every host."""
+    from trainkit.cli.hosts import facts_of, run_on_hosts
+    from trainkit.job.record import read_job
+    from trainkit.submit.start import resume_run
+
+    plan = replace(plan, requeue=replace(plan.requeue, on=()))
+
+    def start() -> tuple[RunDir, str, dict[str, Any]]:
+        return run, str(read_job(run)["name"]), resume_run(run, loaded.config, plan, new_code)
+
+    facts = facts_of(loaded.config, plan, RUN=str(run.path), **{"--new-code": new_code})
+    return run_on_hosts(place, plan, facts, start, is_new=False)

@@ -6,23 +6,29 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainkit.cli.help import Command, examples
-from trainkit.cli.options import ConfigRequest, named_folder, one_node_config_options
+from trainkit.cli.options import (
+    ConfigRequest,
+    HostOptions,
+    host_options,
+    named_folder,
+    one_node_config_options,
+)
 from trainkit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TrainkitError, UsageError
 
 if TYPE_CHECKING:
     from trainkit.job.node.slurm_step import SlurmTask
+    from trainkit.job.node.static_rendezvous import HostPlace
     from trainkit.job.step_run import Announcement
-    from trainkit.rundir import AttemptDir, RunDir
+    from trainkit.rundir import RunDir
 
 
 @click.command(
@@ -31,13 +37,18 @@ if TYPE_CHECKING:
         "trainkit run",
         "trainkit run quickstart --gpus-per-node 2 --set train.steps=20",
         "srun --nodes=2 --ntasks-per-node=4 trainkit run quickstart",
+        "trainkit run quickstart --nodes 2 --node-rank 0 --master-addr host0 --master-port 29500",
     ),
 )
 @one_node_config_options
+@host_options
 @click.option("--run-dir", metavar="DIR", help="Exact run folder, new or empty; default: runs/NAME.")
-def command(request: ConfigRequest, run_dir: str | None) -> int:
+def command(request: ConfigRequest, host: HostOptions, run_dir: str | None) -> int:
     """Run CONFIG in the foreground and print rank 0's output: on this node, or as the ranks of the srun step
     in which it is started.
+
+    Without Slurm it runs on several hosts that share the filesystem of the run folder, if it is started on
+    each with the same --nodes, --master-addr and --master-port and its own --node-rank.
 
     Ctrl-C saves and stops the run; a second Ctrl-C stops it immediately. A run also saves and stops when its
     terminal closes.
@@ -50,6 +61,10 @@ def command(request: ConfigRequest, run_dir: str | None) -> int:
     from trainkit.submit.plan_run import plan_run
     from trainkit.submit.start import start_run
 
+    nodes = request.flags.get("resources.nodes")
+    place = host.place(None if nodes is None else int(str(nodes[1])))
+    if place is not None:
+        return _run_on_hosts(request, run_dir, place)
     if "SLURM_STEP_ID" in os.environ:
         from trainkit.job.node.slurm_step import find_slurm_task
 
@@ -63,8 +78,10 @@ def command(request: ConfigRequest, run_dir: str | None) -> int:
     loaded = request.load_to_plan(target=target)
     if loaded.config.resources.nodes != 1:
         raise UsageError(
-            f"the config asks for {loaded.config.resources.nodes} nodes, but `trainkit run` uses one",
-            hint="use `trainkit submit`, or add --set resources.nodes=1",
+            f"{loaded.origins['resources.nodes']} asks for {loaded.config.resources.nodes} nodes, "
+            "but `trainkit run` uses one",
+            hint="use `trainkit submit`, or add --set resources.nodes=1; without Slurm, start it on every "
+            "host with --nodes N --node-rank I --master-addr HOST --master-port PORT",
         )
     plan = plan_run(loaded, target=target)
     # A failure in the foreground is shown, not restarted.
@@ -79,6 +96,30 @@ def command(request: ConfigRequest, run_dir: str | None) -> int:
     print_started(run, created.name, entry, plan.backend, as_json=False)
     code = follow_run(run, entry["attempt"], to_stderr=False, on_poll=lambda: forwarder.forward(run))
     return EXIT_INTERRUPTED if signal.SIGINT in forwarder.received else code
+
+
+def _run_on_hosts(request: ConfigRequest, run_dir: str | None, place: HostPlace) -> int:
+    """Run CONFIG as one of several hosts; returns the exit code, the same on every host."""
+    from trainkit.cli.hosts import facts_of, hosts_target, run_on_hosts
+    from trainkit.plan.launch import describe_plan
+    from trainkit.submit.create import create_run
+    from trainkit.submit.plan_run import plan_run
+    from trainkit.submit.start import start_run
+
+    folder = None if run_dir is None else named_folder(run_dir)
+    target = hosts_target(place)
+    loaded = request.load_to_plan(target=target)
+    plan = plan_run(loaded, target=target)
+    plan = replace(plan, requeue=replace(plan.requeue, on=()))
+    if place.node_rank == 0:
+        click.echo(describe_plan(plan, loaded.config.name), err=True)
+
+    def start() -> tuple[RunDir, str, dict[str, Any]]:
+        created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
+        return created.run, created.name, start_run(created.run, loaded.config, plan, "run")
+
+    facts = facts_of(loaded.config, plan, **{"--run-dir": run_dir})
+    return run_on_hosts(place, plan, facts, start, is_new=True)
 
 
 class _Forwarder:
@@ -116,13 +157,12 @@ class _Forwarder:
                 signal_supervisor(entry, number)
 
 
-POLL_S = 0.1
 SRUN_READ_S = 1.0
 
 
 def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) -> int:
     """Run CONFIG as this task of the step; returns the exit code of this task."""
-    from trainkit.cli.following import print_end
+    from trainkit.cli.following import kept_terminal, print_end, show_rank_0
     from trainkit.job.step_run import (
         announce,
         await_announcement,
@@ -144,13 +184,9 @@ def run_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask) ->
             raise
         return _end_step(task, error)
     announce(folder, task, {"run_dir": str(announced.run.path), "attempt": announced.attempt})
-    sys.stdout.flush()
-    terminal = [os.dup(stream.fileno()) for stream in (sys.stdout, sys.stderr)]
-    # The agent now writes to its log; the terminal shows rank 0.
-    decision = run_first_task(announced, lambda attempt, ended: _show(attempt, ended, terminal[0]))
-    for kept, stream in zip(terminal, (sys.stdout, sys.stderr), strict=True):
-        stream.flush()
-        os.dup2(kept, stream.fileno())
+    with kept_terminal() as terminal:
+        # The agent now writes to its log; the terminal shows rank 0.
+        decision = run_first_task(announced, lambda attempt, ended: show_rank_0(attempt, ended, terminal))
     withdraw(folder, task)
     print_end(announced.run)
     return _exit_code(exit_code_of(decision, announced.run.attempt(announced.attempt)))
@@ -203,18 +239,3 @@ def _start_in_step(request: ConfigRequest, run_dir: str | None, task: SlurmTask)
     entry = start_step_attempt(created.run, loaded.config, plan, task)
     click.echo(str(created.run.path))
     return Announcement(created.run, entry["attempt"])
-
-
-def _show(attempt: AttemptDir, ended: threading.Event, terminal: int) -> None:
-    """Print rank 0's log to the terminal as it grows."""
-    from trainkit.observe.follow import LogTail
-
-    tail = LogTail(attempt.rank_log(0))
-    while not ended.wait(POLL_S):
-        _print(tail.read(), terminal)
-    _print(tail.read_rest(), terminal)
-
-
-def _print(lines: list[str], terminal: int) -> None:
-    if lines:
-        os.write(terminal, ("\n".join(lines) + "\n").encode(errors="replace"))

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 class Target:
     """The target of a job: the backend, and the cluster if it is Slurm."""
 
-    backend: Literal["local", "sbatch", "submitit", "srun"]
+    backend: Literal["local", "hosts", "sbatch", "submitit", "srun"]
     reason: str
     """Why this backend, in one sentence."""
     cluster: Cluster | None = None
-    """None for the local backend."""
+    """None without Slurm."""
     node_sizes: tuple[int, ...] | None = None
     """Workers per node of a step that has already started (``srun``)."""
     per: Literal["gpu", "node"] | None = None

@@ -66,13 +66,14 @@ def _shape(model: ModelConfig, vocab_size: int) -> ModelShape:
 
 def changes(before: RunConfig, after: RunConfig) -> Iterator[str]:
     """One line for each value that differs: ``optimizer.lr: 0.002 -> 0.01``."""
-    old, new = _flat(before), _flat(after)
+    old, new = flat_values(before), flat_values(after)
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
             yield f"{key}: {old.get(key)} -> {new.get(key)}"
 
 
-def _flat(config: RunConfig) -> dict[str, Any]:
+def flat_values(config: RunConfig) -> dict[str, Any]:
+    """The values of a config by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in config.model_dump(mode="json", by_alias=True).items():
         if isinstance(value, dict):
@@ -83,7 +84,7 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
 
 def _value(config: RunConfig, key: str) -> Any:
-    return _flat(config)[key]
+    return flat_values(config)[key]
 
 
 @contextmanager

@@ -112,8 +112,10 @@ def refuse_foreign_ranks(environ: Mapping[str, str] = os.environ) -> None:
             raise UsageError(
                 f"this process is one of {size} ranks of another launcher ({name}={size}), and each of them "
                 "would train a run of its own",
-                hint="start `trainkit run --gpus-per-node N` once on a machine, or `srun … trainkit run` on "
-                f"several nodes; if there is no launcher, `unset {name}`",
+                hint="start `trainkit run --gpus-per-node N` once on a machine, `srun … trainkit run` on "
+                "several nodes of Slurm, or on every host without Slurm `trainkit run --nodes N "
+                "--node-rank I --master-addr HOST --master-port PORT`; if there is no launcher, "
+                f"`unset {name}`",
             )
 
 

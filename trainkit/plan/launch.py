@@ -129,7 +129,9 @@ class LaunchPlan:
     launcher: str = "python"
     """How `command` starts: ``python`` once per rank; ``torchrun`` and other launchers once per node."""
     python: tuple[str, ...] | None = None
-    """The interpreter for `launcher`; None uses that of the agent."""
+    """The interpreter for `launcher` or the built-in trainer; None uses that of the agent."""
+    venv: str | None = None
+    """The virtual environment that the agent activates for `command`; None where the batch script does."""
     container_program: str | None = None
     """The runtime of `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
     slurm: SlurmRequest | None = None

@@ -28,12 +28,17 @@ class LaunchDraft:
     problems: list[Problem] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def nodes_here(self) -> int:
+        """The number of nodes that share this machine."""
+        return self.loaded.config.resources.nodes
+
     def check_oversubscription(self, device: str, world_size: int) -> None:
         """Report too many CPU workers: a typo in --nodes must not start a thousand processes here."""
         most = WORKERS_PER_CPU * self.machine.num_cpus
         if device == "cpu" and world_size > most:
             message = f"starts {world_size} workers on the {self.machine.num_cpus} CPU cores of this machine"
-            key = "resources.nodes" if self.loaded.config.resources.nodes > 1 else "resources.gpus_per_node"
+            key = "resources.nodes" if self.nodes_here > 1 else "resources.gpus_per_node"
             self.problem(key, message, f"the maximum here is {most} workers ({WORKERS_PER_CPU} per core)")
 
     def device(self) -> str:
@@ -50,7 +55,7 @@ class LaunchDraft:
 
     def workers_per_node(self, device: str) -> int:
         resources = self.loaded.config.resources
-        nodes, requested, num_gpus = resources.nodes, resources.gpus_per_node, self.machine.num_gpus
+        nodes, requested, num_gpus = self.nodes_here, resources.gpus_per_node, self.machine.num_gpus
         if requested != "auto":
             self.reasons["workers_per_node"] = f"resources.gpus_per_node: {requested} was requested"
             if device == "cuda" and 0 < num_gpus < nodes * requested:
@@ -141,6 +146,24 @@ class LaunchDraft:
 
 def _count(number: int, noun: str) -> str:
     return f"1 {noun}" if number == 1 else f"{number} {noun}s"
+
+
+@dataclass
+class HostsDraft(LaunchDraft):
+    """Derives a plan for several hosts without Slurm, one node each, of which this machine is one."""
+
+    @property
+    def nodes_here(self) -> int:
+        return 1
+
+    def check_oversubscription(self, device: str, world_size: int) -> None:
+        super().check_oversubscription(device, world_size // self.loaded.config.resources.nodes)
+
+    def threads_per_worker(self, world_size: int) -> int | None:
+        if self.loaded.config.resources.cpus_per_gpu != "auto":
+            return super().threads_per_worker(world_size)
+        self.reasons["threads_per_worker"] = "the CPU cores of each host, divided by its workers"
+        return None
 
 
 @dataclass

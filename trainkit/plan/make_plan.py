@@ -15,7 +15,7 @@ from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
-from trainkit.plan.launch_draft import LaunchDraft, StepDraft
+from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
 from trainkit.plan.layouts.rules import batch_problems, layout_problems
 from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
@@ -90,6 +90,8 @@ def _draft(loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraf
         return StepDraft(loaded, machine, node_sizes=target.node_sizes)
     if target.backend == "local":
         return LaunchDraft(loaded, machine)
+    if target.backend == "hosts":
+        return HostsDraft(loaded, machine)
     # Imported only for Slurm: a run on this machine needs none of it.
     from trainkit.plan.slurm_draft import SlurmDraft
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -181,3 +182,31 @@ def hosts_of_job(
     argv = ["squeue", "--noheader", "--states=all", "--format=%N", f"--jobs={checked_job_id(job_id)}"]
     answer = query(argv, timeout_s=timeout_s, patience_s=patience_s, environ=environ).stdout.strip()
     return expand_hosts(answer, environ) if answer else []
+
+
+_ALIAS = re.compile(r"(?P<name>[^:,]+):(?:\[(?P<ipv6>[^\]]+)\]|(?P<addr>[^:,]+))(?::[^,]*)?")
+"""An element of SLURM_NODE_ALIASES: the name, address and hostname of a node."""
+_NODE_ADDR = re.compile(r"(?:^|\s)NodeAddr=(?P<addr>\S+)")
+
+
+def node_addr(
+    name: str,
+    *,
+    timeout_s: float = HOSTS_TIMEOUT_S,
+    patience_s: float = QUERY_PATIENCE_S,
+    environ: Mapping[str, str] | None = None,
+) -> str:
+    """The NodeAddr of a node: from the job's SLURM_NODE_ALIASES, else from Slurm's controller.
+
+    It is the name itself unless the administrators have set another one.
+
+    Raises SlurmUnreachable, and SlurmRefused for a node that Slurm does not know.
+    """
+    aliases = (os.environ if environ is None else environ).get("SLURM_NODE_ALIASES", "")
+    for alias in _ALIAS.finditer(aliases):
+        if alias["name"] == name:
+            return alias["ipv6"] or alias["addr"]
+    argv = ["scontrol", "--oneliner", "show", "node", safe_value(name, "a node name")]
+    answer = query(argv, timeout_s=timeout_s, patience_s=patience_s, environ=environ).stdout
+    found = _NODE_ADDR.search(answer)
+    return name if found is None else found["addr"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
 
@@ -81,6 +84,50 @@ def find_interpreter(
         conda_script=script,
     )
     return found, problems
+
+
+_PACKAGES = """
+import importlib.util
+missing = [name for name in ("torch", "trainkit") if importlib.util.find_spec(name) is None]
+version = "" if "trainkit" in missing else __import__("trainkit").__version__
+print("packages:", version, *missing, sep=" ")
+"""
+_PACKAGES_TIMEOUT_S = 60.0
+
+
+def package_problem(argv: tuple[str, ...], environ: Mapping[str, str], cwd: Path) -> tuple[str, str] | None:
+    """Why ranks of the built-in trainer cannot run with an interpreter, and a hint; None when they can.
+
+    `argv` is the interpreter with its options.
+    """
+    program = argv[0]
+    try:
+        done = subprocess.run(
+            [*argv, "-c", _PACKAGES],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PACKAGES_TIMEOUT_S,
+            env=dict(environ),
+            cwd=cwd,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"uses {program}, which does not run: {error}", f"`{shlex.quote(program)} -V` shows it"
+    line = next((line for line in done.stdout.splitlines() if line.startswith("packages:")), None)
+    if line is None:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return f"uses {program}, which does not run: {last}", f"`{shlex.quote(program)} -V` shows it"
+    version, *missing = line.removeprefix("packages: ").split(" ")
+    if missing:
+        message = f"uses {program}, which has no {' and no '.join(missing)}"
+        if missing == ["torch"]:
+            return message, f"`{shlex.quote(program)} -m pip install torch` installs it"
+        return message, "install trainkit there too, or remove the key: then this interpreter is used"
+    if version != __version__:
+        message = f"uses {program}, which has trainkit {version}, and this is trainkit {__version__}"
+        return message, "install the same version there, or use the `trainkit` of that environment"
+    return None
 
 
 def _contradictions(launch: LaunchConfig) -> Iterator[LaunchProblem]:

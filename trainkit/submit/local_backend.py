@@ -1,4 +1,4 @@
-"""Starts the next attempt of a run on this machine, under a supervisor process."""
+"""Starts the next attempt of a run without Slurm: under a supervisor process, or by this command itself."""
 
 from __future__ import annotations
 
@@ -44,6 +44,18 @@ def start_local_attempt(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     log_event(run, attempt.number, "submitted", job_id=entry["job_id"], reason=reason)
     register(run, str(job["name"]))
+    return entry
+
+
+def open_hosts_attempt(run: RunDir, config_text: str, plan_text: str, reason: str) -> dict[str, Any]:
+    """Open a run's next attempt, which this process supervises on several hosts; returns its job.json entry.
+
+    Call with the run's lock held; `reason` is ``run`` or ``resume``.
+    """
+    attempt = open_attempt(run, config_text, plan_text)
+    entry = add_entry(run, attempt.number, os.getpid(), reason)
+    log_event(run, attempt.number, "submitted", job_id=entry["job_id"], reason=reason)
+    register(run, str(read_job(run)["name"]))
     return entry
 
 

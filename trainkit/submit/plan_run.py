@@ -18,8 +18,10 @@ from trainkit.submit.preflight_checks import (
     check_name,
     command_python,
     find_launch_problems,
+    find_local_problems,
     refuse_missing,
     refuse_secrets,
+    with_local_environment,
 )
 
 
@@ -51,7 +53,7 @@ def plan_run(
         refuse_missing(command, launch, launcher, code_dir or cwd)
         refuse_secrets(command, launch.secrets)
         plan = dataclasses.replace(plan, python=command_python(launch, command, cwd))
-    return plan
+    return plan if plan.slurm is not None else with_local_environment(plan, launch, cwd)
 
 
 def planning_error(
@@ -87,6 +89,9 @@ def _check(
     if target.backend in ("sbatch", "submitit"):
         containers = () if target.cluster is None else target.cluster.containers
         found = find_launch_problems(loaded.config.launch, Path.cwd(), containers)
+        problems = [loaded.problem(*item) for item in found]
+    else:
+        found = find_local_problems(loaded.config.launch, Path.cwd(), is_command=command is not None)
         problems = [loaded.problem(*item) for item in found]
     try:
         plan = check_config(loaded, detect_machine(), target, command, launcher, data)

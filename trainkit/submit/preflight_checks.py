@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path, PurePath
 from urllib.parse import quote as url_quote
@@ -16,8 +17,9 @@ from trainkit.config.running import LaunchConfig
 from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
 from trainkit.job.processes import SHELLS
+from trainkit.plan.launch import LaunchPlan
 from trainkit.submit.containers import container_problems, runtimes
-from trainkit.submit.interpreters import LaunchProblem, find_interpreter
+from trainkit.submit.interpreters import LaunchProblem, find_interpreter, package_problem
 from trainkit.submit.job_environment import RANK_VARIABLES
 from trainkit.submit.quoting import quote
 
@@ -118,6 +120,40 @@ def find_launch_problems(
     yield from launch_problems(launch)
     yield from find_interpreter(launch, sys.executable, os.environ, cwd)[1]
     yield from container_problems(launch, [str(cwd)], runtimes(containers), cwd=str(cwd))
+
+
+def find_local_problems(
+    launch: LaunchConfig, cwd: Path, *, is_command: bool, environ: Mapping[str, str] = os.environ
+) -> Iterator[LaunchProblem]:
+    """(key, message, hint) for an environment in which workers on this machine could not run."""
+    key = next((name for name in ("python", "venv", "uv") if getattr(launch, name) is not None), None)
+    if key is None or launch.container is not None:
+        return
+    interpreter, problems = find_interpreter(launch, sys.executable, environ, cwd)
+    yield from problems
+    if problems or is_command:
+        return  # a command may need neither torch nor trainkit
+    problem = package_problem((*interpreter.argv, *interpreter.options), {**environ, **launch.env}, cwd)
+    if problem is not None:
+        yield (f"launch.{key}", *problem)
+
+
+def with_local_environment(plan: LaunchPlan, launch: LaunchConfig, cwd: Path) -> LaunchPlan:
+    """The plan of a run whose agents no batch script starts, so that they use the interpreter of `launch`.
+
+    What needs a batch script is named among the reasons of the plan.
+    """
+    unused = [name for name in ("modules", "conda", "container", "setup") if getattr(launch, name)]
+    if unused:
+        keys = ", ".join(f"launch.{name}" for name in unused)
+        plan = replace(plan, reasons={**plan.reasons, "launch": f"{keys}: only batch jobs of Slurm use it"})
+    if launch.container is not None or not any((launch.venv, launch.uv, launch.python)):
+        return plan
+    interpreter, _ = find_interpreter(launch, sys.executable, os.environ, cwd)
+    plan = replace(plan, reasons={**plan.reasons, "python": f"{interpreter.argv[0]}, as launch says"})
+    if plan.command is None:
+        plan = replace(plan, python=(*interpreter.argv, *interpreter.options))
+    return replace(plan, venv=interpreter.venv)
 
 
 def present_secrets(names: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -75,6 +75,10 @@ def start_attempt(
         from trainkit.submit.local_backend import start_local_attempt
 
         return start_local_attempt(run, config_text, plan_text, reason, foreground)
+    if plan.backend == "hosts":
+        from trainkit.submit.local_backend import open_hosts_attempt
+
+        return open_hosts_attempt(run, config_text, plan_text, reason)
     return _start_on_slurm(run, config, plan, reason)
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.node import agent
+from trainkit.job.node import agent, rendezvous
 from trainkit.job.node.rendezvous import (
     LOCAL_ADDR,
     StopSignalReceived,
@@ -37,6 +38,25 @@ def task_of(node_rank: int = 0, local_task: int = 0, tasks: tuple[int, ...] = (2
     hosts = tuple(f"host{index}" for index in range(len(tasks)))
     task = sum(tasks[:node_rank]) + local_task
     return SlurmTask("7", "0", 0, task, node_rank, local_task, tasks, hosts, "4000")
+
+
+@pytest.fixture(autouse=True)
+def resolvable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names and addresses that resolve on this host."""
+    names = {"host0", "host1"}
+    monkeypatch.setattr(rendezvous, "resolves", lambda name: name in names)
+    monkeypatch.setattr(rendezvous, "RESOLVE_PATIENCE_S", 0.0)
+    return names
+
+
+@pytest.fixture
+def slurm(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    """A Slurm whose host0 has the NodeAddr 10.0.0.10, host1 10.0.0.11 and so on."""
+    show = 'for name; do :; done; echo "NodeName=$name Arch=x86 NodeAddr=10.0.0.1${name#host} NodeHostName=h"'
+    fake.add("scontrol", show)
+    monkeypatch.setenv("PATH", fake.environ["PATH"])
+    monkeypatch.delenv("SLURM_NODE_ALIASES", raising=False)
+    return fake
 
 
 @pytest.fixture
@@ -72,6 +92,57 @@ def test_a_task_a_node_has_all_its_workers(attempt: AttemptDir) -> None:
 def test_one_node_meets_on_the_loopback_interface(attempt: AttemptDir) -> None:
     rendezvous = slurm_rendezvous(attempt, plan(num_nodes=1), task_of(tasks=(2,)))
     assert (rendezvous.master_addr, rendezvous.peer) == (LOCAL_ADDR, None)
+
+
+def test_nodes_whose_names_do_not_resolve_meet_at_the_node_addr(
+    attempt: AttemptDir, resolvable: set[str], slurm: FakeSlurm
+) -> None:
+    resolvable.clear()
+    resolvable |= {"10.0.0.10", "10.0.0.11"}
+    first = slurm_rendezvous(attempt, plan(), task_of())
+    assert (first.master_addr, first.peer) == ("10.0.0.10", "10.0.0.11")
+    asked = slurm.calls
+    assert [call[-2:] for call in asked] == [["node", "host0"], ["node", "host1"]]
+    other = slurm_rendezvous(attempt, plan(), task_of(node_rank=1))
+    assert (other.master_addr, other.peer) == ("10.0.0.10", "10.0.0.10")
+    assert slurm.calls == asked  # the first task has published the address
+
+
+def test_a_name_that_resolves_only_on_its_own_node_is_not_used_elsewhere(
+    attempt: AttemptDir, resolvable: set[str], slurm: FakeSlurm
+) -> None:
+    first = slurm_rendezvous(attempt, plan(), task_of())
+    resolvable.clear()
+    resolvable.add("10.0.0.10")
+    other = slurm_rendezvous(attempt, plan(), task_of(node_rank=1))
+    assert (first.master_addr, other.master_addr) == ("host0", "10.0.0.10")
+    assert len(slurm.calls) == 1
+
+
+def test_the_addresses_of_cloud_nodes_need_no_request(
+    attempt: AttemptDir, resolvable: set[str], slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NODE_ALIASES", "host1:10.0.0.7:vm-1,host0:[fd00::8]:vm-0")
+    resolvable.clear()
+    resolvable |= {"10.0.0.7", "fd00::8"}
+    found = slurm_rendezvous(attempt, plan(), task_of())
+    assert (found.master_addr, found.peer) == ("fd00::8", "10.0.0.7")
+    assert slurm.calls == []
+
+
+def test_a_node_without_any_address_is_named(
+    attempt: AttemptDir, resolvable: set[str], slurm: FakeSlurm
+) -> None:
+    resolvable.clear()
+    with pytest.raises(TrainkitError) as caught:
+        slurm_rendezvous(attempt, plan(), task_of())
+    assert caught.value.message == (
+        f"the node name host0 does not resolve on {socket.gethostname()}, "
+        "and neither does its NodeAddr 10.0.0.10"
+    )
+    slurm.add("scontrol", "echo 'Node host0 not found' >&2; exit 1")
+    with pytest.raises(TrainkitError, match="does not give its NodeAddr: scontrol"):
+        slurm_rendezvous(attempt, plan(), task_of())
 
 
 def test_uneven_nodes_that_the_plan_knows(attempt: AttemptDir) -> None:

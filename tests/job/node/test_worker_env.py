@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from trainkit.job.node.worker_env import gpu_slice, worker_environ, worker_rank
+from trainkit.job.node.worker_env import gpu_slice, worker_argv, worker_environ, worker_rank
 from trainkit.job.rank_env import find_rank_env
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.rundir import RunDir
 
 PLAN = LaunchPlan("local", 2, 2, "cuda", Layout(dp_shard=4), Batch(1, 1, 4, 4), 0.1, 3, 60.0, {})
 
@@ -52,3 +53,14 @@ def test_nodes_on_one_machine_share_its_gpus(node_rank, visible, expected):
 
 def test_one_node_sees_all_gpus():
     assert "CUDA_VISIBLE_DEVICES" not in environ(replace(PLAN, num_nodes=1), node_rank=0)
+
+
+def test_workers_use_the_environment_that_the_plan_names():
+    run = RunDir("/r")
+    place = worker_rank(PLAN, 0, 0, "127.0.0.1", 12345)
+    own = worker_argv(PLAN, place, run)
+    other = worker_argv(replace(PLAN, python=("/v/bin/python", "-u")), place, run)
+    assert other == ("/v/bin/python", "-u", *own[own.index("-m") :])
+    found = environ(replace(PLAN, venv="/v"), inherited={"PATH": "/usr/bin", "PYTHONHOME": "/old"})
+    assert (found["VIRTUAL_ENV"], found["PATH"]) == ("/v", "/v/bin:/usr/bin")
+    assert "PYTHONHOME" not in found

@@ -1,6 +1,7 @@
 """The agent of one node: starts its workers, forwards signals to them and returns their exit code.
 
-``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I --master-port P`` on one machine, and
+``python -m trainkit.job.node.agent RUN_DIR --attempt N --node-rank I --master-port P`` on one machine, with
+``--master-addr ADDR --peer ADDR`` as one of several hosts without Slurm, and
 ``python -m trainkit.job.node.agent RUN_DIR`` as a task of a Slurm step, which determines its node and ranks.
 
 Exit code: see `trainkit.job.signals.combine_exit_codes`.
@@ -16,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
@@ -75,6 +77,11 @@ class Agent(ProcessGroup):
     def has_launcher(self) -> bool:
         """Whether the only child is a launcher, such as torchrun, that starts the ranks of the node."""
         return self.plan.launcher != "python"
+
+    @property
+    def is_slurm_task(self) -> bool:
+        """Whether Slurm has started this agent, and signals it without the knowledge of any supervisor."""
+        return self.plan.backend not in ("local", "hosts")
 
     def start(self) -> None:
         run, rendezvous = self.attempt.run, self.rendezvous
@@ -145,7 +152,7 @@ class Agent(ProcessGroup):
 
     def on_signal(self, received: signal.Signals) -> None:
         self.received = received
-        if self.rendezvous.has_rank_0 and self.plan.backend != "local" and self.deadline_s is None:
+        if self.rendezvous.has_rank_0 and self.is_slurm_task and self.deadline_s is None:
             record_notice(self.attempt, received)
         self.kill_within(self.plan.grace_s + KILL_MARGIN_S)
 
@@ -229,13 +236,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int)
     parser.add_argument("--node-rank", type=int)
     parser.add_argument("--master-port", type=int)
+    parser.add_argument("--master-addr")
+    parser.add_argument("--peer")
     args = parser.parse_args(argv)
     processes.block_signals()
     if args.node_rank is None:
         return run_slurm_task(RunDir(args.run_dir), int(os.environ[ATTEMPT_VARIABLE]))
     attempt = RunDir(args.run_dir).attempt(args.attempt)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    return run_agent(attempt, plan, local_rendezvous(plan, args.node_rank, args.master_port))
+    rendezvous = local_rendezvous(plan, args.node_rank, args.master_port)
+    if args.master_addr is None:
+        return run_agent(attempt, plan, rendezvous)
+    rendezvous = replace(rendezvous, master_addr=args.master_addr, peer=args.peer)
+    try:
+        check_node(attempt, plan, rendezvous.local_ranks)
+        return run_agent(attempt, plan, rendezvous)
+    except (OSError, TrainkitError) as error:
+        return _refuse(attempt, plan.first_rank_of(args.node_rank), args.node_rank, error)
 
 
 def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> int:
@@ -275,13 +292,15 @@ def run_slurm_task(run: RunDir, number: int) -> int:
         print(f"stopped by {stop} before the ranks started", flush=True)
         return EXIT_STOPPED
     except (OSError, TrainkitError) as error:
-        # For example a missing command, interface or port: record it as the failure of this rank.
-        refusal = (
-            error if isinstance(error, TrainkitError) else TrainkitError(f"cannot start a rank: {error}")
-        )
-        print(refusal.render(), flush=True)
-        record_refusal(attempt, rank, task.node_rank, refusal)
-        return refusal.exit_code
+        return _refuse(attempt, rank, task.node_rank, error)
+
+
+def _refuse(attempt: AttemptDir, rank: int, node_rank: int, error: Exception) -> int:
+    """Record what keeps a rank from starting, such as a missing command or interface, as its failure."""
+    refusal = error if isinstance(error, TrainkitError) else TrainkitError(f"cannot start a rank: {error}")
+    print(refusal.render(), flush=True)
+    record_refusal(attempt, rank, node_rank, refusal)
+    return refusal.exit_code
 
 
 def record_notice(attempt: AttemptDir, received: signal.Signals) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import signal
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from trainkit.job import processes
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, wait_for_json, write_json
+from trainkit.slurm.hosts import node_addr
 
 LOCAL_ADDR = "127.0.0.1"
 """The address of rank 0 when all nodes are this machine."""
@@ -79,6 +81,8 @@ def choose_port(job_id: str, attempt: int) -> int:
 
 
 RENDEZVOUS_TIMEOUT_S = 300.0
+RESOLVE_PATIENCE_S = 20.0
+RESOLVE_RETRY_S = 2.0
 VISIBLE_TIMEOUT_S = 65.0
 """An NFS client may show a stale directory listing for a minute."""
 
@@ -142,12 +146,67 @@ def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> 
     check_step(plan, task)
     per_gpu = plan.per == "gpu"
     local_ranks = (task.local_task,) if per_gpu else tuple(range(plan.workers_of(task.node_rank)))
-    own_host = task.hosts[task.node_rank]
-    others = [host for host in (task.hosts[0], *task.hosts[1:2]) if host != own_host]
-    addr = LOCAL_ADDR if task.num_nodes == 1 else task.hosts[0]
-    is_first = task.node_rank == 0 and task.local_task == 0
-    port = publish_port(attempt, task, addr) if is_first else await_port(attempt, task)
-    return Rendezvous(task.node_rank, local_ranks, addr, port, others[0] if others else None)
+    if task.node_rank == 0 and task.local_task == 0:
+        addr = master_address(task)
+        port = publish_port(attempt, task, addr)
+    else:
+        published, port = await_port(attempt, task)
+        addr = master_address(task, published)
+    peer = None if task.num_nodes == 1 else addr if task.node_rank else _peer_address(task.hosts[1])
+    return Rendezvous(task.node_rank, local_ranks, addr, port, peer)
+
+
+def resolves(name: str) -> bool:
+    """Whether a name or address has an address here."""
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except (OSError, UnicodeError):
+        return False
+
+
+def master_address(task: SlurmTask, published: str | None = None) -> str:
+    """The name or address of the step's first host: its NodeName if that resolves here, else its NodeAddr.
+
+    `published` is the address that the first task uses, which saves a request to Slurm's controller. Raises
+    TrainkitError when neither resolves, and StopSignalReceived when a notice signal arrives meanwhile.
+    """
+    if task.num_nodes == 1:
+        return LOCAL_ADDR
+    name = task.hosts[0]
+    if resolves(name):
+        return name
+    if published not in (None, name) and resolves(str(published)):
+        return str(published)
+    addr, problem = None, ""
+    try:
+        addr = node_addr(name)
+    except TrainkitError as error:
+        problem = f", and Slurm does not give its NodeAddr: {error.message}"
+    if addr is not None:
+        problem = f", and neither does its NodeAddr {addr}" if addr != name else ", which is its NodeAddr too"
+    # The name server may be unavailable for a moment.
+    deadline_s = time.monotonic() + RESOLVE_PATIENCE_S
+    while True:
+        for candidate in (addr, name):
+            if candidate is not None and resolves(candidate):
+                return candidate
+        if time.monotonic() >= deadline_s:
+            raise TrainkitError(
+                f"the node name {name} does not resolve on {socket.gethostname()}{problem}",
+                hint=f"`getent hosts {name}` and `scontrol show node {name}` there must give an address",
+            )
+        _pause(RESOLVE_RETRY_S)
+
+
+def _peer_address(name: str) -> str:
+    """The address of another host, to find the interface towards it; its name when none is known."""
+    if resolves(name):
+        return name
+    try:
+        return node_addr(name)
+    except TrainkitError as error:
+        processes.log_line(f"cannot query the NodeAddr of {name}: {error.message}")
+        return name
 
 
 def check_step(plan: LaunchPlan, task: SlurmTask) -> None:
@@ -177,8 +236,13 @@ def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> int:
     return port
 
 
-def await_port(attempt: AttemptDir, task: SlurmTask, timeout_s: float = RENDEZVOUS_TIMEOUT_S) -> int:
-    """Wait for the port that the first task of the step publishes; raises TrainkitError after the timeout."""
+def await_port(
+    attempt: AttemptDir, task: SlurmTask, timeout_s: float = RENDEZVOUS_TIMEOUT_S
+) -> tuple[str, int]:
+    """Wait for the address and port that the first task of the step publishes.
+
+    Raises TrainkitError after the timeout.
+    """
 
     def is_from_this_step(record: dict[str, object]) -> bool:
         return record.get("step") == task.key
@@ -191,4 +255,4 @@ def await_port(attempt: AttemptDir, task: SlurmTask, timeout_s: float = RENDEZVO
             f"has not published {attempt.rendezvous_file} within {timeout_s:g} s",
             hint=f"check {attempt.node_log(0)}; all nodes must share the filesystem of the run folder",
         ) from None
-    return int(record["port"])
+    return str(record["addr"]), int(record["port"])

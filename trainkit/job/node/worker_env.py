@@ -75,6 +75,11 @@ def worker_environ(
         if plan.launcher == "accelerate" and plan.device == "cpu":
             # Without it, accelerate on a host without GPUs runs every rank as a single process.
             environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if plan.venv is not None:
+        # What its bin/activate does.
+        environ["VIRTUAL_ENV"] = plan.venv
+        environ["PATH"] = f"{plan.venv}/bin:{environ.get('PATH', os.defpath)}"
+        environ.pop("PYTHONHOME", None)
     if WORK_DIR_VARIABLE in inherited and plan.command is not None:
         environ["PWD"] = inherited[WORK_DIR_VARIABLE]
     environ[RUN_DIR_VARIABLE] = run_dir
@@ -107,7 +112,8 @@ def gpu_slice(plan: LaunchPlan, node_rank: int, visible: str | None) -> str:
 def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, ...]:
     """The argv of an agent's child process: a rank, or the launcher of all ranks on a node."""
     if plan.command is None:
-        return module_argv("trainkit.trainer", str(run.path))
+        trainer = module_argv("trainkit.trainer", str(run.path))
+        return trainer if plan.python is None else (*plan.python, *trainer[trainer.index("-m") :])
     if plan.launcher == "python":
         return plan.command
     python = plan.python or (sys.executable,)

@@ -156,6 +156,8 @@ def host_problem(
     memory would also take down other processes.
     """
     state = state_bytes(shape, loaded.config.optimizer.name) * plan.layout.dp_replicate
+    if plan.backend != "local":
+        state //= plan.num_nodes  # the others are other machines
     if plan.slurm is not None or machine.memory is None or state <= machine.memory:
         return None
     what = f"is {loaded.config.model.preset}: weights, gradients and optimizer state take {gib(state)}"
