@@ -56,7 +56,7 @@ def test_what_cannot_be_told_is_not_guessed(
     with pytest.raises(SlurmError, match="cannot tell whether this machine belongs to") as caught:
         choose_backend("auto", environ=environ)
     assert caught.value.exit_code == 3
-    assert "--backend local" in caught.value.hint
+    assert "--set launch.backend=local" in caught.value.hint
     assert choose_backend("local", environ=environ)[0] == "local"
     assert choose_backend("sbatch", environ=environ)[0] == "sbatch"
 
