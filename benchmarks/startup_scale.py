@@ -95,6 +95,7 @@ def simulated(clock: Clock, counts: Counter[str], published_s: float, listens_s:
         patch.object(time, "sleep", clock.sleep),
         patch.object(Path, "iterdir", list_folder),
         patch("trainkit.rundir.read_json", read),
+        patch("trainkit.rundir._read_or_create", read),
         patch.object(socket, "create_connection", connect),
     ):
         yield
@@ -126,7 +127,8 @@ def count(num_tasks: int, seed: int) -> Counter[str]:
         with simulated(clock, counts, published_s, listens_s):
             clock.now_s = starts_s[task]
             if task:
-                wait_for_json(Path("/run/attempts/001/rendezvous.json"), 300.0, pause=clock.sleep)
+                file = Path("/run/attempts/001/rendezvous.json")
+                wait_for_json(file, 300.0, pause=clock.sleep, creates=True)
             clock.now_s = max(clock.now_s, ready_s[task] - PREPARE_SPREAD_S)
             with patch.object(barrier, "_open_store", lambda *_, store=store: store):
                 barrier.startup_barrier(env, StopRequest(), timedelta(seconds=600))

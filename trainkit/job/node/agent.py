@@ -29,6 +29,7 @@ from trainkit.job.node.rendezvous import (
     Rendezvous,
     StopSignalReceived,
     await_plan,
+    has_rendezvous,
     local_rendezvous,
     slurm_rendezvous,
 )
@@ -297,10 +298,11 @@ def superseding_attempt(attempt: AttemptDir) -> int | None:
     or never started does not count.
     """
     run = attempt.run
-    if not run.attempt(attempt.number + 1).path.is_dir():
-        return None  # the usual case: one stat call
-    newer = [number for number in run.attempt_numbers() if number > attempt.number]
-    return next((number for number in reversed(newer) if run.attempt(number).rendezvous_file.exists()), None)
+    # Not by the name of the next attempt: an NFS client would remember for a minute that it is missing, and
+    # the agent of that attempt on this node would wait for as long.
+    newest = run.latest_number() or 0
+    later = range(newest, attempt.number, -1)
+    return next((number for number in later if has_rendezvous(run.attempt(number))), None)
 
 
 OWN_CGROUPS = Path("/proc/self/cgroup")

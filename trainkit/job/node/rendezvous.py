@@ -12,7 +12,7 @@ from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.job import processes
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, wait_for_json, write_json
+from trainkit.rundir import AttemptDir, read_json, wait_for_json, write_json_in_place
 
 LOCAL_ADDR = "127.0.0.1"
 """The address of rank 0 when all nodes are this machine."""
@@ -80,7 +80,7 @@ def choose_port(job_id: str, attempt: int) -> int:
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 VISIBLE_TIMEOUT_S = 65.0
-"""An NFS client may show a stale directory listing for a minute."""
+"""An NFS client may remember for a minute that a name is missing."""
 
 
 class StopSignalReceived(Exception):
@@ -173,7 +173,7 @@ def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> int:
     """Choose a free port on this host, on which rank 0 runs, and publish it to the other tasks."""
     port = choose_port(task.key, attempt.number)
     record = {"step": task.key, "step_id": task.step_id, "addr": addr, "port": port}
-    write_json(attempt.rendezvous_file, {**record, "hosts": list(task.hosts)})
+    write_json_in_place(attempt.rendezvous_file, {**record, "hosts": list(task.hosts)})
     return port
 
 
@@ -184,7 +184,9 @@ def await_port(attempt: AttemptDir, task: SlurmTask, timeout_s: float = RENDEZVO
         return record.get("step") == task.key
 
     try:
-        record = wait_for_json(attempt.rendezvous_file, timeout_s, accept=is_from_this_step, pause=_pause)
+        record = wait_for_json(
+            attempt.rendezvous_file, timeout_s, accept=is_from_this_step, pause=_pause, creates=True
+        )
     except TimeoutError:
         raise TrainkitError(
             f"the first task of step {task.job_id}.{task.step_id}, on {task.hosts[0]}, "
@@ -192,3 +194,11 @@ def await_port(attempt: AttemptDir, task: SlurmTask, timeout_s: float = RENDEZVO
             hint=f"check {attempt.node_log(0)}; all nodes must share the filesystem of the run folder",
         ) from None
     return int(record["port"])
+
+
+def has_rendezvous(attempt: AttemptDir) -> bool:
+    """Whether the first task of an attempt has published its port, so that its ranks start."""
+    try:
+        return "port" in read_json(attempt.rendezvous_file)
+    except (OSError, ValueError):
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -179,6 +180,9 @@ class SlurmAttemptWatch(AttemptWatch):
             ATTEMPT_VARIABLE: str(self.attempt.number),
             SUPERVISOR_VIEW_VARIABLE: self.supervisor_view,
         }
+        # An NFS client that looks for it too early would remember for a minute that it is missing.
+        with contextlib.suppress(OSError):  # the tasks create it too
+            self.attempt.rendezvous_file.touch(mode=0o600)
         with self.attempt.supervisor_log.open("ab") as log:
             self.running[SRUN] = processes.start_child(
                 self.step, environ=environ, output=log, keeps_mask=False
@@ -206,11 +210,8 @@ class SlurmAttemptWatch(AttemptWatch):
         It waits for this one to exit. When only the slurmd of a host dies, Slurm counts the host as lost and
         restarts the job elsewhere.
         """
-        if (
-            self.superseded_by is not None
-            or not self.attempt.run.attempt(self.attempt.number + 1).path.is_dir()
-        ):
-            return  # the usual case: one stat call
+        if self.superseded_by is not None:
+            return
         newer = superseding_entry(self.attempt)
         if newer is None or "pid" not in newer:
             return
@@ -278,9 +279,9 @@ class SlurmAttemptWatch(AttemptWatch):
         try:
             step_id = str(read_json(self.attempt.rendezvous_file)["step_id"])
             kill_step(str(slurm_job_id()), step_id, patience_s=0.0)
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):
             return  # the step ended before its rendezvous
-        except (OSError, ValueError, KeyError, TrainkitError) as error:
+        except (OSError, KeyError, TrainkitError) as error:
             log_line(f"cannot kill the tasks of the step: {error}")
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:

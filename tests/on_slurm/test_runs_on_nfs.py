@@ -1,0 +1,76 @@
+"""Runs in a folder that each host sees as an NFS client does: no start waits for a cache to expire."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.on_slurm.login import Login, log_of
+from tests.support.nfs import FAST_S, mounted_by, nfs_clients
+from tools.slurm_cluster.cluster import Cluster
+from trainkit.rundir import RunDir, parse_time, read_jsonl
+
+MOUNT = """
+import sys
+from pathlib import Path
+from tests.support.nfs import mount
+mount(int(sys.argv[1]), Path(sys.argv[2]))
+"""
+FAILS_ONCE = """
+import os, sys, time
+print("started at", time.time(), flush=True)
+time.sleep(5)  # long enough for the agents to look at the run folder
+sys.exit(int(os.environ["TRAINKIT_JOB_ATTEMPT"] == "1"))
+"""
+
+
+@pytest.fixture
+def nfs(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
+    """A folder that the login node and the hosts mount at the same path, as clients of their own."""
+    server, shared = tmp_path / "server", tmp_path / "home"
+    server.mkdir()
+    with ExitStack() as stack:
+        stack.enter_context(nfs_clients(server, shared))
+        for index in range(1, len(cluster.hosts) + 1):
+            stack.enter_context(mounted_by(server, lambda fd, host=index: _mount(cluster, host, fd, shared)))
+            stack.callback(cluster.run, ["umount", "--lazy", str(shared)], host=index)
+        yield shared
+
+
+def _mount(cluster: Cluster, host: int, descriptor: int, folder: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    argv = cluster.command_line([sys.executable, "-c", MOUNT, str(descriptor), str(folder)], host, root)
+    subprocess.run(argv, env=cluster.environ, pass_fds=[descriptor], check=True, timeout=30, cwd=root)
+
+
+def on_server(run: RunDir, shared: Path) -> RunDir:
+    """The run folder without any cache in between."""
+    return RunDir(shared.with_name("server") / run.path.relative_to(shared))
+
+
+def start_times_s(run: RunDir, attempt: int, num_ranks: int = 2) -> list[float]:
+    """Seconds from the start of the step to the start of each rank."""
+    (started,) = [
+        event["time"]
+        for event in read_jsonl(run.events_file)
+        if event["event"] == "started" and event["attempt"] == attempt
+    ]
+    time = parse_time(started)
+    assert time is not None
+    logs = [log_of(run, rank, attempt) for rank in range(num_ranks)]
+    return [float(log.split("started at ")[1].split()[0]) - time.timestamp() for log in logs]
+
+
+def test_a_run_starts_and_restarts_at_once(cluster: Cluster, nfs: Path) -> None:
+    login = Login(cluster, nfs)
+    login.script(FAILS_ONCE)
+    args = ["--nodes", "2", "--gpus-per-node", "1", "--", "python", "script.py"]
+    run = on_server(login.submit(*args), nfs)
+    login.wait_for_end(run, attempt=2)
+    for attempt in (1, 2):
+        assert max(start_times_s(run, attempt)) < FAST_S, login.logs_and_attempts(run)
