@@ -36,6 +36,7 @@ from trainkit.job.node.rendezvous import (
 from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task
 from trainkit.job.node.worker_env import ATTEMPT_VARIABLE, worker_argv, worker_environ, worker_rank
 from trainkit.job.processes import log_line, redirect_output
+from trainkit.job.rank_env import NONCE_VARIABLE
 from trainkit.job.signals import (
     combine_exit_codes,
     describe_exit,
@@ -92,6 +93,7 @@ class Agent(ProcessGroup):
                 local_rank,
                 rendezvous.master_addr,
                 rendezvous.master_port,
+                rendezvous.nonce,
             )
             environ = worker_environ(
                 self.plan,
@@ -236,7 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_slurm_task(RunDir(args.run_dir), int(os.environ[ATTEMPT_VARIABLE]))
     attempt = RunDir(args.run_dir).attempt(args.attempt)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    return run_agent(attempt, plan, local_rendezvous(plan, args.node_rank, args.master_port))
+    nonce = os.environ.get(NONCE_VARIABLE, "")
+    return run_agent(attempt, plan, local_rendezvous(plan, args.node_rank, args.master_port, nonce))
 
 
 def run_agent(attempt: AttemptDir, plan: LaunchPlan, rendezvous: Rendezvous) -> int:

@@ -18,9 +18,11 @@ from trainkit.job.failure.records import first_exit_code
 from trainkit.job.failure.srun_errors import first_task_exit, node_of_killed_task, was_aborted
 from trainkit.job.node.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
+from trainkit.job.node.rendezvous import new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.node.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.processes import log_line, module_argv
+from trainkit.job.rank_env import NONCE_VARIABLE
 from trainkit.job.record import describe_superseded, find_entry, superseding_entry
 from trainkit.job.signals import is_death_by_notice, signal_exit_code
 from trainkit.job.watch.hangs import HangWatch
@@ -95,13 +97,15 @@ class LocalAttemptWatch(AttemptWatch):
         self._stop_requested_s = 0.0
 
     def start(self) -> None:
+        # In the environment: every user of the machine can read the arguments of a process.
+        environ = {**os.environ, NONCE_VARIABLE: new_nonce()}
         for node_rank in range(self.plan.num_nodes):
             options = ["--attempt", str(self.attempt.number), "--node-rank", str(node_rank)]
             port = ["--master-port", str(self.master_port)]
             argv = module_argv("trainkit.job.node.agent", str(self.attempt.run.path), *options, *port)
             with self.attempt.node_log(node_rank).open("ab") as log:
                 self.running[node_rank] = processes.start_child(
-                    argv, environ=os.environ, output=log, keeps_mask=True
+                    argv, environ=environ, output=log, keeps_mask=True
                 )
 
     def end_all(self) -> None:
