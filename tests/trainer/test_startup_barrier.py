@@ -15,11 +15,14 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from tests.support.runs import make_attempt
-from trainkit.errors import TrainkitError
+from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import read_json
 from trainkit.trainer import startup_barrier as module
 from trainkit.trainer import worker
+from trainkit.trainer.progress import Progress
 from trainkit.trainer.startup_barrier import startup_barrier
 
 SOON = timedelta(seconds=0.3)
@@ -122,3 +125,22 @@ def test_keys_of_two_jobs_do_not_mix(port: int) -> None:
     assert startup_barrier(rank(1, port), StopRequest(), timedelta(seconds=60)) is not None
     thread.join()
     assert got[0] is not None
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_rank_0_looks_at_the_shards_for_all(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = make_attempt(tmp_path / "run", num_procs=2)
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    asked: list[bool] = []
+    stop = StopRequest()
+
+    def build_task(*args: Any, checks_data: bool) -> None:
+        asked.append(checks_data)
+
+    monkeypatch.setattr(worker, "build_task", build_task)
+    monkeypatch.setattr(worker, "find_rank_env", lambda: rank(number, 1))
+    monkeypatch.setattr(worker, "join_world", lambda *args: None)
+    assert worker.run_worker(attempt, plan, stop, Progress()) == EXIT_STOPPED
+    assert asked == [number == 0]
