@@ -106,13 +106,17 @@ def unreadable(error: OSError) -> str:
 def plain_damage(checkpoint: Checkpoint) -> str:
     """The damage that the manifest and the file sizes show; empty without one.
 
-    Raises OSError for a file that cannot be read: the host may be at fault, not the checkpoint.
+    Raises OSError for a file that cannot be read: the host may be at fault, not the checkpoint. That includes
+    a file that the folder lists: an NFS client may remember for a minute that it was missing.
     """
     try:
         manifest = checkpoint.manifest()
         return _manifest_damage(checkpoint, manifest) or _size_damage(checkpoint, manifest["files"])
     except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
+        file = Path(error.filename)
+        if checkpoint.path.is_dir() and file in checkpoint.path.iterdir():
+            raise
+        return f"{file.name} is missing"
     except (AttributeError, TypeError, ValueError) as error:
         return f"{MANIFEST_NAME} cannot be read ({error})"
 

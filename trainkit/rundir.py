@@ -149,6 +149,14 @@ class RunDir:
     def attempt(self, number: int) -> AttemptDir:
         return AttemptDir(self, number)
 
+    def latest_number(self) -> int | None:
+        """The attempt that ``attempts/latest`` points to; None without the link."""
+        try:
+            name = (self.attempts_dir / "latest").readlink().name
+        except OSError:
+            return None
+        return int(name) if name.isdigit() else None
+
     def attempt_numbers(self) -> list[int]:
         """The numbers of the existing attempts, oldest first; they start at 1."""
         if not self.attempts_dir.is_dir():
@@ -231,7 +239,7 @@ class AttemptDir:
 
     @property
     def rendezvous_file(self) -> Path:
-        """The address at which the ranks of a Slurm step connect; written by its first task."""
+        """The address at which the ranks of a Slurm step connect; empty until its first task writes it."""
         return self.path / "rendezvous.json"
 
     @property
@@ -322,9 +330,21 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-NFS_POLL_S = 0.05
+def write_json_in_place(path: Path, value: Any) -> None:
+    """Write one JSON value into a file for which other hosts wait with `wait_for_json`; creates it if needed.
+
+    The file stays the one that they have opened before. A reader may see a part of it: it is then not JSON.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+WAIT_POLL_S = 0.05
 LONGEST_POLL_S = 1.0
-"""Every task of a job may wait for the same file, on one file server."""
+"""Every node of a job may wait for the same file, on one file server."""
 
 
 def wait_for_json(
@@ -333,19 +353,19 @@ def wait_for_json(
     *,
     accept: Callable[[Any], bool] = lambda value: True,
     pause: Callable[[float], object] = time.sleep,
+    creates: bool = False,
 ) -> Any:
     """Wait until a file that another host writes is visible and `accept` is true; returns its JSON value.
 
-    An NFS client caches directory entries; listing the folders makes it query the server again.
-    Raises TimeoutError, with the reason, if the file does not appear in time. `pause` may raise to stop.
+    An NFS client remembers for up to a minute that a name is missing, but asks the server about a file that
+    exists each time it is opened. With `creates`, the file is created empty if it is missing, for the other
+    host to write it in place. Raises TimeoutError, with the reason, if the value does not appear in time.
+    `pause` may raise to stop.
     """
-    deadline_s, pause_s = time.monotonic() + timeout_s, NFS_POLL_S
+    deadline_s, pause_s = time.monotonic() + timeout_s, WAIT_POLL_S
     while True:
-        for folder in (path.parent.parent, path.parent):
-            with contextlib.suppress(OSError):
-                list(folder.iterdir())
         try:
-            value = read_json(path)
+            value = read_json(path) if not creates else _read_or_create(path)
             if accept(value):
                 return value
             reason = "it is from another start"
@@ -355,6 +375,24 @@ def wait_for_json(
             raise TimeoutError(reason)
         pause(pause_s)
         pause_s = min(LONGEST_POLL_S, 1.5 * pause_s)
+
+
+def _read_or_create(path: Path) -> Any:
+    """The JSON value in a file, which is created empty if it is missing."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), encoding="utf-8") as stream:
+        return json.loads(stream.read())
+
+
+def refresh_listing(folder: Path) -> None:
+    """Have the next listing of a folder come from the server.
+
+    An NFS client may list a folder as it was up to a minute ago, unless it has changed the folder itself.
+    """
+    # On a full or unwritable disk, or without the folder, the listing is as good as it was.
+    with contextlib.suppress(OSError):
+        handle, name = tempfile.mkstemp(prefix=".refresh.", dir=folder)
+        os.close(handle)
+        os.unlink(name)
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,18 @@
 import json
 import multiprocessing
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 from dataset_content import content_of, rows
 
-from trainkit.data.cache import cache_folder, ensure_prepared, has_validation
+from tests.support.nfs import nfs_clients
+from trainkit.data.cache import cache_folder, cache_key, ensure_prepared, has_validation
 from trainkit.data.dataset_file import is_dataset
 from trainkit.data.prepare import prepare
 from trainkit.data.shards import open_dataset
-from trainkit.data.sources import DatasetSpec
+from trainkit.data.sources import DatasetSpec, dataset_spec, find_inputs
 from trainkit.errors import UsageError
 
 
@@ -152,3 +154,36 @@ def test_many_processes_at_once(data_config, tmp_path):
         assert process.exitcode == 0
     assert len({json.dumps(one) for one in found}) == 1
     assert sum(path.is_dir() for path in (tmp_path / "cache").iterdir()) == 1
+
+
+def test_shards_that_another_rank_checks(data_config, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("hello world\n" * 100)
+    config = data_config(source=str(tmp_path / "a.txt"), val_fraction=0.5)
+    folder = ensure_prepared(config)
+    looked_at = []
+    real = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **more: looked_at.append(path.name) or real(path, **more))
+    for split in ("train", "val"):
+        open_dataset(config, 8, split, checks_sizes=False)
+        assert has_validation(config, checks_sizes=False)
+    assert not [name for name in looked_at if name.endswith(".bin")]
+    open_dataset(config, 8, "train")
+    assert {name for name in looked_at if name.endswith(".bin")} == {
+        path.name for path in folder.glob("*.bin")
+    }
+
+
+def test_data_that_another_host_has_prepared_meanwhile_on_nfs(data_config, tmp_path, monkeypatch):
+    """The NFS client of this host remembers that they were missing."""
+    (tmp_path / "server").mkdir()
+    (tmp_path / "a.txt").write_text("hello world\n" * 100)
+    first, other = tmp_path / "first", tmp_path / "other"
+    with nfs_clients(tmp_path / "server", first, other):
+        config = data_config(source=str(tmp_path / "a.txt"), cache_dir=str(first))
+        key = cache_key(dataset_spec(config), find_inputs(dataset_spec(config)))
+        assert not is_dataset(other / key)
+        assert ensure_prepared(config) == first / key
+        assert not is_dataset(other / key)
+        monkeypatch.setattr("trainkit.data.prepare.prepare", lambda *args: pytest.fail("prepared again"))
+        assert ensure_prepared(data_config(source=config.source, cache_dir=str(other))) == other / key
+        assert is_dataset(other / key)

@@ -100,6 +100,20 @@ def test_missing_shard_is_named(tmp_path):
         TokenShards(folder, "train", 8)
 
 
+@pytest.mark.parametrize("num_bytes", [60, 61, 0, None])
+def test_a_shard_that_another_rank_has_checked_is_checked_at_its_first_use(tmp_path, num_bytes):
+    folder = write_dataset(tmp_path / "d", [50, 50])
+    shard = folder / "train-00001.bin"
+    shard.unlink()
+    data = pickle.loads(pickle.dumps(TokenShards(folder, "train", 8, checks_sizes=False)))
+    if num_bytes is not None:
+        shard.write_bytes(bytes(num_bytes))
+    assert data.read([0]).shape == (1, 9)
+    what = "cannot be opened" if num_bytes is None else f"has {num_bytes} bytes, expected 100"
+    with pytest.raises(UsageError, match=rf"train-00001\.bin {what}"):
+        data.read([11])
+
+
 def test_split_shorter_than_a_sample(tmp_path):
     folder = write_dataset(tmp_path / "d", [10])
     with pytest.raises(UsageError, match=r"10 tokens, fewer than one sample of data\.seq_len 10") as caught:

@@ -166,6 +166,20 @@ def test_what_is_written_as_it_is_may_be_known_when_the_template_is_compiled(tmp
 )
 def test_a_template_reaches_no_internals_of_python(project: Path, expression: str) -> None:
     path = write(project, f"one\n{{{{ {expression} | string }}}}")
-    with pytest.raises(UsageError, match="unsafe"):
+    with pytest.raises(UsageError, match="unsafe") as caught:
         render("mine.j2", {**CONTEXT, "words": test_filters}, project)
-    assert path.exists()
+    assert caught.value.message.startswith(f"{path}:2: ")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["plan.update({'nodes': 9})", "hosts.append('evil')", "plan.pop('nodes')", "hosts.clear()"],
+)
+def test_a_template_cannot_change_what_is_run(project: Path, expression: str) -> None:
+    """The plan that it describes is the one that the job reads."""
+    path = write(project, f"one\ntwo {{{{ {expression} }}}}")
+    context: dict[str, Any] = {"plan": {"nodes": 2}, "hosts": ["a"]}
+    error = refusal(project, **context)
+    assert error.message.startswith(f"{path}:2: ")
+    assert "unsafe" in error.message
+    assert context == {"plan": {"nodes": 2}, "hosts": ["a"]}

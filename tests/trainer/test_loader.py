@@ -5,20 +5,34 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.planner import SavePlan
 
 from tests.support.models import ALONE
+from tests.support.nfs import FAST_S, nfs_clients
 from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, CheckpointError, TrainkitError
-from trainkit.manifest import SEAL, Checkpoint, best_step, file_hash, point_best_at, published, seal
+from trainkit.manifest import (
+    SEAL,
+    Checkpoint,
+    best_step,
+    file_hash,
+    find_damage,
+    partials,
+    point_best_at,
+    published,
+    seal,
+)
 from trainkit.rundir import RunDir, read_jsonl, write_json
 from trainkit.trainer.checkpoint import loader
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
+from trainkit.trainer.checkpoint.storage import HashingWriter
 
 TENSORS = {"a": torch.randn(200, 30), "b": torch.tensor(1.0)}
 
@@ -178,6 +192,51 @@ def test_a_view_that_is_late_is_waited_for(
     monkeypatch.setattr(loader, "RETRY_S", 0.01)
     assert chosen_step(run) == 3
     assert "the checkpoint of step 3 is recorded in events.jsonl but not visible; retrying" in caplog.text
+
+
+def test_what_another_host_has_published_on_nfs(tmp_path: Path) -> None:
+    """The NFS client of this host has seen the folder of the save before its files and its last name."""
+    (tmp_path / "server").mkdir()
+    with nfs_clients(tmp_path / "server", tmp_path / "first", tmp_path / "other"):
+        first, other = RunDir(tmp_path / "first"), RunDir(tmp_path / "other")
+        folders = [first.checkpoint_dir(step).with_suffix(".attempt-001.partial") for step in (1, 2)]
+        for folder in folders:
+            folder.mkdir(parents=True)
+        for folder in partials(other.checkpoints_dir):
+            # As the ranks of this host do when they write their part.
+            writer = HashingWriter(folder)
+            writer.set_up_storage_writer(is_coordinator=False)
+            writer.prepare_local_plan(SavePlan([]))
+        saver = CheckpointSaver(first, 1, ALONE, TENSORS, keep_last=9)
+        for step in (1, 2):
+            progress = {"progress": {"samples_seen": 16 * step}}
+            saver.save(SaveRequest(step, progress, False, "test"), blocking=True)
+        assert partials(other.checkpoints_dir)
+        assert not partials(first.checkpoints_dir)
+        started_s = time.monotonic()
+        assert chosen_step(other) == 2
+        assert time.monotonic() - started_s < FAST_S
+        assert [checkpoint.step for checkpoint in published(first.checkpoints_dir)] == [1, 2]
+        assert not any(map(find_damage, published(first.checkpoints_dir)))
+        assert rejections(other) == []
+
+
+def test_a_file_that_is_listed_is_not_missing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NFS client may have looked for it before it was there."""
+    real, looks = Path.open, []
+
+    def late(path: Path, *args: Any, **options: Any) -> Any:
+        if path == run.checkpoint_dir(3) / MANIFEST:
+            looks.append(path)
+            if len(looks) < 4:
+                raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", late)
+    monkeypatch.setattr(loader, "SETTLE_S", 5.0)
+    monkeypatch.setattr(loader, "RETRY_S", 0.01)
+    assert chosen_step(run) == 3
+    assert rejections(run) == []
 
 
 def test_a_file_that_cannot_be_read_yet_is_read_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,19 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from tests.support.runs import make_attempt
-from trainkit.errors import TrainkitError
+from trainkit.errors import EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.signals import StopRequest
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import read_json
 from trainkit.trainer import startup_barrier as module
 from trainkit.trainer import worker
+from trainkit.trainer.progress import Progress
 from trainkit.trainer.startup_barrier import startup_barrier
 
 SOON = timedelta(seconds=0.3)
 
 
-def rank(number: int, port: int) -> RankEnv:
+def rank(number: int, port: int, nonce: str = "a") -> RankEnv:
     return RankEnv(
         rank=number,
         local_rank=number,
@@ -35,6 +39,7 @@ def rank(number: int, port: int) -> RankEnv:
         source="a test",
         master_addr="127.0.0.1",
         master_port=port,
+        nonce=nonce,
     )
 
 
@@ -85,3 +90,57 @@ def test_who_prints_still_prepares(tmp_path: Path) -> None:
     long_ago = time.time() - worker.LOG_IDLE_S - 1
     os.utime(attempt.rank_log(1), (long_ago, long_ago))
     assert not worker._is_writing_log(attempt, 1)
+
+
+@pytest.mark.parametrize("nonce", ["b", ""])
+def test_a_rank_of_another_job_at_the_same_address(port: int, nonce: str) -> None:
+    """It is refused, and does not count as the rank that is waited for."""
+    thread, got = in_thread(lambda: startup_barrier(rank(0, port), StopRequest(), timedelta(seconds=60)))
+    message = f"rank 1 has reached another job at 127.0.0.1:{port}, not rank 0 of its own attempt"
+    with pytest.raises(TrainkitError, match=message) as caught:
+        startup_barrier(rank(1, port, nonce), StopRequest(), timedelta(seconds=60))
+    assert "next attempt" in caught.value.hint
+    assert thread.is_alive()
+    store = startup_barrier(rank(1, port), StopRequest(), timedelta(seconds=60))
+    thread.join()
+    assert store is not None
+    store.set("key", "value")
+    assert got[0].get("key") == b"value"
+
+
+def test_a_store_that_no_rank_0_has_made(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example that of another training program, which listens on the port first."""
+    monkeypatch.setattr(module, "IDENTITY_TIMEOUT", SOON)
+    other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with pytest.raises(TrainkitError, match="has reached another job"):
+        startup_barrier(rank(1, port), StopRequest(), timedelta(seconds=60))
+    assert other.num_keys() <= 1
+
+
+def test_keys_of_two_jobs_do_not_mix(port: int) -> None:
+    thread, got = in_thread(lambda: startup_barrier(rank(0, port), StopRequest(), timedelta(seconds=60)))
+    module._wait_for_main(rank(1, port), StopRequest(), 60.0, lambda number: False)
+    other = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    other.set("verdict", "stop")
+    assert startup_barrier(rank(1, port), StopRequest(), timedelta(seconds=60)) is not None
+    thread.join()
+    assert got[0] is not None
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_rank_0_looks_at_the_shards_for_all(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = make_attempt(tmp_path / "run", num_procs=2)
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    asked: list[bool] = []
+    stop = StopRequest()
+
+    def build_task(*args: Any, checks_data: bool) -> None:
+        asked.append(checks_data)
+
+    monkeypatch.setattr(worker, "build_task", build_task)
+    monkeypatch.setattr(worker, "find_rank_env", lambda: rank(number, 1))
+    monkeypatch.setattr(worker, "join_world", lambda *args: None)
+    assert worker.run_worker(attempt, plan, stop, Progress()) == EXIT_STOPPED
+    assert asked == [number == 0]

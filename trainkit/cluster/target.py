@@ -65,8 +65,8 @@ def choose_backend(
         raise SlurmError(
             f"cannot tell whether this machine belongs to a Slurm cluster: found {sbatch} but no slurm.conf, "
             "and `sbatch --version` gives no answer",
-            hint="`--set launch.backend=sbatch` submits to Slurm, `--set launch.backend=local` trains on this "
-            "machine",
+            hint="`--set launch.backend=sbatch` submits to Slurm, "
+            "`--set launch.backend=local` trains on this machine",
         )
     if finds:
         return "sbatch", f"sbatch: found {sbatch}, which knows a cluster"

@@ -74,17 +74,18 @@ def cannot_be_written(folder: Path) -> bool:
 _PARTIAL_SUFFIX = ".partial"
 
 
-def has_validation(config: DataConfig) -> bool:
+def has_validation(config: DataConfig, checks_sizes: bool = True) -> bool:
     """Whether the data of a config has a `val` split; prepares the data first if necessary."""
-    return read_dataset_file(ensure_prepared(config)).num_tokens(VAL) > 0
+    return read_dataset_file(ensure_prepared(config, checks_sizes)).num_tokens(VAL) > 0
 
 
-def ensure_prepared(config: DataConfig) -> Path:
+def ensure_prepared(config: DataConfig, checks_sizes: bool = True) -> Path:
     """The folder with the token shards of a config.
 
     A prepared `data.source` is used directly, with its own tokenizer; other sources are tokenised into the
-    cache once. If several processes call this, one prepares the data and the others wait. Raises UsageError
-    for unusable sources and for a cache that cannot be written.
+    cache once. If several processes call this, one prepares the data and the others wait. With `checks_sizes`
+    a cached dataset with missing or truncated shards is prepared again. Raises UsageError for unusable
+    sources and for a cache that cannot be written.
     """
     folder = prepared_folder(config)
     if folder is not None:
@@ -94,7 +95,8 @@ def ensure_prepared(config: DataConfig) -> Path:
     spec = dataset_spec(config)
     cache = cache_folder(config)
     target = cache / cache_key(spec, find_inputs(spec))
-    _set_aside_if_damaged(target)
+    if checks_sizes:
+        _set_aside_if_damaged(target)
     if not is_dataset(target):
         _prepare_into(cache, target, spec, max(1, config.num_workers))
     return target
@@ -127,7 +129,7 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
             wait=True,
         )
         with lock:
-            if is_dataset(target):
+            if _has_appeared(target):
                 return
             with show_progress("preparing data") as on_progress:
                 try:
@@ -139,3 +141,16 @@ def _prepare_into(cache: Path, target: Path, spec: DatasetSpec, workers: int) ->
             partial.rename(target)
     except OSError as error:
         raise UsageError(f"cannot write the data cache {cache}: {error.strerror}", hint=CACHE_HINT) from error
+
+
+def _has_appeared(target: Path) -> bool:
+    """Whether another host has prepared a dataset that was missing; call with the lock held.
+
+    An NFS client may remember for a minute that it is missing. Creating its folder asks the server.
+    """
+    try:
+        target.mkdir()
+    except FileExistsError:
+        return is_dataset(target)
+    target.rmdir()
+    return False

@@ -124,15 +124,18 @@ def read_dataset_file(folder: Path) -> DatasetFile:
 def check_shard_sizes(folder: Path, file: DatasetFile, split: str) -> None:
     """Raise UsageError if a shard of a split is missing or its size has changed."""
     for shard in file.splits.get(split, ()):
-        path = folder / shard.file
-        expected = shard.num_tokens * TOKEN_BYTES[file.dtype]
-        hint = "copy the dataset again, or prepare it again into another folder"
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise UsageError(f"shard {path} cannot be opened: {error.strerror}", hint=hint) from None
-        if size != expected:
-            raise UsageError(f"shard {path} has {size:,} bytes, expected {expected:,}", hint=hint)
+        check_shard_size(folder / shard.file, shard.num_tokens * TOKEN_BYTES[file.dtype])
+
+
+def check_shard_size(path: Path, expected: int) -> None:
+    """Raise UsageError if a shard is missing or does not have the expected number of bytes."""
+    hint = "copy the dataset again, or prepare it again into another folder"
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise UsageError(f"shard {path} cannot be opened: {error.strerror}", hint=hint) from None
+    if size != expected:
+        raise UsageError(f"shard {path} has {size:,} bytes, expected {expected:,}", hint=hint)
 
 
 def _parse(record: dict[str, Any]) -> DatasetFile:

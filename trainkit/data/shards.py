@@ -10,7 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trainkit.data.cache import ensure_prepared
-from trainkit.data.dataset_file import TokenizerIdentity, check_shard_sizes, read_dataset_file
+from trainkit.data.dataset_file import (
+    TokenizerIdentity,
+    check_shard_size,
+    check_shard_sizes,
+    read_dataset_file,
+)
 from trainkit.data.sources import DataConfig
 from trainkit.errors import UsageError
 
@@ -26,23 +31,24 @@ class TokenShards:
     reads no tokens. Safe to read from several threads, to fork and to pickle.
     """
 
-    def __init__(self, folder: str | Path, split: str, seq_len: int) -> None:
+    def __init__(self, folder: str | Path, split: str, seq_len: int, checks_sizes: bool = True) -> None:
         self.folder = Path(folder)
         self.split = split
         self.seq_len = seq_len
         self._file = read_dataset_file(self.folder)
         self._shards = self._file.splits.get(split, ())
-        check_shard_sizes(self.folder, self._file, split)
+        if checks_sizes:
+            check_shard_sizes(self.folder, self._file, split)
         counts = [shard.num_tokens for shard in self._shards]
         self._ends = np.cumsum(np.array(counts, dtype=np.int64))
         self.num_tokens = int(sum(counts))
         if self.num_tokens < seq_len + 1:
             raise _too_short(self.folder, split, self.num_tokens, seq_len)
         dtype = np.dtype(self._file.dtype).newbyteorder("<")
-        self._open_shard = lru_cache(maxsize=MAX_OPEN_SHARDS)(partial(np.memmap, dtype=dtype, mode="r"))
+        self._open_shard = lru_cache(maxsize=MAX_OPEN_SHARDS)(partial(_map_shard, self.folder, dtype))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenShards, (self.folder, self.split, self.seq_len)
+        return TokenShards, (self.folder, self.split, self.seq_len, False)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -89,18 +95,31 @@ class TokenShards:
         while filled < len(row):
             shard = self._shards[number]
             offset = start + filled - (int(self._ends[number]) - shard.num_tokens)
-            piece = self._open_shard(self.folder / shard.file)[offset : offset + len(row) - filled]
+            piece = self._open_shard(shard.file, shard.num_tokens)[offset : offset + len(row) - filled]
             row[filled : filled + len(piece)] = piece
             filled += len(piece)
             number += 1
 
 
-def open_dataset(config: DataConfig, seq_len: int, split: str) -> TokenShards:
+def _map_shard(folder: Path, dtype: np.dtype[Any], file: str, num_tokens: int) -> npt.NDArray[Any]:
+    """The tokens of a shard; raises UsageError if it was cut off, which would shift all that follow."""
+    path = folder / file
+    try:
+        tokens: npt.NDArray[Any] = np.memmap(path, dtype=dtype, mode="r")
+    except (OSError, ValueError):
+        check_shard_size(path, num_tokens * dtype.itemsize)
+        raise
+    if len(tokens) != num_tokens:
+        check_shard_size(path, num_tokens * dtype.itemsize)
+    return tokens
+
+
+def open_dataset(config: DataConfig, seq_len: int, split: str, checks_sizes: bool = True) -> TokenShards:
     """The `train` or `val` split of the data of a config; prepares the data first if necessary.
 
     Raises UsageError for unusable data and for a split shorter than one sample.
     """
-    return TokenShards(ensure_prepared(config), split, seq_len)
+    return TokenShards(ensure_prepared(config, checks_sizes), split, seq_len, checks_sizes)
 
 
 def _too_short(folder: Path, split: str, num_tokens: int, seq_len: int) -> UsageError:

@@ -25,7 +25,16 @@ from trainkit.job.record import (
     set_follow_ups,
 )
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, log_event, read_end, read_json, wait_for_json, will_resume
+from trainkit.rundir import (
+    AttemptDir,
+    RunDir,
+    log_event,
+    read_end,
+    read_json,
+    refresh_listing,
+    wait_for_json,
+    will_resume,
+)
 from trainkit.slurm.client import SlurmRefused
 from trainkit.slurm.conf_file import other_cluster
 from trainkit.slurm.jobs import job_details
@@ -105,6 +114,7 @@ def _forget_follow_up(run: RunDir, job_id: str) -> None:
 
 def _claim(run: RunDir, job_id: str) -> AttemptDir | str:
     """`claim_attempt` with the lock held, when no other job carries the run."""
+    refresh_listing(run.attempts_dir)
     own = entries_of(run, job_id)
     follows = not own and is_follow_up(run, job_id)
     if any("cancelled_at" in entry for entry in own):

@@ -24,9 +24,16 @@ from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import Decision, Outcome, RestartOptions
 from trainkit.job.node.preflight import SUPERVISOR_VIEW_VARIABLE, plan_digest, supervisor_view
 from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
-from trainkit.job.node.rendezvous import LOCAL_ADDR, VISIBLE_TIMEOUT_S, StopSignalReceived, await_plan
+from trainkit.job.node.rendezvous import (
+    LOCAL_ADDR,
+    VISIBLE_TIMEOUT_S,
+    StopSignalReceived,
+    await_plan,
+    new_nonce,
+)
 from trainkit.job.node.static_rendezvous import HostLink, HostPlace, dismiss, stopped_error
 from trainkit.job.processes import module_argv, redirect_output
+from trainkit.job.rank_env import NONCE_VARIABLE
 from trainkit.job.record import become_sole_supervisor, read_job
 from trainkit.job.signals import NOTICE_SIGNALS, is_death_by_notice, signal_exit_code
 from trainkit.job.watch.attempt import LocalAttemptWatch
@@ -52,6 +59,7 @@ class HostAttempt:
     """The run folder as node 0 sees it, for the preflight checks of the other hosts."""
     work_dir: str | None
     """The folder in which a command starts."""
+    nonce: str
 
     @property
     def folder(self) -> AttemptDir:
@@ -84,6 +92,7 @@ def announce(
         plan_digest=plan_digest(attempt),
         view=supervisor_view(attempt),
         work_dir=None if work_dir is None else str(work_dir),
+        nonce=new_nonce(),
     )
     for link in links.values():
         link.send(**vars(found))
@@ -129,7 +138,7 @@ def _start_agent(found: HostAttempt, place: HostPlace, peer: str | None) -> subp
     where = ["--master-addr", addr, "--master-port", str(place.master_port)]
     where += [] if peer is None else ["--peer", peer]
     node = ["--attempt", str(found.attempt), "--node-rank", str(place.node_rank)]
-    environ = {**os.environ, SUPERVISOR_VIEW_VARIABLE: found.view}
+    environ = {**os.environ, SUPERVISOR_VIEW_VARIABLE: found.view, NONCE_VARIABLE: found.nonce}
     environ.pop(WORK_DIR_VARIABLE, None)
     if found.work_dir is not None:
         environ[WORK_DIR_VARIABLE] = found.work_dir

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainkit.errors import UsageError
 
+NONCE_VARIABLE = "TRAINKIT_JOB_NONCE"
+"""By its value the ranks of an attempt tell its rank 0 from that of another job at the same address."""
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -17,6 +19,7 @@ RANK_VARIABLES = (
     "GROUP_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
+    NONCE_VARIABLE,
 )
 """Variables that make a process a rank; a job started from inside another job must not inherit them."""
 
@@ -35,6 +38,8 @@ class RankEnv:
     master_port: int
     source: str
     """Where the values come from: ``environment``, ``single process`` or ``agent``."""
+    nonce: str = field(default="", repr=False)
+    """Random and equal on all ranks of an attempt; empty if another launcher has started them."""
 
     def to_environ(self) -> dict[str, str]:
         """The environment variables that torch.distributed and launchers read."""
@@ -89,6 +94,7 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
         master_addr=environ["MASTER_ADDR"],
         master_port=number("MASTER_PORT"),
         source="environment",
+        nonce=environ.get(NONCE_VARIABLE, ""),
     )
     if not 0 <= found.rank < found.world_size or not 0 <= found.local_rank < found.local_world_size:
         raise UsageError(

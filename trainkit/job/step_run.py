@@ -22,7 +22,7 @@ from trainkit.job.node.agent import run_slurm_task
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.job.node.worker_env import ATTEMPT_VARIABLE
 from trainkit.job.watch.hangs import read_hangs
-from trainkit.rundir import AttemptDir, RunDir, read_jsonl, wait_for_json, write_json
+from trainkit.rundir import AttemptDir, RunDir, read_jsonl, wait_for_json, write_json_in_place
 
 ANNOUNCE_TIMEOUT_S = 300.0
 NO_RESTART = RestartOptions(unavailable_reason="an interactive step is not restarted")
@@ -45,7 +45,7 @@ def announce(folder: Path, task: SlurmTask, value: dict[str, Any]) -> None:
     """Announce ``run_dir`` and ``attempt`` to the other tasks, or the ``exit_code`` of a failed start."""
     file = announcement_file(folder, task)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, value)
+    write_json_in_place(file, value)
 
 
 def withdraw(folder: Path, task: SlurmTask) -> None:
@@ -62,7 +62,8 @@ def await_announcement(
     """
     file = announcement_file(folder, task)
     try:
-        value = wait_for_json(file, timeout_s)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        value = wait_for_json(file, timeout_s, creates=True)
     except TimeoutError:
         raise TrainkitError(
             f"task 0 of step {task.job_id}.{task.step_id} has not announced its run within {timeout_s:g} s",

@@ -88,9 +88,12 @@ def _is_own(path: Path, folders: list[Path]) -> bool:
 
 
 def _environment(folders: list[Path], used: dict[str, Path]) -> Environment:
-    """A sandboxed jinja2 environment; loading a template adds it to `used`."""
+    """A jinja2 environment in which a template can reach and change nothing but its own text.
+
+    Loading a template adds it to `used`.
+    """
     from jinja2 import FileSystemLoader, StrictUndefined
-    from jinja2.sandbox import SandboxedEnvironment
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Loader(FileSystemLoader):
         """Records the loaded templates, and ends each with a newline."""
@@ -101,7 +104,7 @@ def _environment(folders: list[Path], used: dict[str, Path]) -> Environment:
             # Else the last line of a partial would join the line after its include.
             return source if source.endswith("\n") else f"{source}\n", path, is_current
 
-    environment = SandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         loader=Loader(folders),
         undefined=StrictUndefined,
         autoescape=False,  # shell scripts, not HTML: each value goes through its own filter

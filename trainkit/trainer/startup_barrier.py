@@ -11,6 +11,7 @@ it cannot be interrupted by a stop signal.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import time
@@ -18,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError
 
 from trainkit.errors import TrainkitError
 from trainkit.job.rank_env import RankEnv
@@ -31,6 +33,8 @@ LONGER = 1.5
 LONGEST_POLL_S = 2.0
 BUSY_POLL_S = 10.0
 """Seconds between checks, after the timeout, whether missing ranks are still preparing data."""
+IDENTITY_TIMEOUT = timedelta(seconds=60)
+"""How long rank 0 may take from listening to identifying itself, which it does first."""
 STOP_GRACE_S = 20.0
 """Seconds that a rank asked to stop allows for notifying the others."""
 
@@ -47,7 +51,7 @@ def startup_barrier(
     if env.rank != 0 and not _wait_for_main(env, stop, timeout_s, is_busy):
         return None
     deadline = time.monotonic() + timeout_s
-    store = _open_store(env, timeout)
+    store = _own_part(env, _open_store(env, timeout), timeout)
     if stop:
         # Before it arrives: if it is the last rank, it would set "go" first.
         store.compare_set("verdict", "", "stop")
@@ -81,7 +85,7 @@ def startup_barrier(
 def _pauses(world_size: int) -> Iterator[float]:
     """Growing pauses in seconds; the more ranks ask the same server, the longer they get."""
     longest_s = min(LONGEST_POLL_S, max(5 * POLL_S, world_size / 4000))
-    pause_s = POLL_S
+    pause_s = max(POLL_S, longest_s / 20)
     while True:
         yield pause_s
         pause_s = min(longest_s, LONGER * pause_s)
@@ -99,6 +103,30 @@ def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:
         # The libuv server cannot take over a listening socket.
         options |= {"master_listen_fd": listener.detach(), "use_libuv": False}
     return TCPStore(env.master_addr, env.master_port, env.world_size, is_master=env.rank == 0, **options)
+
+
+def _own_part(env: RankEnv, store: TCPStore, timeout: timedelta) -> Store:
+    """The part of the store that belongs to this attempt, in which no other job's keys are.
+
+    Raises TrainkitError when the store at the address of rank 0 is that of another job.
+    """
+    identity = hashlib.sha256(env.nonce.encode()).hexdigest()
+    if env.rank == 0:
+        store.set("attempt", identity)
+    else:
+        store.set_timeout(IDENTITY_TIMEOUT)
+        try:
+            found = store.get("attempt").decode(errors="replace")
+        except DistStoreError:
+            found = ""
+        if found != identity:
+            raise TrainkitError(
+                f"rank {env.rank} has reached another job at {env.master_addr}:{env.master_port}, "
+                "not rank 0 of its own attempt",
+                hint="that job took the port before rank 0 could; the next attempt chooses another one",
+            )
+        store.set_timeout(timeout)
+    return PrefixStore(env.nonce or "ranks", store)
 
 
 def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float, is_busy: Callable[[int], bool]) -> bool:
@@ -122,7 +150,7 @@ def _wait_for_main(env: RankEnv, stop: StopRequest, timeout_s: float, is_busy: C
             time.sleep(next(pauses))
 
 
-def _keep_store_alive(env: RankEnv, store: TCPStore, num_ranks: int) -> None:
+def _keep_store_alive(env: RankEnv, store: Store, num_ranks: int) -> None:
     """Rank 0 runs the store, so it leaves last, after `num_ranks` ranks have read the verdict."""
     store.add("num_left", 1)
     deadline = time.monotonic() + STOP_GRACE_S

@@ -41,14 +41,14 @@ class Task(Protocol):
 class CausalLM:
     """Next-token prediction on token shards."""
 
-    def __init__(self, config: RunConfig, run: RunDir | None) -> None:
+    def __init__(self, config: RunConfig, run: RunDir | None, checks_data: bool) -> None:
         seq_len = config.data.seq_len
         # Before the data is prepared, which may take long.
         self._model_class = load_architecture(config.model.architecture, run)
         refuse_unsupported_layout(config, self._model_class)
-        self.train_data = open_dataset(config.data, seq_len, "train")
-        evaluates = config.train.eval_every is not None and has_validation(config.data)
-        self.val_data = open_dataset(config.data, seq_len, "val") if evaluates else None
+        self.train_data = open_dataset(config.data, seq_len, "train", checks_data)
+        evaluates = config.train.eval_every is not None and has_validation(config.data, checks_data)
+        self.val_data = open_dataset(config.data, seq_len, "val", checks_data) if evaluates else None
         self.shape = resolve_model_shape(config.model, self.train_data.vocab_size)
         self.num_layers = self.shape.num_layers
         self.num_params = self._model_class.num_params(self.shape)
@@ -67,6 +67,9 @@ class CausalLM:
         return nll_sum.full_tensor() if isinstance(nll_sum, DTensor) else nll_sum
 
 
-def build_task(config: RunConfig, run: RunDir | None = None) -> Task:
-    """The task of a config; a run loads its architecture from its code snapshot."""
-    return CausalLM(config, run)
+def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool = True) -> Task:
+    """The task of a config; a run loads its architecture from its code snapshot.
+
+    With `checks_data` this rank looks at the size of every shard, which one of a job does.
+    """
+    return CausalLM(config, run, checks_data)

@@ -61,7 +61,8 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     set_determinism(config.train.deterministic)
     device = select_device(plan.device, env.local_rank)
     # Before the startup barrier and its timeout, since tokenising the data may take long.
-    task = run_unless_stopped(stop, partial(build_task, config, attempt.run))
+    # Rank 0 checks the shards for all: thousands of ranks would ask for the size of thousands of files.
+    task = run_unless_stopped(stop, partial(build_task, config, attempt.run, checks_data=env.rank == 0))
     progress.enter("rendezvous")
     world = join_world(env, device, plan.layout, stop, partial(_is_writing_log, attempt))
     if task is None or world is None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,17 +17,20 @@ from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.node import agent, rendezvous
+from trainkit.job.node.node_broadcast import NodeBroadcast, receive_on_node
 from trainkit.job.node.rendezvous import (
     LOCAL_ADDR,
     StopSignalReceived,
     await_port,
     check_step,
     local_rendezvous,
+    publish_port,
+    share_on_node,
     slurm_rendezvous,
 )
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
-from trainkit.rundir import AttemptDir, RunDir, read_jsonl, write_json
+from trainkit.rundir import AttemptDir, RunDir, read_jsonl, wait_for_json, write_json
 
 
 def plan(num_nodes: int = 2, workers_per_node: int = 2, per: str = "gpu", **more: object) -> LaunchPlan:
@@ -67,9 +73,9 @@ def attempt(tmp_path: Path) -> AttemptDir:
 
 
 def test_all_workers_of_a_local_node() -> None:
-    rendezvous = local_rendezvous(plan(per="node"), 1, 12345)
-    assert (rendezvous.node_rank, rendezvous.local_ranks, rendezvous.master_addr) == (1, (0, 1), LOCAL_ADDR)
-    assert not rendezvous.has_rank_0
+    found = local_rendezvous(plan(per="node"), 1, 12345)
+    assert (found.node_rank, found.local_ranks, found.master_addr) == (1, (0, 1), LOCAL_ADDR)
+    assert not found.has_rank_0
     assert local_rendezvous(plan(per="node"), 0, 12345).has_rank_0
 
 
@@ -77,21 +83,25 @@ def test_tasks_of_a_step_meet_at_the_port_of_the_first(attempt: AttemptDir) -> N
     first = slurm_rendezvous(attempt, plan(), task_of())
     assert (first.local_ranks, first.master_addr, first.peer) == ((0,), "host0", "host1")
     assert first.has_rank_0
-    other = slurm_rendezvous(attempt, plan(), task_of(node_rank=1, local_task=1))
-    assert (other.local_ranks, other.master_port, other.peer) == ((1,), first.master_port, "host0")
-    assert not other.has_rank_0
+    for local_task in (0, 1):
+        other = slurm_rendezvous(attempt, plan(), task_of(node_rank=1, local_task=local_task))
+        assert (other.local_ranks, other.master_port) == ((local_task,), first.master_port)
+        assert (other.nonce, other.peer) == (first.nonce, "host0")
+        assert not other.has_rank_0
+    assert len(first.nonce) == 32
+    assert stat.S_IMODE(attempt.rendezvous_file.stat().st_mode) == 0o600
     with socket.create_server(("", first.master_port)):
         pass
 
 
 def test_a_task_a_node_has_all_its_workers(attempt: AttemptDir) -> None:
-    rendezvous = slurm_rendezvous(attempt, plan(per="node"), task_of(tasks=(1, 1)))
-    assert rendezvous.local_ranks == (0, 1)
+    found = slurm_rendezvous(attempt, plan(per="node"), task_of(tasks=(1, 1)))
+    assert found.local_ranks == (0, 1)
 
 
 def test_one_node_meets_on_the_loopback_interface(attempt: AttemptDir) -> None:
-    rendezvous = slurm_rendezvous(attempt, plan(num_nodes=1), task_of(tasks=(2,)))
-    assert (rendezvous.master_addr, rendezvous.peer) == (LOCAL_ADDR, None)
+    found = slurm_rendezvous(attempt, plan(num_nodes=1), task_of(tasks=(2,)))
+    assert (found.master_addr, found.peer) == (LOCAL_ADDR, None)
 
 
 def test_nodes_whose_names_do_not_resolve_meet_at_the_node_addr(
@@ -174,6 +184,47 @@ def test_a_port_of_another_start_does_not_count(attempt: AttemptDir) -> None:
     write_json(attempt.rendezvous_file, {"step": "7.0.1.4000", "addr": "host0", "port": 1})
     with pytest.raises(TrainkitError, match=r"has not published .* within 0.2 s"):
         await_port(attempt, task_of(node_rank=1), timeout_s=0.2)
+
+
+def test_one_task_of_a_node_reads_the_file(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(path: Path, *args: object, **options: object) -> object:
+        readers.append(threading.current_thread())
+        return wait_for_json(path, *args, **options)  # type: ignore[arg-type]
+
+    readers: list[threading.Thread] = []
+    monkeypatch.setattr(rendezvous, "wait_for_json", wait)
+    others = [task_of(1, local_task, (1, 4)) for local_task in (1, 2, 3)]
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(share_on_node, attempt, task, None) for task in others]
+        first = threads.submit(share_on_node, attempt, task_of(1, 0, (1, 4)), None)
+        while not attempt.rendezvous_file.exists():  # the first task creates it, to wait for its content
+            time.sleep(0.01)
+        assert not any(future.done() for future in (*waiting, first))
+        # Without the file the others can have got it only from the first one.
+        published = publish_port(attempt, task_of(tasks=(1, 4)), "host0")
+        assert [future.result() for future in (first, *waiting)] == [published] * 4
+    assert len(readers) == 1
+
+
+def test_the_first_task_of_a_node_ends_before_the_rendezvous() -> None:
+    broadcast = NodeBroadcast("trainkit/test/ends", 1)
+    with pytest.raises(ConnectionError, match="it has ended"):
+        receive_on_node("trainkit/test/ends", 60.0, pause=lambda seconds: broadcast.close())
+
+
+def test_a_task_waits_for_another_that_has_failed(
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "FAILURE_POLL_S", 0.1)
+    write_json(attempt.rank_error(2), {"rank": 2})
+    with pytest.raises(TrainkitError, match="another rank failed before the rendezvous") as caught:
+        share_on_node(attempt, task_of(1, 1), None, is_supervised=False)
+    assert str(attempt.rank_error(2)) in caught.value.hint
+
+
+def test_the_first_task_of_a_node_never_starts(attempt: AttemptDir) -> None:
+    with pytest.raises(TrainkitError, match=r"within 0\.2 s: it has not started"):
+        share_on_node(attempt, task_of(1, 1), None, timeout_s=0.2)
 
 
 def test_told_to_stop_while_waiting(attempt: AttemptDir) -> None:

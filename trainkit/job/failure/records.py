@@ -17,7 +17,16 @@ from trainkit.job.node.process_group import PEER_EXIT_S
 from trainkit.job.rank_env import own_host
 from trainkit.job.signals import describe_exit, signal_exit_code
 from trainkit.job.watch.hangs import read_hangs
-from trainkit.rundir import AttemptDir, as_utc, parse_time, read_json, seconds_between, utc_now, write_json
+from trainkit.rundir import (
+    AttemptDir,
+    as_utc,
+    parse_time,
+    read_json,
+    refresh_listing,
+    seconds_between,
+    utc_now,
+    write_json,
+)
 
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
@@ -192,6 +201,7 @@ def first_exit_code(attempt: AttemptDir) -> int | None:
 
 def _first_record(attempt: AttemptDir) -> dict[str, Any] | None:
     records = []
+    refresh_listing(attempt.errors_dir)
     for path in sorted(attempt.errors_dir.glob("rank-*.json")):
         try:
             record = read_json(path)

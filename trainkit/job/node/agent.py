@@ -31,12 +31,14 @@ from trainkit.job.node.rendezvous import (
     Rendezvous,
     StopSignalReceived,
     await_plan,
+    has_rendezvous,
     local_rendezvous,
     slurm_rendezvous,
 )
 from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task
 from trainkit.job.node.worker_env import ATTEMPT_VARIABLE, worker_argv, worker_environ, worker_rank
 from trainkit.job.processes import log_line, redirect_output
+from trainkit.job.rank_env import NONCE_VARIABLE
 from trainkit.job.signals import (
     combine_exit_codes,
     describe_exit,
@@ -98,6 +100,7 @@ class Agent(ProcessGroup):
                 local_rank,
                 rendezvous.master_addr,
                 rendezvous.master_port,
+                rendezvous.nonce,
             )
             environ = worker_environ(
                 self.plan,
@@ -244,7 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_slurm_task(RunDir(args.run_dir), int(os.environ[ATTEMPT_VARIABLE]))
     attempt = RunDir(args.run_dir).attempt(args.attempt)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    rendezvous = local_rendezvous(plan, args.node_rank, args.master_port)
+    nonce = os.environ.get(NONCE_VARIABLE, "")
+    rendezvous = local_rendezvous(plan, args.node_rank, args.master_port, nonce)
     if args.master_addr is None:
         return run_agent(attempt, plan, rendezvous)
     rendezvous = replace(rendezvous, master_addr=args.master_addr, peer=args.peer)
@@ -316,10 +320,11 @@ def superseding_attempt(attempt: AttemptDir) -> int | None:
     or never started does not count.
     """
     run = attempt.run
-    if not run.attempt(attempt.number + 1).path.is_dir():
-        return None  # the usual case: one stat call
-    newer = [number for number in run.attempt_numbers() if number > attempt.number]
-    return next((number for number in reversed(newer) if run.attempt(number).rendezvous_file.exists()), None)
+    # Not by the name of the next attempt: an NFS client would remember for a minute that it is missing, and
+    # the agent of that attempt on this node would wait for as long.
+    newest = run.latest_number() or 0
+    later = range(newest, attempt.number, -1)
+    return next((number for number in later if has_rendezvous(run.attempt(number))), None)
 
 
 OWN_CGROUPS = Path("/proc/self/cgroup")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.job import processes
+from trainkit.job.node.node_broadcast import NodeBroadcast, receive_on_node
 from trainkit.job.node.slurm_step import SlurmTask
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, wait_for_json, write_json
+from trainkit.rundir import AttemptDir, read_json, wait_for_json, write_json_in_place
 from trainkit.slurm.hosts import node_addr
 
 LOCAL_ADDR = "127.0.0.1"
@@ -83,8 +88,11 @@ def choose_port(job_id: str, attempt: int) -> int:
 RENDEZVOUS_TIMEOUT_S = 300.0
 RESOLVE_PATIENCE_S = 20.0
 RESOLVE_RETRY_S = 2.0
+NODE_TIMEOUT_S = RENDEZVOUS_TIMEOUT_S + 10.0
+"""Longer, so that the error comes from the task that waits for the file."""
+FAILURE_POLL_S = 2.0
 VISIBLE_TIMEOUT_S = 65.0
-"""An NFS client may show a stale directory listing for a minute."""
+"""An NFS client may remember for a minute that a name is missing."""
 
 
 class StopSignalReceived(Exception):
@@ -105,6 +113,8 @@ class Rendezvous:
     master_port: int
     peer: str | None
     """Another host of the job; None when all ranks are on this host."""
+    nonce: str = ""
+    """Random: by it the ranks of an attempt tell its rank 0 from that of another job."""
 
     @property
     def has_rank_0(self) -> bool:
@@ -132,9 +142,15 @@ def _pause(seconds: float) -> None:
         raise StopSignalReceived(received)
 
 
-def local_rendezvous(plan: LaunchPlan, node_rank: int, master_port: int) -> Rendezvous:
+def new_nonce() -> str:
+    """The nonce of an attempt; it must reach no file that others can read."""
+    return secrets.token_hex(16)
+
+
+def local_rendezvous(plan: LaunchPlan, node_rank: int, master_port: int, nonce: str = "") -> Rendezvous:
     """The rendezvous of an agent of a local run, in which all nodes are this machine."""
-    return Rendezvous(node_rank, tuple(range(plan.workers_of(node_rank))), LOCAL_ADDR, master_port, None)
+    ranks = tuple(range(plan.workers_of(node_rank)))
+    return Rendezvous(node_rank, ranks, LOCAL_ADDR, master_port, None, nonce)
 
 
 def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> Rendezvous:
@@ -146,14 +162,11 @@ def slurm_rendezvous(attempt: AttemptDir, plan: LaunchPlan, task: SlurmTask) -> 
     check_step(plan, task)
     per_gpu = plan.per == "gpu"
     local_ranks = (task.local_task,) if per_gpu else tuple(range(plan.workers_of(task.node_rank)))
-    if task.node_rank == 0 and task.local_task == 0:
-        addr = master_address(task)
-        port = publish_port(attempt, task, addr)
-    else:
-        published, port = await_port(attempt, task)
-        addr = master_address(task, published)
+    record = publish_port(attempt, task, master_address(task)) if task.task == 0 else None
+    record = share_on_node(attempt, task, record, is_supervised=plan.backend != "srun")
+    addr = master_address(task, str(record["addr"]))
     peer = None if task.num_nodes == 1 else addr if task.node_rank else _peer_address(task.hosts[1])
-    return Rendezvous(task.node_rank, local_ranks, addr, port, peer)
+    return Rendezvous(task.node_rank, local_ranks, addr, int(record["port"]), peer, str(record["nonce"]))
 
 
 def resolves(name: str) -> bool:
@@ -228,18 +241,87 @@ def _shape(tasks: tuple[int, ...]) -> str:
     return f"{nodes} with {','.join(map(str, tasks))} tasks"
 
 
-def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> int:
-    """Choose a free port on this host, on which rank 0 runs, and publish it to the other tasks."""
+def publish_port(attempt: AttemptDir, task: SlurmTask, addr: str) -> dict[str, Any]:
+    """Choose a free port on this host, on which rank 0 runs, and publish it to the other tasks.
+
+    Returns the content of the rendezvous file, which only its user can read.
+    """
     port = choose_port(task.key, attempt.number)
-    record = {"step": task.key, "step_id": task.step_id, "addr": addr, "port": port}
-    write_json(attempt.rendezvous_file, {**record, "hosts": list(task.hosts)})
-    return port
+    record = {"step": task.key, "step_id": task.step_id, "addr": addr, "port": port, "nonce": new_nonce()}
+    record["hosts"] = list(task.hosts)
+    write_json_in_place(attempt.rendezvous_file, record)
+    return record
+
+
+def share_on_node(
+    attempt: AttemptDir,
+    task: SlurmTask,
+    record: dict[str, Any] | None,
+    *,
+    is_supervised: bool = True,
+    timeout_s: float = NODE_TIMEOUT_S,
+) -> dict[str, Any]:
+    """The content of the rendezvous file, which the first task of each node reads for all its tasks.
+
+    `record` is what this task has published. Raises TrainkitError after the timeout and, in a step that no
+    supervisor ends, when another task has failed.
+    """
+    folder = hashlib.sha256(os.fsencode(attempt.path)).hexdigest()[:16]
+    name = f"trainkit/{os.getuid()}/{folder}/{task.key}/{task.node_rank}"
+    if task.local_task != 0:
+        pause = _pause if is_supervised else _PauseUntilFailure(attempt)
+        return _receive(attempt, task, name, timeout_s, pause)
+    num_others = task.tasks[task.node_rank] - 1
+    if num_others == 0:
+        return record or await_port(attempt, task)
+    # Before the wait, so that the others are connected when it ends.
+    broadcast = NodeBroadcast(name, num_others)
+    try:
+        found = record or await_port(attempt, task)
+    except BaseException:
+        broadcast.close()
+        raise
+    broadcast.send(found)
+    return found
+
+
+class _PauseUntilFailure:
+    """Pauses, and raises TrainkitError when a task has failed: the first one of the node may be gone."""
+
+    def __init__(self, attempt: AttemptDir) -> None:
+        self._attempt = attempt
+        self._next_s = time.monotonic() + FAILURE_POLL_S
+
+    def __call__(self, seconds: float) -> None:
+        _pause(seconds)
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + FAILURE_POLL_S
+        failed = sorted(self._attempt.errors_dir.glob("rank-*.json"))
+        if failed:
+            raise TrainkitError(
+                "another rank failed before the rendezvous", hint=f"its record is {failed[0]}"
+            )
+
+
+def _receive(
+    attempt: AttemptDir, task: SlurmTask, name: str, timeout_s: float, pause: Callable[[float], object]
+) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = receive_on_node(name, timeout_s, pause)
+    except (TimeoutError, ConnectionError) as error:
+        raise TrainkitError(
+            f"the first task of step {task.job_id}.{task.step_id} on {task.hosts[task.node_rank]} has not "
+            f"passed the rendezvous on within {timeout_s:g} s: {error}",
+            hint=f"check {attempt.node_log(task.node_rank)}",
+        ) from None
+    return found
 
 
 def await_port(
     attempt: AttemptDir, task: SlurmTask, timeout_s: float = RENDEZVOUS_TIMEOUT_S
-) -> tuple[str, int]:
-    """Wait for the address and port that the first task of the step publishes.
+) -> dict[str, Any]:
+    """Wait for the port that the first task of the step publishes; returns the rendezvous file's content.
 
     Raises TrainkitError after the timeout.
     """
@@ -248,11 +330,21 @@ def await_port(
         return record.get("step") == task.key
 
     try:
-        record = wait_for_json(attempt.rendezvous_file, timeout_s, accept=is_from_this_step, pause=_pause)
+        record: dict[str, Any] = wait_for_json(
+            attempt.rendezvous_file, timeout_s, accept=is_from_this_step, pause=_pause, creates=True
+        )
     except TimeoutError:
         raise TrainkitError(
             f"the first task of step {task.job_id}.{task.step_id}, on {task.hosts[0]}, "
             f"has not published {attempt.rendezvous_file} within {timeout_s:g} s",
             hint=f"check {attempt.node_log(0)}; all nodes must share the filesystem of the run folder",
         ) from None
-    return str(record["addr"]), int(record["port"])
+    return record
+
+
+def has_rendezvous(attempt: AttemptDir) -> bool:
+    """Whether the first task of an attempt has published its port, so that its ranks start."""
+    try:
+        return "port" in read_json(attempt.rendezvous_file)
+    except (OSError, ValueError):
+        return False

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from trainkit.job.processes import module_argv
-from trainkit.job.rank_env import RANK_VARIABLES, RankEnv
+from trainkit.job.rank_env import NONCE_VARIABLE, RANK_VARIABLES, RankEnv
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
@@ -23,7 +23,7 @@ DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
 
 
 def worker_rank(
-    plan: LaunchPlan, node_rank: int, local_rank: int, master_addr: str, master_port: int
+    plan: LaunchPlan, node_rank: int, local_rank: int, master_addr: str, master_port: int, nonce: str = ""
 ) -> RankEnv:
     """The rank environment of one worker; ranks are numbered node by node."""
     return RankEnv(
@@ -36,6 +36,7 @@ def worker_rank(
         master_addr=master_addr,
         master_port=master_port,
         source="agent",
+        nonce=nonce,
     )
 
 
@@ -82,6 +83,8 @@ def worker_environ(
         environ.pop("PYTHONHOME", None)
     if WORK_DIR_VARIABLE in inherited and plan.command is not None:
         environ["PWD"] = inherited[WORK_DIR_VARIABLE]
+    if plan.command is None and rank_env.nonce:
+        environ[NONCE_VARIABLE] = rank_env.nonce
     environ[RUN_DIR_VARIABLE] = run_dir
     environ[ATTEMPT_VARIABLE] = str(attempt)
     if plan.command is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -17,9 +18,11 @@ from trainkit.job.failure.records import first_exit_code
 from trainkit.job.failure.srun_errors import first_task_exit, node_of_killed_task, was_aborted
 from trainkit.job.node.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
+from trainkit.job.node.rendezvous import new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
 from trainkit.job.node.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.processes import log_line, module_argv
+from trainkit.job.rank_env import NONCE_VARIABLE
 from trainkit.job.record import describe_superseded, find_entry, superseding_entry
 from trainkit.job.signals import is_death_by_notice, signal_exit_code
 from trainkit.job.watch.hangs import HangWatch
@@ -94,13 +97,15 @@ class LocalAttemptWatch(AttemptWatch):
         self._stop_requested_s = 0.0
 
     def start(self) -> None:
+        # In the environment: every user of the machine can read the arguments of a process.
+        environ = {**os.environ, NONCE_VARIABLE: new_nonce()}
         for node_rank in range(self.plan.num_nodes):
             options = ["--attempt", str(self.attempt.number), "--node-rank", str(node_rank)]
             port = ["--master-port", str(self.master_port)]
             argv = module_argv("trainkit.job.node.agent", str(self.attempt.run.path), *options, *port)
             with self.attempt.node_log(node_rank).open("ab") as log:
                 self.running[node_rank] = processes.start_child(
-                    argv, environ=os.environ, output=log, keeps_mask=True
+                    argv, environ=environ, output=log, keeps_mask=True
                 )
 
     def end_all(self) -> None:
@@ -179,6 +184,9 @@ class SlurmAttemptWatch(AttemptWatch):
             ATTEMPT_VARIABLE: str(self.attempt.number),
             SUPERVISOR_VIEW_VARIABLE: self.supervisor_view,
         }
+        # An NFS client that looks for it too early would remember for a minute that it is missing.
+        with contextlib.suppress(OSError):  # the tasks create it too
+            self.attempt.rendezvous_file.touch(mode=0o600)
         with self.attempt.supervisor_log.open("ab") as log:
             self.running[SRUN] = processes.start_child(
                 self.step, environ=environ, output=log, keeps_mask=False
@@ -206,11 +214,8 @@ class SlurmAttemptWatch(AttemptWatch):
         It waits for this one to exit. When only the slurmd of a host dies, Slurm counts the host as lost and
         restarts the job elsewhere.
         """
-        if (
-            self.superseded_by is not None
-            or not self.attempt.run.attempt(self.attempt.number + 1).path.is_dir()
-        ):
-            return  # the usual case: one stat call
+        if self.superseded_by is not None:
+            return
         newer = superseding_entry(self.attempt)
         if newer is None or "pid" not in newer:
             return
@@ -278,9 +283,9 @@ class SlurmAttemptWatch(AttemptWatch):
         try:
             step_id = str(read_json(self.attempt.rendezvous_file)["step_id"])
             kill_step(str(slurm_job_id()), step_id, patience_s=0.0)
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):
             return  # the step ended before its rendezvous
-        except (OSError, ValueError, KeyError, TrainkitError) as error:
+        except (OSError, KeyError, TrainkitError) as error:
             log_line(f"cannot kill the tasks of the step: {error}")
 
     def on_exit(self, rank: int, code: int, killed: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainkit.errors import EXIT_STUCK
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json
+from trainkit.rundir import AttemptDir, read_json, refresh_listing
 
 
 @dataclass(frozen=True)
@@ -163,5 +163,6 @@ class HangWatch:
         elif self._first_s is None:
             self._first_s = time.monotonic()
         elif time.monotonic() > self._first_s + GATHER_S:
-            return records
+            refresh_listing(self._attempt.hangs_dir)  # else the reports of other hosts may seem to be missing
+            return read_hangs(self._attempt)
         return []

@@ -26,7 +26,7 @@ from trainkit.manifest import (
     set_aside,
     unreadable,
 )
-from trainkit.rundir import RunDir, read_jsonl
+from trainkit.rundir import RunDir, read_jsonl, refresh_listing
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World, record_event
 
@@ -104,6 +104,7 @@ def list_published(run: RunDir) -> list[Checkpoint]:
     """
     deadline_s, warned = time.monotonic() + SETTLE_S, False
     while True:
+        refresh_listing(run.checkpoints_dir)
         listed = published(run.checkpoints_dir)
         known = _newest_committed_step(run)
         # Or a later one, whose writer died between publishing it and recording the event.
@@ -133,6 +134,8 @@ def _newest_committed_step(run: RunDir) -> int | None:
 
 
 def _remove_leftovers(run: RunDir) -> None:
+    # An outdated listing could name what has been published since, under a name that still leads to it.
+    refresh_listing(run.checkpoints_dir)
     for leftover in partials(run.checkpoints_dir):
         try:
             remove(leftover)

@@ -100,6 +100,19 @@ class HashingWriter(FileSystemWriter):
         self._hashing = _HashingFileSystem()
         self.fs = self._hashing
         self.files: dict[str, dict[str, Any]] = {}
+        self._is_coordinator = False
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self._is_coordinator:
+            return super().prepare_local_plan(plan)
+        # torch has every rank look for the metadata, which the coordinator writes: the NFS client of a host
+        # would remember for a minute that they are missing.
+        self.fs.mkdir(self.path)
+        return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = HashedResults(super().write_data(plan, planner).wait())

@@ -1,0 +1,149 @@
+"""What one host waits for and another makes, in a folder that both see as NFS clients do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.support.nfs import FAST_S, nfs_clients
+from trainkit.job.claim_attempt import claim_attempt
+from trainkit.job.failure.records import first_exit_code
+from trainkit.job.node.agent import superseding_attempt
+from trainkit.job.node.rendezvous import await_plan, await_port, publish_port
+from trainkit.job.node.slurm_step import SlurmTask
+from trainkit.job.record import add_slurm_entry, claim_entry, create_job
+from trainkit.job.step_run import Announcement, announce, await_announcement
+from trainkit.job.watch import hangs
+from trainkit.job.watch.hangs import HangRecord, HangWatch
+from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.rundir import AttemptDir, RunDir, refresh_listing, write_json
+
+T = TypeVar("T")
+TASK = SlurmTask("7", "0", 0, 1, 1, 0, (1, 1), ("host0", "host1"), "4000")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """One folder as two hosts see it."""
+    (tmp_path / "server").mkdir()
+    with nfs_clients(tmp_path / "server", tmp_path / "first", tmp_path / "other"):
+        yield tmp_path / "first", tmp_path / "other"
+
+
+def waiting(wait: Callable[[], T], make: Callable[[], object]) -> tuple[T, float]:
+    """What `wait` returns, which `make` makes when `wait` has looked for it, and the seconds in between."""
+    looked = threading.Timer(0.5, make)
+    started_s = time.monotonic()
+    looked.start()
+    found = wait()
+    looked.join()
+    return found, time.monotonic() - started_s
+
+
+def create(run: RunDir, number: int) -> AttemptDir:
+    attempt = run.attempt(number)
+    attempt.create()
+    plan = LaunchPlan("sbatch", 2, 1, "cpu", Layout(dp_shard=2), Batch(1, 1, 2, 2), 0.1, 1, 60.0, {})
+    write_json(attempt.plan_file, plan.to_dict())
+    return attempt
+
+
+def test_the_clients_of_these_tests_cache_as_those_of_nfs_do(hosts: tuple[Path, Path]) -> None:
+    first, other = hosts
+    (first / "file").write_text("a")
+    assert (other / "file").stat().st_size == 1
+    assert not (other / "late").exists()
+    assert sorted(path.name for path in other.iterdir()) == ["file"]
+    (first / "late").write_text("")
+    (first / "file").write_text("bb")
+    assert not (other / "late").exists()
+    assert sorted(path.name for path in other.iterdir()) == ["file"]
+    assert (other / "file").stat().st_size == 1
+    assert (other / "file").read_text() == "bb"  # opening it asks the server
+    refresh_listing(other)
+    assert sorted(path.name for path in other.iterdir()) == ["file", "late"]
+
+
+def test_the_port_of_the_first_task(hosts: tuple[Path, Path]) -> None:
+    first, other = (RunDir(host / "run") for host in hosts)
+    first.path.mkdir()
+    attempt = create(first, 1)
+    port, waited_s = waiting(
+        lambda: await_port(other.attempt(1), TASK),
+        lambda: publish_port(attempt, TASK, "host0"),
+    )
+    assert port
+    assert waited_s < FAST_S
+
+
+def test_the_announcement_of_an_interactive_step(hosts: tuple[Path, Path]) -> None:
+    first, other = hosts
+    found, waited_s = waiting(
+        lambda: await_announcement(other / "runs", TASK),
+        lambda: announce(first / "runs", TASK, {"run_dir": str(first), "attempt": 1}),
+    )
+    assert isinstance(found, Announcement)
+    assert waited_s < FAST_S
+
+
+def test_the_next_attempt_of_a_host_that_watched_for_it(hosts: tuple[Path, Path]) -> None:
+    first, other = (RunDir(host / "run") for host in hosts)
+    first.path.mkdir()
+    create(first, 1)
+    assert superseding_attempt(other.attempt(1)) is None
+    create(first, 2)
+    started_s = time.monotonic()
+    assert await_plan(other.attempt(2)).num_nodes == 2
+    assert time.monotonic() - started_s < FAST_S
+
+
+def test_a_claim_after_an_attempt_of_another_host(
+    hosts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = (RunDir(host / "run") for host in hosts)
+    first.path.mkdir()
+    create_job(first, backend="sbatch", name="run", cwd="/", code=None)
+    create(first, 1).config_file.write_text("")
+    add_slurm_entry(first, 1, "7", "submit", "sbatch")
+    assert other.attempt_numbers() == [1]
+    create(first, 2).config_file.write_text("")
+    add_slurm_entry(first, 2, "7", "submit", "sbatch")
+    claim_entry(first, 2, os.getpid())
+    assert other.attempt_numbers() == [1]
+    claimed = claim_attempt(other, "7")
+    assert isinstance(claimed, AttemptDir)
+    assert claimed.number == 3
+
+
+def test_the_first_failure_on_another_host(hosts: tuple[Path, Path]) -> None:
+    first, other = (RunDir(host / "run").attempt(1) for host in hosts)
+    first.run.path.mkdir()
+    create(first.run, 1)
+    assert first_exit_code(other) is None
+    assert list(other.errors_dir.iterdir()) == []
+    write_json(first.rank_error(1), {"rank": 1, "exit_code": 78, "time": "2026-01-01T00:00:00.000Z"})
+    assert list(other.errors_dir.iterdir()) == []
+    assert first_exit_code(other) == 78
+
+
+def test_a_hang_that_ranks_of_another_host_report_too(
+    hosts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else those would count as ranks that do not respond, and their host as lost."""
+    monkeypatch.setattr(hangs, "GATHER_S", 0.0)
+    first, other = (RunDir(host / "run").attempt(1) for host in hosts)
+    first.run.path.mkdir()
+    create(first.run, 1).hangs_dir.mkdir()
+    watch = HangWatch(other)
+    for rank, attempt in enumerate((other, first)):
+        record = HangRecord(rank, rank, f"host{rank}", 4, "backward", 2, 9.0, 8.0, 0.8, "2026-01-01", ())
+        write_json(attempt.rank_hang(rank), asdict(record))
+        watch.poll()
+    assert [record.rank for record in watch.poll()] == [0, 1]

@@ -1,0 +1,113 @@
+"""Runs in a folder that each host sees as an NFS client does: no start waits for a cache to expire."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.on_slurm.login import Login, log_of, settings
+from tests.support.nfs import CACHE_S, FAST_S, mounted_by, nfs_clients
+from tests.support.runs import losses
+from tools.slurm_cluster.cluster import Cluster
+from trainkit.rundir import RunDir, parse_time, read_jsonl
+
+MOUNT = """
+import sys
+from pathlib import Path
+from tests.support.nfs import mount
+mount(int(sys.argv[1]), Path(sys.argv[2]))
+"""
+NANO = """
+name: nano
+device: cpu
+model: {preset: nano}
+data: {seq_len: 64}
+train: {steps: 4, device_batch_size: 4, global_batch_size: 16, log_every: 1, eval_every: null}
+checkpoint: {every_steps: 1}
+precision: {dtype: fp32}
+logging: {tensorboard: false}
+requeue: {grace_s: 20}
+"""
+FAILS_ONCE = """
+import os, sys, time
+print("started at", time.time(), flush=True)
+time.sleep(5)  # long enough for the agents to look at the run folder
+sys.exit(int(os.environ["TRAINKIT_JOB_ATTEMPT"] == "1"))
+"""
+
+
+@pytest.fixture
+def nfs(cluster: Cluster, tmp_path: Path) -> Iterator[Path]:
+    """A folder that the login node and the hosts mount at the same path, as clients of their own."""
+    server, shared = tmp_path / "server", tmp_path / "home"
+    server.mkdir()
+    with ExitStack() as stack:
+        stack.enter_context(nfs_clients(server, shared))
+        for index in range(1, len(cluster.hosts) + 1):
+            stack.enter_context(mounted_by(server, lambda fd, host=index: _mount(cluster, host, fd, shared)))
+            stack.callback(cluster.run, ["umount", "--lazy", str(shared)], host=index)
+        yield shared
+
+
+def _mount(cluster: Cluster, host: int, descriptor: int, folder: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    argv = cluster.command_line([sys.executable, "-c", MOUNT, str(descriptor), str(folder)], host, root)
+    subprocess.run(argv, env=cluster.environ, pass_fds=[descriptor], check=True, timeout=30, cwd=root)
+
+
+def on_server(run: RunDir, shared: Path) -> RunDir:
+    """The run folder without any cache in between."""
+    return RunDir(shared.with_name("server") / run.path.relative_to(shared))
+
+
+def time_of(run: RunDir, attempt: int, name: str) -> float:
+    """When the event of an attempt was, in seconds since the epoch."""
+    (found,) = [
+        event["time"]
+        for event in read_jsonl(run.events_file)
+        if event["event"] == name and event["attempt"] == attempt
+    ]
+    time = parse_time(found)
+    assert time is not None
+    return time.timestamp()
+
+
+def start_times_s(run: RunDir, attempt: int, num_ranks: int = 2) -> list[float]:
+    """Seconds from the start of the step to the start of each rank."""
+    logs = [log_of(run, rank, attempt) for rank in range(num_ranks)]
+    return [float(log.split("started at ")[1].split()[0]) - time_of(run, attempt, "started") for log in logs]
+
+
+def test_a_run_starts_and_restarts_at_once(cluster: Cluster, nfs: Path) -> None:
+    login = Login(cluster, nfs)
+    login.script(FAILS_ONCE)
+    args = ["--nodes", "2", "--gpus-per-node", "1", "--", "python", "script.py"]
+    run = on_server(login.submit(*args), nfs)
+    login.wait_for_end(run, attempt=2)
+    for attempt in (1, 2):
+        assert max(start_times_s(run, attempt)) < FAST_S, login.logs_and_attempts(run)
+
+
+def test_interactive_steps_and_saves(cluster: Cluster, nfs: Path) -> None:
+    """The first task announces the run to the others, and a resume finds what other hosts have saved."""
+    login = Login(cluster, nfs)
+    (nfs / "nano.yaml").write_text(NANO)
+    step = ["srun", "--nodes=2", "--ntasks-per-node=2", "trainkit", "run", "nano.yaml"]
+    done = login.run([*step, *settings("train.stop_at_step=2")], timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    run = on_server(RunDir(done.stdout.splitlines()[0]), nfs)
+    assert list(losses(run.path)) == [1, 2]
+    resumed = login.trainkit("resume", str(nfs / "runs/nano"), *settings("train.stop_at_step=null"))
+    assert resumed.returncode == 0, resumed.stderr
+    login.wait_for_end(run, attempt=2)
+    assert list(losses(run.path)) == [1, 2, 3, 4], login.logs_and_attempts(run)
+    for attempt in (1, 2):
+        seconds = time_of(run, attempt, "training") - time_of(run, attempt, "started")
+        assert seconds < CACHE_S, login.logs_and_attempts(run)
+    assert time_of(run, 2, "training") - time_of(run, 2, "rendezvous") < FAST_S
+    assert not [event for event in read_jsonl(run.events_file) if event["event"] == "checkpoint_rejected"]
