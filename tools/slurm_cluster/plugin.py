@@ -37,8 +37,9 @@ def require_cluster(version: str | None) -> None:
         releases.require(version)
     except packages.NotPossible as error:
         if os.environ.get("CI") == "true":
-            pytest.fail(f"CI=true requires the Slurm tests, but no cluster can run: {error}", pytrace=False)
-        pytest.skip(f"no Slurm cluster: {error} ({error.hint})")
+            which = f"no cluster with Slurm {version}" if version else "no cluster"
+            pytest.fail(f"CI=true requires the Slurm tests, but {which} can run: {error}", pytrace=False)
+        pytest.skip(f"no Slurm {version + ' ' if version else ''}cluster: {error} ({error.hint})")
 
 
 @pytest.fixture(scope="session")
