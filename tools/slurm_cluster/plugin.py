@@ -15,7 +15,12 @@ PLACE_OF_SKIPS = (__file__, 1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slurm", metavar="VERSION", help="the version of Slurm; default: the installed one")
+    parser.addoption(
+        "--slurm",
+        metavar="VERSION",
+        choices=list(releases.RELEASES),
+        help="the version of Slurm of the clusters; default: the installed one",
+    )
 
 
 @pytest.fixture(scope="session")

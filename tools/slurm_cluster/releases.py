@@ -57,7 +57,7 @@ def is_installed(version: str | None) -> bool:
 def find(version: str | None) -> Path | None:
     """The folder of a version, which is downloaded the first time; None for the machine's own.
 
-    Its `bin` has the programs of Slurm, its `plugins` is Slurm's PluginDir. Raises NotPossible.
+    Its `programs` has the commands and daemons, its `plugins` is Slurm's PluginDir. Raises NotPossible.
     """
     if version is None or is_installed(version):
         return None
@@ -106,6 +106,8 @@ def _unpack(release: str, work: Path, to: Path) -> None:
     _run([*apt, "install", "--download-only", *PACKAGES, "patchelf"])
     for package in sorted((work / "cache/archives").glob("*.deb")):
         _run(["dpkg-deb", "--extract", str(package), str(to)])
+    if (to / "lib").exists():  # before Debian 13, some libraries were outside of /usr
+        shutil.copytree(to / "lib", to / "usr/lib", symlinks=True, dirs_exist_ok=True)
 
 
 def _make_runnable(made: Path, path: Path) -> None:
@@ -118,11 +120,11 @@ def _make_runnable(made: Path, path: Path) -> None:
     # The search path of a program also holds for the libraries that it loads, which a runpath does not.
     set_path = [*patchelf, "--force-rpath", "--set-rpath", ":".join(inside)]
     (made / "plugins").symlink_to(plugins.relative_to(made))
-    (made / "bin").mkdir()
+    (made / "programs").mkdir()
     for program in _programs(made):
         _run([*set_path, "--set-interpreter", f"{inside[1]}/{linker.name}", str(program)])
         name = program.name.removesuffix("-wlm")
-        (made / "bin" / name).symlink_to(Path("..") / program.relative_to(made))
+        (made / "programs" / name).symlink_to(Path("..") / program.relative_to(made))
     _run([*set_path, *map(str, sorted(plugins.glob("*.so")))])
 
 
