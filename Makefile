@@ -27,6 +27,7 @@ test-fast: venv-test ## Unit tests only.
 
 # Many of these wait for Slurm: three at a time keep two cores busy.
 test-rest: slurm ## The slow tests that `make test` leaves out.
+	@$(SLURM) install --slurm 24.11
 	$(PYTEST) 3 -m "slow and not smoke"
 
 lint: venv-test ## Style and types.

@@ -93,6 +93,28 @@ def test_the_code_is_that_of_what_began_it(run: RunDir, slurm: Slurm) -> None:
     assert end["reason"].endswith("it would fail again in the same way")
 
 
+def test_an_agent_that_the_memory_limit_killed_is_named_with_the_cause(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared memory that a rank has filled is not freed by killing the rank."""
+    monkeypatch.setattr(SlurmAttemptWatch, "poll_interval_s", 0.05)
+    write_json(run.attempt(1).rendezvous_file, {"step_id": "0", "hosts": ["node1"]})
+    says = "srun: error: node1: task 0: Out Of Memory"
+    code = f"import sys; print({says!r}, file=sys.stderr, flush=True); sys.exit(1)"
+    step(run, f"import os; os.environ['TRAINKIT_JOB_ATTEMPT'] == '2' and os._exit(0)\n{code}")
+    first = read_json(run.attempt(1).end_file)
+    assert (first["action"], first["cause"]) == ("restart", "crash")
+    assert first["reason"] == "a worker ended with SIGKILL; resumes (restart 1)"
+    named = {key: first["verdict"][key] for key in ("host", "type", "message", "exit_code")}
+    assert named == {
+        "host": "node1",
+        "type": "OutOfMemory",
+        "message": "killed by SIGKILL: out of memory",
+        "exit_code": 137,
+    }
+    assert first["verdict"]["hint"].startswith("raise resources.mem")
+
+
 def test_an_agent_that_was_killed_is_no_longer_waited_for(
     run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

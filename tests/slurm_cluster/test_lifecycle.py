@@ -114,7 +114,9 @@ def test_a_folder_with_something_in_it_is_refused(clusters_possible: None, tmp_p
 
 
 def test_after_a_restart_of_the_machine_no_process_is_taken_for_its_own(clusters_possible: None) -> None:
-    state = lifecycle.claim(None, accounting=False, options={}, owner=None, num_hosts=4)
+    state = lifecycle.claim(
+        None, accounting=False, options={}, owner=None, num_hosts=4, slurm=None, confined=False
+    )
     stranger = subprocess.Popen(["sleep", "60"])
     try:
         state.processes = {"slurmctld": Pid.of(stranger.pid)}

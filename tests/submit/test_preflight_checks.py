@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config import RunConfig
+from trainkit.cluster.model import LOCAL, Cluster, Target
+from trainkit.config import RunConfig, load_config
 from trainkit.errors import UsageError
+from trainkit.submit.plan_run import plan_run
 from trainkit.submit.preflight_checks import command_python, refuse_missing
 
 LAUNCH = RunConfig().launch
@@ -43,3 +45,15 @@ def test_a_launcher_takes_the_interpreter_that_would_run_the_command(tmp_path: P
     # Another python on PATH may not have torch.
     assert command_python(LAUNCH, command, tmp_path, {"PATH": f"{venv}/bin"}) == (sys.executable,)
     assert command_python(LAUNCH, command, tmp_path, {**active, "PATH": "/usr/bin"}) == (sys.executable,)
+
+
+def test_what_has_only_run_with_stand_ins_is_said(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("device: cpu\nlaunch: {container: 'docker://pytorch/pytorch'}\n")
+    loaded = load_config(config, environ={}, cwd=tmp_path)
+    on_slurm = plan_run(loaded, target=Target("sbatch", "a test", Cluster("unknown")))
+    assert on_slurm.reasons["experimental"] == (
+        "launch.container has not been validated with a real Apptainer or pyxis; try a short run first"
+    )
+    # Without Slurm the key has no effect.
+    assert "experimental" not in plan_run(loaded, target=LOCAL).reasons

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.slurm_cluster import cluster as clusters
-from tools.slurm_cluster import lifecycle, packages, shell
+from tools.slurm_cluster import lifecycle, packages, releases, shell
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.state import all_states
 
@@ -19,6 +19,7 @@ USAGE = 2
 EXAMPLES = """\
 examples:
   python -m tools.slurm_cluster up                        start a cluster and print its folder
+  python -m tools.slurm_cluster up --slurm 24.11          another version of Slurm than the installed one
   eval "$(python -m tools.slurm_cluster env)"             use it in this shell
   python -m tools.slurm_cluster run -- srun -N4 hostname  run one command in it
   python -m tools.slurm_cluster run --host 2 -- df /var/tmp
@@ -44,8 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _up(options: argparse.Namespace) -> int:
-    packages.require()
-    cluster = clusters.up(options.folder, not options.no_accounting, dict(options.set))
+    releases.require(options.slurm)
+    cluster = clusters.up(
+        options.folder,
+        not options.no_accounting,
+        dict(options.set),
+        slurm=options.slurm,
+        with_cgroups=options.cgroups,
+    )
     print(f"{cluster.name} is up after {cluster.state.up_s:.1f} s: {cluster.folder}", file=sys.stderr)
     print(f'use it: eval "$(python -m tools.slurm_cluster env --folder {cluster.folder})"', file=sys.stderr)
     print(cluster.folder)
@@ -107,17 +114,20 @@ def _daemon(options: argparse.Namespace) -> int:
 
 
 def _shell(options: argparse.Namespace) -> int:
-    packages.require()
-    shell.run_shell_in_new_cluster(not options.no_accounting, dict(options.set))
+    releases.require(options.slurm)
+    shell.run_shell_in_new_cluster(
+        not options.no_accounting, dict(options.set), options.slurm, options.cgroups
+    )
     return 0
 
 
 def _install(options: argparse.Namespace) -> int:
     """Install missing packages; on failure returns 1 only in CI, since the tests themselves report a skip."""
     try:
-        packages.install_missing()
+        releases.install(options.slurm)
     except packages.NotPossible as error:
-        print(f"the tests on a Slurm cluster will be skipped: {error}", file=sys.stderr)
+        which = f"Slurm {options.slurm}" if options.slurm else "a Slurm cluster"
+        print(f"the tests on {which} will be skipped: {error}", file=sys.stderr)
         return 1 if os.environ.get("CI") == "true" else 0
     return 0
 
@@ -157,6 +167,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    version = argparse.ArgumentParser(add_help=False)
+    version.add_argument(
+        "--slurm",
+        metavar="VERSION",
+        choices=releases.RELEASES,
+        help=f"{', '.join(releases.RELEASES)}; default: the one installed on this machine",
+    )
     which = argparse.ArgumentParser(add_help=False)
     which.add_argument("--folder", type=Path, help="the cluster's folder; needed when there are several")
     make = argparse.ArgumentParser(add_help=False)
@@ -169,7 +186,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="a line of slurm.conf",
     )
-    up = commands.add_parser("up", parents=[make], help="start a cluster and print its folder")
+    make.add_argument(
+        "--cgroups", action="store_true", help="confine jobs to their CPUs and memory (needs cgroup v1)"
+    )
+    up = commands.add_parser("up", parents=[make, version], help="start a cluster and print its folder")
     up.add_argument("folder", nargs="?", type=Path, help="an empty folder; default: a new one below /tmp")
     up.set_defaults(call=_up)
     down = commands.add_parser("down", parents=[which], help="remove a cluster, if there is one")
@@ -190,8 +210,10 @@ def _parser() -> argparse.ArgumentParser:
     daemon.add_argument("what", choices=("stop", "start"))
     daemon.add_argument("name", choices=("slurmctld", "slurmdbd"))
     daemon.set_defaults(call=_daemon)
-    own = commands.add_parser("shell", parents=[make], help="open a shell in a new cluster, removed on exit")
+    own = commands.add_parser(
+        "shell", parents=[make, version], help="open a shell in a new cluster, removed on exit"
+    )
     own.set_defaults(call=_shell)
-    install = commands.add_parser("install", help="install missing Debian packages")
+    install = commands.add_parser("install", parents=[version], help="install missing Debian packages")
     install.set_defaults(call=_install)
     return parser

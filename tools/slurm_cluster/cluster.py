@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.slurm_cluster import daemons, hosts, lifecycle, network
+from tools.slurm_cluster import cgroups, daemons, hosts, lifecycle, network, releases
 from tools.slurm_cluster.processes import Pid
 from tools.slurm_cluster.state import STATE_LINK, State
 
@@ -58,8 +58,8 @@ class Cluster:
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables that a shell needs to use this cluster."""
-        path = f"{BIN}:{daemons.path_with_sbin()}"
-        return {**daemons.environ(self.state), "PATH": path, "TEST_CLUSTER": str(self.folder)}
+        variables = daemons.environ(self.state)
+        return {**variables, "PATH": f"{BIN}:{variables['PATH']}", "TEST_CLUSTER": str(self.folder)}
 
     @property
     def environ(self) -> dict[str, str]:
@@ -175,7 +175,7 @@ class Cluster:
 
     def start_slurmd(self, index: int) -> None:
         """Start the slurmd of a host that is powered on."""
-        self.run(["slurmd", "-N", self.state.host(index)], host=index, timeout_s=30, check=True)
+        self.run(daemons.slurmd(self.state, index), host=index, timeout_s=30, check=True)
 
     def cut_off(self, index: int) -> None:
         """Disconnect a host from the network; the host itself keeps running."""
@@ -258,15 +258,22 @@ def up(
     options: Mapping[str, str] | None = None,
     owner: Pid | None = None,
     num_hosts: int = NUM_HOSTS,
+    slurm: str | None = None,
+    with_cgroups: bool = False,
 ) -> Cluster:
     """Start a cluster and wait until its hosts are idle, after removing abandoned clusters.
 
     `options` are lines of slurm.conf, for example ``{"MinJobAge": "5"}``. With an `owner`, the cluster counts
-    as abandoned once that process is dead. Raises RuntimeError when a daemon does not start.
+    as abandoned once that process is dead. `slurm` is a version such as ``24.11``; None is the installed one.
+    `with_cgroups` confines jobs to the CPUs and the memory that they ask for, with the CPUs of this machine.
+    Raises RuntimeError when a daemon does not start, and NotPossible for a version that cannot be had.
     """
+    release = releases.find(slurm)
+    if with_cgroups:
+        cgroups.require()
     lifecycle.clean_up()
     began = time.monotonic()
-    state = lifecycle.claim(folder, accounting, options or {}, owner, num_hosts)
+    state = lifecycle.claim(folder, accounting, options or {}, owner, num_hosts, release, with_cgroups)
     try:
         lifecycle.start(state)
         cluster = Cluster(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,8 +10,12 @@ from tools.slurm_cluster.network import MACHINE_INDEX
 from tools.slurm_cluster.state import State
 
 NUM_CPUS = 8
+"""Of each host, unless its jobs are confined to real ones."""
 NUM_GPUS = 4
 MEM_MB = 64_000
+CONFINED = {"ProctrackType": "proctrack/cgroup", "TaskPlugin": "task/affinity,task/cgroup"}
+"""With these, jobs are confined to the CPUs and the memory that they asked for."""
+CGROUP_CONF = "ConstrainCores=yes\nConstrainRAMSpace=yes\nAllowedRAMSpace=100\nConstrainSwapSpace=no\n"
 ACCOUNT = "research"
 """The default account of root; its default QOS is `normal`, and jobs can request `short`."""
 OTHER_ACCOUNT = "teaching"
@@ -65,14 +70,17 @@ def slurm_conf(state: State) -> str:
         "JobRequeue": "1",
         "MaxArraySize": "10001",
         "MaxJobCount": "25000",
+        **_plugins(state),
+        **(CONFINED if state.cgroups else {}),
         **_accounting(state),
         **state.options,
     }
     lines = [f"{name}={value}" for name, value in values.items()]
+    num_cpus = (os.cpu_count() or 1) if state.cgroups else NUM_CPUS
     for index in state.hosts():
         lines.append(
             f"NodeName={state.host(index)} NodeAddr={state.address(index)} Gres=gpu:h100:{NUM_GPUS} "
-            f"Sockets=1 CoresPerSocket={NUM_CPUS} ThreadsPerCore=1 RealMemory={MEM_MB} "
+            f"Sockets=1 CoresPerSocket={num_cpus} ThreadsPerCore=1 RealMemory={MEM_MB} "
             f"Feature=rack{1 + (index - 1) // 2}"
         )
     for name, limits in PARTITIONS.items():
@@ -102,6 +110,7 @@ def slurmdbd_conf(state: State) -> str:
         "StorageHost": "localhost",
         "StorageUser": "root",
         "StorageLoc": "slurm",
+        **_plugins(state),
     }
     return "".join(f"{name}={value}\n" for name, value in values.items())
 
@@ -113,12 +122,21 @@ def write(state: State) -> None:
     texts: Mapping[str, str] = {
         "slurm.conf": slurm_conf(state),
         "gres.conf": gres_conf(state),
-        "cgroup.conf": "CgroupPlugin=cgroup/v1\n" if _has_cgroup_v1() else "",
+        "cgroup.conf": _cgroup_conf(state),
         "slurmdbd.conf": slurmdbd_conf(state),
     }
     for name, text in texts.items():
         (etc / name).write_text(text)
         (etc / name).chmod(0o600 if name == "slurmdbd.conf" else 0o644)
+
+
+def _cgroup_conf(state: State) -> str:
+    version = "CgroupPlugin=cgroup/v1\n" if _has_cgroup_v1() else ""
+    return version + (CGROUP_CONF if state.cgroups else "")
+
+
+def _plugins(state: State) -> dict[str, str]:
+    return {"PluginDir": f"{state.slurm}/plugins"} if state.slurm else {}
 
 
 def _accounting(state: State) -> dict[str, str]:

@@ -28,7 +28,14 @@ def path_with_sbin() -> str:
 
 def environ(state: State) -> dict[str, str]:
     """The environment variables that select this cluster for Slurm's daemons and commands."""
-    return {"SLURM_CONF": str(state.path / "etc/slurm.conf"), "PATH": path_with_sbin()}
+    path = f"{state.slurm}/programs:{path_with_sbin()}" if state.slurm else path_with_sbin()
+    return {"SLURM_CONF": str(state.path / "etc/slurm.conf"), "PATH": path}
+
+
+def slurmd(state: State, index: int) -> list[str]:
+    """The argv of a host's slurmd."""
+    stepd = ["-d", f"{state.slurm}/programs/slurmstepd"] if state.slurm else []
+    return ["slurmd", "-N", state.host(index), "-f", environ(state)["SLURM_CONF"], *stepd]
 
 
 def call(state: State, *argv: str, timeout_s: float = START_TIMEOUT_S) -> str:

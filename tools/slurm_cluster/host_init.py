@@ -13,19 +13,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def run(*argv: str) -> None:
     subprocess.run(argv, check=True)
 
 
-def make_host(host: dict[str, str]) -> None:
+def make_host(host: dict[str, Any]) -> None:
     """Set up hostname, /sys, boot id, node-local disks and name resolution, as on a separate machine."""
     socket.sethostname(host["name"])
     folder = Path(host["folder"])
     # A new /sys shows the host's own network; slurmd also needs the machine's cgroups in it.
     cgroup = folder / "cgroup"
-    if os.path.ismount("/sys/fs/cgroup"):
+    if host["cgroups"]:
+        run("mount", "-t", "sysfs", "sysfs", "/sys")
+        run("mount", "-t", "tmpfs", "tmpfs", "/sys/fs/cgroup")
+        for controller in host["cgroups"]:
+            Path("/sys/fs/cgroup", controller).mkdir()
+            run("mount", "-t", "cgroup", "-o", controller, "cgroup", f"/sys/fs/cgroup/{controller}")
+    elif os.path.ismount("/sys/fs/cgroup"):
         run("mount", "--rbind", "/sys/fs/cgroup", str(cgroup))
         run("mount", "-t", "sysfs", "sysfs", "/sys")
         run("mount", "--rbind", str(cgroup), "/sys/fs/cgroup")
@@ -39,7 +46,7 @@ def make_host(host: dict[str, str]) -> None:
         run("mount", "--bind", "/dev/null", "/etc/resolv.conf")
 
 
-def join_network(host: dict[str, str]) -> None:
+def join_network(host: dict[str, Any]) -> None:
     """Wait for the network interface, then assign the host's address to it."""
     deadline = time.monotonic() + 120
     while host["interface"] not in {name for _, name in socket.if_nameindex()}:
@@ -55,7 +62,7 @@ def main() -> None:
     host = json.loads(sys.argv[1])
     make_host(host)
     join_network(host)
-    subprocess.Popen(["slurmd", "-D", "-N", host["name"], "-f", host["slurm_conf"]])
+    subprocess.Popen(host["slurmd"])
     while True:
         try:
             os.wait()

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.slurm_cluster import network
-from tools.slurm_cluster.daemons import environ, record
+from tools.slurm_cluster import cgroups, network
+from tools.slurm_cluster.daemons import environ, record, slurmd
 from tools.slurm_cluster.processes import child_of, start_daemon
 from tools.slurm_cluster.state import State
 
@@ -36,12 +36,16 @@ def power_on(state: State, index: int) -> None:
         "folder": str(home),
         "interface": network.INSIDE,
         "hosts_file": str(state.path / "etc/hosts"),
-        "slurm_conf": environ(state)["SLURM_CONF"],
+        "cgroups": list(cgroups.CONTROLLERS) if state.cgroups else [],
+        "slurmd": [*slurmd(state, index), "-D"],
     }
-    unshare = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
-    python = [sys.executable, "-I", "-S", str(INIT), json.dumps(host)]
+    argv = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
+    argv += [sys.executable, "-I", "-S", str(INIT), json.dumps(host)]
+    if state.cgroups:
+        # A namespace of cgroups begins at the groups that its first process is in.
+        argv = cgroups.inside(cgroups.create(state, index), ["unshare", "--cgroup", *argv[1:]])
     log = state.path / "log" / f"{state.host(index)}.out"
-    outer = start_daemon([*unshare, *python], log, environ(state))
+    outer = start_daemon(argv, log, environ(state))
     record(state, _outer(index), outer)
     inner = child_of(outer, timeout_s=60)
     record(state, _inner(index), inner)
@@ -56,6 +60,8 @@ def power_off(state: State, index: int) -> None:
         if pid is not None:
             pid.kill()
             pid.wait(10)
+    if state.cgroups:
+        cgroups.remove(state, index)
     state.save()
 
 

@@ -28,7 +28,13 @@ MARK = ".trainkit-cluster"
 
 
 def claim(
-    folder: Path | None, accounting: bool, options: Mapping[str, str], owner: Pid | None, num_hosts: int
+    folder: Path | None,
+    accounting: bool,
+    options: Mapping[str, str],
+    owner: Pid | None,
+    num_hosts: int,
+    slurm: Path | None,
+    confined: bool,
 ) -> State:
     """Reserve the first free cluster number, and create the folder, the bridge and the host names.
 
@@ -51,6 +57,8 @@ def claim(
             accounting=accounting,
             num_hosts=num_hosts,
             port=port,
+            slurm=str(slurm or ""),
+            cgroups=confined,
             owner=owner,
             options=dict(options),
         )

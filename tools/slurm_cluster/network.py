@@ -90,8 +90,9 @@ def hosts_file_inside(state: State) -> str:
 
 
 def add_names(state: State) -> None:
-    """Add the hosts' names to the machine's /etc/hosts."""
-    new = names(state)
+    """Add the names of the hosts, and one for this machine as the login node, to the machine's /etc/hosts."""
+    # Newer versions of slurmctld look up the name of every client, and a name server can take seconds.
+    new = f"{names(state)}{state.address(MACHINE_INDEX)} {state.name}-login\n"
     try:
         socket.gethostbyname(state.machine)
     except OSError:

@@ -35,21 +35,22 @@ class NotPossible(Exception):
         self.hint = hint
 
 
-def missing() -> list[str]:
-    """The packages with missing programs, in the order of PROGRAMS."""
+def missing(with_slurm: bool = True) -> list[str]:
+    """The packages with missing programs, in the order of PROGRAMS; those of Slurm only `with_slurm`."""
     path = path_with_sbin()
     return [
         package
         for package, programs in PROGRAMS.items()
-        if not all(shutil.which(program, path=path) for program in programs)
+        if (with_slurm or not package.startswith("slurm"))
+        and not all(shutil.which(program, path=path) for program in programs)
     ]
 
 
-def require() -> None:
+def require(with_slurm: bool = True) -> None:
     """Raise NotPossible unless a cluster can be started now."""
     if os.geteuid() != 0:
         raise NotPossible("only root can create the namespaces of its hosts", "run this as root")
-    if packages := missing():
+    if packages := missing(with_slurm):
         raise NotPossible(
             f"{_listed(packages)} not installed",
             f"run: apt-get update && apt-get install --no-install-recommends {' '.join(packages)}",
@@ -60,11 +61,11 @@ def require() -> None:
         )
 
 
-def install_missing() -> None:
+def install_missing(with_slurm: bool = True) -> None:
     """Install missing packages without starting their daemons. Raises NotPossible."""
-    packages = missing()
+    packages = missing(with_slurm)
     if os.geteuid() != 0 or (packages and shutil.which("apt-get") is None):
-        require()
+        require(with_slurm)
     if not packages:
         return
     print(f"installing {' '.join(packages)}, for the tests on a Slurm cluster", file=sys.stderr)
@@ -79,7 +80,7 @@ def install_missing() -> None:
             raise NotPossible(
                 f"{_listed(packages)} not installed, and apt-get failed", "see its output above"
             )
-    require()
+    require(with_slurm)
 
 
 @contextlib.contextmanager

@@ -7,39 +7,61 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from tools.slurm_cluster import packages
+from tools.slurm_cluster import packages, releases
 from tools.slurm_cluster.cluster import Cluster, up
 from tools.slurm_cluster.processes import Pid
 
 PLACE_OF_SKIPS = (__file__, 1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slurm",
+        metavar="VERSION",
+        choices=list(releases.RELEASES),
+        help="the version of Slurm of the clusters; default: the installed one",
+    )
+
+
 @pytest.fixture(scope="session")
-def clusters_possible() -> None:
+def slurm_version(pytestconfig: pytest.Config) -> str | None:
+    """The version of Slurm that the clusters run; None is the installed one."""
+    version: str | None = pytestconfig.getoption("--slurm")
+    return version
+
+
+@pytest.fixture(scope="session")
+def clusters_possible(slurm_version: str | None) -> None:
     """Skip the test if no cluster can run here; fail it instead if CI=true."""
+    require_cluster(slurm_version)
+
+
+def require_cluster(version: str | None) -> None:
+    """Skip the current test if no cluster with this version can run here; fail it instead if CI=true."""
     try:
-        packages.require()
+        releases.require(version)
     except packages.NotPossible as error:
         if os.environ.get("CI") == "true":
-            pytest.fail(f"CI=true requires the Slurm tests, but no cluster can run: {error}", pytrace=False)
-        pytest.skip(f"no Slurm cluster: {error} ({error.hint})")
+            which = f"no cluster with Slurm {version}" if version else "no cluster"
+            pytest.fail(f"CI=true requires the Slurm tests, but {which} can run: {error}", pytrace=False)
+        pytest.skip(f"no Slurm {version + ' ' if version else ''}cluster: {error} ({error.hint})")
 
 
 @pytest.fixture(scope="session")
-def cluster(clusters_possible: None) -> Iterator[Cluster]:
+def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
     """A Slurm cluster of four hosts.
 
     After each test, everything that was stopped or broken is restored and all jobs are cancelled.
     """
-    made = up(owner=Pid.of(os.getpid()))
+    made = up(owner=Pid.of(os.getpid()), slurm=slurm_version)
     yield made
     made.down()
 
 
 @pytest.fixture(scope="session")
-def cluster_without_accounting(clusters_possible: None) -> Iterator[Cluster]:
+def cluster_without_accounting(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
     """A second cluster, without slurmdbd; also restored after each test."""
-    made = up(accounting=False, owner=Pid.of(os.getpid()))
+    made = up(accounting=False, owner=Pid.of(os.getpid()), slurm=slurm_version)
     yield made
     made.down()
 

@@ -30,12 +30,16 @@ Leave with `exit` or Ctrl-D; this removes the cluster and all its jobs. Its fold
 """
 
 
-def run_shell_in_new_cluster(accounting: bool, options: Mapping[str, str]) -> None:
+def run_shell_in_new_cluster(
+    accounting: bool, options: Mapping[str, str], slurm: str | None, with_cgroups: bool
+) -> None:
     """Start a cluster, run $SHELL in it, and remove it, also after SIGTERM or when the terminal closes."""
     for number in ENDING:
         signal.signal(number, _leave)
     print("starting a Slurm cluster …", file=sys.stderr)
-    cluster = clusters.up(None, accounting, options, owner=Pid.of(os.getpid()))
+    cluster = clusters.up(
+        None, accounting, options, owner=Pid.of(os.getpid()), slurm=slurm, with_cgroups=with_cgroups
+    )
     try:
         mine = f"{shlex.quote(sys.executable)} -m tools.slurm_cluster"
         seconds = cluster.state.up_s

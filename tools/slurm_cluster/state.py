@@ -30,6 +30,9 @@ class State:
     accounting: bool
     num_hosts: int
     port: int
+    slurm: str = ""
+    """The folder of another version of Slurm than the machine's own."""
+    cgroups: bool = False
     up_s: float = 0
     owner: Pid | None = None
     options: dict[str, str] = field(default_factory=dict)

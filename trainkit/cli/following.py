@@ -146,6 +146,8 @@ def print_end(run: RunDir) -> int:
     click.echo(f"{end['state']}: {end['reason']}", err=True)
     if end.get("verdict"):
         click.echo(failure_line(end["verdict"]), err=True)
+        if end["verdict"].get("hint"):
+            click.echo(f"hint: {end['verdict']['hint']}", err=True)
         if end["verdict"].get("rank") is not None:
             command = f"trainkit logs {quote(str(run.path))} --rank {end['verdict']['rank']}"
             click.echo(f"`{command}` shows its output", err=True)

@@ -38,7 +38,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
     yield indent(table(rows), "  ")
     default = {item.name for item in cluster.accounts or () if item.is_default}
     names = dict.fromkeys(item.name for item in cluster.accounts or ())
-    accounts = [f"{name} (default)" if name in default else name for name in names]
+    accounts = [f"{name} (default)" for name in names if name in default]
+    accounts += [name for name in names if name not in default]
     yield f"  accounts: {listed(accounts) or 'not checked'}"
     yield f"  QOS: {listed(item.name for item in cluster.qos or ()) or 'not checked'}"
     yield f"  containers: {listed(cluster.containers) or 'none found'}"

@@ -135,9 +135,9 @@ class LaunchConfig(Section):
         description="Python interpreter; null uses that of venv, conda, uv or container.",
     )
     venv: OneLine | None = Field(default=None, description="Virtual environment to activate.")
-    conda: OneLine | None = Field(default=None, description="Conda environment to activate.")
+    conda: OneLine | None = Field(default=None, description="Conda environment to activate (experimental).")
     uv: OneLine | None = Field(default=None, description="Folder of the uv project whose environment to use.")
-    container: OneLine | None = Field(default=None, description="Container image to run in.")
+    container: OneLine | None = Field(default=None, description="Container image to run in (experimental).")
     container_runtime: Literal["auto", "apptainer", "pyxis"] = Field(
         default="auto", description="Container runtime; auto uses the one that the cluster has."
     )

@@ -72,6 +72,7 @@ def run_details(status: RunStatus) -> str:
         "last event": event_line(status.last_event) if status.last_event else "-",
         "restarts": restarts_line(status.restarts) if status.restarts else "",
         "failure": failure_line(status.verdict) if status.verdict else "",
+        "hint": (status.verdict or {}).get("hint", ""),
     }
     text = [f"{key:<10}  {value}" for key, value in lines.items() if value]
     return "\n".join(text + [f"warning: {warning}" for warning in status.warnings])

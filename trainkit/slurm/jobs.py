@@ -165,7 +165,7 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
         submitted, start, end, left, restarts, exit_code, name = fields[8:]
         restart_count = int(restarts) if restarts.isdigit() else None
         state = state_in_queue(word, restart_count)
-        code, signal = _from_wait_status(exit_code) if state.is_terminal else (None, None)
+        code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
         info = JobInfo(
             job_id=number
             if task in ("", "N/A")
@@ -227,7 +227,7 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
     for fields in records(text, len(_ACCOUNTING_FIELDS), end=FIELD):
         job_id, word, partition, nodes, num_nodes, submitted, start, end, exit_code, name = fields
         state = state_in_accounting(word)
-        code, signal = _parse_exit(exit_code) if state.is_terminal else (None, None)
+        code, signal = _exit_of(exit_code) if state.is_terminal else (None, None)
         info = JobInfo(
             job_id=job_id,
             state=state,
@@ -249,19 +249,13 @@ def parse_accounting(text: str) -> dict[str, JobInfo]:
     return found
 
 
-def _from_wait_status(text: str) -> tuple[int | None, int | None]:
-    """squeue's exit_code, a wait(2) status, as (exit code, signal)."""
-    if not text.isdigit():
-        return None, None
-    status = int(text)
-    return status >> 8 & 0xFF, status & 0x7F or None
-
-
-def _parse_exit(text: str) -> tuple[int | None, int | None]:
-    """`1:0` or `0:9` as (exit code, signal)."""
-    code, _, signal = text.partition(":")
+def _exit_of(text: str) -> tuple[int | None, int | None]:
+    """(exit code, signal) of `1:0` or `0:9`, or of the wait(2) status that squeue 22.05 prints."""
+    code, colon, signal = text.partition(":")
     if not code.isdigit():
         return None, None
+    if not colon:
+        return int(code) >> 8 & 0xFF, int(code) & 0x7F or None
     return int(code), (int(signal) if signal.isdigit() and int(signal) else None)
 
 

@@ -17,6 +17,7 @@ from trainkit.submit.containers import container_program
 from trainkit.submit.preflight_checks import (
     check_name,
     command_python,
+    experimental_settings,
     find_launch_problems,
     find_local_problems,
     refuse_missing,
@@ -99,4 +100,5 @@ def _check(
         raise ConfigError([*error.problems, *problems]) from None
     if problems:
         raise ConfigError(problems)
-    return plan
+    note = experimental_settings(loaded.config.launch) if plan.slurm is not None else None
+    return plan if note is None else dataclasses.replace(plan, reasons={**plan.reasons, "experimental": note})

@@ -156,6 +156,14 @@ def with_local_environment(plan: LaunchPlan, launch: LaunchConfig, cwd: Path) ->
     return replace(plan, venv=interpreter.venv)
 
 
+def experimental_settings(launch: LaunchConfig) -> str | None:
+    """A note on a setting that was tested with a stand-in only; None without such a setting."""
+    for key, program in (("conda", "conda"), ("container", "Apptainer or pyxis")):
+        if getattr(launch, key) is not None:
+            return f"launch.{key} has not been validated with a real {program}; try a short run first"
+    return None
+
+
 def present_secrets(names: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
     """The named variables that are set, which the job inherits."""
     return tuple(name for name in names if environ.get(name))

@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import EXIT_OK, EXIT_STOPPED
 from trainkit.job.decision import Outcome
-from trainkit.job.failure.records import agent_failure, first_rank_failure, lost_host_failure
-from trainkit.job.failure.srun_errors import hosts_of
+from trainkit.job.failure.records import (
+    agent_failure,
+    first_rank_failure,
+    lost_host_failure,
+    out_of_memory_fields,
+)
+from trainkit.job.failure.srun_errors import hosts_of, ran_out_of_memory
 from trainkit.job.signals import signal_exit_code
 from trainkit.job.watch.hangs import hang_failure
 from trainkit.plan.launch import LaunchPlan
@@ -48,6 +53,8 @@ def _killed_agent_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcom
     if node_rank is None or _has_record(attempt, plan, node_rank):
         return None
     failure = agent_failure(node_rank, "its agent was killed", signal_exit_code(signal.SIGKILL))
+    if ran_out_of_memory(attempt):
+        failure |= out_of_memory_fields(signal_exit_code(signal.SIGKILL))
     hosts = hosts_of(attempt)
     return {**failure, "host": hosts[node_rank]} if node_rank < len(hosts) else failure
 

@@ -124,12 +124,21 @@ def record_silent_death(
     )
 
 
+def out_of_memory_fields(exit_code: int) -> dict[str, str]:
+    """The ``type``, ``message`` and ``hint`` for a process that the kernel killed to free memory."""
+    hint = "raise resources.mem, or lower data.num_workers or train.device_batch_size"
+    return {
+        "type": "OutOfMemory",
+        "message": f"killed by {describe_exit(exit_code)}: out of memory",
+        "hint": hint,
+    }
+
+
 def _death_fields(attempt: AttemptDir, rank: int, exit_code: int, out_of_memory: bool) -> dict[str, Any]:
     """The ``type`` and ``message``, and other known fields, for a worker that wrote no record."""
-    description = describe_exit(exit_code)
     if out_of_memory:
-        hint = "raise resources.mem, or lower data.num_workers or train.device_batch_size"
-        return {"type": "OutOfMemory", "message": f"killed by {description}: out of memory", "hint": hint}
+        return out_of_memory_fields(exit_code)
+    description = describe_exit(exit_code)
     if exit_code == EXIT_STUCK:
         hang = next((hang for hang in read_hangs(attempt) if hang.rank == rank), None)
         if hang is not None:
@@ -186,6 +195,7 @@ def first_rank_failure(attempt: AttemptDir) -> dict[str, Any] | None:
     keys = ("rank", "node_rank", "host", "time", "step", "type", "message", "exit_code")
     return {
         **{key: first.get(key) for key in keys},
+        **({"hint": first["hint"]} if first.get("hint") else {}),
         **{key: bool(first.get(key)) for key in ("final", "node")},
     }
 

@@ -16,6 +16,7 @@ _LAUNCH_FAILED = re.compile(
     r"^srun: error: Task launch for \S+ failed on node (?P<host>[^\s:]+)", re.MULTILINE
 )
 _TASK_EXIT = re.compile(r"^srun: error: (?P<host>\S+): tasks? [\d,\[\]-]+: (?P<how>.*)$", re.MULTILINE)
+_OUT_OF_MEMORY = "Out Of Memory"
 _ABORTED = re.compile(
     r"^srun: (?:Job step aborted|forcing job termination|error: Timed out waiting for job step)", re.MULTILINE
 )
@@ -50,7 +51,12 @@ def node_of_killed_task(attempt: AttemptDir) -> int | None:
     """Node rank of the first failed task if that task was killed, else None."""
     host, how = first_task_exit(attempt) or ("", "")
     hosts = hosts_of(attempt)
-    return hosts.index(host) if how in ("Killed", "Terminated") and host in hosts else None
+    return hosts.index(host) if how in ("Killed", "Terminated", _OUT_OF_MEMORY) and host in hosts else None
+
+
+def ran_out_of_memory(attempt: AttemptDir) -> bool:
+    """Whether the memory limit of the job killed the first failed task."""
+    return (first_task_exit(attempt) or ("", ""))[1] == _OUT_OF_MEMORY
 
 
 def hosts_of(attempt: AttemptDir) -> list[str]:

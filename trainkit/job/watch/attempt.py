@@ -15,7 +15,12 @@ from trainkit.errors import EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.decision import RESTART_SIGNAL, Outcome
 from trainkit.job.failure.records import first_exit_code
-from trainkit.job.failure.srun_errors import first_task_exit, node_of_killed_task, was_aborted
+from trainkit.job.failure.srun_errors import (
+    first_task_exit,
+    node_of_killed_task,
+    ran_out_of_memory,
+    was_aborted,
+)
 from trainkit.job.node.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
 from trainkit.job.node.rendezvous import new_nonce
@@ -302,6 +307,8 @@ class SlurmAttemptWatch(AttemptWatch):
         if not end.was_terminated and not end.killed:
             self.outcome.killed_node = node_of_killed_task(self.attempt)
         first_code = first_exit_code(self.attempt) if code not in (EXIT_OK, EXIT_STOPPED) else None
+        if first_code is None and ran_out_of_memory(self.attempt):
+            first_code = signal_exit_code(signal.SIGKILL)  # of an agent; srun returns 1
         self.outcome.exits = [(end.rank, code if first_code is None else first_code)]
         if self.outcome.stop_signal is None:
             self.outcome.stop_signal = self._signal_of_ranks()

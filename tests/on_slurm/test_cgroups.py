@@ -1,0 +1,104 @@
+"""Jobs that Slurm confines to their CPUs and their memory, and whose processes it finds by cgroup."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.on_slurm import test_signals
+from tests.on_slurm.login import Login, log_of, settings
+from tools.slurm_cluster import cgroups
+from tools.slurm_cluster.cluster import Cluster, up
+from tools.slurm_cluster.packages import NotPossible
+from tools.slurm_cluster.processes import Pid
+
+SHOWS_CPUS = """
+import os
+print("cpus", *sorted(os.sched_getaffinity(0)))
+"""
+FILLS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    kept = bytearray(2 << 30) if sys.argv[1] == "own" else None
+    with open("/dev/shm/fill", "wb") as stream:
+        while True:
+            stream.write(b"x" * (1 << 20))
+time.sleep(600)
+"""
+"""Rank 1 fills its own memory, or shared memory that is not freed when it is killed."""
+LEAVES_A_DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execvp("sleep", ["sleep", "1234"])
+    os._exit(0)
+os.wait()
+print("daemon started", flush=True)
+time.sleep(600)
+"""
+
+pytestmark = pytest.mark.xdist_group("cgroups")
+
+
+@pytest.fixture(scope="module")
+def cluster(clusters_possible: None, slurm_version: str | None) -> Iterator[Cluster]:
+    """A cluster whose jobs are confined, in place of the usual one."""
+    try:
+        cgroups.require()
+    except NotPossible as error:
+        pytest.skip(f"{error}")
+    made = up(owner=Pid.of(os.getpid()), num_hosts=2, slurm=slurm_version, with_cgroups=True)
+    yield made
+    made.down()
+
+
+def processes_of_jobs(cluster: Cluster) -> str:
+    """The processes on all hosts that are neither Slurm's nor those of this question."""
+    listed = [cluster.run(["ps", "-e", "-o", "args="], host=host, check=True).stdout for host in (1, 2)]
+    own = re.compile(r"slurm|host_init|^ps |^sh -c cd|^unshare")
+    return "\n".join(line for text in listed for line in text.splitlines() if not own.search(line))
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="a host needs two CPUs for two ranks that share none")
+def test_each_rank_has_its_own_cpu(login: Login) -> None:
+    script = login.script(SHOWS_CPUS)
+    run = login.finish(login.submit("--nodes", "2", "--gpus-per-node", "2", "--", "python", script))
+    shown = [log_of(run, rank) for rank in range(4)]
+    assert all(re.fullmatch(r"cpus \d+\n", text) for text in shown), shown
+    assert shown[0] != shown[1]
+    assert shown[2] != shown[3]
+
+
+@pytest.mark.slow(seconds=50)
+def test_a_run_is_requeued_cancelled_and_resumed(login: Login) -> None:
+    test_signals.test_a_requeued_job_goes_on_as_the_next_attempt(login)
+
+
+@pytest.mark.parametrize(("memory", "per"), [("own", "gpu"), ("shared", "node")])
+def test_a_kill_for_memory_is_named(login: Login, memory: str, per: str) -> None:
+    script = login.script(FILLS)
+    shape = ("--nodes", "1", "--gpus-per-node", "2", "--per", per)
+    limits = settings("resources.mem=300M", "requeue.max_crashes=0")
+    run = login.submit(*shape, *limits, "--", "python", script, memory)
+    end = login.wait_for_end(run)
+    assert (end["state"], end["exit_code"]) == ("failed", 137), login.logs_and_attempts(run)
+    assert end["verdict"]["type"] == "OutOfMemory", login.logs_and_attempts(run)
+    assert end["verdict"]["host"] == login.cluster.hosts[0]
+    shown = login.trainkit("status", str(run.path)).stdout
+    assert "OutOfMemory: killed by SIGKILL: out of memory\nhint        raise resources.mem" in shown
+
+
+def test_no_process_is_left(login: Login) -> None:
+    """Also none that left the session and the parent of its rank."""
+    script = login.script(LEAVES_A_DAEMON)
+    run = login.submit("--nodes", "2", "--gpus-per-node", "1", "--", "python", script)
+    for rank in range(2):
+        login.wait_for_log(run, "daemon started", rank)
+    assert processes_of_jobs(login.cluster).count("sleep 1234") == 2
+    assert login.trainkit("cancel", str(run.path), "--now").returncode == 0
+    login.wait_until_idle()
+    assert processes_of_jobs(login.cluster) == ""
