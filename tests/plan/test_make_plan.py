@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import LOCAL, Target
+from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cluster.model import LOCAL, Cluster, Target
+from trainkit.cluster.model import Cluster
+from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import RunConfig, load_config
 from trainkit.errors import UsageError
 from trainkit.submit.plan_run import plan_run
