@@ -71,9 +71,22 @@ def test_run_by_folder_name_job_id_and_last_from_anywhere(desk):
     )
 
 
-def test_ambiguous_name_takes_the_newest_and_says_so(desk):
+def test_a_name_is_first_of_all_the_run_in_this_folder(desk):
     run = desk.submit()
     newer = desk.submit("--run-dir", str(desk.folder / "elsewhere" / "small"))
     done = desk.trainkit("status", "small", "--json")
+    assert json.loads(done.stdout)["run_dir"] == str(run.path)
+    assert done.stderr == ""
+    desk.folder = desk.folder / "state"  # a folder without that run
+    done = desk.trainkit("status", "small", "--json")
     assert json.loads(done.stdout)["run_dir"] == str(newer.path)
-    assert f"the others are {run.path}" in done.stderr
+    assert done.stderr == (
+        f"note: 2 runs are called small; this is the newest, {newer.path}, not {run.path}\n"
+    )
+    for command in ("cancel", "requeue", "resume"):
+        done = desk.trainkit(command, "small")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            f"error: 2 runs are called small: {newer.path}, {run.path}\n\n"
+            "hint: give the folder of one of them\n"
+        )

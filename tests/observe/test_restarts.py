@@ -31,7 +31,7 @@ def test_each_part_of_the_way_back_is_measured():
     parts = (restart.save_s, restart.end_s, restart.queue_s, restart.start_s, restart.total_s)
     assert parts == (0.5, 0.75, 16.0, 9.75, 27.0)
     assert restarts_line([restart]) == (
-        "1 (1 preempted); the last by requeue in 27.0 s (save 0.5, end 0.8, queue 16.0, start 9.8)"
+        "1 (1 preempted); last: requeue in 27.0 s (save 0.5, end 0.8, queue 16.0, start 9.8)"
     )
 
 
@@ -46,7 +46,7 @@ def test_a_failure_is_counted_from_the_moment_it_happened():
         None,
     )
     assert restarts_line([first, second]) == (
-        "2 (1 preempted, 1 crash); the last by restart (end 0.5, queue 0.0);"
+        "2 (1 preempted, 1 crash); last: restart (end 0.5, queue 0.0);"
         " rank 1 failed first on n1: killed by SIGKILL"
     )
 

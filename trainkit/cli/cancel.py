@@ -28,7 +28,7 @@ def command(run_name: str, now: bool, wait: bool, as_json: bool) -> int:
     from trainkit.control.run_registry import find_run_or_group
     from trainkit.rungroup import RunGroup
 
-    found = find_run_or_group(run_name)
+    found = find_run_or_group(run_name, to_change=True)
     if isinstance(found, RunGroup):
         result = cancel_group(found, now=now, wait=wait)
     else:

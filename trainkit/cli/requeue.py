@@ -24,7 +24,7 @@ def command(run_name: str, as_json: bool) -> int:
     from trainkit.job.record import read_job
     from trainkit.submit.start import requeue_run
 
-    run = find_run(run_name)
+    run = find_run(run_name, to_change=True)
     entry, is_started = requeue_run(run)
     job = read_job(run)
     if is_started:

@@ -81,13 +81,14 @@ def command(
     )
     from trainkit.control.run_registry import find_run
     from trainkit.job.record import read_job
+    from trainkit.manifest import published
     from trainkit.plan.launch import LaunchPlan, describe_plan
     from trainkit.rundir import read_json
     from trainkit.submit.create import create_run
     from trainkit.submit.plan_run import plan_run
     from trainkit.submit.start import resume_run, start_run
 
-    source, place = find_run(run_name), host.place(nodes)
+    source, place = find_run(run_name, to_change=True), host.place(nodes)
     if place is not None and (as_json or follow or fork_dir is not None):
         given = "--json" if as_json else "--follow" if follow else "--as"
         raise UsageError(
@@ -114,6 +115,8 @@ def command(
             click.echo(describe_plan(plan, loaded.config.name), err=True)
             for change in changes(read_effective(source.config_file), loaded.config):
                 click.echo(f"  changed             {change}", err=True)
+            if fork is None and before.command is None and not published(source.checkpoints_dir):
+                click.echo("  checkpoint          none yet: training starts at step 0 again", err=True)
         if place is not None:
             return _resume_on_hosts(source, loaded, plan, place, new_code)
         if fork is None:

@@ -14,7 +14,8 @@ def print_copied(code: dict[str, Any] | None) -> None:
     """Print to stderr which code was copied into the run folder, if any."""
     if code is None:
         return
-    click.echo(f"  code                {code['num_files']:,} files of {code['source']} copied", err=True)
+    files = "1 file" if code["num_files"] == 1 else f"{code['num_files']:,} files"
+    click.echo(f"  code                {files} of {code['source']} copied", err=True)
     for note in code["notes"]:
         click.echo(f"  note: {note}", err=True)
 

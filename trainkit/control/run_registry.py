@@ -153,12 +153,12 @@ def _modified_at(file: Path) -> str:
     return datetime.fromtimestamp(file.stat().st_mtime, timezone.utc).isoformat()
 
 
-def find_run(text: str) -> RunDir:
+def find_run(text: str, *, to_change: bool = False) -> RunDir:
     """The run that RUN refers to; creates the folder of an array task that has not started.
 
-    Raises UsageError, with the closest name as a hint, when there is none, and for a whole group.
+    Raises UsageError like `find_run_or_group`, and for a whole group.
     """
-    found = find_run_or_group(text)
+    found = find_run_or_group(text, to_change=to_change)
     if isinstance(found, RunDir):
         return found
     indices = sorted(found.points)
@@ -168,10 +168,11 @@ def find_run(text: str) -> RunDir:
     )
 
 
-def find_run_or_group(text: str) -> RunDir | RunGroup:
-    """The run or group that RUN refers to.
+def find_run_or_group(text: str, *, to_change: bool = False) -> RunDir | RunGroup:
+    """The run or group that RUN refers to: by name the one in ./runs, else the newest one.
 
-    Raises UsageError, with the closest name as a hint, when there is none.
+    Raises UsageError, with the closest name as a hint, when there is none, and when it is `to_change` and
+    several runs elsewhere have that name.
     """
     run = RunDir(text)
     try:
@@ -189,7 +190,7 @@ def find_run_or_group(text: str) -> RunDir | RunGroup:
         raise UsageError(f"{text} does not contain a run", hint="`trainkit status` lists the runs")
     if separator:
         groups = [item for item in _matching_name(head) if item.is_group]
-        return _run_of_point(_newest(head, groups).group, int(tail))
+        return _run_of_point(_newest(head, groups, to_change).group, int(tail))
     if text == "last":
         matches = list(islice(iter_known_runs(), 1))
     elif text.startswith("local-") or is_job_id(text):
@@ -197,7 +198,7 @@ def find_run_or_group(text: str) -> RunDir | RunGroup:
         matches = list(islice((item for item in iter_known_runs() if _has_job(item, text)), 1))
     else:
         matches = _matching_name(text)
-    newest = _newest(text, matches)
+    newest = _newest(text, matches, to_change)
     if not newest.is_group:
         return newest.run
     if is_job_id(text) and "_" in text:
@@ -206,23 +207,30 @@ def find_run_or_group(text: str) -> RunDir | RunGroup:
 
 
 def _matching_name(name: str) -> list[KnownRun]:
-    """The runs and groups whose folder has this name, else those whose config has it."""
+    """The run or group of this name in ./runs, else all whose folder has it, else all whose config has it."""
     # Without a name in the index, the name is in the folder.
     found = [start for start in starts() if name in (start.folder.name, start.name) or start.name is None]
     known = list(iter_known_runs(found))
-    return [item for item in known if item.run.name == name] or [item for item in known if item.name == name]
+    called = [item for item in known if item.run.name == name]
+    here = Path(RUNS_FOLDER).absolute()
+    return (
+        [item for item in called if item.run.path.parent == here]
+        or called
+        or [item for item in known if item.name == name]
+    )
 
 
-def _newest(text: str, matches: Sequence[KnownRun]) -> KnownRun:
+def _newest(text: str, matches: Sequence[KnownRun], to_change: bool) -> KnownRun:
     if not matches:
         raise UsageError(f"there is no run {text!r}", hint=_closest_name_hint(text, known_runs()))
     if len(matches) > 1:
-        others = ", ".join(str(item.run.path) for item in matches[1:])
-        print(
-            f"note: using the newest of {len(matches)} matches for {text}, {matches[0].run.path};"
-            f" the others are {others}",
-            file=sys.stderr,
-        )
+        newest, *others = (str(item.run.path) for item in matches)
+        count = f"{len(matches)} runs are called {text}"
+        if to_change:
+            raise UsageError(
+                f"{count}: {', '.join([newest, *others])}", hint="give the folder of one of them"
+            )
+        print(f"note: {count}; this is the newest, {newest}, not {', '.join(others)}", file=sys.stderr)
     return matches[0]
 
 

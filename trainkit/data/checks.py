@@ -175,7 +175,9 @@ def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted
         return [("data.seq_len", message, hint)]
     if not val_wanted or val >= needed:
         return []
-    share = math.ceil(1000 * needed / (train + val)) / 1000
+    # Documents are not divided, so a fraction yields more or less than its share.
+    yields = min(1.0, val / (config.val_fraction * (train + val)) if config.val_fraction else 1.0) or 0.5
+    share = math.ceil(1000 * 1.1 * needed / (train + val) / yields) / 1000
     message = f"at most {val:,} tokens are left for validation, fewer than data.seq_len {config.seq_len} + 1"
     if config.val_source:
         return [("data.val_source", f"{_named(config.val_source)}: {message}", "add more text there")]

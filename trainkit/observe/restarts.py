@@ -89,7 +89,8 @@ def _restart(
 def restarts_line(restarts: Sequence[Restart]) -> str:
     """A one-line summary of all restarts: their number and causes, and the duration of the last one."""
     counts = Counter(restart.cause for restart in restarts)
-    causes = ", ".join(f"{count} {cause}" for cause, count in counts.most_common())
+    shown = {"asked": "requested"}
+    causes = ", ".join(f"{count} {shown.get(cause, cause)}" for cause, count in counts.most_common())
     last = restarts[-1]
     parts = [
         f"{word} {seconds:.1f}"
@@ -104,7 +105,7 @@ def restarts_line(restarts: Sequence[Restart]) -> str:
     took = f" in {last.total_s:.1f} s" if last.total_s is not None else ""
     split = f" ({', '.join(parts)})" if parts else ""
     failure = f"; {failure_line(last.verdict)}" if last.verdict is not None else ""
-    return f"{len(restarts)} ({causes}); the last by {last.action}{took}{split}{failure}"
+    return f"{len(restarts)} ({causes}); last: {last.action}{took}{split}{failure}"
 
 
 def _first(events: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:

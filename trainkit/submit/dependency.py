@@ -42,7 +42,7 @@ def job_ids_of(names: Sequence[str], warn: Callable[[str], None]) -> list[str]:
     """
     ids: list[str] = []
     for name in names:
-        found = find_run_or_group(name)
+        found = find_run_or_group(name, to_change=True)
         if isinstance(found, RunDir):
             ids += dependency_ids(name, [_run(found, warn)])
         else:

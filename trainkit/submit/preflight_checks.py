@@ -91,10 +91,10 @@ def refuse_missing(command: Sequence[str], launch: LaunchConfig, launcher: str, 
     elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python)
     runs_unchanged = launcher == "python" and not any(elsewhere) and not launch.modules and not launch.setup
     if runs_unchanged and shutil.which(command[0], path=os.environ.get("PATH", os.defpath)) is None:
-        raise UsageError(
-            f"there is no program {command[0]!r} on PATH",
-            hint="give its path, or set launch.venv, conda, modules or container in the config",
-        )
+        hint = "give its path, or set launch.venv, conda, modules or container in the config"
+        if command[0].endswith(".py") and (cwd / command[0]).is_file():
+            hint = f"`-- python {quote(command[0])} …` runs the file of that name here"
+        raise UsageError(f"there is no program {command[0]!r} on PATH", hint=hint)
     script = _script_of(command)
     # launch.setup may change the folder or create the script.
     folder_is_known = launch.container is None and not launch.setup

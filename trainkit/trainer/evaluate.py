@@ -29,8 +29,9 @@ class Evaluator:
         size = plan.batch.device_batch_size * layout.dp
         num_samples = task.val_data.num_samples
         if config.train.eval_batches is not None:
-            # A total over all ranks, so that the loss does not depend on their number.
-            num_samples = min(num_samples, config.train.eval_batches * plan.batch.device_batch_size)
+            # A total over all ranks, of the size in the config: the loss does not depend on the layout, for
+            # which the plan may reduce that size.
+            num_samples = min(num_samples, config.train.eval_batches * config.train.device_batch_size)
         self._num_batches = -(-num_samples // size)
         self._source = BatchSource(
             dataset=task.val_data,
