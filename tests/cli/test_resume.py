@@ -26,11 +26,20 @@ def test_resume_on_more_workers_with_another_value(desk):
     done = desk.trainkit("resume", "small", *args)
     assert done.returncode == 0, done.stderr
     assert "attempt 2 rank 0" in done.stdout
+    assert "step 0" not in done.stderr, "only a command knows where it resumes"
     assert [read_json(run.attempt(number).plan_file)["world_size"] for number in (1, 2)] == [1, 4]
     assert read_json(run.plan_file)["world_size"] == 4
     assert "seed: 0" in run.attempt(1).config_file.read_text()
     assert "seed: 7" in run.config_file.read_text()
     assert [entry["reason"] for entry in read_json(run.job_file)["attempts"]] == ["submit", "resume"]
+
+
+def test_a_run_without_a_checkpoint_starts_at_step_0_and_says_so(desk):
+    run = ended_run(desk)
+    run.plan_file.write_text(json.dumps(read_json(run.plan_file) | {"command": None}))
+    done = desk.trainkit("resume", "small")
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint          none yet: training starts at step 0 again" in done.stderr
 
 
 def test_resume_from_another_folder_works_where_it_was_submitted(desk):

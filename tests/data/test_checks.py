@@ -59,8 +59,7 @@ def test_hint_of_a_short_validation_split_is_right(data_config, tmp_path):
     (tmp_path / "a.txt").write_text("hello\n" * 200)
     config = data_config(source=str(tmp_path / "a.txt"), seq_len=128, val_fraction=0.01)
     hint = only(config)[2]
-    share = float(hint.split()[3].rstrip(","))
-    config.val_fraction = share + 0.01
+    config.val_fraction = float(hint.split()[3].rstrip(","))
     assert data_problems(config) == []
     assert open_dataset(config, 128, "val").num_samples == 1
     config.val_fraction = 0.0

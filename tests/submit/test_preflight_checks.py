@@ -28,6 +28,16 @@ def test_a_file_that_is_no_script_of_the_command(tmp_path: Path, command: list[s
     refuse_missing([sys.executable, *command], LAUNCH, "python", tmp_path)
 
 
+def test_a_file_here_is_no_program(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no program 'train.py' on PATH") as caught:
+        refuse_missing(["train.py"], LAUNCH, "python", tmp_path)
+    assert "give its path" in caught.value.hint
+    (tmp_path / "train.py").touch()
+    with pytest.raises(UsageError, match=r"there is no program 'train.py' on PATH") as caught:
+        refuse_missing(["train.py", "--lr", "1"], LAUNCH, "python", tmp_path)
+    assert caught.value.hint == "`-- python train.py …` runs the file of that name here"
+
+
 def test_a_line_of_setup_may_go_where_the_script_is(tmp_path: Path) -> None:
     launch = LAUNCH.model_copy(update={"setup": ("cd src",)})
     refuse_missing(["python", "train.py"], launch, "python", tmp_path)

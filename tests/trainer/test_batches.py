@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 
 import trainkit.trainer.batches as batches_module
+from trainkit.config import RunConfig
 from trainkit.data.order import sample_index
 from trainkit.plan.launch import Batch
 from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches, StepBatch
+from trainkit.trainer.evaluate import Evaluator
 
 SEQ_LEN = 4
 DEVICE_BATCH = 2
@@ -215,3 +218,29 @@ def test_many_steps_at_once_are_the_steps_one_by_one(dp_size: int) -> None:
 def test_a_microbatch_stays_on_the_cpu_uncopied() -> None:
     micro = source().step_at(0).microbatches[0]
     assert cast(Any, micro).to(torch.device("cpu")) is micro
+
+
+@pytest.mark.parametrize(("dp", "device_batch_size"), [(1, 4), (2, 4), (16, 2)])
+def test_a_validation_has_the_same_samples_on_every_layout(dp: int, device_batch_size: int) -> None:
+    config = RunConfig.model_validate({"train": {"device_batch_size": 4, "eval_batches": 3}})
+    plan = SimpleNamespace(
+        layout=SimpleNamespace(dp=dp), batch=SimpleNamespace(device_batch_size=device_batch_size)
+    )
+    evaluators = [
+        Evaluator(
+            cast(Any, SimpleNamespace(val_data=NumberedSamples())),
+            config,
+            cast(Any, plan),
+            cast(Any, SimpleNamespace(dp_rank=rank)),
+        )
+        for rank in range(dp)
+    ]
+    size = dp * device_batch_size
+    read = [
+        token // 1000
+        for evaluator in evaluators
+        for step in range(evaluator._num_batches)
+        for micro in evaluator._source.step_at(step * size).microbatches
+        for token in micro.tokens[micro.labels[:, 0] != IGNORE_LABEL][:, 0].tolist()
+    ]
+    assert sorted(read) == list(range(12))
