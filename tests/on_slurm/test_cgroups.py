@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.on_slurm import test_signals
-from tests.on_slurm.login import Login, log_of, settings
+from tests.on_slurm.login import Login, log_of, settings, wait_for
 from tools.slurm_cluster import cgroups
 from tools.slurm_cluster.cluster import Cluster, up
 from tools.slurm_cluster.packages import NotPossible
 from tools.slurm_cluster.processes import Pid
+from trainkit.rundir import RunDir
 
 SHOWS_CPUS = """
 import os
@@ -78,12 +79,27 @@ def test_a_run_is_requeued_cancelled_and_resumed(login: Login) -> None:
     test_signals.test_a_requeued_job_goes_on_as_the_next_attempt(login)
 
 
-@pytest.mark.parametrize(("memory", "per"), [("own", "gpu"), ("shared", "node")])
-def test_a_kill_for_memory_is_named(login: Login, memory: str, per: str) -> None:
+def submit_to_be_killed(login: Login, memory: str, per: str) -> RunDir:
+    """A run whose first rank fills its own or shared memory."""
     script = login.script(FILLS)
     shape = ("--nodes", "1", "--gpus-per-node", "2", "--per", per)
     limits = settings("resources.mem=300M", "requeue.max_crashes=0")
-    run = login.submit(*shape, *limits, "--", "python", script, memory)
+    return login.submit(*shape, *limits, "--", "python", script, memory)
+
+
+def test_full_shared_memory_is_named(login: Login) -> None:
+    """It is not freed with the rank, so the kernel may kill the agent and then the supervisor too."""
+    run = submit_to_be_killed(login, "shared", "node")
+    login.wait_until_idle()
+    has_ended = run.attempt(1).end_file.exists()
+    wanted = "OutOfMemory: killed by SIGKILL: out of memory" if has_ended else "Slurm reports OUT_OF_MEMORY"
+    # Accounting may hear of the end of the job a little later.
+    wait_for(lambda: wanted in login.trainkit("status", str(run.path)).stdout, wanted, 60, 1)
+
+
+@pytest.mark.parametrize("per", ["gpu", "node"])
+def test_a_kill_for_memory_is_named(login: Login, per: str) -> None:
+    run = submit_to_be_killed(login, "own", per)
     end = login.wait_for_end(run)
     assert (end["state"], end["exit_code"]) == ("failed", 137), login.logs_and_attempts(run)
     assert end["verdict"]["type"] == "OutOfMemory", login.logs_and_attempts(run)
