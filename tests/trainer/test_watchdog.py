@@ -169,7 +169,7 @@ def test_ranks_say_where_they_are_and_train_on_until_the_run_goes_on_elsewhere(t
         newer.create()
         time.sleep(2.5)
         assert proc.poll() is None, "an attempt that waits in a queue ends nobody"
-        write_json(newer.rendezvous_file, {})
+        write_json(newer.rendezvous_file, {"port": 29500})
         proc.wait(timeout=120)
     assert "attempt 2 has superseded this one" in attempt.node_log(0).read_text()
     wait_until(lambda: not any(is_running(reply.pid) for reply in replies))

@@ -16,7 +16,7 @@ import pytest
 from tests.support.fake_slurm import FakeSlurm
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
-from trainkit.job.node import agent, rendezvous
+from trainkit.job.node import agent, node_broadcast, rendezvous
 from trainkit.job.node.node_broadcast import NodeBroadcast, receive_on_node
 from trainkit.job.node.rendezvous import (
     LOCAL_ADDR,
@@ -209,7 +209,27 @@ def test_one_task_of_a_node_reads_the_file(attempt: AttemptDir, monkeypatch: pyt
 def test_the_first_task_of_a_node_ends_before_the_rendezvous() -> None:
     broadcast = NodeBroadcast("trainkit/test/ends", 1)
     with pytest.raises(ConnectionError, match="it has ended"):
-        receive_on_node("trainkit/test/ends", 60.0, pause=lambda seconds: broadcast.close())
+        receive_on_node("trainkit/test/ends", 60.0, lambda: None, lambda seconds: broadcast.close())
+
+
+def test_the_first_task_of_a_node_ends_before_another_connects(
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short command may: its agent ends with it."""
+    monkeypatch.setattr(node_broadcast, "LOOK_S", 0.1)
+    published = publish_port(attempt, task_of(tasks=(1, 2)), "host0")
+    assert share_on_node(attempt, task_of(1, 1, (1, 2)), None, timeout_s=60.0) == published
+
+
+def test_the_first_task_of_a_node_ends_while_another_is_connected(
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = publish_port(attempt, task_of(tasks=(1, 2)), "host0")
+    broadcast = NodeBroadcast("trainkit/test/connected", 1)
+    found = receive_on_node(
+        "trainkit/test/connected", 60.0, lambda: published, lambda seconds: broadcast.close()
+    )
+    assert found == published
 
 
 def test_a_task_waits_for_another_that_has_failed(

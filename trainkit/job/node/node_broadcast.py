@@ -20,6 +20,7 @@ from trainkit.errors import TrainkitError
 
 POLL_S = 0.02
 LONGEST_POLL_S = 0.2
+LOOK_S = 2.0
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -58,12 +59,21 @@ class NodeBroadcast:
                         served += 1
 
 
-def receive_on_node(name: str, timeout_s: float, pause: Callable[[float], object] = time.sleep) -> Any:
+def receive_on_node(
+    name: str,
+    timeout_s: float,
+    look: Callable[[], Any | None],
+    pause: Callable[[float], object] = time.sleep,
+) -> Any:
     """Wait for the value that the first task of this node sends; `pause` may raise to stop.
 
-    Raises TimeoutError, and ConnectionError when that task has ended without sending it.
+    That task may end before this one connects. So `look`, which returns the value from elsewhere or None, is
+    called every `LOOK_S` without a connection, and when the connection ends without the value.
+
+    Raises TimeoutError, and ConnectionError when that task has ended and `look` finds nothing.
     """
-    deadline_s, pause_s = time.monotonic() + timeout_s, POLL_S
+    began_s = time.monotonic()
+    deadline_s, look_s, pause_s = began_s + timeout_s, began_s + LOOK_S, POLL_S
     with socket.socket(socket.AF_UNIX) as connection:
         is_connected, data = False, b""
         while True:
@@ -77,19 +87,27 @@ def receive_on_node(name: str, timeout_s: float, pause: Callable[[float], object
                 except ConnectionResetError:
                     part = b""  # it has ended, or closed the socket
                 if not part:
-                    return _parse(data)
+                    return _parse(data, look)
                 data += part
+            if not is_connected and time.monotonic() > look_s:
+                found = look()
+                if found is not None:
+                    return found
+                look_s = time.monotonic() + LOOK_S
             if time.monotonic() > deadline_s:
                 raise TimeoutError("it has not started" if not is_connected else "it waits itself")
             pause(pause_s)
             pause_s = min(LONGEST_POLL_S, 1.5 * pause_s)
 
 
-def _parse(data: bytes) -> Any:
+def _parse(data: bytes, look: Callable[[], Any | None]) -> Any:
     try:
         return json.loads(data)
-    except ValueError:
-        raise ConnectionError("it has ended") from None
+    except ValueError:  # incomplete or empty
+        found = look()
+    if found is None:
+        raise ConnectionError("it has ended")
+    return found
 
 
 def _address(name: str) -> bytes:

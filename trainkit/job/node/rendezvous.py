@@ -307,8 +307,15 @@ class _PauseUntilFailure:
 def _receive(
     attempt: AttemptDir, task: SlurmTask, name: str, timeout_s: float, pause: Callable[[float], object]
 ) -> dict[str, Any]:
+    def look() -> dict[str, Any] | None:
+        try:
+            record: dict[str, Any] = read_json(attempt.rendezvous_file)
+        except (OSError, ValueError):
+            return None
+        return record if record.get("step") == task.key else None
+
     try:
-        found: dict[str, Any] = receive_on_node(name, timeout_s, pause)
+        found: dict[str, Any] = receive_on_node(name, timeout_s, look, pause)
     except (TimeoutError, ConnectionError) as error:
         raise TrainkitError(
             f"the first task of step {task.job_id}.{task.step_id} on {task.hosts[task.node_rank]} has not "
