@@ -9,7 +9,7 @@ from pathlib import Path
 from trainkit.cluster.machine import detect_machine
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import InvalidConfig, LoadedConfig
-from trainkit.errors import ConfigError, Problem, TrainkitError
+from trainkit.errors import ConfigError, TrainkitError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, check_config
 from trainkit.submit.architecture_check import find_architecture_problem
@@ -86,14 +86,12 @@ def _check(
     data: DataFacts | None,
 ) -> LaunchPlan:
     """The plan of a config; raises ConfigError with all problems, those of its launch section included."""
-    problems: list[Problem] = []
     if target.backend in ("sbatch", "submitit"):
         containers = () if target.cluster is None else target.cluster.containers
         found = find_launch_problems(loaded.config.launch, Path.cwd(), containers)
-        problems = [loaded.problem(*item) for item in found]
     else:
         found = find_local_problems(loaded.config.launch, Path.cwd(), is_command=command is not None)
-        problems = [loaded.problem(*item) for item in found]
+    problems = [loaded.problem(*item) for item in found]
     try:
         plan = check_config(loaded, detect_machine(), target, command, launcher, data)
     except ConfigError as error:
