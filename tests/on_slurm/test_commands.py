@@ -105,15 +105,16 @@ def test_a_launcher_gives_its_ranks_their_time_and_comes_back(login: Login) -> N
     """torchrun itself dies of SIGUSR2, and kills its ranks when it is told twice to end."""
     script = login.script(SAVES_SLOWLY)
     run = login.submit(*SHAPE, "--launcher", "torchrun", "--", script)
-    for attempt, command, received in ((1, "requeue", "SIGUSR2"), (2, "cancel", "SIGTERM")):
+    for attempt, command, received in ((1, "requeue", {"SIGUSR2", "SIGTERM"}), (2, "cancel", {"SIGTERM"})):
         for rank in range(4):
             login.wait_for_log(run, f"rank {rank} of 4 attempt {attempt}", rank - rank % 2, attempt)
         assert login.trainkit(command, str(run.path)).returncode == 0
         login.wait_for_end(run, attempt)
+        # The Slurm of this cluster sends the SIGUSR2 of a requeue to the ranks too; the node agent's SIGTERM
+        # may be the first of the two.
         saved = [run.path / f"saved-{attempt}-{rank}" for rank in range(4)]
-        assert [file.read_text() for file in saved if file.exists()] == [received] * 4, (
-            login.logs_and_attempts(run)
-        )
+        signals = [file.read_text() if file.exists() else "nothing saved" for file in saved]
+        assert set(signals) <= received, f"{signals}\n{login.logs_and_attempts(run)}"
     assert login.wait_for_end(run, 1)["action"] == "requeue"
     assert login.wait_for_end(run, 2)["state"] == "cancelled"
     assert login.wait_for_end(run, 2)["verdict"] is None
