@@ -16,7 +16,7 @@ from trainkit.data.checks import data_problems, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
-from trainkit.plan.layouts.rules import batch_problems, layout_problems
+from trainkit.plan.layouts.rules import batch_problems, compiles, layout_problems
 from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.workload import parallel_with
@@ -158,15 +158,25 @@ def check_config(
         shape = resolve_model_shape(loaded.config.model, data.vocab_size)
     except ConfigError as error:
         problems += [_with_origin(loaded, problem) for problem in error.problems]
-    if plan is not None and loaded.config.precision.float8 and plan.device == "cpu" != loaded.config.device:
-        message = f"is true, but the run would use CPUs: {plan.reasons['device']}"
-        problems.append(loaded.problem("precision.float8", message, "float8 requires a GPU"))
+    if plan is not None and loaded.config.precision.float8:
+        problems += _float8_problems(loaded, plan)
     if plan is not None and shape is not None:
         plan, found = _check_model(loaded, plan, shape, machine, target)
         problems += found
     if plan is None or problems:
         raise ConfigError(problems)
     return plan
+
+
+def _float8_problems(loaded: LoadedConfig, plan: LaunchPlan) -> Iterator[Problem]:
+    if plan.device == "cpu":
+        if loaded.config.device != "cpu":  # that is a contradiction within the config
+            message = f"is true, but the run would use CPUs: {plan.reasons['device']}"
+            yield loaded.problem("precision.float8", message, "float8 requires a GPU")
+    elif not compiles(loaded.config.parallel, plan.layout, plan.device):
+        message = "is true, but blocks are not compiled: scaling to float8 would take longer than it saves"
+        hint = "remove parallel.compile: false; with pp > 1, use gpipe, 1f1b or interleaved_1f1b"
+        yield loaded.problem("precision.float8", message, hint)
 
 
 def _check_model(

@@ -39,8 +39,8 @@ class Workload:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether `fully_shard` or `replicate` casts the parameters; a single process uses autocast."""
-        return self.layout.world_size > 1
+        """Whether `fully_shard` or `replicate` casts the parameters of each unit when it needs them."""
+        return self.layout.world_size > 1 or self.parallel.mesh_of_one
 
     @property
     def keeps_gathered(self) -> bool:

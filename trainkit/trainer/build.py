@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layouts.rules import compiles
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardBackward, ForwardContext, SequentialForwardBackward
@@ -25,7 +27,7 @@ from trainkit.trainer.models.model import Model, StageSpec, Weight, local_tensor
 from trainkit.trainer.parallel.context import apply_context_parallel, position_slice
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
-from trainkit.trainer.precision import DTYPES, apply_float8, require_float8
+from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import fill_normal_
 from trainkit.trainer.task import Task
@@ -130,19 +132,24 @@ def assemble(
     for model in model_parts:
         model.train()
     positions = position_slice(world.place.cp, layout.cp, 0, 1, config.data.seq_len).attention
+    # With loss parallelism the logits are a DTensor. Compiled, float32 logits do not reach memory.
+    is_compiled = compiles(parallel, layout, world.device.type) and layout.tp == 1
     context = ForwardContext(
         world,
-        DTYPES[config.precision.dtype],
+        torch.compile(task.nll_sum) if is_compiled else task.nll_sum,
         use_loss_parallel=parallel.loss_parallel and layout.tp > 1,
         positions=positions if layout.cp > 1 else None,
     )
     if layout.pp > 1:
-        return _assemble_pipeline(task, config, plan, world, progress, model_parts, context)
+        return _assemble_pipeline(config, plan, world, progress, model_parts, context)
     [model] = model_parts
+    dtype = DTYPES[config.precision.dtype]
+    is_cast = dtype != torch.float32 and not isinstance(model, FSDPModule)
+    masters = cast_weights(model, dtype) if is_cast else {}
     forward_backward = SequentialForwardBackward(
-        task, model, gradient_switch(model, world), world, context, progress
+        model, gradient_switch(model, world, masters), world, context, progress
     )
-    return BuiltModel(model_parts, weights_of(model_parts), forward_backward, None)
+    return BuiltModel(model_parts, weights_of(model_parts, masters), forward_backward, None)
 
 
 def _move_buffers(model: Model, device: torch.device) -> None:
@@ -152,7 +159,6 @@ def _move_buffers(model: Model, device: torch.device) -> None:
 
 
 def _assemble_pipeline(
-    task: Task,
     config: RunConfig,
     plan: LaunchPlan,
     world: World,
@@ -165,7 +171,6 @@ def _assemble_pipeline(
 
     parallel, weights = config.parallel, weights_of(model_parts)
     forward_backward = PipelineForwardBackward(
-        task,
         model_parts,
         world,
         context,
@@ -206,7 +211,8 @@ def _build_part(
         apply_context_parallel(model.attentions, world.cp_group, flash)
     if world.device.type == "cuda" and not flash:
         repeat_kv_heads(model.attentions)
-    recompute_and_compile(blocks, parallel.activation_checkpointing, compiled=parallel.compile)
+    compiled = compiles(parallel, layout, world.device.type)
+    recompute_and_compile(blocks, parallel.activation_checkpointing, compiled=compiled)
     if world.mesh is not None and not reduces_on_host(world):
         apply_data_parallel(
             model,

@@ -43,7 +43,8 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None
     """Dimensions ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if larger than 1. ``dp_shard``
-    includes cp: parameters are sharded over both. None for a single process."""
+    includes cp: parameters are sharded over both. None for a single process without ``parallel.mesh_of_one``.
+    """
     checkpoint_group: dist.ProcessGroup | None
     """Separate from the other groups, since asynchronous saves run collectives in a thread of their own."""
     layout: Layout = ONE_PROCESS
@@ -74,7 +75,8 @@ class World:
 
     @property
     def distributed(self) -> bool:
-        return self.size > 1
+        """Whether there are process groups."""
+        return self.mesh is not None
 
 
 def select_device(kind: str, local_rank: int) -> torch.device:
@@ -101,13 +103,15 @@ def join_world(
     layout: Layout,
     stop: StopRequest,
     is_busy: Callable[[int], bool] = lambda rank: False,
+    *,
+    mesh_of_one: bool = False,
 ) -> World | None:
     """Wait for the other ranks and build the mesh; returns None if the ranks agreed to stop.
 
-    `is_busy` returns whether a missing rank is still preparing data. Raises TrainkitError for ranks that do
-    not arrive.
+    `is_busy` returns whether a missing rank is still preparing data; `mesh_of_one`, whether a single rank has
+    a mesh too. Raises TrainkitError for ranks that do not arrive.
     """
-    if env.world_size == 1:
+    if env.world_size == 1 and not mesh_of_one:
         return None if stop else World(0, 1, device, None, None)
     _raise_open_file_limit(MAX_FILES)
     store = startup_barrier(env, stop, START_TIMEOUT, is_busy)

@@ -32,6 +32,10 @@ class ShardedAdamW:
         self._weights = weights
         self._params = [weight.param for weight in weights]
         self._locals = [nn.Parameter(local_tensor(param.detach())) for param in self._params]
+        pairs = [
+            (weight.cast.detach(), weight.param.detach()) for weight in weights if weight.cast is not None
+        ]
+        self._casts, self._masters = [cast for cast, _ in pairs], [master for _, master in pairs]
         # One-dimensional parameters are norm weights, which have no weight decay.
         decayed = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() > 1]
         plain = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() <= 1]
@@ -89,6 +93,7 @@ class ShardedAdamW:
                 total += norms.double().square().sum() * share
         return total
 
+    @torch.no_grad()
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         """Update the parameters with gradient / divisor, or change nothing if skip is 1.
 
@@ -104,6 +109,8 @@ class ShardedAdamW:
         optimizer.grad_scale = divisor
         optimizer.found_inf = skip
         self._adamw.step()
+        if self._casts:
+            torch._foreach_copy_(self._casts, self._masters)
 
     def zero_grad(self) -> None:
         for shard, param in zip(self._locals, self._params, strict=True):

@@ -100,12 +100,12 @@ class _PeakTracker(MemTracker):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def simulated_world(plan: LaunchPlan, rank: int) -> Iterator[World]:
+def simulated_world(plan: LaunchPlan, rank: int, *, mesh_of_one: bool = False) -> Iterator[World]:
     """The world of one rank, on the fake backend: the other ranks do not exist."""
     dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
     try:
         device = torch.device("cpu")
-        mesh = build_mesh(device, plan.layout) if plan.world_size > 1 else None
+        mesh = build_mesh(device, plan.layout) if plan.world_size > 1 or mesh_of_one else None
         group = context_group(device, plan.layout)
         yield World(rank, plan.world_size, device, mesh, None, plan.layout, group, is_simulated=True)
     finally:
@@ -116,7 +116,7 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> dict[str, Any]:
     """Simulate two steps of a rank; returns the peak memory, in bytes, and the collectives of the second."""
     began_s = time.monotonic()
     task = build_task(config)
-    with simulated_world(plan, rank) as world:
+    with simulated_world(plan, rank, mesh_of_one=config.parallel.mesh_of_one) as world:
         model_parts = build_model_parts(task, config, plan, world)
         return _measure(task, config, plan, world, model_parts, began_s)
 
@@ -137,7 +137,9 @@ def _measure(
         optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
         step = _step(config, plan, built, optimizer)
         tracker, collectives = _PeakTracker(), _CountCollectives()
-        tracker.track_external(*built.model_parts, *(tensor for _, tensor in optimizer.state_tensors()))
+        masters = [weight.param for weight in built.weights if weight.cast is not None]
+        state = [tensor for _, tensor in optimizer.state_tensors()]
+        tracker.track_external(*built.model_parts, *masters, *state)
         with tracker:
             step()  # allocates tensors that later steps reuse, such as the buffers of a pipeline
         with tracker, collectives:

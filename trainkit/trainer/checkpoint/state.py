@@ -19,13 +19,17 @@ class StateTensors:
 
     tensors: dict[str, Tensor]
     duplicates: list[tuple[Tensor, Tensor]]
-    """Pairs of equal tensors on a rank with the first and last stage; the checkpoint has one of them."""
+    """Pairs of equal tensors, of which the checkpoint has the first: tied weights on a rank with both ends of
+    a pipeline, and weights with their casts to the compute type.
+    """
 
     @classmethod
     def of(cls, weights: Sequence[Weight], optimizer: ShardedAdamW) -> StateTensors:
         state = cls({}, [])
         for weight in weights:
             state._add(f"model.{weight.name}", weight.param.detach())
+            if weight.cast is not None:
+                state.duplicates.append((weight.param.detach(), weight.cast.detach()))
         for name, tensor in optimizer.state_tensors():
             state._add(f"optimizer.{name}", tensor)
         return state

@@ -8,7 +8,7 @@ network; gloo reduces in its own threads, which overlap with the backward pass.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -103,18 +103,24 @@ def reduces_on_host(world: World) -> bool:
     layout = world.layout
     return (
         world.device.type == "cpu"
+        and layout.world_size > 1
         and layout.dp_shard == 1
         and not layout.splits_model
         and not world.is_simulated
     )
 
 
-def gradient_switch(model: nn.Module, world: World) -> GradientSwitch:
-    """The gradient switch of a built model; installs `HostReduction` if the model is not wrapped."""
+def gradient_switch(
+    model: nn.Module, world: World, masters: Mapping[nn.Parameter, nn.Parameter] | None = None
+) -> GradientSwitch:
+    """The gradient switch of a built model; installs `HostReduction` if the model is not wrapped.
+
+    `masters`: the float32 master of every parameter, if the model computes in another type.
+    """
     if world.mesh is None:
         return lambda enabled: None
     if not isinstance(model, FSDPModule):
-        return HostReduction(model, world.mesh["dp_replicate"].get_group()).set_enabled
+        return HostReduction(model, world.mesh["dp_replicate"].get_group(), masters).set_enabled
     if world.layout.dp_shard * world.layout.cp == 1:
         return model.set_requires_gradient_sync
     # Reduce-scatter after every microbatch: unsharded gradients would stay in memory on every rank.
@@ -129,11 +135,17 @@ class HostReduction:
     """Averages the gradients of a model over a group; they are averaged when `backward` returns.
 
     Each bucket is reduced as soon as its last gradient is ready; all ranks reduce the buckets in the same
-    order, whatever the order of their gradients.
+    order, whatever the order of their gradients. If there are float32 masters, theirs are averaged.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    ) -> None:
         self._enabled = True
+        self._masters = masters or {}
         self._group = group
         self._options = dist.AllreduceCoalescedOptions()
         self._options.reduceOp = cast(dist.ReduceOp, dist.ReduceOp.AVG)
@@ -159,15 +171,21 @@ class HostReduction:
             self._start_next()
 
     def _start_next(self) -> None:
-        grads = [cast(Tensor, param.grad) for param in self._buckets[len(self._works)]]
+        owners = [self._owner(param) for param in self._buckets[len(self._works)]]
+        grads = [cast(Tensor, owner.grad) for owner in owners]
         self._works.append(self._group.allreduce_coalesced(grads, self._options))
+
+    def _owner(self, param: nn.Parameter) -> nn.Parameter:
+        """The parameter whose ``grad`` is averaged."""
+        return self._masters.get(param, param)
 
     def _finish(self) -> None:
         while len(self._works) < len(self._buckets):
             # No gradient on this rank, but another rank may have one.
             for param in self._buckets[len(self._works)]:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
+                owner = self._owner(param)
+                if owner.grad is None:
+                    owner.grad = torch.zeros_like(owner)
             self._start_next()
         for work in self._works:
             work.wait()
