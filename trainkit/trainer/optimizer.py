@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from trainkit.config.training import OptimizerConfig, ScheduleConfig
 from trainkit.plan.launch import Layout
@@ -21,6 +22,8 @@ from trainkit.trainer.distributed import ONE_PROCESS
 from trainkit.trainer.models.model import Weight, as_shard_of, local_tensor
 
 NORM_CHUNK = 1 << 16
+PIECE_ELEMENTS = 1 << 26
+"""Elements whose running averages are in float32 at a time, where they are kept in bf16."""
 
 
 class ShardedAdamW:
@@ -48,11 +51,13 @@ class ShardedAdamW:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        state_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.state_dtype]
+        self._updates_pieces = state_dtype != torch.float32
         for shard in self._locals:
             self._adamw.state[shard] = {
                 "step": torch.zeros((), dtype=torch.float32, device=shard.device),
-                "exp_avg": torch.zeros_like(shard),
-                "exp_avg_sq": torch.zeros_like(shard),
+                "exp_avg": torch.zeros_like(shard, dtype=state_dtype),
+                "exp_avg_sq": torch.zeros_like(shard, dtype=state_dtype),
             }
         self._by_share = self._group_by_share(layout.world_size // layout.pp)
         self.has_whole_gradient = set(self._by_share) == {1.0 / layout.world_size}
@@ -104,13 +109,49 @@ class ShardedAdamW:
         # Offloaded parameters are on the host, to which torch would copy these asynchronously, before they
         # are computed.
         divisor, skip = (value.to(self._locals[0].device) for value in (divisor, skip))
-        # GradScaler sets these attributes; the fused kernel divides and skips in the same pass.
-        optimizer = cast(Any, self._adamw)
-        optimizer.grad_scale = divisor
-        optimizer.found_inf = skip
-        self._adamw.step()
+        if self._updates_pieces:
+            self._update_pieces(divisor, skip)
+        else:
+            # GradScaler sets these attributes; the fused kernel divides and skips in the same pass.
+            optimizer = cast(Any, self._adamw)
+            optimizer.grad_scale = divisor
+            optimizer.found_inf = skip
+            self._adamw.step()
         if self._casts:
             torch._foreach_copy_(self._casts, self._masters)
+
+    def _update_pieces(self, divisor: Tensor, skip: Tensor) -> None:
+        """Update as the fused kernel does, in float32, of whose results only the averages are rounded.
+
+        The kernel needs weights, gradients and averages of one dtype, so it gets some rows at a time.
+        """
+        for group in self._adamw.param_groups:
+            beta1, beta2 = group["betas"]
+            for shard in group["params"]:
+                if shard.grad is None or not shard.numel():
+                    continue
+                state = self._adamw.state[shard]
+                rows = max(1, PIECE_ELEMENTS // max(1, shard[0].numel()))
+                tensors = (shard, shard.grad, state["exp_avg"], state["exp_avg_sq"])
+                for weight, grad, *averages in zip(*(whole.split(rows) for whole in tensors), strict=True):
+                    exp_avg, exp_avg_sq = (average.float() for average in averages)
+                    step = state["step"].clone()
+                    adamw(
+                        *([weight], [grad], [exp_avg], [exp_avg_sq], [], [step]),
+                        fused=True,
+                        grad_scale=divisor,
+                        found_inf=skip,
+                        amsgrad=False,
+                        beta1=beta1,
+                        beta2=beta2,
+                        lr=group["lr"],
+                        weight_decay=group["weight_decay"],
+                        eps=group["eps"],
+                        maximize=False,
+                    )
+                    averages[0].copy_(exp_avg)
+                    averages[1].copy_(exp_avg_sq)
+                state["step"].copy_(step)
 
     def zero_grad(self) -> None:
         for shard, param in zip(self._locals, self._params, strict=True):

@@ -1,6 +1,6 @@
 """Peak memory of a step on the GPU that needs the most, by category. Pure.
 
-Parameters, gradients and optimizer state are float32 and sharded as in ZeRO (arXiv 1910.02054): 4, 4 and, for
+Parameters, gradients and optimizer state are sharded as in ZeRO (arXiv 1910.02054): in float32, 4, 4 and, for
 AdamW, 8 bytes per parameter, over ``dp_shard x cp x tp x pp`` ranks. Other memory varies within a step, so it
 is computed for a few phases; the phase with the most memory is the peak.
 """
@@ -25,7 +25,6 @@ from trainkit.plan.memory.activations import (
 )
 from trainkit.plan.memory.weights import (
     FLOAT32,
-    OPTIMIZER_BYTES,
     ParamCounts,
     StageParams,
     rank_param_counts,
@@ -147,7 +146,7 @@ class MemoryPeaks:
         is_cast = not self.work.is_wrapped and self.work.dtype != "fp32"
         return Parts(
             params=(FLOAT32 + (self.work.itemsize if is_cast else 0)) * on_device,
-            optimizer=OPTIMIZER_BYTES[self.work.optimizer] * on_device,
+            optimizer=self.work.optimizer_bytes * on_device,
             buffers=receive_buffers(self.work, self.stage_params),
         )
 
