@@ -8,7 +8,7 @@ SLURM := $(BIN)/python -m tools.slurm_cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-rest lint parity bench cluster clean slurm venv venv-test
+.PHONY: help demo test test-all test-fast test-rest lint parity bench gpu cluster clean slurm venv venv-test
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ bench: venv ## Measure trainkit against training loops written by hand.
 	$(BIN)/python benchmarks/training_loop.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 	$(BIN)/python benchmarks/startup.py
+
+gpu: ## Check and measure trainkit on one NVIDIA GPU (9 minutes), with the torch of its Python.
+	@$${PYTHON:-python3} -m benchmarks.gpu $(if $(WHEELS),--wheels "$(WHEELS)")
 
 cluster: venv ## Open a shell in a Slurm cluster of four hosts on this machine.
 	@$(SLURM) install

@@ -200,7 +200,7 @@ def make(*args: str) -> str:
 
 def test_make_alone_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make().splitlines()]
-    expected = "help demo test test-all test-fast test-rest lint parity bench cluster clean"
+    expected = "help demo test test-all test-fast test-rest lint parity bench gpu cluster clean"
     assert targets == expected.split()
     assert make("help") == make()
 
