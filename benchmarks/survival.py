@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tests.on_slurm import survival
 from tests.on_slurm.login import BACKENDS, Login, settings, wait_for
-from tests.on_slurm.survival import COMEBACK_S, Curve, wait_for_steps, wait_until_over
+from tests.on_slurm.survival import RESTART_S, Curve, wait_for_steps, wait_until_over
 from tools.slurm_cluster.cluster import up
 from tools.slurm_cluster.processes import Pid
 from trainkit.rundir import RunDir, read_json
@@ -152,7 +152,7 @@ def has_begun(run: RunDir, attempt: int) -> bool:
 
 def await_signal(run: RunDir, count: int) -> None:
     """Wait until a run has received its `count`-th stop signal."""
-    wait_for(lambda: len(survival.events_of(run, "signal")) >= count, "the signal", COMEBACK_S)
+    wait_for(lambda: len(survival.events_of(run, "signal")) >= count, "the signal", RESTART_S)
 
 
 def scancel(table: Table) -> None:
@@ -163,7 +163,7 @@ def scancel(table: Table) -> None:
     table.login.wait_until_idle()
     time.sleep(10)
     for run in runs:
-        end = wait_until_over(table.login, run, COMEBACK_S)
+        end = wait_until_over(table.login, run, RESTART_S)
         saved = survival.saved_step(run) == survival.steps_of(run)[-1]
         alone = run.attempt_numbers() == [1] and table.login.jobs() == []
         table.row("scancel", run, "-", end["state"] == "stopped" and saved and alone, curve="stopped")
