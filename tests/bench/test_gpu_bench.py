@@ -1,4 +1,4 @@
-"""`make gpu` on a machine without a GPU: every bench at tiny sizes, and what it says without `--device cpu`."""
+"""`make gpu` without a GPU: every bench at tiny sizes, and what it says without `--device cpu`."""
 
 from __future__ import annotations
 

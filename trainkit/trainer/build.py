@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
@@ -31,6 +30,7 @@ from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, requi
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import fill_normal_
 from trainkit.trainer.task import Task
+from trainkit.trainer.torch_private import shard_offset
 
 if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights
@@ -73,11 +73,9 @@ def init_parameters(model: Model, seed: int) -> None:
     """Initialise this rank's shard of every parameter from N(0, std²) or with ones, as the model declares."""
     for own_name, param in model.named_parameters():
         name = model.canonical(own_name)
-        shard, offset = local_tensor(param), (0,) * param.dim()
+        shard, offset = local_tensor(param), cast(Sequence[int], (0,) * param.dim())
         if isinstance(param, DTensor):
-            _, offset = compute_local_shape_and_global_offset(
-                param.shape, param.device_mesh, param.placements
-            )
+            offset = shard_offset(param)
         std = model.init_std(name)
         if std is None:
             shard.fill_(1.0)

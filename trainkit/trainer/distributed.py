@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from trainkit.errors import TrainkitError
 from trainkit.job.rank_env import RankEnv
@@ -24,6 +23,7 @@ from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Layout, Place
 from trainkit.rundir import RunDir, log_event
 from trainkit.trainer.startup_barrier import startup_barrier
+from trainkit.trainer.torch_private import set_timeout
 
 START_TIMEOUT = timedelta(minutes=30)
 """Long, because one rank may compile in its first step while the others wait."""
@@ -142,7 +142,7 @@ def make_world(rank: int, device: torch.device, layout: Layout) -> World:
     mesh, cp_group = build_mesh(device, layout), context_group(device, layout)
     groups = [*mesh.get_all_groups(), *([] if cp_group is None else [cp_group])]
     for group in groups:
-        _set_pg_timeout(COLLECTIVE_TIMEOUT, group)
+        set_timeout(group, COLLECTIVE_TIMEOUT)
     return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from trainkit.config.training import OptimizerConfig, ScheduleConfig
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import ONE_PROCESS
 from trainkit.trainer.models.model import Weight, as_shard_of, local_tensor
+from trainkit.trainer.torch_private import copy_each, norm_of_each, scale_next_step
 
 NORM_CHUNK = 1 << 16
 PIECE_ELEMENTS = 1 << 26
@@ -94,7 +95,7 @@ class ShardedAdamW:
                 g for g in (self._locals[index].grad for index in indices) if g is not None and g.numel()
             ]
             if share and grads:
-                norms = torch.stack(torch._foreach_norm(_in_chunks(grads)))
+                norms = torch.stack(norm_of_each(_in_chunks(grads)))
                 total += norms.double().square().sum() * share
         return total
 
@@ -112,13 +113,10 @@ class ShardedAdamW:
         if self._updates_pieces:
             self._update_pieces(divisor, skip)
         else:
-            # GradScaler sets these attributes; the fused kernel divides and skips in the same pass.
-            optimizer = cast(Any, self._adamw)
-            optimizer.grad_scale = divisor
-            optimizer.found_inf = skip
+            scale_next_step(self._adamw, divisor, skip)
             self._adamw.step()
         if self._casts:
-            torch._foreach_copy_(self._casts, self._masters)
+            copy_each(self._casts, self._masters)
 
     def _update_pieces(self, divisor: Tensor, skip: Tensor) -> None:
         """Update as the fused kernel does, in float32, of whose results only the averages are rounded.

@@ -39,7 +39,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, nn.
             master.grad += gradient
 
     for cast in masters:
-        cast.register_post_accumulate_grad_hook(move_gradient)
+        cast.register_post_accumulate_grad_hook(move_gradient)  # type: ignore[no-untyped-call]
     return masters
 
 

@@ -19,8 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistStoreError
+from torch.distributed import (  # type: ignore[attr-defined]  # all documented, but not in its `__all__`
+    DistStoreError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from trainkit.errors import TrainkitError
 from trainkit.job.rank_env import RankEnv

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainkit.plan.model_shape import ModelShape
+from trainkit.trainer.torch_private import shard_like
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
 """How tensor parallelism splits a module: ``column`` and ``row`` split a matrix by its outputs and by its
@@ -163,7 +164,4 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
     """A shard as a DTensor that is split like `whole`; unchanged if `whole` is not a DTensor."""
-    if not isinstance(whole, DTensor):
-        return shard
-    # Not `from_local`, which would copy an offloaded tensor to the device of the mesh.
-    return DTensor(shard, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return shard_like(shard, whole) if isinstance(whole, DTensor) else shard

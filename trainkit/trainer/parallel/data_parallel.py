@@ -14,13 +14,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
+from trainkit.trainer.torch_private import after_backward, replicate
 
 # Under tensor parallelism a block's output is a view of its DTensor; nothing here modifies one in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -77,8 +76,8 @@ def apply_data_parallel(
         replicate_mesh = mesh["dp_replicate"]
         for unit in units:
             for block in unit:
-                replicate(block, mesh=replicate_mesh, mp_policy=policy)
-        replicate(model, mesh=replicate_mesh, mp_policy=policy)
+                replicate(block, replicate_mesh, policy)
+        replicate(model, replicate_mesh, policy)
         return
     options: dict[str, Any] = {
         "mesh": mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"],
@@ -165,7 +164,7 @@ class HostReduction:
             return
         if not self._num_missing:
             self._num_missing = [len(bucket) for bucket in self._buckets]
-            cast(Any, Variable)._execution_engine.queue_callback(self._finish)
+            after_backward(self._finish)
         self._num_missing[self._bucket_of[cast(nn.Parameter, param)]] -= 1
         while len(self._works) < len(self._buckets) and not self._num_missing[len(self._works)]:
             self._start_next()
