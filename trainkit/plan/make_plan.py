@@ -82,12 +82,13 @@ def make_plan(
         launcher=launcher,
         slurm=slurm,
         node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
+        warnings=tuple(draft.warnings),
     )
 
 
 def _draft(loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
     if target.node_sizes is not None:
-        return StepDraft(loaded, machine, node_sizes=target.node_sizes)
+        return StepDraft(loaded, machine, node_sizes=target.node_sizes, is_task_per_rank=target.per == "gpu")
     if target.backend == "local":
         return LaunchDraft(loaded, machine)
     if target.backend == "hosts":

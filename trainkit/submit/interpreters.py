@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from trainkit import __version__
@@ -92,6 +96,11 @@ missing = [name for name in ("torch", "trainkit") if importlib.util.find_spec(na
 version = "" if "trainkit" in missing else __import__("trainkit").__version__
 print("packages:", version, *missing, sep=" ")
 """
+_TORCH = """
+import importlib.util
+found = importlib.util.find_spec("torch")
+print("torch:", "" if found is None else found.origin, sep=" ")
+"""
 _PACKAGES_TIMEOUT_S = 60.0
 
 
@@ -138,6 +147,52 @@ def _contradictions(launch: LaunchConfig) -> Iterator[LaunchProblem]:
     if launch.conda is not None and launch.container is not None:
         message = f"is {launch.conda!r} and launch.container is set: conda cannot be activated in a container"
         yield "launch.conda", message, "launch.python names an interpreter in the container"
+
+
+@lru_cache
+def find_torch(argv: tuple[str, ...], env: tuple[tuple[str, str], ...] = ()) -> Path | None:
+    """The folder of the torch that an interpreter imports; None if it has none or does not run here.
+
+    `argv` is the interpreter with its options; this one is not started again, unless the variables `env` are
+    set for the other. Cached, since all points of a sweep use the same interpreter.
+    """
+    if argv[0] == sys.executable and not env:
+        found = importlib.util.find_spec("torch")
+        return None if found is None or found.origin is None else Path(found.origin).parent
+    try:
+        done = subprocess.run(
+            [*argv, "-c", _TORCH],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PACKAGES_TIMEOUT_S,
+            env={**os.environ, **dict(env)},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.splitlines()
+    origin = next((line.removeprefix("torch: ") for line in lines if line.startswith("torch: /")), None)
+    return None if origin is None else Path(origin).parent
+
+
+def cpu_only_torch(folder: Path) -> str | None:
+    """The version of the torch in a folder if it was built without CUDA and ROCm; None if not, or unknown.
+
+    Reads its version.py: importing torch would take seconds.
+    """
+    try:
+        tree = ast.parse((folder / "version.py").read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
+    values = {}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(value := getattr(node, "value", None), ast.Constant):
+            values |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
+    if values.get("cuda", "") is not None or values.get("hip") is not None:
+        return None
+    return str(values.get("__version__", "of unknown version"))
 
 
 def _venv_problems(key: str, given: str, folder: str, in_container: bool) -> Iterator[LaunchProblem]:

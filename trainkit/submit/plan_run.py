@@ -20,6 +20,7 @@ from trainkit.submit.preflight_checks import (
     experimental_settings,
     find_launch_problems,
     find_local_problems,
+    find_torch_problem,
     refuse_missing,
     refuse_secrets,
     with_local_environment,
@@ -96,6 +97,9 @@ def _check(
         plan = check_config(loaded, detect_machine(), target, command, launcher, data)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
+    torch_problem = find_torch_problem(plan, loaded.config.launch, Path.cwd())
+    if torch_problem is not None:
+        problems.append(loaded.problem(*torch_problem))
     if problems:
         raise ConfigError(problems)
     note = experimental_settings(loaded.config.launch) if plan.slurm is not None else None

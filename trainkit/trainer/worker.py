@@ -60,7 +60,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     if "OMP_NUM_THREADS" not in os.environ and plan.threads_per_worker is not None:
         torch.set_num_threads(plan.threads_per_worker)
     set_determinism(config.train.deterministic)
-    device = select_device(plan.device, env.local_rank)
+    device = select_device(plan.device, env.local_rank, is_task=plan.per == "gpu")
     # Before the startup barrier and its timeout, since tokenising the data may take long.
     # Rank 0 checks the shards for all: thousands of ranks would ask for the size of thousands of files.
     task = run_unless_stopped(stop, partial(build_task, config, attempt.run, checks_data=env.rank == 0))

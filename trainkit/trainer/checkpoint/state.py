@@ -59,6 +59,8 @@ class TrainingState:
     best_value: float | None = None
     best_step: int | None = None
     nonfinite_in_a_row: int = 0
+    has_updated_weights: bool = False
+    """Whether any step was applied: all are skipped while the gradients of fp16 overflow."""
     loss_scale: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,4 +68,5 @@ class TrainingState:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> TrainingState:
-        return cls(**value)
+        # Manifests of older versions do not say it.
+        return cls(**{"has_updated_weights": True, **value})
