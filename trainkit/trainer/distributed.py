@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not in its `__all__`
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError

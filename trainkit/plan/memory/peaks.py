@@ -142,7 +142,7 @@ class MemoryPeaks:
         """Return the memory that is allocated in every phase."""
         sharded = self.counts.block_shard * self.stage_params.num_layers + self.counts.root_shard
         on_device = 0 if self.work.parallel.offload else sharded
-        # One process keeps the weights in the compute type too, beside the optimizer's.
+        # One process also keeps the weights in the compute type.
         is_cast = not self.work.is_wrapped and self.work.dtype != "fp32"
         return Parts(
             params=(FLOAT32 + (self.work.itemsize if is_cast else 0)) * on_device,
