@@ -14,6 +14,7 @@ from trainkit.config.running import RequeueConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
+from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
 from trainkit.plan.layouts.rules import batch_problems, compiles, layout_problems
@@ -194,17 +195,22 @@ def _check_model(
     found = list(layout_problems(plan.layout, parallel, shape, size, seq_len, steps))
     if found:
         return plan, [_with_origin(loaded, problem) for problem in found]
-    reason, problem = None, None
-    if plan.device == "cuda":
+    if plan.device != "cuda":
+        problem = host_problem(loaded, plan, shape, machine)
+        return plan, [] if problem is None else [problem]
+    names = gpu_names(config, machine, target)
+    gpu = known_gpu(names)
+    if gpu is None:
+        plan = replace(plan, warnings=(*plan.warnings, unchecked_memory(config, names)))
+        problem = None
+    else:
         # Imported only for GPUs: importing the layout search is slow.
         from trainkit.plan.layouts.fit import check_memory
 
-        reason, problem = check_memory(loaded, plan, shape, machine, target)
-        problem = problem or staging_problem(loaded, plan, shape, machine)
-    else:
-        problem = host_problem(loaded, plan, shape, machine)
-    if reason is not None:
-        plan = replace(plan, reasons={**plan.reasons, "memory": reason})
+        reason, problem = check_memory(loaded, plan, shape, gpu)
+        if reason is not None:
+            plan = replace(plan, reasons={**plan.reasons, "memory": reason})
+    problem = problem or staging_problem(loaded, plan, shape, machine)
     return plan, [] if problem is None else [problem]
 
 
