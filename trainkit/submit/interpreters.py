@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
+from trainkit.plan.torch_release import release_problem
 
 LaunchProblem = tuple[str, str, str]
 """A problem of the launch section: key, message, hint."""
@@ -86,11 +89,34 @@ def find_interpreter(
     return found, problems
 
 
+_TORCH_VERSION = re.compile(r"^__version__ *= *['\"](?P<version>[^'\"]+)", re.MULTILINE)
+
+
+def installed_torch() -> str | None:
+    """The version of torch of this interpreter; None without torch."""
+    found = find_spec("torch")
+    return None if found is None else _torch_version(found.submodule_search_locations or ())
+
+
+def _torch_version(folders: Iterable[str]) -> str | None:
+    """The version of a package, read from its version.py because importing torch takes seconds."""
+    for folder in folders:
+        try:
+            match = _TORCH_VERSION.search(Path(folder, "version.py").read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError):
+            continue
+        if match is not None:
+            return match["version"]
+    return None
+
+
 _PACKAGES = """
-import importlib.util
-missing = [name for name in ("torch", "trainkit") if importlib.util.find_spec(name) is None]
+import importlib.util, json
+specs = {name: importlib.util.find_spec(name) for name in ("torch", "trainkit")}
+missing = [name for name, spec in specs.items() if spec is None]
+folders = [] if "torch" in missing else list(specs["torch"].submodule_search_locations or ())
 version = "" if "trainkit" in missing else __import__("trainkit").__version__
-print("packages:", version, *missing, sep=" ")
+print("packages:", json.dumps({"trainkit": version, "missing": missing, "torch": folders}))
 """
 _PACKAGES_TIMEOUT_S = 60.0
 
@@ -118,7 +144,8 @@ def package_problem(argv: tuple[str, ...], environ: Mapping[str, str], cwd: Path
     if line is None:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return f"uses {program}, which does not run: {last}", f"`{shlex.quote(program)} -V` shows it"
-    version, *missing = line.removeprefix("packages: ").split(" ")
+    found = json.loads(line.removeprefix("packages: "))
+    version, missing = found["trainkit"], found["missing"]
     if missing:
         message = f"uses {program}, which has no {' and no '.join(missing)}"
         if missing == ["torch"]:
@@ -127,7 +154,8 @@ def package_problem(argv: tuple[str, ...], environ: Mapping[str, str], cwd: Path
     if version != __version__:
         message = f"uses {program}, which has trainkit {version}, and this is trainkit {__version__}"
         return message, "install the same version there, or use the `trainkit` of that environment"
-    return None
+    problem = release_problem(_torch_version(found["torch"]) or "")
+    return None if problem is None else (f"uses {program}, which {problem[0]}", problem[1])
 
 
 def _contradictions(launch: LaunchConfig) -> Iterator[LaunchProblem]:
