@@ -222,6 +222,17 @@ def test_packages_that_the_trainer_needs(tmp_path: Path) -> None:
     assert found[0] == f"uses {python[0]}, which has trainkit 0.0.1, and this is trainkit {__version__}"
     (packages / "trainkit.py").write_text(f"__version__ = {__version__!r}")
     assert package_problem(python, with_both, tmp_path) is None
+    (packages / "torch.py").unlink()
+    (packages / "torch").mkdir()
+    (packages / "torch" / "__init__.py").touch()
+    (packages / "torch" / "version.py").write_text("__version__ = '2.10.0+cu128'\n")
+    found = package_problem(python, with_both, tmp_path)
+    assert found is not None
+    assert found[0] == (
+        f"uses {python[0]}, which has torch 2.10.0+cu128, and the trainer requires torch 2.11 or newer"
+    )
+    (packages / "torch" / "version.py").write_text("__version__ = '2.11.0+cu130'\n")
+    assert package_problem(python, with_both, tmp_path) is None
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho 'no such library' >&2; exit 127")
     broken.chmod(0o755)

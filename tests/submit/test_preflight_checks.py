@@ -63,6 +63,27 @@ def test_a_launcher_takes_the_interpreter_that_would_run_the_command(tmp_path: P
     assert command_python(LAUNCH, command, tmp_path, {**active, "PATH": "/usr/bin"}) == (sys.executable,)
 
 
+def test_a_torch_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.6.0'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    config = tmp_path / "run.yaml"
+    targets = [LOCAL, Target("sbatch", "a test", Cluster("unknown"))]
+    for target in targets:
+        config.write_text("device: cpu\n")
+        loaded = load_config(config, environ={}, cwd=tmp_path)
+        with pytest.raises(ConfigError) as caught:
+            plan_run(loaded, target=target)
+        expected = f"{sys.executable} has torch 2.6.0, and the trainer requires torch 2.11 or newer"
+        assert [problem.message for problem in caught.value.problems] == [expected]
+        plan_run(loaded, [sys.executable], target=target)  # a command may need no torch
+    for key in ("modules: [pytorch]", "setup: [. env.sh]", "container: 'docker://pytorch/pytorch'"):
+        config.write_text(f"device: cpu\nlaunch: {{{key}}}\n")
+        plan_run(load_config(config, environ={}, cwd=tmp_path), target=targets[1])  # the job may have another
+
+
 def test_what_has_only_run_with_stand_ins_is_said(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("device: cpu\nlaunch: {container: 'docker://pytorch/pytorch'}\n")

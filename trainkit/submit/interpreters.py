@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
+from trainkit.plan.torch_release import release_problem
 
 LaunchProblem = tuple[str, str, str]
 """A problem of the launch section: key, message, hint."""
@@ -90,11 +92,38 @@ def find_interpreter(
     return found, problems
 
 
+def installed_torch() -> str | None:
+    """The version of torch of this interpreter; None without torch."""
+    found = find_spec("torch")
+    return None if found is None else _torch_version(found.submodule_search_locations or ())
+
+
+def _torch_version(folders: Iterable[str]) -> str | None:
+    found = (_torch_facts(Path(folder)).get("__version__") for folder in folders)
+    return next((version for version in found if isinstance(version, str)), None)
+
+
+def _torch_facts(folder: Path) -> dict[str, object]:
+    """The constants of the version.py of a torch, which importing it would take seconds to tell."""
+    try:
+        tree = ast.parse((folder / "version.py").read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return {}
+    facts: dict[str, object] = {}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(value := getattr(node, "value", None), ast.Constant):
+            facts |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
+    return facts
+
+
 _PACKAGES = """
-import importlib.util
-missing = [name for name in ("torch", "trainkit") if importlib.util.find_spec(name) is None]
+import importlib.util, json
+specs = {name: importlib.util.find_spec(name) for name in ("torch", "trainkit")}
+missing = [name for name, spec in specs.items() if spec is None]
+folders = [] if "torch" in missing else list(specs["torch"].submodule_search_locations or ())
 version = "" if "trainkit" in missing else __import__("trainkit").__version__
-print("packages:", version, *missing, sep=" ")
+print("packages:", json.dumps({"trainkit": version, "missing": missing, "torch": folders}))
 """
 _TORCH = """
 import importlib.util
@@ -127,7 +156,8 @@ def package_problem(argv: tuple[str, ...], environ: Mapping[str, str], cwd: Path
     if line is None:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return f"uses {program}, which does not run: {last}", f"`{shlex.quote(program)} -V` shows it"
-    version, *missing = line.removeprefix("packages: ").split(" ")
+    found = json.loads(line.removeprefix("packages: "))
+    version, missing = found["trainkit"], found["missing"]
     if missing:
         message = f"uses {program}, which has no {' and no '.join(missing)}"
         if missing == ["torch"]:
@@ -136,7 +166,8 @@ def package_problem(argv: tuple[str, ...], environ: Mapping[str, str], cwd: Path
     if version != __version__:
         message = f"uses {program}, which has trainkit {version}, and this is trainkit {__version__}"
         return message, "install the same version there, or use the `trainkit` of that environment"
-    return None
+    problem = release_problem(_torch_version(found["torch"]) or "")
+    return None if problem is None else (f"uses {program}, which {problem[0]}", problem[1])
 
 
 def _contradictions(launch: LaunchConfig) -> Iterator[LaunchProblem]:
@@ -157,7 +188,7 @@ def find_torch(argv: tuple[str, ...], env: tuple[tuple[str, str], ...] = ()) -> 
     set for the other. Cached, since all points of a sweep use the same interpreter.
     """
     if argv[0] == sys.executable and not env:
-        found = importlib.util.find_spec("torch")
+        found = find_spec("torch")
         return None if found is None or found.origin is None else Path(found.origin).parent
     try:
         done = subprocess.run(
@@ -177,22 +208,11 @@ def find_torch(argv: tuple[str, ...], env: tuple[tuple[str, str], ...] = ()) -> 
 
 
 def cpu_only_torch(folder: Path) -> str | None:
-    """The version of the torch in a folder if it was built without CUDA and ROCm; None if not, or unknown.
-
-    Reads its version.py: importing torch would take seconds.
-    """
-    try:
-        tree = ast.parse((folder / "version.py").read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
+    """The version of the torch in a folder if it was built without CUDA and ROCm; None if not, or unknown."""
+    facts = _torch_facts(folder)
+    if facts.get("cuda", "") is not None or facts.get("hip") is not None:
         return None
-    values: dict[str, object] = {}
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if isinstance(value := getattr(node, "value", None), ast.Constant):
-            values |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
-    if values.get("cuda", "") is not None or values.get("hip") is not None:
-        return None
-    return str(values.get("__version__", "of unknown version"))
+    return str(facts.get("__version__", "of unknown version"))
 
 
 def _venv_problems(key: str, given: str, folder: str, in_container: bool) -> Iterator[LaunchProblem]:

@@ -89,7 +89,9 @@ def _check(
     """The plan of a config; raises ConfigError with all problems, those of its launch section included."""
     if target.backend in ("sbatch", "submitit"):
         containers = () if target.cluster is None else target.cluster.containers
-        found = find_launch_problems(loaded.config.launch, Path.cwd(), containers)
+        found = find_launch_problems(
+            loaded.config.launch, Path.cwd(), containers, is_command=command is not None
+        )
     else:
         found = find_local_problems(loaded.config.launch, Path.cwd(), is_command=command is not None)
     problems = [loaded.problem(*item) for item in found]

@@ -19,6 +19,7 @@ from trainkit.errors import UsageError
 from trainkit.job.processes import SHELLS
 from trainkit.plan.gpus import cuda_torch_hint
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.torch_release import release_problem
 from trainkit.slurm.conf_file import conf_file
 from trainkit.submit.containers import container_problems, runtimes
 from trainkit.submit.interpreters import (
@@ -26,6 +27,7 @@ from trainkit.submit.interpreters import (
     cpu_only_torch,
     find_interpreter,
     find_torch,
+    installed_torch,
     package_problem,
 )
 from trainkit.submit.job_environment import RANK_VARIABLES
@@ -119,13 +121,16 @@ def _script_of(command: Sequence[str]) -> str | None:
 
 
 def find_launch_problems(
-    launch: LaunchConfig, cwd: Path, containers: Sequence[str]
+    launch: LaunchConfig, cwd: Path, containers: Sequence[str], *, is_command: bool
 ) -> Iterator[LaunchProblem]:
     """(key, message, hint) for settings that would fail in the job: modules, interpreter, container.
 
     `containers` are the container programs of the cluster.
     """
     yield from launch_problems(launch)
+    elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python, launch.modules)
+    if not is_command and not any(elsewhere) and not launch.setup:
+        yield from _own_torch_problem()
     yield from find_interpreter(launch, sys.executable, os.environ, cwd)[1]
     yield from container_problems(launch, [str(cwd)], runtimes(containers), cwd=str(cwd))
 
@@ -136,6 +141,8 @@ def find_local_problems(
     """(key, message, hint) for an environment in which workers on this machine could not run."""
     key = next((name for name in ("python", "venv", "uv") if getattr(launch, name) is not None), None)
     if key is None or launch.container is not None:
+        if not is_command:
+            yield from _own_torch_problem()
         return
     interpreter, problems = find_interpreter(launch, sys.executable, environ, cwd)
     yield from problems
@@ -185,6 +192,13 @@ def _may_be_another(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
     has_sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath)) is not None
     # Else it is planned here for another cluster, by the profile of that one.
     return not has_sbatch or (launch.cluster is not None and conf_file(environ) is None)
+
+
+def _own_torch_problem() -> Iterator[LaunchProblem]:
+    """The problem of the torch of this interpreter, for ranks that use it; of no key of the config."""
+    problem = release_problem(installed_torch() or "")
+    if problem is not None:
+        yield "", f"{sys.executable} {problem[0]}", problem[1]
 
 
 def with_local_environment(plan: LaunchPlan, launch: LaunchConfig, cwd: Path) -> LaunchPlan:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
-from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -29,6 +28,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+try:
+    from torch.distributed._functional_collectives import all_gather_single_autograd as _all_gather
+except ImportError:  # torch 2.11 and 2.12
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd as _all_gather
 
 # Attention
 
@@ -124,7 +128,7 @@ def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
     When it goes: an autograd function around `dist.all_gather_into_tensor` and `reduce_scatter_tensor`.
     """
-    whole: Tensor = all_gather_single_autograd(local, gather_dim=dim, group=group)
+    whole: Tensor = _all_gather(local, gather_dim=dim, group=group)
     return whole
 
 
@@ -285,12 +289,19 @@ def shapes_untracked() -> Iterator[None]:
         kind._propagate_tensor_meta_non_cached = propagate
 
 
-def set_stage_shapes(schedule: Any, stream_of: Callable[[nn.Module, Mapping[str, Tensor]], Tensor]) -> None:
+StreamOf = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+"""The input of a pipeline stage that is not the first, on the meta device, given its module and the keyword
+arguments of a microbatch."""
+
+
+def set_stage_shapes(schedule: Any, stream_of: StreamOf) -> None:
     """Set the input shapes of a schedule's stages, which would otherwise exchange them in the first step.
 
-    `stream_of` returns the input of a stage that is not the first, on the meta device, given its module and
-    the keyword arguments of a microbatch. When it goes: the stages take `input_args` and `output_args`.
+    When it goes: the stages take `input_args` and `output_args`.
     """
+    if not hasattr(schedule, "_initialize_pp_stages"):
+        _set_stage_shapes_2_11(schedule, stream_of)
+        return
     from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
 
     def prepare(
@@ -313,3 +324,26 @@ def set_stage_shapes(schedule: Any, stream_of: Callable[[nn.Module, Mapping[str,
         return True, True
 
     schedule._initialize_pp_stages = prepare
+
+
+def _set_stage_shapes_2_11(schedule: Any, stream_of: StreamOf) -> None:
+    """The same for torch 2.11, in which schedules of one and of several stages differ."""
+
+    def prepare(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        for stage in stages:
+            if stage.inputs_meta is not None:
+                return
+            stream = (stream_of(stage.submod, kwargs),)
+            stage.inputs_meta = tuple(arg.to("meta") for arg in args) if stage.is_first else stream
+            stage._configure_outputs_meta(stream)
+            # The last stage has an output of another shape, but sends it to nobody.
+            stage._validate_fwd_outputs = lambda outputs: None
+            stage._prepare_forward_infra(schedule._n_microbatches, ())
+            stage._prepare_backward_infra(schedule._n_microbatches)
+
+    if hasattr(schedule, "_stages"):
+        stages = schedule._stages
+        schedule._initialize_stages = prepare
+    else:
+        stages = [schedule._stage]
+        schedule._initialize_stage = prepare
