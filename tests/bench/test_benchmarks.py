@@ -26,3 +26,14 @@ def test_starts_as_its_docstring_says(file: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+def test_the_fault_campaign_knows_why_trainkit_gives_up() -> None:
+    """It takes these reasons for a stop that faster failures than checkpoints explain."""
+    flight = (ROOT / "benchmarks" / "flight.py").read_text()
+    decision = (ROOT / "trainkit" / "job" / "decision.py").read_text()
+    reasons = re.search(r"^BRAKES = \((.*)\)$", flight, re.MULTILINE)
+    assert reasons is not None
+    found = re.findall(r'"([^"]+)"', reasons[1])
+    assert found
+    assert [reason for reason in found if reason not in decision] == []
