@@ -7,6 +7,7 @@ writes its rows to FOLDER/rows.json.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib.util
 import json
@@ -342,9 +343,13 @@ PARTS: dict[str, Callable[[str, str, Path], list[Row]]] = {
 
 
 def main() -> None:
-    name, device, folder = sys.argv[1:]
-    rows = PARTS[name](name, device, Path(folder))
-    (Path(folder) / "rows.json").write_text(json.dumps(rows))
+    parser = argparse.ArgumentParser(description="One part of `benchmarks.gpu`.")
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("device", choices=("cuda", "cpu"))
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    rows = PARTS[args.part](args.part, args.device, args.folder)
+    (args.folder / "rows.json").write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":
