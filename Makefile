@@ -8,10 +8,10 @@ SLURM := $(BIN)/python -m tools.slurm_cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-rest test-smoke lint parity bench cluster clean slurm venv venv-test
+.PHONY: help demo test test-all test-fast test-rest test-smoke test-oldest lint parity bench gpu cluster clean slurm venv venv-test
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: venv ## Train a small model, kill it, resume it, and compare the losses.
 	@$(BIN)/python -m tools.demo
@@ -33,6 +33,15 @@ test-rest: slurm ## The slow tests that `make test` leaves out.
 test-smoke: slurm
 	$(PYTEST) 3 -m "not slow or smoke"
 
+# Several GB, so another disk may suit better: `make test-oldest OLDEST=/scratch/torch-2.11`
+OLDEST := .venv-oldest
+TESTS_OF_TORCH := tests/trainer tests/plan/layouts/test_schedules.py tests/bench/test_exposed_comm.py \
+	tests/cli/test_check_simulation.py tests/submit/test_provenance.py
+
+test-oldest: ## The tests of the trainer on torch 2.11, the oldest supported release (30 minutes).
+	@.ci/make-venv test "$(OLDEST)" constraints-oldest.txt
+	"$(OLDEST)/bin/python" -m pytest --dist loadgroup --numprocesses 2 $(TESTS_OF_TORCH)
+
 lint: venv-test ## Style and types.
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
@@ -46,12 +55,15 @@ bench: venv ## Measure trainkit against training loops written by hand.
 	$(BIN)/python benchmarks/checkpoint_stall.py
 	$(BIN)/python benchmarks/startup.py
 
+gpu: ## Check and measure trainkit on one NVIDIA GPU (9 minutes), with the torch of its Python.
+	@$${PYTHON:-python3} -m benchmarks.gpu $(if $(WHEELS),--wheels "$(WHEELS)")
+
 cluster: venv ## Open a shell in a Slurm cluster of four hosts on this machine.
 	@$(SLURM) install
 	@$(SLURM) shell
 
 clean: ## Remove .venv, builds and caches; keep runs/.
-	rm -rf .venv build dist trainkit.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest build dist trainkit.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without root or apt-get this only says why the tests on Slurm will be skipped; with CI=true it fails.

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.plan.torch_release import OLDEST
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainkit"
 MAX_LINES = 500
@@ -199,3 +201,7 @@ def test_torch_is_pinned_to_a_version_that_the_package_allows() -> None:
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
     assert [(pin.name, str(pin.specifier)) for pin in pins] == [("torch", "==2.13.0")]
     assert "2.13.0" in specifier
+    oldest = ".".join(map(str, OLDEST))
+    assert f">={oldest}" in map(str, specifier)
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [f"torch=={oldest}.0"]

@@ -19,10 +19,10 @@ case "$*" in
     *print*) cat "$FAKE/version" ;;
     *'sys.exit'*) [ "$(cat "$FAKE/version")" != 3.9 ] ;;
     *'import ensurepip'*) [ -e "$FAKE/has-ensurepip" ] ;;
-    '-m venv '*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/has-pip" ;;
-    '-m pip --version') [ -e .venv/has-pip ] ;;
+    '-m venv '*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/has-pip" "$3/pyvenv.cfg" ;;
+    '-m pip --version') [ -e "$(dirname "$0")/../has-pip" ] ;;
     '-m ensurepip') exit 1 ;;
-    '-m pip install '*) touch .venv/installed && [ ! -e "$FAKE/no-network" ] ;;
+    '-m pip install '*) [ ! -e "$FAKE/no-network" ] ;;
 esac
 """
 FAKE_APT_GET = '#!/bin/sh\necho "apt-get $*" >> "$FAKE/log"\ntouch "$FAKE/has-ensurepip"\n'
@@ -36,7 +36,13 @@ class Checkout:
         self.folder = folder / "a b;'$(x)"
         self.fake = folder / "fake"
         self.fake.mkdir()
-        for name in (".ci/make-venv", "constraints.txt", "setup.cfg", "pyproject.toml"):
+        for name in (
+            ".ci/make-venv",
+            "constraints.txt",
+            "constraints-oldest.txt",
+            "setup.cfg",
+            "pyproject.toml",
+        ):
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.folder / name)
         for name, text in (("python3", FAKE_PYTHON), ("apt-get", FAKE_APT_GET), ("id", FAKE_ID)):
@@ -192,6 +198,40 @@ def test_another_python_than_that_of_the_venv_is_refused(checkout: Checkout) -> 
     assert checkout.make_venv(PYTHON="python3").returncode == 0
 
 
+def test_another_folder_and_other_constraints(checkout: Checkout) -> None:
+    oldest = checkout.folder.parent / "disk 2" / "oldest"
+    options = ("test", str(oldest), "constraints-oldest.txt")
+    assert checkout.make_venv("test").returncode == 0
+    done = checkout.make_venv(*options)
+    assert (done.returncode, checkout.installs(), checkout.made_venv()) == (0, [".[test]"], True), done.stderr
+    assert (
+        "pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e .[test]"
+        in (checkout.fake / "log").read_text()
+    )
+    for again in (options, ("test",)):
+        assert checkout.make_venv(*again).returncode == 0
+        assert checkout.installs() == []
+    with (checkout.folder / "constraints-oldest.txt").open("a") as stream:
+        stream.write("numpy==2.0\n")
+    assert checkout.make_venv(*options).returncode == 0
+    assert (checkout.installs(), checkout.made_venv()) == ([".[test]"], False)
+    assert checkout.make_venv("test").returncode == 0
+    assert checkout.installs() == []
+
+
+def test_a_folder_of_something_else_is_kept(checkout: Checkout) -> None:
+    data = checkout.folder.parent / "data"
+    data.mkdir()
+    (data / "mine").touch()
+    done = checkout.make_venv("test", str(data), "constraints-oldest.txt")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: {data} exists and is not a virtual environment\n\n"
+        "hint: choose another folder: what is in it would be deleted\n",
+    )
+    assert list(data.iterdir()) == [data / "mine"]
+
+
 def make(*args: str) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(["make", *args], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
@@ -200,7 +240,7 @@ def make(*args: str) -> str:
 
 def test_make_alone_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make().splitlines()]
-    expected = "help demo test test-all test-fast test-rest lint parity bench cluster clean"
+    expected = "help demo test test-all test-fast test-rest test-oldest lint parity bench gpu cluster clean"
     assert targets == expected.split()
     assert make("help") == make()
 
@@ -208,6 +248,16 @@ def test_make_alone_lists_the_targets() -> None:
 def test_demo_needs_the_package_alone() -> None:
     recipe = make("--dry-run", "demo").splitlines()
     assert recipe == [".ci/make-venv", ".venv/bin/python -m tools.demo"]
+
+
+def test_the_oldest_torch_is_tested_in_a_folder_of_its_own() -> None:
+    install, *tests = make("--dry-run", "test-oldest", "OLDEST=/scratch/a b").splitlines()
+    assert install == '.ci/make-venv test "/scratch/a b" constraints-oldest.txt'
+    [run] = "".join(tests).replace("\\", " ").split("\n")
+    assert run.startswith('"/scratch/a b/bin/python" -m pytest ')
+    files = [word for word in run.split() if word.startswith("tests/")]
+    assert "tests/trainer" in files
+    assert [name for name in files if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.slow

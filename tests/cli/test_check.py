@@ -209,3 +209,29 @@ def test_a_profile_that_is_wrong(config: str, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == (
         "error: clusters/mine.yaml:2: sed: there is no such key\n  hint: did you mean seed?\n"
     )
+
+
+UNKNOWN = ["--cluster", "example", "--partition", "old", "--nodes", "2"]
+"""Four GPUs of which nobody knows the type."""
+
+
+def test_gpus_of_unknown_memory_are_said(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    warning = (
+        "warning: whether the run fits in the memory of its GPUs was not checked: their memory is unknown "
+        "(a GPU without a type); `trainkit plan CONFIG --gpu-type h100` checks it for a type that you name\n"
+    )
+    assert main(["check", "models/70b", *UNKNOWN, "--no-estimate"]) == 0
+    out, err = capsys.readouterr()
+    assert "memory" not in out
+    assert err.endswith(f"{warning}models/70b: no problems, 1 warning\n")
+    assert main(["check", "models/70b", *UNKNOWN, "--no-estimate", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert [f"warning: {text}\n" for text in value["plan"]["warnings"]] == [warning]
+    for more in ([], ["--sweep", "seed=1,2"]):
+        assert main(["submit", "models/70b", *UNKNOWN, "--dry-run", *more]) == 0
+        assert capsys.readouterr().err.count(warning) == 1
+    assert main(["plan", "models/70b", *UNKNOWN]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: unknown GPU type: a GPU without a type\n\nhint: --gpu-type takes a name")
+    assert main(["check", config]) == 0
+    assert "warning" not in capsys.readouterr().err

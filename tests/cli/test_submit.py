@@ -26,7 +26,7 @@ def test_submit_prints_folder_and_job_and_returns_while_it_runs(desk):
 
 def test_json_is_one_object(desk):
     value = json.loads(desk.trainkit("submit", str(desk.config), "--json").stdout)
-    assert list(value) == ["run_dir", "name", "job_id", "attempt", "backend"]
+    assert list(value) == ["run_dir", "name", "job_id", "attempt", "backend", "warnings"]
     assert (value["name"], value["attempt"], value["backend"]) == ("small", 1, "local")
 
 

@@ -30,7 +30,7 @@ def test_quickstart_and_a_model_of_every_useful_size_ship() -> None:
 
 def test_every_model_config_is_named_for_its_preset(tmp_path: Path) -> None:
     for file in (shipped_configs() / "models").glob("*.yaml"):
-        assert load_config(file, environ={}, cwd=tmp_path).config.model.preset == file.stem
+        assert load_config(file, environ={}, cwd=tmp_path).config.model.preset == file.stem.partition("-")[0]
 
 
 def test_every_field_has_one_sentence() -> None:

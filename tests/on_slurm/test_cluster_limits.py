@@ -11,12 +11,20 @@ from pathlib import Path
 import pytest
 
 from tests.on_slurm.login import Login
+from tests.support.torch_builds import make_torch
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.config_files import MEM_MB
 from trainkit.cluster.discovery import NODES_ARGV, PARTITIONS_ARGV, parse_assoc_mgr
 from trainkit.rundir import RunDir
 
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs/quickstart.yaml")
+
+
+@pytest.fixture
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables with which a torch for CUDA is found: one for CPUs is refused on nodes with GPUs."""
+    package = make_torch(tmp_path_factory.mktemp("site"), "2.13.0+cu130", "13.0")
+    return {"PYTHONPATH": str(package.parent)}
 
 
 def profile_of(login: Login) -> Path:
@@ -134,8 +142,8 @@ def test_one_thing_too_much(login: Login, args: Sequence[str], problem: str, hin
     assert not (login.folder / "runs").exists()
 
 
-def test_a_node_is_taken_as_it_is(knowing: Login) -> None:
-    done = knowing.trainkit("submit", QUICKSTART, "--dry-run")
+def test_a_node_is_taken_as_it_is(knowing: Login, cuda: dict[str, str]) -> None:
+    done = knowing.trainkit("submit", QUICKSTART, "--dry-run", env=cuda)
     assert done.returncode == 0, done.stderr
     asked = {"--gpus-per-node=4", "--ntasks-per-node=4", "--cpus-per-task=2"}
     assert asked <= {line.removeprefix("#SBATCH ") for line in done.stdout.splitlines()}
@@ -149,8 +157,8 @@ def test_a_node_is_taken_as_it_is(knowing: Login) -> None:
     assert expected in done.stderr
 
 
-def test_the_time_that_the_partition_gives(knowing: Login) -> None:
-    done = knowing.trainkit("submit", QUICKSTART, "--set", "resources.time=null", "--dry-run")
+def test_the_time_that_the_partition_gives(knowing: Login, cuda: dict[str, str]) -> None:
+    done = knowing.trainkit("submit", QUICKSTART, "--set", "resources.time=null", "--dry-run", env=cuda)
     assert "00:10:00: resources.time is null, and this is the default of partition low" in done.stderr
     assert "#SBATCH --time" not in done.stdout
     assert "#SBATCH --signal=USR2@120\n" in done.stdout
@@ -175,15 +183,25 @@ def test_when_it_would_start(knowing: Login) -> None:
     assert value["wait"][0]["start_time"].endswith("+00:00")
 
 
-def test_what_slurm_would_not_take(login: Login) -> None:
-    done = login.trainkit("check", QUICKSTART, "--set", "resources.reservation=nope")
+def test_what_slurm_would_not_take(login: Login, cuda: dict[str, str]) -> None:
+    args = ["check", QUICKSTART, "--set", "resources.reservation=nope"]
+    done = login.trainkit(*args, env=cuda)
     assert done.returncode == 2
     assert done.stderr.startswith("error: Slurm would reject the job: ")
     assert "reservation" in done.stderr
-    assert (
-        login.trainkit("check", QUICKSTART, "--set", "resources.reservation=nope", "--no-estimate").returncode
-        == 0
-    )
+    assert login.trainkit(*args, "--no-estimate", env=cuda).returncode == 0
+
+
+def test_a_torch_without_cuda_never_queues_for_gpus(login: Login) -> None:
+    package = make_torch(login.folder / "site")
+    env = {"PYTHONPATH": str(package.parent)}
+    for command in (["check"], ["submit"], ["submit", "--dry-run"]):
+        done = login.trainkit(command[0], QUICKSTART, *command[1:], env=env)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: device: the run uses GPUs, but torch 2.13.0+cpu of ")
+        assert "-m pip install --force-reinstall torch --index-url https://" in done.stderr
+    assert login.jobs() == []
+    assert not (login.folder / "runs").exists()
 
 
 def test_nodes_out_of_service_are_no_problem_of_the_config(knowing: Login) -> None:
@@ -211,15 +229,15 @@ def test_slurm_that_is_away(login: Login) -> None:
     assert list(login.folder.glob("**/first-run.yaml")) == []
 
 
-def test_init(login: Login) -> None:
+def test_init(login: Login, cuda: dict[str, str]) -> None:
     done = login.trainkit("init")
     assert done.returncode == 0, done.stderr
     profile = profile_of(login)
     assert done.stdout.splitlines() == [str(profile), "first-run.yaml"]
     assert "low (default)  4      4 h100, 8 CPUs, 64000M  1-00:00:00" in done.stderr
     assert "accounts: research (default)" in done.stderr
-    assert login.trainkit("check", "first-run.yaml").returncode == 0
-    assert "config: first-run.yaml (written by `trainkit init`)\n" in login.trainkit("check").stderr
+    assert login.trainkit("check", "first-run.yaml", env=cuda).returncode == 0
+    assert "config: first-run.yaml (written by `trainkit init`)\n" in login.trainkit("check", env=cuda).stderr
 
 
 def test_the_first_run_completes_without_its_gpus(login: Login) -> None:
@@ -233,7 +251,7 @@ def test_the_first_run_completes_without_its_gpus(login: Login) -> None:
     assert login.cluster.job(login.job_id(run))["Partition"] == "low"
 
 
-def test_init_again(login: Login) -> None:
+def test_init_again(login: Login, cuda: dict[str, str]) -> None:
     assert login.trainkit("init").returncode == 0
     texts = {path: path.read_text() for path in (profile_of(login), login.folder / "first-run.yaml")}
     done = login.trainkit("init")
@@ -247,7 +265,7 @@ def test_init_again(login: Login) -> None:
     assert done.returncode == 0
     assert done.stdout == "other/first-run.yaml\n"
     assert "exists but differs from what Slurm reports now: partition high\n" in done.stderr
-    checked = login.trainkit("check", "other/first-run.yaml")
+    checked = login.trainkit("check", "other/first-run.yaml", env=cuda)
     assert "the profile differs from what Slurm reports now: partition high; " in checked.stderr
     done = login.trainkit("init", "--cluster", "mine", "--dir", "third", "--json")
     assert [Path(path).name for path in json.loads(done.stdout)["written"]] == ["mine.yaml", "first-run.yaml"]
@@ -270,17 +288,15 @@ def test_defaults_of_the_profile_reach_the_job(login: Login) -> None:
     login.wait_for_log(run, "found a b 2 teaching")
 
 
-def test_without_accounting(cluster_without_accounting: Cluster, tmp_path: Path) -> None:
+def test_without_accounting(
+    cluster_without_accounting: Cluster, tmp_path: Path, cuda: dict[str, str]
+) -> None:
     login = Login(cluster_without_accounting, tmp_path)
     done = login.trainkit("init")
     assert done.returncode == 0, done.stderr
     assert "accounts: not checked" in done.stderr
-    assert (
-        login.trainkit(
-            "check", "first-run.yaml", "--account", "any", "--qos", "any", "--no-estimate"
-        ).returncode
-        == 0
-    )
+    args = ["--account", "any", "--qos", "any", "--no-estimate"]
+    assert login.trainkit("check", "first-run.yaml", *args, env=cuda).returncode == 0
     assert problems(login, "--partition", "hgih")
 
 

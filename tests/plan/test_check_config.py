@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Cluster, NodeKind, Partition
+from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
 from trainkit.plan.make_plan import check_config, make_plan
@@ -53,3 +55,48 @@ def test_vocabulary_against_the_tokenizer(tmp_path: Path) -> None:
     assert problem.render().startswith(
         "--set model.vocab_size=100: model.vocab_size: is 100, but the tokenizer has "
     )
+
+
+UNCHECKED = "whether the run fits in the memory of its GPUs was not checked: "
+
+
+def warnings_of(tmp_path: Path, gpus: dict[str, int], *overrides: str) -> tuple[str, ...]:
+    """What a plan of a 70B model warns of, on a cluster with these GPUs per node, if anything is known."""
+    partition = Partition("gpu", is_default=True, nodes=(NodeKind(2, 64, 512_000, gpus),))
+    target = Target("sbatch", "a test", Cluster("west", (partition,) if gpus else ()))
+    given = ["model.preset=70b", "train.global_batch_size=null", "train.device_batch_size=1", *overrides]
+    loaded = load_config(None, overrides=given, environ={}, cwd=tmp_path)
+    return check_config(loaded, CPU, target).warnings
+
+
+def test_gpus_of_unknown_memory_are_no_problem_but_a_warning(tmp_path: Path) -> None:
+    plan_it = "`trainkit plan CONFIG --gpu-type h100` checks it for a type that you name"
+    assert warnings_of(tmp_path, {"": 4}) == (
+        f"{UNCHECKED}their memory is unknown (a GPU without a type); {plan_it}",
+    )
+    assert warnings_of(tmp_path, {"": 4, "zx81": 4})[0].startswith(
+        f"{UNCHECKED}their memory is unknown (a GPU without a type, zx81); "
+    )
+    assert warnings_of(tmp_path, {"zx81": 4}, "resources.gpu_type=zx81") == (
+        f"{UNCHECKED}resources.gpu_type is zx81, a type of unknown memory; {plan_it}",
+    )
+    assert warnings_of(tmp_path, {}, "device=cuda", "resources.gpus_per_node=4") == (
+        f"{UNCHECKED}resources.gpu_type is null, and their type is unknown; "
+        f"set resources.gpu_type to their type in Slurm, such as h100, or {plan_it}",
+    )
+
+
+def test_gpus_of_known_memory_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        warnings_of(tmp_path, {"h100": 4})
+    assert [problem.key for problem in error.value.problems] == ["parallel.dp_shard"]
+    assert warnings_of(tmp_path, {"h100": 4}, "model.preset=tiny") == ()
+    assert warnings_of(tmp_path, {"": 4}, "device=cpu", "model.preset=tiny") == ()
+
+
+def test_a_gpu_of_this_machine_that_is_unknown(tmp_path: Path) -> None:
+    machine = Machine(16, 1, ("NVIDIA ZX81",), "this machine has 1 x NVIDIA ZX81")
+    loaded = load_config(None, environ={}, cwd=tmp_path)
+    [warning] = check_config(loaded, machine, LOCAL).warnings
+    assert "their memory is unknown (NVIDIA ZX81)" in warning
+    assert check_config(loaded, machine, LOCAL, ["true"]).warnings == (), "a command has no plan of memory"

@@ -169,3 +169,20 @@ def test_what_only_slurm_knows_has_no_effect_without_it() -> None:
     made = plan(CPU, "resources.spare_nodes=2", "requeue.follow_ups=3", "resources.partition=gpu")
     assert (made.num_nodes, made.spare_nodes, made.slurm) == (1, 0, None)
     assert "spare_nodes" not in made.reasons
+
+
+def test_a_step_that_binds_one_gpu_to_each_task() -> None:
+    """The first task, which plans the run, sees its own GPU only; the other ranks check theirs."""
+    one = replace(GPUS, num_gpus=1, gpu_names=("A100",))
+    tasks = Target("srun", "srun: 8 tasks", node_sizes=(4, 4), per="gpu")
+    overrides = ("resources.nodes=2", "resources.gpus_per_node=4", "train.global_batch_size=null")
+    made = plan(one, *overrides, target=tasks)
+    assert (made.device, made.workers_per_node, made.world_size) == ("cuda", 4, 8)
+    [warning] = made.warnings
+    assert warning.startswith("task 0 sees one GPU of its node: where a rank sees only its own GPU")
+    assert plan(GPUS, *overrides, target=tasks).warnings == ()
+    for machine in (replace(one, num_gpus=2), replace(one, num_gpus=3)):
+        [found] = problems(machine, *overrides, target=tasks)
+        assert f"is 4 in this step, but this node has {machine.num_gpus} visible GPUs" in found
+    [found] = problems(one, *overrides, target=replace(tasks, per="node"))
+    assert "is 4 in this step, but this node has 1 visible GPUs" in found

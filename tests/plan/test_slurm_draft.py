@@ -297,3 +297,20 @@ def test_bad_nodes_and_those_that_the_config_names() -> None:
     unknown = plan("device=cpu", cluster=Cluster("west", bad_nodes=BAD))
     assert unknown.slurm is not None
     assert unknown.slurm.sbatch["exclude"] == "h3,h1"  # Slurm refuses what cannot be
+
+
+def test_gpu_bindings_that_cannot_work_are_refused_before_submission() -> None:
+    bound = "launch.srun_extra={gpus-per-task: 1}"
+    [found] = problems(bound, "launch.per=node")
+    assert found == (
+        f"--set {bound}: launch.srun_extra.gpus-per-task: is 1: a task would see 1 GPU, but it starts all 8 "
+        "ranks of its node\n  hint: remove it, or set launch.per: gpu"
+    )
+    made = plan(bound)
+    assert made.slurm is not None
+    assert made.slurm.srun["gpus-per-task"] == 1
+    [warning] = made.warnings
+    assert warning.startswith("launch.srun_extra.gpus-per-task is 1: where a rank sees only its own GPU")
+    assert LaunchPlan.from_dict(made.to_dict()) == made
+    assert plan(bound, "resources.partition=cpu", "launch.per=node").warnings == (), "no GPU is bound"
+    assert plan().warnings == ()

@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
+from tests.support.torch_builds import make_torch
 from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
-from trainkit.submit.interpreters import Interpreter, find_interpreter, package_problem
+from trainkit.submit.interpreters import (
+    Interpreter,
+    cpu_only_torch,
+    find_interpreter,
+    find_torch,
+    package_problem,
+)
 
 SUBMITTING = sys.executable
 BARE = {"PATH": "/nowhere"}
@@ -215,9 +222,68 @@ def test_packages_that_the_trainer_needs(tmp_path: Path) -> None:
     assert found[0] == f"uses {python[0]}, which has trainkit 0.0.1, and this is trainkit {__version__}"
     (packages / "trainkit.py").write_text(f"__version__ = {__version__!r}")
     assert package_problem(python, with_both, tmp_path) is None
+    (packages / "torch.py").unlink()
+    (packages / "torch").mkdir()
+    (packages / "torch" / "__init__.py").touch()
+    (packages / "torch" / "version.py").write_text("__version__ = '2.10.0+cu128'\n")
+    found = package_problem(python, with_both, tmp_path)
+    assert found is not None
+    assert found[0] == (
+        f"uses {python[0]}, which has torch 2.10.0+cu128, and the trainer requires torch 2.11 or newer"
+    )
+    (packages / "torch" / "version.py").write_text("__version__ = '2.11.0+cu130'\n")
+    assert package_problem(python, with_both, tmp_path) is None
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho 'no such library' >&2; exit 127")
     broken.chmod(0o755)
     found = package_problem((str(broken),), BARE, tmp_path)
     assert found is not None
     assert found[0] == f"uses {broken}, which does not run: no such library"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "is_cpu_only"), [(None, None, True), ("13.0", None, False), (None, "6.4", False)]
+)
+def test_what_a_torch_was_built_for(
+    tmp_path: Path, cuda: str | None, hip: str | None, is_cpu_only: bool
+) -> None:
+    package = make_torch(tmp_path, "2.13.0+x", cuda, hip)
+    assert cpu_only_torch(package) == ("2.13.0+x" if is_cpu_only else None)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("__version__ = '2.4.0'\ncuda = None\nhip = None\n", "2.4.0"),
+        ("cuda = None\n", "of unknown version"),
+        ("__version__ = '2.4.0'\n", None),  # an unknown kind of build is given the benefit of the doubt
+        ("cuda = make_version()\n", None),
+        ("cuda: Optional[str]\n", None),
+        ("no Python", None),
+        (None, None),
+    ],
+)
+def test_other_version_files(tmp_path: Path, text: str | None, found: str | None) -> None:
+    if text is not None:
+        (tmp_path / "version.py").write_text(text)
+    assert cpu_only_torch(tmp_path) == found
+
+
+def test_the_torch_of_another_interpreter(tmp_path: Path) -> None:
+    """It is found as a job finds it, and nobody imports it."""
+    package = make_torch(tmp_path / "site")
+    python = (str(getattr(sys, "_base_executable", sys.executable)), "-S")
+    assert find_torch(python, (("PYTHONPATH", str(package.parent)),)) == package
+    assert find_torch(python, (("PYTHONPATH", ""),)) is None
+    assert find_torch((str(tmp_path / "missing"),)) is None
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 127")
+    broken.chmod(0o755)
+    assert find_torch((str(broken),)) is None
+
+
+def test_the_torch_of_this_interpreter() -> None:
+    found = find_torch((sys.executable,))
+    assert found is not None
+    assert (found / "version.py").is_file()
+    assert find_torch((sys.executable,), (("UNUSED", "1"),)) == found

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trainkit.cluster.model import Cluster
+from tests.support.torch_builds import make_torch
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import RunConfig, load_config
-from trainkit.errors import UsageError
+from trainkit.errors import ConfigError, UsageError
+from trainkit.plan.launch import LaunchPlan
+from trainkit.submit import preflight_checks
 from trainkit.submit.plan_run import plan_run
 from trainkit.submit.preflight_checks import command_python, refuse_missing
 
@@ -58,6 +63,27 @@ def test_a_launcher_takes_the_interpreter_that_would_run_the_command(tmp_path: P
     assert command_python(LAUNCH, command, tmp_path, {**active, "PATH": "/usr/bin"}) == (sys.executable,)
 
 
+def test_a_torch_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.6.0'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    config = tmp_path / "run.yaml"
+    targets = [LOCAL, Target("sbatch", "a test", Cluster("unknown"))]
+    for target in targets:
+        config.write_text("device: cpu\n")
+        loaded = load_config(config, environ={}, cwd=tmp_path)
+        with pytest.raises(ConfigError) as caught:
+            plan_run(loaded, target=target)
+        expected = f"{sys.executable} has torch 2.6.0, and the trainer requires torch 2.11 or newer"
+        assert [problem.message for problem in caught.value.problems] == [expected]
+        plan_run(loaded, [sys.executable], target=target)  # a command may need no torch
+    for key in ("modules: [pytorch]", "setup: [. env.sh]", "container: 'docker://pytorch/pytorch'"):
+        config.write_text(f"device: cpu\nlaunch: {{{key}}}\n")
+        plan_run(load_config(config, environ={}, cwd=tmp_path), target=targets[1])  # the job may have another
+
+
 def test_what_has_only_run_with_stand_ins_is_said(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("device: cpu\nlaunch: {container: 'docker://pytorch/pytorch'}\n")
@@ -68,3 +94,124 @@ def test_what_has_only_run_with_stand_ins_is_said(tmp_path: Path) -> None:
     )
     # Without Slurm the key has no effect.
     assert "experimental" not in plan_run(loaded, target=LOCAL).reasons
+
+
+GPUS = Cluster("west", (Partition("gpu", is_default=True, nodes=(NodeKind(2, 64, 512_000, {"h100": 4}),)),))
+
+
+class Submitting:
+    """A project on the login node of a cluster with GPUs, and the torch of its interpreters."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.asked: list[str] = []
+        self.package = make_torch(folder / "site")
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(preflight_checks, "find_torch", self._find_torch)
+        program(folder / "bin" / "sbatch")
+        program(folder / "venv" / "bin" / "python")
+        (folder / "venv" / "bin" / "activate").touch()
+        monkeypatch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
+        monkeypatch.delenv("SLURM_CONF", raising=False)
+        monkeypatch.setattr(preflight_checks, "conf_file", lambda environ: None)
+
+    def _find_torch(self, argv: tuple[str, ...], env: Any) -> Path:
+        self.asked.append(argv[0])
+        return self.package
+
+    def plan(self, *overrides: str, command: list[str] | None = None) -> LaunchPlan:
+        overrides = ("train.global_batch_size=null", *overrides)
+        loaded = load_config(None, overrides=overrides, environ={}, cwd=self.folder)
+        return plan_run(loaded, command, target=Target("sbatch", "a test", GPUS))
+
+    def problem(self, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            self.plan(*overrides)
+        [problem] = caught.value.problems
+        return problem.render()
+
+
+def program(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def submitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submitting:
+    return Submitting(tmp_path, monkeypatch)
+
+
+def test_a_torch_without_cuda_is_refused_before_a_job_on_gpus_queues(submitting: Submitting) -> None:
+    assert submitting.problem() == (
+        f"device: the run uses GPUs, but torch 2.13.0+cpu of {sys.executable} was built without CUDA\n"
+        f"  hint: `{sys.executable} -m pip install --force-reinstall torch --index-url "
+        "https://download.pytorch.org/whl/cu130` installs a build for CUDA 13.0; `nvidia-smi` on a GPU node "
+        "shows the newest version that its driver supports"
+    )
+    python = f"{submitting.folder}/venv/bin/python"
+    assert submitting.problem("launch.venv=venv").startswith(
+        f"--set launch.venv=venv: launch.venv: the run uses GPUs, but torch 2.13.0+cpu of {python} was built"
+    )
+    assert submitting.problem("launch.python=venv/bin/python").startswith("--set launch.python=")
+    assert submitting.asked == [sys.executable, python, python]
+
+
+def test_problems_of_the_config_come_with_it(submitting: Submitting) -> None:
+    with pytest.raises(ConfigError) as caught:
+        submitting.plan("launch.conda=mine", "launch.modules=[-x]")
+    assert [problem.key for problem in caught.value.problems] == ["launch.modules"], "the torch is unknown"
+
+
+def test_a_torch_with_cuda_and_runs_that_need_none(submitting: Submitting) -> None:
+    submitting.plan("device=cpu")
+    submitting.plan(command=["/bin/true"])
+    assert submitting.asked == []
+    (submitting.package / "version.py").write_text("cuda = '13.0'\nhip = None\n")
+    assert submitting.plan().device == "cuda"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("launch.modules=[pytorch]",),
+        ("launch.setup=[source env.sh]",),
+        ("launch.container=docker://x", "launch.container_runtime=apptainer"),
+        ("launch.python=python3", "launch.modules=[pytorch]"),
+        ("launch.cluster=west",),
+    ],
+)
+def test_a_torch_that_only_the_job_knows_is_left_to_it(
+    submitting: Submitting, overrides: tuple[str, ...]
+) -> None:
+    program(submitting.folder / "bin" / "apptainer")
+    assert submitting.plan(*overrides).device == "cuda"
+
+
+def test_a_cluster_by_its_name_on_its_own_login_node(
+    submitting: Submitting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight_checks, "conf_file", lambda environ: Path("/etc/slurm/slurm.conf"))
+    assert "built without CUDA" in submitting.problem("launch.cluster=west")
+    (submitting.folder / "bin" / "sbatch").unlink()
+    monkeypatch.setenv("PATH", f"{submitting.folder}/bin")
+    assert submitting.plan().device == "cuda", "this host submits no jobs"
+
+
+def test_what_every_host_installs_for_itself_may_differ_on_the_nodes(
+    submitting: Submitting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight_checks, "SYSTEM_FOLDER", str(submitting.folder))
+    assert submitting.plan().device == "cuda"
+
+
+def test_a_torch_without_cuda_on_a_workstation_with_gpus(
+    submitting: Submitting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(16, 2, ("NVIDIA A100-SXM4-80GB",) * 2, "this machine has 2 x A100")
+    monkeypatch.setattr("trainkit.submit.plan_run.detect_machine", lambda: machine)
+    loaded = load_config(None, overrides=["launch.modules=[x]"], environ={}, cwd=submitting.folder)
+    with pytest.raises(ConfigError, match=r"the run uses GPUs, but torch .* was built without CUDA"):
+        plan_run(loaded, target=LOCAL)
+    on_cpus = load_config(None, overrides=["device=cpu"], environ={}, cwd=submitting.folder)
+    assert plan_run(on_cpus, target=LOCAL).device == "cpu"

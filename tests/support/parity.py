@@ -111,14 +111,13 @@ def _in_group(
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if num_procs > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=num_procs,
-            timeout=timedelta(seconds=TIMEOUT_S),
-        )
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=num_procs,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     for attempt in attempts:
         path = Path(attempt)
         function(rank, RunDir(path.parent.parent).attempt(int(path.name)))
@@ -142,7 +141,7 @@ def make_trainer(rank: int, attempt: AttemptDir) -> Any:
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     device = torch.device("cpu")
     world = World(0, 1, device, None, None)
-    if plan.world_size > 1:
+    if plan.world_size > 1 or config.parallel.mesh_of_one:
         world = make_world(rank, device, plan.layout)
     torch.compiler.reset()
     trainer, _ = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())

@@ -45,7 +45,8 @@ def make_attempt(run_dir: Path, overrides: Sequence[str] = (), num_procs: int = 
         environ={},
         cwd=run.path.parent,
     )
-    machine = Machine(num_cpus=2, num_gpus=0, gpu_names=(), gpu_reason="a test")
+    num_gpus = num_procs if "device=cuda" in overrides else 0
+    machine = Machine(num_cpus=2, num_gpus=num_gpus, gpu_names=("",) * num_gpus, gpu_reason="a test")
     attempt = run.attempt((run.attempt_numbers() or [0])[-1] + 1)
     attempt.create()
     attempt.config_file.write_text(dump_effective(loaded.config))

@@ -7,6 +7,7 @@ import pytest
 
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.loop import Trainer
+from trainkit.trainer.progress import Progress
 
 
 class Saver:
@@ -39,7 +40,7 @@ def trainer() -> Any:
     trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(best_metric="val_loss"))
     trainer.state = TrainingState()
     trainer.saver = Saver()
-    trainer.progress = SimpleNamespace(enter=lambda phase: None)
+    trainer.progress = Progress()
     trainer.metrics = SimpleNamespace(exclude=lambda seconds: None)
     trainer.loss_scale = SimpleNamespace(enabled=False)
     trainer.manifest_record = {}
@@ -75,3 +76,42 @@ def test_a_worse_one_is_not_the_best(trainer: Any, blocking: bool) -> None:
     trainer.saver.finish()
     assert trainer.saver.best == [5]
     assert (trainer.state.best_value, trainer.state.best_step) == (2.1, 5)
+
+
+@pytest.mark.parametrize("phase", ["evaluate", "record"])
+def test_the_upload_of_the_best_one_is_waited_for_as_a_save(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, phase: Any
+) -> None:
+    """In the name of another phase it would soon count as a hang."""
+    waited_in = []
+    finish = trainer.saver.finish
+
+    def finish_slowly() -> None:
+        waited_in.append(trainer.progress.current.phase)
+        finish()
+
+    reach(trainer, 5, 2.3, blocking=False)
+    monkeypatch.setattr(trainer.saver, "finish", finish_slowly)
+    trainer.progress.enter(phase)
+    trainer._update_best("val_loss", 2.2)
+    assert waited_in == ["save"]
+    assert trainer.progress.current.phase == phase
+    trainer._update_best("val_loss", 2.1)
+    assert waited_in == ["save"], "nothing to wait for"
+
+
+@pytest.mark.parametrize("end", ["_stop", "_finish"])
+def test_the_last_upload_is_waited_for_as_a_save(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    waited_in: list[str] = []
+    reach(trainer, 5, 2.3, blocking=False)
+    monkeypatch.setattr(trainer.saver, "finish", lambda: waited_in.append(trainer.progress.current.phase))
+    monkeypatch.setattr(trainer.saver, "last_step", 5)
+    trainer.saver.require_saved = lambda step: None
+    trainer.metrics.flush = lambda: None
+    trainer.world = SimpleNamespace(is_main=False)
+    trainer.state.has_updated_weights = True
+    getattr(trainer, end)(*(["asked"] if end == "_stop" else []))
+    assert waited_in == ["save"]
+    assert trainer.progress.current.phase == "end"

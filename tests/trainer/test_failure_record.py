@@ -1,9 +1,11 @@
 """What a rank leaves behind when it fails."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from tests.support.runs import TIMEOUT_S, make_attempt, start_workers
 from trainkit.errors import CheckpointError, DivergedError, TrainkitError, UsageError
 from trainkit.rundir import RunDir
 from trainkit.trainer.__main__ import exit_code_of, record_failure
@@ -44,6 +46,27 @@ def at_step(step):
 )
 def test_what_would_happen_again_is_final(error, step, code):
     assert exit_code_of(error, at_step(step)) == code
+
+
+def test_a_torch_that_is_too_old_is_named_and_final(tmp_path):
+    attempt = make_attempt(tmp_path / "run")
+    (tmp_path / "torch.py").write_text("__version__ = '2.10.0'")
+    path = f"{tmp_path}:{Path(__file__).parents[2]}"
+    [rank] = start_workers(attempt, env={"PYTHONPATH": path})
+    assert rank.wait(timeout=TIMEOUT_S) == 78
+    record = json.loads(attempt.rank_error(0).read_text())
+    assert record["message"].endswith(" has torch 2.10.0, and the trainer requires torch 2.11 or newer")
+    assert "pip install 'torch>=2.11'" in record["hint"]
+    assert (record["type"], record["final"]) == ("UsageError", True)
+
+
+def test_a_torch_that_cannot_be_imported_is_final(tmp_path):
+    attempt = make_attempt(tmp_path / "run")
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')")
+    path = f"{tmp_path}:{Path(__file__).parents[2]}"
+    [rank] = start_workers(attempt, env={"PYTHONPATH": path})
+    assert rank.wait(timeout=TIMEOUT_S) == 78
+    assert json.loads(attempt.rank_error(0).read_text())["message"] == "libcudart.so.13: no such file"
 
 
 @pytest.mark.parametrize("step", [None, 37])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +14,7 @@ import pytest
 from tests.support.models import ALONE
 from tests.support.runs import log_text, train
 from trainkit.config.training import PrecisionConfig
-from trainkit.errors import EXIT_NO_RESTART, DivergedError
+from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, DivergedError
 from trainkit.manifest import BEST_LINK, published
 from trainkit.rundir import AttemptDir, RunDir, read_jsonl, read_metrics
 from trainkit.trainer.batches import StepBatch
@@ -40,7 +41,9 @@ def trainer(precision: PrecisionConfig, max_nonfinite_steps: int = 3) -> Trainer
         "metrics": SimpleNamespace(count=lambda report: None),
         "saver": SimpleNamespace(finish=lambda: None),
         "loss_scale": LossScale(precision, ALONE.device),
-        "config": SimpleNamespace(train=SimpleNamespace(max_nonfinite_steps=max_nonfinite_steps)),
+        "config": SimpleNamespace(
+            train=SimpleNamespace(max_nonfinite_steps=max_nonfinite_steps), precision=precision
+        ),
     }
     return Trainer(**fields)
 
@@ -93,6 +96,65 @@ def test_overflow_of_fp16_is_no_divergence_while_the_scale_can_fall() -> None:
     found.loss_scale.value.fill_(1.0)
     with pytest.raises(DivergedError):
         count(found, "!!!")
+
+
+def test_old_manifests_count_as_trained() -> None:
+    new = TrainingState(step=5)
+    assert TrainingState.from_dict(new.to_dict()) == new
+    old = {key: value for key, value in new.to_dict().items() if key != "has_updated_weights"}
+    assert TrainingState.from_dict(old).has_updated_weights
+
+
+@pytest.mark.parametrize("marks", ["!.", ".!!", "!!.!"])
+def test_one_step_that_was_applied_is_training(marks: str) -> None:
+    found = trainer(FP32)
+    count(found, marks)
+    assert TrainingState.from_dict(found.state.to_dict()).has_updated_weights
+    found._require_updated_weights()
+
+
+def test_a_run_without_a_step_has_not_failed() -> None:
+    trainer(FP32)._require_updated_weights()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hint"),
+    [
+        ("fp32", "lower optimizer.lr"),
+        ("fp16", "lower precision.init_loss_scale, which is 65536 and has fallen to"),
+    ],
+)
+def test_a_run_that_has_only_skipped_steps_has_trained_nothing(dtype: Any, hint: str) -> None:
+    found = trainer(PrecisionConfig(dtype=dtype), max_nonfinite_steps=9)
+    count(found, "!!")
+    with pytest.raises(DivergedError, match="all 2 steps were skipped") as caught:
+        found._require_updated_weights()
+    assert caught.value.exit_code == EXIT_NO_RESTART
+    assert re.search(hint, caught.value.hint)
+
+
+@pytest.mark.slow
+def test_fp16_that_never_finds_its_scale_does_not_finish(tmp_path: Path) -> None:
+    """Neither at once nor when it is resumed: the checkpoints say that no step was applied."""
+    options = ["precision.dtype=fp16", "precision.init_loss_scale=1e30", "train.max_nonfinite_steps=2"]
+    options += ["checkpoint.every_steps=2", "train.steps=6"]
+    attempt = train(tmp_path / "run", [*options, "train.stop_at_step=4"], expect=EXIT_STOPPED)
+    [*_, newest] = published(attempt.run.checkpoints_dir)
+    assert newest.manifest()["progress"]["has_updated_weights"] is False
+    attempt = train(tmp_path / "run", options, num_procs=2, expect=EXIT_NO_RESTART)
+    for rank in range(2):
+        error = json.loads(attempt.rank_error(rank).read_text())
+        assert (error["type"], error["final"]) == ("DivergedError", True)
+        assert error["message"].startswith(
+            "all 6 steps were skipped, since loss or gradient was never finite"
+        )
+        assert "lower precision.init_loss_scale, which is 1e+30 and has fallen to 1.5" in error["hint"]
+    assert published(attempt.run.checkpoints_dir)[-1].step == 4, "the untrained weights are not the result"
+    assert "finished after step" not in log_text(attempt)
+    # More steps are enough: the scale halves with each of them.
+    attempt = train(tmp_path / "run", [*options, "train.steps=120"])
+    assert "finished after step 120" in log_text(attempt)
+    assert published(attempt.run.checkpoints_dir)[-1].manifest()["progress"]["has_updated_weights"] is True
 
 
 def shard_hashes(attempt: AttemptDir) -> dict[int, list[str]]:

@@ -180,3 +180,32 @@ def test_state_goes_round() -> None:
     train(other, restored, range(2, 4))
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_running_averages_in_bf16_are_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's AdamW whose averages are rounded after every step; a skipped step changes nothing."""
+    monkeypatch.setattr("trainkit.trainer.optimizer.PIECE_ELEMENTS", 1000)
+    mine, theirs = nano(), nano()
+    optimizer = ShardedAdamW(weights(mine), CONFIG.model_copy(update={"state_dtype": "bf16"}))
+    expected = reference(theirs)
+    for step in range(6):
+        backward(mine, step)
+        backward(theirs, step)
+        optimizer.collect_gradients()
+        if step == 3:
+            before = [tensor.clone() for _, tensor in optimizer.state_tensors()]
+            optimizer.step(1e-2, ONE, ONE)
+            for old, (name, new) in zip(before, optimizer.state_tensors(), strict=True):
+                assert torch.equal(old, new), name
+        optimizer.step(1e-2, ONE, ZERO)
+        optimizer.zero_grad()
+        expected.step()
+        expected.zero_grad()
+        for state in expected.state.values():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state[kind] = state[kind].bfloat16().float()
+    assert {tensor.dtype for name, tensor in optimizer.state_tensors() if not name.endswith("step")} == {
+        torch.bfloat16
+    }
+    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4, msg=lambda text, n=name: f"{n}: {text}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.parity import Case, run_cases, worst_difference
+from tests.support.parity import Case, curve, run_cases, worst_difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
@@ -14,6 +14,8 @@ COMMON = ["model.tie_embeddings=true", "train.steps=4", "train.eval_every=2", "m
 """161 rows of the embedding a tensor-parallel rank: two shards of them are not equal."""
 DROPOUT = "model.dropout=0.1"
 CASES = [
+    Case("mesh-of-one", 1, {"mesh_of_one": True}),
+    Case("offload-of-one", 1, {"mesh_of_one": True, "offload": True}),
     Case("tp", 2, {"tp": 2}),
     Case("plain-tp", 2, {"tp": 2, "sequence_parallel": False, "loss_parallel": False}),
     Case("cp", 2, {"cp": 2, "activation_checkpointing": "full"}),
@@ -37,6 +39,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_one_curve(runs: Path, case: Case) -> None:
     assert worst_difference(runs / case.name, runs / "alone") < 1e-5
+
+
+SMALL = ("train.device_batch_size=4", "train.eval_batches=4")
+BF16 = [
+    Case("alone", 1, {}, SMALL),
+    Case("mesh-of-one", 1, {"mesh_of_one": True}, SMALL),
+    Case("shard", 2, {"dp_shard": 2}),
+    Case("replicate", 2, {"dp_replicate": 2}),
+]
+"""The same samples in each microbatch, in whose gradients bf16 rounds."""
+
+
+def test_bf16_computes_the_same_on_one_process_and_under_fsdp(tmp_path: Path) -> None:
+    """One process has the casts and the residual stream of `fully_shard`, and sums in float32 as it does."""
+    run_cases(tmp_path, BF16, [*COMMON, DROPOUT, "precision.dtype=bf16"])
+    assert curve(tmp_path / "mesh-of-one") == curve(tmp_path / "alone")
+    for name in ("shard", "replicate"):
+        assert worst_difference(tmp_path / name, tmp_path / "alone") < 1e-5
 
 
 def test_dropout_is_on(runs: Path, tmp_path: Path) -> None:

@@ -42,6 +42,18 @@ def test_position(clock):
     assert progress.current == (7, "forward", 3, 1002.0), "a second microbatch is further than the first"
 
 
+def test_a_phase_within_another(clock):
+    progress = Progress()
+    progress.begin_step(3)
+    progress.enter("evaluate")
+    clock[0] += 400
+    with progress.within("save"):
+        assert progress.current == (3, "save", 2, 1400.0)
+        assert phase_limit_s("save", progress, POLICY) == SLOW_PHASE_LIMIT_S
+        clock[0] += 900
+    assert progress.current == (3, "evaluate", 3, 2300.0), "its time begins anew"
+
+
 def test_usual_step_is_the_median_of_the_last_and_knows_nothing_of_validation(clock):
     progress = Progress()
     assert progress.median_step_s is None

@@ -22,8 +22,8 @@ from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.plan.workload import workload_of
 from trainkit.rundir import AttemptDir, RunDir, read_json
 from trainkit.trainer.batches import MAX_TOKENS_PER_READ
-from trainkit.trainer.simulate import _PeakTracker
 from trainkit.trainer.simulate import simulate as simulate_rank
+from trainkit.trainer.torch_private import memory_tracker
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +122,7 @@ def test_schedules(tmp_path: Path, schedule: str, ranks: tuple[int, ...]) -> Non
 
 def hold(rank: int, attempt: AttemptDir) -> None:
     """Write down what a rank among others holds at its peak in the second step."""
-    trainer, tracker = make_trainer(rank, attempt), _PeakTracker()
+    trainer, tracker = make_trainer(rank, attempt), memory_tracker()
     tracker.track_external(*trainer.model_parts, *(tensor for _, tensor in trainer.optimizer.state_tensors()))
     for _ in range(2):
         with tracker:

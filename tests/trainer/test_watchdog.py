@@ -14,11 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import free_port, log_text, losses, make_attempt, site, start_workers
+from tests.support.runs import (
+    free_port,
+    log_text,
+    losses,
+    make_attempt,
+    site,
+    start_workers,
+    wait_for,
+)
 from trainkit.job.failure.stacks import gather
 from trainkit.job.watch.hangs import hang_failure, read_hangs
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, process_stat, read_json, write_json
+from trainkit.rundir import AttemptDir, process_stat, read_json, read_jsonl, write_json
 
 pytestmark = pytest.mark.slow
 
@@ -143,6 +151,37 @@ def test_a_rank_that_cannot_say_anything_is_made_to_write_its_stacks(tmp_path: P
     assert verdict["message"].startswith("does not respond")
     assert "in give_or_hold" in attempt.rank_stacks(1).read_text()
     assert "rank 1 does not respond" in attempt.node_log(0).read_text()
+
+
+SLOW_WRITER = """
+import sys
+if "trainkit.trainer" in sys.orig_argv:
+    import time
+    from trainkit.trainer.checkpoint.storage import HashingWriter
+    finish = HashingWriter.finish
+    def finish_slowly(self, *args):
+        if "step-00000002" in str(self.path):
+            time.sleep(14)
+        finish(self, *args)
+    HashingWriter.finish = finish_slowly
+"""
+"""A sitecustomize.py: the checkpoint of step 2 takes more than twice as long as a phase may."""
+
+
+def test_a_best_checkpoint_that_is_still_written_is_no_hang_of_the_validation(tmp_path: Path) -> None:
+    options = [
+        *("train.steps=5", "train.global_batch_size=null", "requeue.hang_min_s=6", "requeue.hang_factor=2"),
+        *("train.eval_every=2", "train.eval_batches=1", "checkpoint.best_metric=val_loss"),
+    ]
+    attempt = make_attempt(tmp_path / "run", options)
+    [proc] = start_workers(attempt, 1, site(tmp_path, SLOW_WRITER))
+    assert wait_for([proc]) == [0], log_text(attempt)
+    assert "no progress for" not in log_text(attempt)
+    events = list(read_jsonl(attempt.run.events_file))
+    [saved] = [event for event in events if event["event"] == "checkpoint_commit" and event["step"] == 2]
+    assert saved["save_s"] > 14
+    order = [(event["event"], event["step"]) for event in events if "step" in event]
+    assert order.index(("evaluated", 4)) < order.index(("checkpoint_commit", 2)), "it was waited for"
 
 
 def is_running(pid: int) -> bool:

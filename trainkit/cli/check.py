@@ -97,8 +97,14 @@ def command(
         click.echo(f"{name}: {reason}")
     if waits:
         click.echo("\n" + "\n".join(wait_lines(waits)))
-    click.echo(f"{request.path}: no problems", err=True)
+    for text in plan.warnings:
+        click.echo(f"warning: {text}", err=True)
+    click.echo(f"{request.path}: no problems{_and_warnings(len(plan.warnings))}", err=True)
     return EXIT_OK
+
+
+def _and_warnings(count: int) -> str:
+    return "" if count == 0 else ", 1 warning" if count == 1 else f", {count} warnings"
 
 
 def _simulate(loaded: LoadedConfig, world_size: int, rank: int, as_json: bool) -> int:

@@ -130,7 +130,7 @@ def command(
             copy_newest_checkpoint(checkpoint, run)
             entry = start_run(run, loaded.config, plan, "submit")
             click.echo(f"resuming from {checkpoint}", err=True)
-    print_started(run, name, entry, plan.backend, as_json)
+    print_started(run, name, entry, plan.backend, as_json, plan.warnings)
     if not follow:
         return EXIT_OK
     from trainkit.cli.following import follow_detachable

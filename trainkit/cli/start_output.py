@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -20,10 +21,22 @@ def print_copied(code: dict[str, Any] | None) -> None:
         click.echo(f"  note: {note}", err=True)
 
 
-def print_started(run: RunDir, name: str, entry: dict[str, Any], backend: str, as_json: bool) -> None:
-    """Print the run folder and the job id; `entry` is the attempt's entry in job.json."""
+def print_started(
+    run: RunDir,
+    name: str,
+    entry: dict[str, Any],
+    backend: str,
+    as_json: bool,
+    warnings: Sequence[str] | None = None,
+) -> None:
+    """Print the run folder and the job id; `entry` is the attempt's entry in job.json.
+
+    JSON includes the `warnings` of the plan, if there is a new one.
+    """
     if as_json:
         facts = {"job_id": entry["job_id"], "attempt": entry["attempt"], "backend": backend}
+        if warnings is not None:
+            facts["warnings"] = list(warnings)
         click.echo(json.dumps({"run_dir": str(run.path), "name": name, **facts}, ensure_ascii=False))
     else:
         click.echo(str(run.path))

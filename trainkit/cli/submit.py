@@ -110,7 +110,7 @@ def command(
     created = create_run(loaded.config, plan, ["trainkit", *sys.argv[1:]], folder)
     print_copied(created.code)
     entry = start_run(created.run, loaded.config, plan, "submit")
-    print_started(created.run, created.name, entry, plan.backend, as_json)
+    print_started(created.run, created.name, entry, plan.backend, as_json, plan.warnings)
     if follow:
         from trainkit.cli.following import follow_detachable
 
@@ -228,7 +228,8 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
     if options.after:
         job_ids = job_ids_of(options.after, _warn)
         points = [replace(item, plan=with_dependency(item.plan, options.after, job_ids)) for item in points]
-    click.echo(describe_plan(common_plan(points), points[0].config.name), err=True)
+    common = common_plan(points)
+    click.echo(describe_plan(common, points[0].config.name), err=True)
     _warn_of_local_locks(points[0].plan, options.run_dir)
     if options.command is not None:
         _warn_of_secrets(options.command)
@@ -263,6 +264,7 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
             "backend": points[0].plan.backend,
             "array": spec.directive,
             "num_points": len(points),
+            "warnings": list(common.warnings),
         }
         click.echo(json.dumps(facts, ensure_ascii=False))
     else:

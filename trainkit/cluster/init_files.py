@@ -186,7 +186,7 @@ def _default_lines(cluster: Cluster) -> Iterator[str]:
     yield "defaults:"
     yield "  launch:"
     yield _commented("    network: auto", "ib, socket, debug, or the name of an interface")
-    yield _commented("    env: {}", "for every process, such as {NCCL_SOCKET_IFNAME: ib0}")
+    yield _commented("    env: {}", "for every process, such as {NCCL_SOCKET_IFNAME: =ib0}")
     runtimes = [
         name
         for name in ("pyxis", "apptainer")

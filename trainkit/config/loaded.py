@@ -52,7 +52,7 @@ _DEPENDENTS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("launch.backend", "launch.cluster"), ("resources", "launch", *_LAYOUT)),
     (("resources.partition", "resources.account", "resources.qos"), ("resources", *_LAYOUT)),
     (_NODES, (*_NODES, *_LAYOUT)),
-    ((*_LAYOUT, "optimizer.name"), (*_LAYOUT, "resources.mem")),
+    ((*_LAYOUT, "optimizer.name", "optimizer.state_dtype"), (*_LAYOUT, "resources.mem")),
     (_DATA, (*_DATA, "model.vocab_size")),
     (("train.steps", "train.epochs", "schedule"), ("train.steps", "train.epochs", "schedule.decay_steps")),
     (("launch",), ("launch",)),

@@ -50,8 +50,15 @@ class ParallelConfig(Section):
         default="none",
         description="Which activations to recompute in the backward pass instead of keeping them.",
     )
-    compile: bool = Field(default=False, description="Compile each decoder block with torch.compile.")
+    compile: bool | None = Field(
+        default=None,
+        description="Compile each decoder block and the loss with torch.compile; null compiles on GPUs.",
+    )
     offload: bool = Field(default=False, description="Keep parameters and optimizer state in CPU memory.")
+    mesh_of_one: bool = Field(
+        default=False,
+        description="On one process: build process groups and shard over them, as several processes do.",
+    )
 
 
 class CheckpointConfig(Section):

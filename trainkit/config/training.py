@@ -127,6 +127,10 @@ class OptimizerConfig(Section):
     eps: Positive = Field(
         default=1.0e-8, description="Term added to the denominator for numerical stability."
     )
+    state_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="Data type in which both running averages are kept; bf16 saves 4 bytes per parameter.",
+    )
 
 
 class ScheduleConfig(Section):

@@ -118,6 +118,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     yield from _decay(loaded)
     yield from _secrets(loaded)
     yield from _float8(loaded)
+    yield from _state_dtype(loaded)
     yield from _pattern(loaded)
 
 
@@ -148,6 +149,18 @@ def _float8(loaded: LoadedConfig) -> Iterator[Problem]:
         message = f"is true, but parallel.tp is {config.parallel.tp}"
         hint = "float8 with tensor parallelism is not supported yet"
         yield loaded.problem("precision.float8", message, hint)
+
+
+MAX_BF16_BETA = 0.99
+"""bf16 rounds to 1 part in 256: it would lose most updates of a longer running average."""
+
+
+def _state_dtype(loaded: LoadedConfig) -> Iterator[Problem]:
+    optimizer = loaded.config.optimizer
+    if optimizer.state_dtype == "bf16" and max(optimizer.betas) > MAX_BF16_BETA:
+        message = f"is {list(optimizer.betas)}, whose small updates optimizer.state_dtype bf16 rounds away"
+        hint = f"use at most {MAX_BF16_BETA}, or set optimizer.state_dtype to fp32"
+        yield loaded.problem("optimizer.betas", message, hint)
 
 
 def _secrets(loaded: LoadedConfig) -> Iterator[Problem]:

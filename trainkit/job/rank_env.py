@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from trainkit.errors import UsageError
 
@@ -102,6 +104,36 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
             f"WORLD_SIZE={found.world_size} LOCAL_WORLD_SIZE={found.local_world_size}",
         )
     return found
+
+
+_DEVICE_NAME = re.compile(r"\d+|(?:GPU|MIG)-.+")
+
+
+def visible_gpus(listed: str | None) -> list[str] | None:
+    """The GPUs in a value of CUDA_VISIBLE_DEVICES, by index or UUID; None if the variable is not set.
+
+    As in CUDA, an entry that names no GPU ends the list: Slurm sets ``NoDevFiles`` for a task without GPUs.
+    """
+    if listed is None:
+        return None
+    return list(takewhile(_DEVICE_NAME.fullmatch, map(str.strip, listed.split(","))))
+
+
+GPU_BINDING_HINT = (
+    "request a GPU for every rank, and check what binds GPUs to tasks or sets CUDA_VISIBLE_DEVICES; "
+    "`launch.srun_extra: {gpu-bind: none}` lets each task use all GPUs of its node"
+)
+
+
+def gpu_index(local_rank: int, num_visible: int, *, is_task: bool) -> int | None:
+    """The index of a rank's GPU among the visible ones; None if there is none for it.
+
+    Slurm can bind one GPU to each task, with ``--gpus-per-task=1`` or ``--gpu-bind``. A rank that is a task
+    by itself (`is_task`) then sees only its own GPU, as index 0.
+    """
+    if is_task and num_visible == 1:
+        return 0
+    return local_rank if local_rank < num_visible else None
 
 
 _SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")

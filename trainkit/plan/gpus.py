@@ -1,9 +1,10 @@
-"""Memory, bandwidths and peak FLOP/s of GPU types, by the names that drivers and clusters use. Pure."""
+"""GPU types by the names that drivers and clusters use, and the torch build that they need. Pure."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from shlex import quote
 
 from trainkit.cluster.units import MIB
 
@@ -173,3 +174,14 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     tables = _BF16_PEAKS if dtype == "bf16" else _BF16_PEAKS + _FP16_ONLY_PEAKS
     words = f"{device_name} ".replace("-", " ")
     return next((peak for part, peak in tables if f"{part} " in words), None)
+
+
+CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
+
+
+def cuda_torch_hint(python: str) -> str:
+    """Return how to replace a torch that was built without CUDA, in the environment of an interpreter."""
+    return (
+        f"`{quote(python)} -m pip install --force-reinstall torch --index-url {CUDA_INDEX}` installs a build "
+        "for CUDA 13.0; `nvidia-smi` on a GPU node shows the newest version that its driver supports"
+    )

@@ -12,6 +12,9 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
 from trainkit.plan.gpus import Gpu, find_gpu, known_gpus
 
+EXAMPLE = "h100"
+"""The GPU type that messages give as an example."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -95,7 +98,23 @@ def _unknown(gpu_type: str | None, names: list[str], machine: Machine) -> UsageE
     if gpu_type is not None:
         return UsageError(f"--gpu-type {gpu_type}: unknown GPU type", hint=hint)
     if names:
-        shown = ", ".join(name or "a GPU without a type" for name in names)
-        return UsageError(f"unknown GPU type: {shown}", hint=hint)
+        return UsageError(f"unknown GPU type: {_shown(names)}", hint=hint)
     message = f"no GPU type to plan for: resources.gpu_type is null, and {machine.gpu_reason}"
     return UsageError(message, hint=hint)
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(name or "a GPU without a type" for name in names)
+
+
+def unchecked_memory(config: RunConfig, names: list[str]) -> str:
+    """Return the warning for GPUs of unknown memory; `names` are those of `gpu_names`."""
+    hint = f"`trainkit plan CONFIG --gpu-type {EXAMPLE}` checks it for a type that you name"
+    if config.resources.gpu_type is not None:
+        reason = f"resources.gpu_type is {config.resources.gpu_type}, a type of unknown memory"
+    elif names:
+        reason = f"their memory is unknown ({_shown(names)})"
+    else:
+        reason = "resources.gpu_type is null, and their type is unknown"
+        hint = f"set resources.gpu_type to their type in Slurm, such as {EXAMPLE}, or {hint}"
+    return f"whether the run fits in the memory of its GPUs was not checked: {reason}; {hint}"

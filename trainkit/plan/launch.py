@@ -138,6 +138,8 @@ class LaunchPlan:
     """The Slurm options; None for a local job."""
     node_sizes: tuple[int, ...] | None = None
     """Workers of each node if they differ; `workers_per_node` is then the maximum."""
+    warnings: tuple[str, ...] = ()
+    """What could not be checked, or may be slow, one sentence each."""
     version: int = PLAN_VERSION
 
     @property
@@ -181,7 +183,7 @@ class LaunchPlan:
         fields["batch"] = Batch(**fields["batch"])
         requeue = fields.get("requeue", {})
         fields["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
-        for name in ("command", "python", "node_sizes"):
+        for name in ("command", "python", "node_sizes", "warnings"):
             if fields.get(name) is not None:
                 fields[name] = tuple(fields[name])
         if fields.get("slurm") is not None:
@@ -192,13 +194,14 @@ class LaunchPlan:
 
 
 def describe_plan(plan: LaunchPlan, name: str) -> str:
-    """Describe a plan: one line with its size, then one line with the reason for each derived value."""
+    """Describe a plan: one line with its size, one with the reason for each derived value, its warnings."""
     nodes = f"{plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''}"
     workers = f"{plan.workers_per_node} worker{'s' if plan.workers_per_node > 1 else ''}"
     spare = f", {plan.spare_nodes} spare" if plan.spare_nodes else ""
     lines = [f"{name}: {nodes} x {workers} on {plan.device}{spare}, {plan.backend} backend"]
     width = max((len(key) for key in plan.reasons), default=0)
     lines += [f"  {key:<{width}}  {reason}" for key, reason in plan.reasons.items()]
+    lines += [f"warning: {text}" for text in plan.warnings]
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import ConfigError, Problem
 from trainkit.plan.batch import BatchRequest, batch_reason, make_batch, scaled_lr
+from trainkit.plan.gpu_binding import BOUND_GPU_WARNING
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layouts.rules import make_layout
 
@@ -27,6 +28,7 @@ class LaunchDraft:
     machine: Machine
     problems: list[Problem] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def nodes_here(self) -> int:
@@ -171,13 +173,17 @@ class StepDraft(LaunchDraft):
     """Derives a plan for a running step, whose first node is this machine."""
 
     node_sizes: tuple[int, ...] = ()
+    is_task_per_rank: bool = False
 
     def workers_per_node(self, device: str) -> int:
         count, num_gpus = max(self.node_sizes), self.machine.num_gpus
         self.reasons["workers_per_node"] = (
             f"{','.join(map(str, self.node_sizes))}: workers of each node of the step"
         )
-        if device == "cuda" and count > num_gpus:
+        if device == "cuda" and count > num_gpus == 1 and self.is_task_per_rank:
+            # The ranks find out whether it is the same GPU in all tasks.
+            self.warnings.append(f"task 0 sees one GPU of its node: {BOUND_GPU_WARNING}")
+        elif device == "cuda" and count > num_gpus:
             message = f"is {count} in this step, but this node has {num_gpus} visible GPUs"
             hint = "request GPUs with srun --gpus-per-node, or set device: cpu"
             self.problem("resources.gpus_per_node", message, hint)

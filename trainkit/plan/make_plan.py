@@ -14,9 +14,10 @@ from trainkit.config.running import RequeueConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
+from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
-from trainkit.plan.layouts.rules import batch_problems, layout_problems
+from trainkit.plan.layouts.rules import batch_problems, compiles, layout_problems
 from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.plan.workload import parallel_with
@@ -82,12 +83,13 @@ def make_plan(
         launcher=launcher,
         slurm=slurm,
         node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
+        warnings=tuple(draft.warnings),
     )
 
 
 def _draft(loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:
     if target.node_sizes is not None:
-        return StepDraft(loaded, machine, node_sizes=target.node_sizes)
+        return StepDraft(loaded, machine, node_sizes=target.node_sizes, is_task_per_rank=target.per == "gpu")
     if target.backend == "local":
         return LaunchDraft(loaded, machine)
     if target.backend == "hosts":
@@ -158,15 +160,25 @@ def check_config(
         shape = resolve_model_shape(loaded.config.model, data.vocab_size)
     except ConfigError as error:
         problems += [_with_origin(loaded, problem) for problem in error.problems]
-    if plan is not None and loaded.config.precision.float8 and plan.device == "cpu" != loaded.config.device:
-        message = f"is true, but the run would use CPUs: {plan.reasons['device']}"
-        problems.append(loaded.problem("precision.float8", message, "float8 requires a GPU"))
+    if plan is not None and loaded.config.precision.float8:
+        problems += _float8_problems(loaded, plan)
     if plan is not None and shape is not None:
         plan, found = _check_model(loaded, plan, shape, machine, target)
         problems += found
     if plan is None or problems:
         raise ConfigError(problems)
     return plan
+
+
+def _float8_problems(loaded: LoadedConfig, plan: LaunchPlan) -> Iterator[Problem]:
+    if plan.device == "cpu":
+        if loaded.config.device != "cpu":  # that is a contradiction within the config
+            message = f"is true, but the run would use CPUs: {plan.reasons['device']}"
+            yield loaded.problem("precision.float8", message, "float8 requires a GPU")
+    elif not compiles(loaded.config.parallel, plan.layout, plan.device):
+        message = "is true, but blocks are not compiled: scaling to float8 would take longer than it saves"
+        hint = "remove parallel.compile: false; with pp > 1, use gpipe, 1f1b or interleaved_1f1b"
+        yield loaded.problem("precision.float8", message, hint)
 
 
 def _check_model(
@@ -183,17 +195,22 @@ def _check_model(
     found = list(layout_problems(plan.layout, parallel, shape, size, seq_len, steps))
     if found:
         return plan, [_with_origin(loaded, problem) for problem in found]
-    reason, problem = None, None
-    if plan.device == "cuda":
+    if plan.device != "cuda":
+        problem = host_problem(loaded, plan, shape, machine)
+        return plan, [] if problem is None else [problem]
+    names = gpu_names(config, machine, target)
+    gpu = known_gpu(names)
+    if gpu is None:
+        plan = replace(plan, warnings=(*plan.warnings, unchecked_memory(config, names)))
+        problem = None
+    else:
         # Imported only for GPUs: importing the layout search is slow.
         from trainkit.plan.layouts.fit import check_memory
 
-        reason, problem = check_memory(loaded, plan, shape, machine, target)
-        problem = problem or staging_problem(loaded, plan, shape, machine)
-    else:
-        problem = host_problem(loaded, plan, shape, machine)
-    if reason is not None:
-        plan = replace(plan, reasons={**plan.reasons, "memory": reason})
+        reason, problem = check_memory(loaded, plan, shape, gpu)
+        if reason is not None:
+            plan = replace(plan, reasons={**plan.reasons, "memory": reason})
+    problem = problem or staging_problem(loaded, plan, shape, machine)
     return plan, [] if problem is None else [problem]
 
 

@@ -10,6 +10,7 @@ from trainkit.cluster.model import Cluster, NodeKind, Partition
 from trainkit.cluster.resource_request import ResourceRequest, matching_nodes, resource_request
 from trainkit.cluster.units import time_limit_s, time_text
 from trainkit.errors import SlurmError
+from trainkit.plan.gpu_binding import gpu_binding_problems, gpu_binding_warnings
 from trainkit.plan.launch_draft import LaunchDraft
 from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options, with_excluded
 
@@ -170,6 +171,10 @@ class SlurmDraft(LaunchDraft):
         config = self.loaded.config
         for key, message, hint in reserved_options(config):
             self.problem(key, message, hint)
+        if device == "cuda":
+            for key, message, hint in gpu_binding_problems(config, per, workers_per_node):
+                self.problem(key, message, hint)
+            self.warnings += gpu_binding_warnings(config, per, workers_per_node)
         tasks = 1 if per == "node" else workers_per_node
         resources = resource_request(
             config.resources, workers_per_node=workers_per_node, device=device, threads=threads, per=per

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
+from trainkit.config.training import OptimizerConfig
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layouts.schedules import SPLIT_BACKWARD
 from trainkit.plan.model_shape import ModelShape
@@ -23,7 +24,8 @@ class Workload:
     device_batch_size: int
     accumulation_steps: int
     dtype: str = "bf16"
-    optimizer: str = "adamw"
+    optimizer_bytes: int = 8
+    """Bytes of optimizer state per parameter."""
     device: str = "cuda"
     """CPU kernels keep more activations; a memory tracker without a GPU measures those."""
 
@@ -39,8 +41,8 @@ class Workload:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether `fully_shard` or `replicate` casts the parameters; a single process uses autocast."""
-        return self.layout.world_size > 1
+        """Whether `fully_shard` or `replicate` casts the parameters of each unit when it needs them."""
+        return self.layout.world_size > 1 or self.parallel.mesh_of_one
 
     @property
     def keeps_gathered(self) -> bool:
@@ -112,6 +114,13 @@ class Workload:
         return replace(self, parallel=self.parallel.model_copy(update=changes))
 
 
+def optimizer_bytes(optimizer: OptimizerConfig) -> int:
+    """Return the bytes of optimizer state per parameter."""
+    if optimizer.name == "adamw_8bit":
+        return 2
+    return 4 if optimizer.state_dtype == "bf16" else 8
+
+
 def parallel_with(parallel: ParallelConfig, batch: Batch) -> ParallelConfig:
     """Return the section with the number of microbatches that a plan derived."""
     if batch.pp_microbatches is None:
@@ -131,6 +140,6 @@ def workload_of(
         device_batch_size=batch.device_batch_size,
         accumulation_steps=batch.accumulation_steps,
         dtype=config.precision.dtype,
-        optimizer=config.optimizer.name,
+        optimizer_bytes=optimizer_bytes(config.optimizer),
         device=device,
     )

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -28,13 +26,13 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RUNS_FOLDER, RunDir, utc_now, write_json
 from trainkit.rungroup import RunGroup
 from trainkit.submit.code.snapshot import copy_code, wants_copy
+from trainkit.submit.interpreters import installed_torch
 from trainkit.submit.preflight_checks import refuse_leaks
 from trainkit.submit.run_folder import refuse_shared
 from trainkit.submit.secrets import mask_diff, without_secrets
 
 GIT_TIMEOUT_S = 2.0
 MAX_DIFF_CHARS = 1_000_000
-VERSION = re.compile(r"^__version__ *= *['\"](?P<version>[^'\"]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def collect_provenance(cwd: Path) -> dict[str, Any]:
         "time": utc_now(),
         "trainkit": __version__,
         "python": platform.python_version(),
-        "torch": _torch_version(),
+        "torch": installed_torch(),
         "platform": platform.platform(),
         "executable": sys.executable,
         "cwd": str(cwd),
@@ -207,19 +205,6 @@ def _git(cwd: Path, *args: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode("utf-8", errors="replace")
-
-
-def _torch_version() -> str | None:
-    """The version of torch, read from its version.py because importing torch takes seconds."""
-    found = find_spec("torch")
-    for folder in () if found is None else found.submodule_search_locations or ():
-        try:
-            match = VERSION.search(Path(folder, "version.py").read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError):
-            continue
-        if match is not None:
-            return match["version"]
-    return None
 
 
 def _user() -> str | None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from trainkit import __version__
 from trainkit.config.running import LaunchConfig
 from trainkit.job.processes import PYTHON_OPTIONS
+from trainkit.plan.torch_release import release_problem
 
 LaunchProblem = tuple[str, str, str]
 """A problem of the launch section: key, message, hint."""
@@ -86,11 +92,43 @@ def find_interpreter(
     return found, problems
 
 
+def installed_torch() -> str | None:
+    """The version of torch of this interpreter; None without torch."""
+    found = find_spec("torch")
+    return None if found is None else _torch_version(found.submodule_search_locations or ())
+
+
+def _torch_version(folders: Iterable[str]) -> str | None:
+    found = (_torch_facts(Path(folder)).get("__version__") for folder in folders)
+    return next((version for version in found if isinstance(version, str)), None)
+
+
+def _torch_facts(folder: Path) -> dict[str, object]:
+    """The constants of the version.py of a torch, which importing it would take seconds to tell."""
+    try:
+        tree = ast.parse((folder / "version.py").read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return {}
+    facts: dict[str, object] = {}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(value := getattr(node, "value", None), ast.Constant):
+            facts |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
+    return facts
+
+
 _PACKAGES = """
-import importlib.util
-missing = [name for name in ("torch", "trainkit") if importlib.util.find_spec(name) is None]
+import importlib.util, json
+specs = {name: importlib.util.find_spec(name) for name in ("torch", "trainkit")}
+missing = [name for name, spec in specs.items() if spec is None]
+folders = [] if "torch" in missing else list(specs["torch"].submodule_search_locations or ())
 version = "" if "trainkit" in missing else __import__("trainkit").__version__
-print("packages:", version, *missing, sep=" ")
+print("packages:", json.dumps({"trainkit": version, "missing": missing, "torch": folders}))
+"""
+_TORCH = """
+import importlib.util
+found = importlib.util.find_spec("torch")
+print("torch:", "" if found is None else found.origin, sep=" ")
 """
 _PACKAGES_TIMEOUT_S = 60.0
 
@@ -118,7 +156,8 @@ def package_problem(argv: tuple[str, ...], environ: Mapping[str, str], cwd: Path
     if line is None:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return f"uses {program}, which does not run: {last}", f"`{shlex.quote(program)} -V` shows it"
-    version, *missing = line.removeprefix("packages: ").split(" ")
+    found = json.loads(line.removeprefix("packages: "))
+    version, missing = found["trainkit"], found["missing"]
     if missing:
         message = f"uses {program}, which has no {' and no '.join(missing)}"
         if missing == ["torch"]:
@@ -127,7 +166,8 @@ def package_problem(argv: tuple[str, ...], environ: Mapping[str, str], cwd: Path
     if version != __version__:
         message = f"uses {program}, which has trainkit {version}, and this is trainkit {__version__}"
         return message, "install the same version there, or use the `trainkit` of that environment"
-    return None
+    problem = release_problem(_torch_version(found["torch"]) or "")
+    return None if problem is None else (f"uses {program}, which {problem[0]}", problem[1])
 
 
 def _contradictions(launch: LaunchConfig) -> Iterator[LaunchProblem]:
@@ -138,6 +178,41 @@ def _contradictions(launch: LaunchConfig) -> Iterator[LaunchProblem]:
     if launch.conda is not None and launch.container is not None:
         message = f"is {launch.conda!r} and launch.container is set: conda cannot be activated in a container"
         yield "launch.conda", message, "launch.python names an interpreter in the container"
+
+
+@lru_cache
+def find_torch(argv: tuple[str, ...], env: tuple[tuple[str, str], ...] = ()) -> Path | None:
+    """The folder of the torch that an interpreter imports; None if it has none or does not run here.
+
+    `argv` is the interpreter with its options; this one is not started again, unless the variables `env` are
+    set for the other. Cached, since all points of a sweep use the same interpreter.
+    """
+    if argv[0] == sys.executable and not env:
+        found = find_spec("torch")
+        return None if found is None or found.origin is None else Path(found.origin).parent
+    try:
+        done = subprocess.run(
+            [*argv, "-c", _TORCH],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PACKAGES_TIMEOUT_S,
+            env={**os.environ, **dict(env)},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.splitlines()
+    origin = next((line.removeprefix("torch: ") for line in lines if line.startswith("torch: /")), None)
+    return None if origin is None else Path(origin).parent
+
+
+def cpu_only_torch(folder: Path) -> str | None:
+    """The version of the torch in a folder if it was built without CUDA and ROCm; None if not, or unknown."""
+    facts = _torch_facts(folder)
+    if facts.get("cuda", "") is not None or facts.get("hip") is not None:
+        return None
+    return str(facts.get("__version__", "of unknown version"))
 
 
 def _venv_problems(key: str, given: str, folder: str, in_container: bool) -> Iterator[LaunchProblem]:

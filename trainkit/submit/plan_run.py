@@ -20,6 +20,7 @@ from trainkit.submit.preflight_checks import (
     experimental_settings,
     find_launch_problems,
     find_local_problems,
+    find_torch_problem,
     refuse_missing,
     refuse_secrets,
     with_local_environment,
@@ -88,7 +89,9 @@ def _check(
     """The plan of a config; raises ConfigError with all problems, those of its launch section included."""
     if target.backend in ("sbatch", "submitit"):
         containers = () if target.cluster is None else target.cluster.containers
-        found = find_launch_problems(loaded.config.launch, Path.cwd(), containers)
+        found = find_launch_problems(
+            loaded.config.launch, Path.cwd(), containers, is_command=command is not None
+        )
     else:
         found = find_local_problems(loaded.config.launch, Path.cwd(), is_command=command is not None)
     problems = [loaded.problem(*item) for item in found]
@@ -96,6 +99,9 @@ def _check(
         plan = check_config(loaded, detect_machine(), target, command, launcher, data)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
+    torch_problem = find_torch_problem(plan, loaded.config.launch, Path.cwd())
+    if torch_problem is not None:
+        problems.append(loaded.problem(*torch_problem))
     if problems:
         raise ConfigError(problems)
     note = experimental_settings(loaded.config.launch) if plan.slurm is not None else None

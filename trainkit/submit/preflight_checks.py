@@ -17,9 +17,19 @@ from trainkit.config.running import LaunchConfig
 from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
 from trainkit.job.processes import SHELLS
+from trainkit.plan.gpus import cuda_torch_hint
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.torch_release import release_problem
+from trainkit.slurm.conf_file import conf_file
 from trainkit.submit.containers import container_problems, runtimes
-from trainkit.submit.interpreters import LaunchProblem, find_interpreter, package_problem
+from trainkit.submit.interpreters import (
+    LaunchProblem,
+    cpu_only_torch,
+    find_interpreter,
+    find_torch,
+    installed_torch,
+    package_problem,
+)
 from trainkit.submit.job_environment import RANK_VARIABLES
 from trainkit.submit.quoting import quote
 
@@ -111,13 +121,16 @@ def _script_of(command: Sequence[str]) -> str | None:
 
 
 def find_launch_problems(
-    launch: LaunchConfig, cwd: Path, containers: Sequence[str]
+    launch: LaunchConfig, cwd: Path, containers: Sequence[str], *, is_command: bool
 ) -> Iterator[LaunchProblem]:
     """(key, message, hint) for settings that would fail in the job: modules, interpreter, container.
 
     `containers` are the container programs of the cluster.
     """
     yield from launch_problems(launch)
+    elsewhere = (launch.venv, launch.conda, launch.uv, launch.container, launch.python, launch.modules)
+    if not is_command and not any(elsewhere) and not launch.setup:
+        yield from _own_torch_problem()
     yield from find_interpreter(launch, sys.executable, os.environ, cwd)[1]
     yield from container_problems(launch, [str(cwd)], runtimes(containers), cwd=str(cwd))
 
@@ -128,6 +141,8 @@ def find_local_problems(
     """(key, message, hint) for an environment in which workers on this machine could not run."""
     key = next((name for name in ("python", "venv", "uv") if getattr(launch, name) is not None), None)
     if key is None or launch.container is not None:
+        if not is_command:
+            yield from _own_torch_problem()
         return
     interpreter, problems = find_interpreter(launch, sys.executable, environ, cwd)
     yield from problems
@@ -136,6 +151,54 @@ def find_local_problems(
     problem = package_problem((*interpreter.argv, *interpreter.options), {**environ, **launch.env}, cwd)
     if problem is not None:
         yield (f"launch.{key}", *problem)
+
+
+SYSTEM_FOLDER = "/usr"
+"""What is installed below it may differ between this host and the nodes of a cluster."""
+
+
+def find_torch_problem(
+    plan: LaunchPlan, launch: LaunchConfig, cwd: Path, environ: Mapping[str, str] = os.environ
+) -> LaunchProblem | None:
+    """(key, message, hint) for a run on GPUs whose torch was built without CUDA, if that is known here.
+
+    The ranks check it too.
+    """
+    on_slurm = plan.slurm is not None
+    if plan.device != "cuda" or plan.command is not None or (on_slurm and _may_be_another(launch, environ)):
+        return None
+    # Without a batch script, neither conda nor a container is used.
+    in_effect = launch if on_slurm else launch.model_copy(update={"container": None, "conda": None})
+    interpreter, problems = find_interpreter(in_effect, sys.executable, environ, cwd)
+    program = interpreter.argv[0]
+    if problems or "/" not in program:
+        return None  # on another host, PATH may lead to another program of this name
+    env = tuple((name, launch.env[name]) for name in ("PYTHONPATH", "PYTHONHOME") if name in launch.env)
+    folder = find_torch((*interpreter.argv, *interpreter.options), env)
+    if folder is None or (on_slurm and folder.is_relative_to(SYSTEM_FOLDER)):
+        return None
+    version = cpu_only_torch(folder)
+    if version is None:
+        return None
+    keys = (f"launch.{name}" for name in ("python", "venv", "uv", "conda") if getattr(in_effect, name))
+    message = f"the run uses GPUs, but torch {version} of {program} was built without CUDA"
+    return next(keys, "device"), message, cuda_torch_hint(program)
+
+
+def _may_be_another(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:
+    """Whether a job may import another torch than its interpreter does here."""
+    if launch.container is not None or launch.modules or launch.setup:
+        return True
+    has_sbatch = shutil.which("sbatch", path=environ.get("PATH", os.defpath)) is not None
+    # Else it is planned here for another cluster, by the profile of that one.
+    return not has_sbatch or (launch.cluster is not None and conf_file(environ) is None)
+
+
+def _own_torch_problem() -> Iterator[LaunchProblem]:
+    """The problem of the torch of this interpreter, for ranks that use it; of no key of the config."""
+    problem = release_problem(installed_torch() or "")
+    if problem is not None:
+        yield "", f"{sys.executable} {problem[0]}", problem[1]
 
 
 def with_local_environment(plan: LaunchPlan, launch: LaunchConfig, cwd: Path) -> LaunchPlan:

@@ -146,7 +146,7 @@ def _refuse_other_backends(target: Target, config_path: str) -> None:
 
 
 def common_plan(points: Sequence[PlannedPoint]) -> LaunchPlan:
-    """The plan of the first point; its reasons note where other points differ."""
+    """The plan of the first point; its reasons note where others differ, its warnings are those of all."""
     first = points[0].plan
     others = [point.plan.reasons for point in points[1:]]
     reasons = {
@@ -155,7 +155,8 @@ def common_plan(points: Sequence[PlannedPoint]) -> LaunchPlan:
         else f"differs; for the first point: {text}"
         for key, text in first.reasons.items()
     }
-    return dataclasses.replace(first, reasons=reasons)
+    warnings = dict.fromkeys(text for point in points for text in point.plan.warnings)
+    return dataclasses.replace(first, reasons=reasons, warnings=tuple(warnings))
 
 
 def describe_points(spec: ArraySpec, values: Mapping[int, dict[str, Any]], is_sweep: bool) -> str:

@@ -13,6 +13,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageEr
 from trainkit.job.rank_env import own_host
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.torch_release import release_problem
 from trainkit.rundir import AttemptDir, RunDir, read_json, utc_now, write_json
 from trainkit.trainer.progress import CurrentPhase, Progress
 from trainkit.trainer.watchdog import RankStacks, Watchdog, watch_deadline
@@ -35,15 +36,27 @@ def main() -> None:
         stacks.listen(stop)
         watch_deadline(stop, plan.grace_s, stacks)
         Watchdog(attempt, rank_info, plan, progress, stacks).start()
+        refuse_old_torch()
         from trainkit.trainer.worker import run_worker
 
         code = run_worker(attempt, plan, stop, progress)
     except BaseException as error:
         code = record_failure(attempt, rank_info, error, progress.current)
     stacks.close()
+    if "trainkit.trainer.distributed" not in sys.modules:
+        sys.exit(code)  # torch is missing, broken or too old: importing that module would fail too
     from trainkit.trainer.distributed import exit_process
 
     exit_process(code)
+
+
+def refuse_old_torch() -> None:
+    """Raise UsageError for a release of torch that lacks what the trainer imports."""
+    import torch
+
+    problem = release_problem(torch.__version__)
+    if problem is not None:
+        raise UsageError(f"{sys.executable} {problem[0]}", hint=problem[1])
 
 
 def set_up_logging(rank: int) -> None:

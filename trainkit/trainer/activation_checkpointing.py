@@ -11,12 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-_ATTENTION_OPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
+from trainkit.trainer.torch_private import ATTENTION_OPS
 
 
 def recompute_and_compile(
@@ -57,7 +52,7 @@ def _selective_contexts() -> Any:
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _ATTENTION_OPS:
+        if op in ATTENTION_OPS:
             return CheckpointPolicy.MUST_SAVE
         if op is torch.ops.aten.mm.default:
             counts[context.is_recompute] += 1

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layouts.rules import compiles
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardBackward, ForwardContext, SequentialForwardBackward
@@ -25,10 +26,11 @@ from trainkit.trainer.models.model import Model, StageSpec, Weight, local_tensor
 from trainkit.trainer.parallel.context import apply_context_parallel, position_slice
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
-from trainkit.trainer.precision import DTYPES, apply_float8, require_float8
+from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import fill_normal_
 from trainkit.trainer.task import Task
+from trainkit.trainer.torch_private import shard_offset
 
 if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights
@@ -71,11 +73,9 @@ def init_parameters(model: Model, seed: int) -> None:
     """Initialise this rank's shard of every parameter from N(0, std²) or with ones, as the model declares."""
     for own_name, param in model.named_parameters():
         name = model.canonical(own_name)
-        shard, offset = local_tensor(param), (0,) * param.dim()
+        shard, offset = local_tensor(param), cast(Sequence[int], (0,) * param.dim())
         if isinstance(param, DTensor):
-            _, offset = compute_local_shape_and_global_offset(
-                param.shape, param.device_mesh, param.placements
-            )
+            offset = shard_offset(param)
         std = model.init_std(name)
         if std is None:
             shard.fill_(1.0)
@@ -130,19 +130,24 @@ def assemble(
     for model in model_parts:
         model.train()
     positions = position_slice(world.place.cp, layout.cp, 0, 1, config.data.seq_len).attention
+    # With loss parallelism the logits are a DTensor. Compiled, float32 logits do not reach memory.
+    is_compiled = compiles(parallel, layout, world.device.type) and layout.tp == 1
     context = ForwardContext(
         world,
-        DTYPES[config.precision.dtype],
+        torch.compile(task.nll_sum) if is_compiled else task.nll_sum,
         use_loss_parallel=parallel.loss_parallel and layout.tp > 1,
         positions=positions if layout.cp > 1 else None,
     )
     if layout.pp > 1:
-        return _assemble_pipeline(task, config, plan, world, progress, model_parts, context)
+        return _assemble_pipeline(config, plan, world, progress, model_parts, context)
     [model] = model_parts
+    dtype = DTYPES[config.precision.dtype]
+    is_cast = dtype != torch.float32 and not isinstance(model, FSDPModule)
+    masters = cast_weights(model, dtype) if is_cast else {}
     forward_backward = SequentialForwardBackward(
-        task, model, gradient_switch(model, world), world, context, progress
+        model, gradient_switch(model, world, masters), world, context, progress
     )
-    return BuiltModel(model_parts, weights_of(model_parts), forward_backward, None)
+    return BuiltModel(model_parts, weights_of(model_parts, masters), forward_backward, None)
 
 
 def _move_buffers(model: Model, device: torch.device) -> None:
@@ -152,7 +157,6 @@ def _move_buffers(model: Model, device: torch.device) -> None:
 
 
 def _assemble_pipeline(
-    task: Task,
     config: RunConfig,
     plan: LaunchPlan,
     world: World,
@@ -165,7 +169,6 @@ def _assemble_pipeline(
 
     parallel, weights = config.parallel, weights_of(model_parts)
     forward_backward = PipelineForwardBackward(
-        task,
         model_parts,
         world,
         context,
@@ -206,7 +209,8 @@ def _build_part(
         apply_context_parallel(model.attentions, world.cp_group, flash)
     if world.device.type == "cuda" and not flash:
         repeat_kv_heads(model.attentions)
-    recompute_and_compile(blocks, parallel.activation_checkpointing, compiled=parallel.compile)
+    compiled = compiles(parallel, layout, world.device.type)
+    recompute_and_compile(blocks, parallel.activation_checkpointing, compiled=compiled)
     if world.mesh is not None and not reduces_on_host(world):
         apply_data_parallel(
             model,

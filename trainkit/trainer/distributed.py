@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import resource
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,15 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not in its `__all__`
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from trainkit.errors import TrainkitError
-from trainkit.job.rank_env import RankEnv
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.job.rank_env import GPU_BINDING_HINT, RankEnv, gpu_index, visible_gpus
 from trainkit.job.signals import StopRequest
+from trainkit.plan.gpus import cuda_torch_hint
 from trainkit.plan.launch import Layout, Place
 from trainkit.rundir import RunDir, log_event
-from trainkit.trainer.startup_barrier import startup_barrier
+from trainkit.trainer.startup_barrier import arrival_key, startup_barrier
+from trainkit.trainer.torch_private import set_timeout
 
 START_TIMEOUT = timedelta(minutes=30)
 """Long, because one rank may compile in its first step while the others wait."""
@@ -43,7 +46,8 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None
     """Dimensions ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if larger than 1. ``dp_shard``
-    includes cp: parameters are sharded over both. None for a single process."""
+    includes cp: parameters are sharded over both. None for a single process without ``parallel.mesh_of_one``.
+    """
     checkpoint_group: dist.ProcessGroup | None
     """Separate from the other groups, since asynchronous saves run collectives in a thread of their own."""
     layout: Layout = ONE_PROCESS
@@ -74,23 +78,35 @@ class World:
 
     @property
     def distributed(self) -> bool:
-        return self.size > 1
+        """Whether there are process groups."""
+        return self.mesh is not None
 
 
-def select_device(kind: str, local_rank: int) -> torch.device:
-    """The device of this rank; `kind` is ``cpu`` or ``cuda``.
+def select_device(kind: str, local_rank: int, *, is_task: bool = False) -> torch.device:
+    """The device of this rank; `kind` is ``cpu`` or ``cuda``, `is_task` as for `gpu_index`.
 
-    Raises TrainkitError when torch sees fewer GPUs than this node has ranks.
+    Raises TrainkitError when torch sees no GPU for this rank, with exit code 78 if it never would.
     """
     if kind == "cpu":
         return torch.device("cpu")
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise TrainkitError(
+            f"the run uses GPUs, but torch {torch.__version__} of {sys.executable} was built without CUDA",
+            hint=cuda_torch_hint(sys.executable),
+            exit_code=EXIT_NO_RESTART,
+        )
     count = torch.cuda.device_count()
-    if local_rank >= count:
+    index = gpu_index(local_rank, count, is_task=is_task)
+    if index is None:
+        listed = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        is_bound = listed is not None and len(listed) <= local_rank
         raise TrainkitError(
             f"local rank {local_rank} has no GPU: torch sees {count} on this node",
-            hint="request fewer workers per node, or check CUDA_VISIBLE_DEVICES and `nvidia-smi`",
+            hint=GPU_BINDING_HINT if is_bound else "check `nvidia-smi` and the log of this node",
+            exit_code=EXIT_NO_RESTART if is_bound else None,
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", index)
+    # Also keeps DeviceMesh from selecting the GPU with the number in LOCAL_RANK.
     torch.cuda.set_device(device)
     return device
 
@@ -101,18 +117,22 @@ def join_world(
     layout: Layout,
     stop: StopRequest,
     is_busy: Callable[[int], bool] = lambda rank: False,
+    *,
+    mesh_of_one: bool = False,
 ) -> World | None:
     """Wait for the other ranks and build the mesh; returns None if the ranks agreed to stop.
 
-    `is_busy` returns whether a missing rank is still preparing data. Raises TrainkitError for ranks that do
-    not arrive.
+    `is_busy` returns whether a missing rank is still preparing data; `mesh_of_one`, whether a single rank has
+    a mesh too. Raises TrainkitError for ranks that do not arrive, and for two that have the same GPU.
     """
-    if env.world_size == 1:
+    if env.world_size == 1 and not mesh_of_one:
         return None if stop else World(0, 1, device, None, None)
     _raise_open_file_limit(MAX_FILES)
-    store = startup_barrier(env, stop, START_TIMEOUT, is_busy)
+    gpu = gpu_uuid(device)
+    store = startup_barrier(env, stop, START_TIMEOUT, is_busy, gpu)
     if store is None:
         return None
+    refuse_shared_gpu(env, device, gpu, store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -122,6 +142,30 @@ def join_world(
         timeout=COLLECTIVE_TIMEOUT,
     )
     return make_world(env.rank, device, layout)
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """The UUID of a GPU; empty for a CPU, and for a MIG slice, which may report the UUID of the whole GPU."""
+    if device.type != "cuda":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    return "" if "MIG" in properties.name.split() else str(properties.uuid)
+
+
+def refuse_shared_gpu(env: RankEnv, device: torch.device, gpu: str, store: Store) -> None:
+    """Raise TrainkitError (exit code 78) if a lower rank of this node has the same GPU as this one.
+
+    A rank that sees a single GPU uses it, but that one may not be bound to its task alone.
+    """
+    if not gpu or device.index == env.local_rank:
+        return
+    for other in range(env.rank - env.local_rank, env.rank):
+        if store.get(arrival_key(other)).decode().endswith(f" {gpu}"):
+            raise TrainkitError(
+                f"ranks {other} and {env.rank} on {socket.gethostname()} have the same GPU, {gpu}",
+                hint=GPU_BINDING_HINT,
+                exit_code=EXIT_NO_RESTART,
+            )
 
 
 def _raise_open_file_limit(count: int) -> None:
@@ -138,7 +182,7 @@ def make_world(rank: int, device: torch.device, layout: Layout) -> World:
     mesh, cp_group = build_mesh(device, layout), context_group(device, layout)
     groups = [*mesh.get_all_groups(), *([] if cp_group is None else [cp_group])]
     for group in groups:
-        _set_pg_timeout(COLLECTIVE_TIMEOUT, group)
+        set_timeout(group, COLLECTIVE_TIMEOUT)
     return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group)
 
 

@@ -13,10 +13,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from trainkit.trainer.batches import Microbatch
 from trainkit.trainer.distributed import World
 from trainkit.trainer.parallel.data_parallel import GradientSwitch
-from trainkit.trainer.precision import autocast
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.task import Task
 
+NllSum = Callable[[Tensor, Tensor], Tensor]
+"""The negative log-likelihood of logits [B, T, vocab] and labels [B, T], float32 []."""
 OnLoss = Callable[[Tensor], None]
 """Called with this rank's share of a step's loss as soon as it is known, before the last backward pass."""
 
@@ -37,13 +37,13 @@ class ForwardBackward(Protocol):
 
 
 class ForwardContext:
-    """The settings of every pass: dtype, loss parallelism, the positions of this rank."""
+    """The settings of every pass: the loss, its parallelism, the positions of this rank."""
 
     def __init__(
-        self, world: World, dtype: torch.dtype, use_loss_parallel: bool, positions: Tensor | None = None
+        self, world: World, nll_sum: NllSum, use_loss_parallel: bool, positions: Tensor | None = None
     ) -> None:
+        self.nll_sum = nll_sum
         self._device = world.device
-        self._dtype = dtype
         self._use_loss_parallel = use_loss_parallel
         self._positions = None if positions is None else positions.to(world.device)
         self.loss_share = 0.0 if world.place.tp else 1.0
@@ -57,9 +57,6 @@ class ForwardContext:
         at = self._positions
         return Microbatch(micro.tokens[:, at], micro.labels[:, at], micro.sample_keys)
 
-    def autocast(self, model: nn.Module) -> AbstractContextManager[object]:
-        return autocast(model, self._device, self._dtype)
-
     def loss_parallel(self) -> AbstractContextManager[object]:
         """The context of loss parallelism; must be active during the backward pass too."""
         return loss_parallel() if self._use_loss_parallel else nullcontext()
@@ -70,14 +67,12 @@ class SequentialForwardBackward:
 
     def __init__(
         self,
-        task: Task,
         model: nn.Module,
         sync_gradients: GradientSwitch,
         world: World,
         context: ForwardContext,
         progress: Progress,
     ) -> None:
-        self._task = task
         self._model = model
         self._sync_gradients = sync_gradients
         self._device = world.device
@@ -105,6 +100,5 @@ class SequentialForwardBackward:
 
     def _forward(self, micro: Microbatch) -> Tensor:
         micro = self._context.local_batch(micro)
-        with self._context.autocast(self._model):
-            logits = self._model(micro.tokens, sample_keys=micro.sample_keys)
-            return self._task.nll_sum(logits, micro.labels)
+        logits = self._model(micro.tokens, sample_keys=micro.sample_keys)
+        return self._context.nll_sum(logits, micro.labels)

@@ -85,7 +85,7 @@ class Trainer:
         """Train until the end or a stop; returns the worker's exit code.
 
         Raises DivergedError after `train.max_nonfinite_steps` consecutive steps without a finite loss and
-        gradient, and CheckpointError if the last state cannot be saved.
+        gradient, or if no step had both, and CheckpointError if the last state cannot be saved.
         """
         self.progress.enter("begin")
         if any_rank(bool(self.stop), self.world):
@@ -186,7 +186,9 @@ class Trainer:
         skip = (~torch.isfinite(grad_norm + totals[0])).float()
         if self.config.train.grad_clip is not None:
             divisor = divisor * (grad_norm / self.config.train.grad_clip).clamp(min=1.0)
-        self.saver.wait_until_staged()
+        if self.saver.is_staging:
+            with self.progress.within("save"):
+                self.saver.wait_until_staged()
         self.optimizer.step(lr, divisor, skip)
         self.optimizer.zero_grad()
         self.loss_scale.update(skip)
@@ -199,6 +201,7 @@ class Trainer:
         state.tokens_seen += report.num_tokens
         self.metrics.count(report)
         if report.finite:
+            state.has_updated_weights = True
             state.nonfinite_in_a_row = 0
             return
         state.nonfinite_in_a_row += 1
@@ -210,12 +213,29 @@ class Trainer:
             log.warning(f"step={state.step} skipped: loss or gradient is not finite")
         if state.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
             self.progress.enter("end")
-            self.saver.finish()
+            self._await_save()
             raise DivergedError(
                 f"loss or gradient was not finite in {state.nonfinite_in_a_row} consecutive steps, "
                 f"up to step {state.step}",
                 hint="lower optimizer.lr, raise schedule.warmup_steps, or check the data of these steps",
             )
+
+    def _require_updated_weights(self) -> None:
+        """Raise DivergedError if every step of the run was skipped: it has trained nothing."""
+        if self.state.has_updated_weights or self.state.step == 0:
+            return
+        hint = "lower optimizer.lr, raise schedule.warmup_steps, or check the data"
+        if self.loss_scale.enabled:
+            start, now = self.config.precision.init_loss_scale, self.loss_scale.value.item()
+            hint = (
+                f"train more steps or lower precision.init_loss_scale, which is {start:g} and has fallen to "
+                f"{now:g}; `precision.dtype: bf16` needs no loss scale"
+            )
+        raise DivergedError(
+            f"all {self.state.step} steps were skipped, since loss or gradient was never finite: the weights "
+            "are unchanged",
+            hint,
+        )
 
     def _log_step(self, report: StepReport, lr: float, val_loss: float | None) -> None:
         step = self.state.step
@@ -273,13 +293,18 @@ class Trainer:
         """Wait for the save of a best checkpoint; if it failed, the previous one stays best."""
         if self._best_in_flight is None:
             return
-        self.saver.finish()
+        self._await_save()
         state = self.state
         if self.saver.last_step == self._best_in_flight:
             self._published_best = state.best_value, state.best_step
         else:
             state.best_value, state.best_step = self._published_best
         self._best_in_flight = None
+
+    def _await_save(self) -> None:
+        """Wait for the save in progress, if any, in phase `save`, which has a longer time limit."""
+        with self.progress.within("save"):
+            self.saver.finish()
 
     def _save_by_time(self) -> bool:
         """Whether a save by time is due, by the clock of rank 0; the step report tells the other ranks."""
@@ -323,7 +348,7 @@ class Trainer:
         Raises CheckpointError if the save fails: the exit code promises that the state was saved.
         """
         self.progress.enter("end")
-        self.saver.finish()
+        self._await_save()
         if self.state.step > 0 and self.state.step != self.saver.last_step:
             self._save("stop", blocking=True)
             self.saver.require_saved(self.state.step)
@@ -335,9 +360,13 @@ class Trainer:
         return EXIT_STOPPED
 
     def _finish(self) -> int:
-        """Save the last state and return exit code 0; raises CheckpointError if the save fails."""
+        """Save the last state and return exit code 0.
+
+        Raises DivergedError if no step has changed the weights, and CheckpointError if the save fails.
+        """
         self.progress.enter("end")
-        self.saver.finish()
+        self._await_save()
+        self._require_updated_weights()
         if self.state.step != self.saver.last_step:
             self._save("final", blocking=True)
         self.saver.require_saved(self.state.step)

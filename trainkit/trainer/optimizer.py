@@ -9,18 +9,22 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from trainkit.config.training import OptimizerConfig, ScheduleConfig
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import ONE_PROCESS
 from trainkit.trainer.models.model import Weight, as_shard_of, local_tensor
+from trainkit.trainer.torch_private import copy_each, norm_of_each, scale_next_step
 
 NORM_CHUNK = 1 << 16
+PIECE_ELEMENTS = 1 << 26
+"""Elements whose running averages are in float32 at a time, where they are kept in bf16."""
 
 
 class ShardedAdamW:
@@ -32,6 +36,10 @@ class ShardedAdamW:
         self._weights = weights
         self._params = [weight.param for weight in weights]
         self._locals = [nn.Parameter(local_tensor(param.detach())) for param in self._params]
+        pairs = [
+            (weight.cast.detach(), weight.param.detach()) for weight in weights if weight.cast is not None
+        ]
+        self._casts, self._masters = [cast for cast, _ in pairs], [master for _, master in pairs]
         # One-dimensional parameters are norm weights, which have no weight decay.
         decayed = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() > 1]
         plain = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() <= 1]
@@ -44,11 +52,13 @@ class ShardedAdamW:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        state_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.state_dtype]
+        self._updates_pieces = state_dtype != torch.float32
         for shard in self._locals:
             self._adamw.state[shard] = {
                 "step": torch.zeros((), dtype=torch.float32, device=shard.device),
-                "exp_avg": torch.zeros_like(shard),
-                "exp_avg_sq": torch.zeros_like(shard),
+                "exp_avg": torch.zeros_like(shard, dtype=state_dtype),
+                "exp_avg_sq": torch.zeros_like(shard, dtype=state_dtype),
             }
         self._by_share = self._group_by_share(layout.world_size // layout.pp)
         self.has_whole_gradient = set(self._by_share) == {1.0 / layout.world_size}
@@ -85,10 +95,11 @@ class ShardedAdamW:
                 g for g in (self._locals[index].grad for index in indices) if g is not None and g.numel()
             ]
             if share and grads:
-                norms = torch.stack(torch._foreach_norm(_in_chunks(grads)))
+                norms = torch.stack(norm_of_each(_in_chunks(grads)))
                 total += norms.double().square().sum() * share
         return total
 
+    @torch.no_grad()
     def step(self, lr: float, divisor: Tensor, skip: Tensor) -> None:
         """Update the parameters with gradient / divisor, or change nothing if skip is 1.
 
@@ -99,11 +110,46 @@ class ShardedAdamW:
         # Offloaded parameters are on the host, to which torch would copy these asynchronously, before they
         # are computed.
         divisor, skip = (value.to(self._locals[0].device) for value in (divisor, skip))
-        # GradScaler sets these attributes; the fused kernel divides and skips in the same pass.
-        optimizer = cast(Any, self._adamw)
-        optimizer.grad_scale = divisor
-        optimizer.found_inf = skip
-        self._adamw.step()
+        if self._updates_pieces:
+            self._update_pieces(divisor, skip)
+        else:
+            scale_next_step(self._adamw, divisor, skip)
+            self._adamw.step()
+        if self._casts:
+            copy_each(self._casts, self._masters)
+
+    def _update_pieces(self, divisor: Tensor, skip: Tensor) -> None:
+        """Update as the fused kernel does, in float32, of whose results only the averages are rounded.
+
+        The kernel needs weights, gradients and averages of one dtype, so it gets some rows at a time.
+        """
+        for group in self._adamw.param_groups:
+            beta1, beta2 = group["betas"]
+            for shard in group["params"]:
+                if shard.grad is None or not shard.numel():
+                    continue
+                state = self._adamw.state[shard]
+                rows = max(1, PIECE_ELEMENTS // max(1, shard[0].numel()))
+                tensors = (shard, shard.grad, state["exp_avg"], state["exp_avg_sq"])
+                for weight, grad, *averages in zip(*(whole.split(rows) for whole in tensors), strict=True):
+                    exp_avg, exp_avg_sq = (average.float() for average in averages)
+                    step = state["step"].clone()
+                    adamw(
+                        *([weight], [grad], [exp_avg], [exp_avg_sq], [], [step]),
+                        fused=True,
+                        grad_scale=divisor,
+                        found_inf=skip,
+                        amsgrad=False,
+                        beta1=beta1,
+                        beta2=beta2,
+                        lr=group["lr"],
+                        weight_decay=group["weight_decay"],
+                        eps=group["eps"],
+                        maximize=False,
+                    )
+                    averages[0].copy_(exp_avg)
+                    averages[1].copy_(exp_avg_sq)
+                state["step"].copy_(step)
 
     def zero_grad(self) -> None:
         for shard, param in zip(self._locals, self._params, strict=True):

@@ -1,12 +1,9 @@
-"""Precision: autocast, loss scaling for fp16, and float8 through torchao."""
+"""Precision: weights in the compute type, loss scaling for fp16, and float8 through torchao."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from trainkit.config.training import PrecisionConfig
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
@@ -16,11 +13,34 @@ MAX_LOSS_SCALE = 2.0**100
 """Keeps the scale finite: an infinite one could not be halved."""
 
 
-def autocast(model: nn.Module, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """The autocast context of a forward pass; FSDP modules cast their parameters themselves."""
-    if dtype == torch.float32 or isinstance(model, FSDPModule):
-        return nullcontext()
-    return torch.autocast(device.type, dtype=dtype)
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, nn.Parameter]:
+    """Replace a model's float32 parameters by casts to `dtype`; returns cast -> float32 master.
+
+    The gradients of all passes of a step are summed in float32 in the ``grad`` of the masters, as
+    `fully_shard` sums them: a run computes the same whether or not it is sharded. Unlike those of autocast,
+    the casts last until the next update.
+    """
+    casts: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, master in module.named_parameters(recurse=False, remove_duplicate=False):
+            if master not in casts:
+                casts[master] = nn.Parameter(master.detach().to(dtype))
+            setattr(module, name, casts[master])
+    masters = {cast: master for master, cast in casts.items()}
+
+    def move_gradient(cast: Tensor) -> None:
+        assert isinstance(cast, nn.Parameter)
+        master, gradient = masters[cast], cast.grad
+        assert gradient is not None
+        cast.grad = None
+        if master.grad is None:
+            master.grad = gradient.float()
+        else:
+            master.grad += gradient
+
+    for cast in masters:
+        cast.register_post_accumulate_grad_hook(move_gradient)  # type: ignore[no-untyped-call]
+    return masters
 
 
 class LossScale:

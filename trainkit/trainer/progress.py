@@ -7,6 +7,8 @@ or the new state without a lock. A step makes a handful of updates.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import monotonic
 from typing import Literal, NamedTuple
 
@@ -61,6 +63,14 @@ class Progress:
         step, before, index, _ = self._current
         self._completed.add(before)
         self._current = (step, phase, index + 1, monotonic())
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Enter a phase for the duration of the block, and afterwards the phase before it again."""
+        before = self._current[1]
+        self.enter(phase)
+        yield
+        self.enter(before)
 
     def begin_step(self, step: int) -> None:
         """Begin a step, in phase `data`."""

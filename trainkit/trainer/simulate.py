@@ -10,20 +10,14 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch import Tensor, nn
 
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
@@ -38,22 +32,18 @@ from trainkit.trainer.parallel.pipeline import PipelineForwardBackward
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.task import Task, build_task
-
-COLLECTIVES = {
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-}
+from trainkit.trainer.torch_private import (
+    DispatchMode,
+    FakeTensors,
+    collective_kind,
+    join_fake_world,
+    memory_tracker,
+    set_stage_shapes,
+    shapes_untracked,
+)
 
 
-class _CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CountCollectives(DispatchMode):  # type: ignore[no-untyped-call]
     """Counts collectives by kind."""
 
     def __init__(self) -> None:
@@ -63,49 +53,19 @@ class _CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            kind = COLLECTIVES.get(func._opname)
-            if kind is not None:
-                self.counts[kind] += 1
+        kind = collective_kind(func)
+        if kind is not None:
+            self.counts[kind] += 1
         return func(*args, **(kwargs or {}))
 
 
-class _NullModuleTracker:
-    """Replaces the module tracker of torch's memory tracker, which hooks into modules.
-
-    Its hooks allow only one call per step, and no backward pass that a pipeline schedule splits in two.
-    """
-
-    parents: frozenset[str] = frozenset()
-
-    @property
-    def is_bw(self) -> bool:
-        return torch._C._current_graph_task_id() != -1
-
-    def register_user_hooks(self, *hooks: Any) -> None: ...
-
-    def clear_user_hooks(self) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-class _PeakTracker(MemTracker):  # type: ignore[no-untyped-call]
-    """torch's memory tracker without per-module statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._mod_tracker = _NullModuleTracker()  # type: ignore[assignment]
-
-
 @contextmanager
-def simulated_world(plan: LaunchPlan, rank: int) -> Iterator[World]:
+def simulated_world(plan: LaunchPlan, rank: int, *, mesh_of_one: bool = False) -> Iterator[World]:
     """The world of one rank, on the fake backend: the other ranks do not exist."""
-    dist.init_process_group("fake", rank=rank, world_size=plan.world_size, store=FakeStore())
+    join_fake_world(rank, plan.world_size)
     try:
         device = torch.device("cpu")
-        mesh = build_mesh(device, plan.layout) if plan.world_size > 1 else None
+        mesh = build_mesh(device, plan.layout) if plan.world_size > 1 or mesh_of_one else None
         group = context_group(device, plan.layout)
         yield World(rank, plan.world_size, device, mesh, None, plan.layout, group, is_simulated=True)
     finally:
@@ -116,7 +76,7 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> dict[str, Any]:
     """Simulate two steps of a rank; returns the peak memory, in bytes, and the collectives of the second."""
     began_s = time.monotonic()
     task = build_task(config)
-    with simulated_world(plan, rank) as world:
+    with simulated_world(plan, rank, mesh_of_one=config.parallel.mesh_of_one) as world:
         model_parts = build_model_parts(task, config, plan, world)
         return _measure(task, config, plan, world, model_parts, began_s)
 
@@ -129,15 +89,17 @@ def _measure(
     model_parts: list[Model],
     began_s: float,
 ) -> dict[str, Any]:
-    with FakeTensorMode(allow_non_fake_inputs=True), _shapes_untracked():
+    with FakeTensors(allow_non_fake_inputs=True), shapes_untracked():
         for model in model_parts:
             model.to_empty(device=world.device)
             model.rebuild_buffers()
         built = assemble(task, config, plan, world, Progress(), model_parts)
         optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
         step = _step(config, plan, built, optimizer)
-        tracker, collectives = _PeakTracker(), _CountCollectives()
-        tracker.track_external(*built.model_parts, *(tensor for _, tensor in optimizer.state_tensors()))
+        tracker, collectives = memory_tracker(), _CountCollectives()
+        masters = [weight.param for weight in built.weights if weight.cast is not None]
+        state = [tensor for _, tensor in optimizer.state_tensors()]
+        tracker.track_external(*built.model_parts, *masters, *state)
         with tracker:
             step()  # allocates tensors that later steps reuse, such as the buffers of a pipeline
         with tracker, collectives:
@@ -151,27 +113,6 @@ def _measure(
         "num_params": sum(local_tensor(weight.param).numel() for weight in built.weights),
         "seconds": round(time.monotonic() - began_s, 2),
     }
-
-
-@contextmanager
-def _shapes_untracked() -> Iterator[None]:
-    """Hide DTensor's shape propagation from the memory tracker.
-
-    It creates tensors of the global shape, which no rank ever allocates: for sharded logits, those of the
-    whole vocabulary. The tracker ignores tensors of other fake modes, but here there is only one.
-    """
-    kind: Any = ShardingPropagator
-    propagate = kind._propagate_tensor_meta_non_cached
-
-    def propagate_untracked(propagator: ShardingPropagator, op_schema: Any) -> Any:
-        with _disable_current_modes():
-            return propagate(propagator, op_schema)
-
-    kind._propagate_tensor_meta_non_cached = propagate_untracked
-    try:
-        yield
-    finally:
-        kind._propagate_tensor_meta_non_cached = propagate
 
 
 def _step(
@@ -188,7 +129,13 @@ def _step(
     micros = [micro] * batch.accumulation_steps
     one, zero = torch.ones(()), torch.zeros(())
     if isinstance(built.forward_backward, PipelineForwardBackward):
-        _set_stage_shapes(built.forward_backward.schedule, DTYPES[config.precision.dtype])
+        dtype = DTYPES[config.precision.dtype]
+
+        def stream_of(model: nn.Module, kwargs: Mapping[str, Tensor]) -> Tensor:
+            size = (len(kwargs["sample_keys"]), *cast(Model, model).stream_shape)
+            return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+
+        set_stage_shapes(built.forward_backward.schedule, stream_of)
 
     def step() -> None:
         built.forward_backward.accumulate_gradient(micros, one, lambda nll_sum: None)
@@ -201,32 +148,6 @@ def _step(
         optimizer.zero_grad()
 
     return step
-
-
-def _set_stage_shapes(schedule: Any, dtype: torch.dtype) -> None:
-    """Set the input shapes of torch's stages, which would otherwise exchange them in the first step."""
-
-    def prepare(
-        stages: Sequence[Any],
-        args: tuple[Tensor, ...],
-        kwargs: dict[str, Tensor],
-        target: Tensor | None,
-        knows_forward: bool,
-        knows_backward: bool,
-        **rest: Any,
-    ) -> tuple[bool, bool]:
-        if not knows_forward:
-            for stage in stages:
-                shape = (len(kwargs["sample_keys"]), *stage.submod.stream_shape)
-                stream = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True),)
-                inputs = extract_tensor_metas(args if stage.is_first else stream)
-                stage._user_meta = _StageMeta(inputs, outputs=extract_tensor_metas(stream))
-                stage._inference_mode = InferenceMode.STATIC
-                stage._prepare_forward_infra(schedule._n_microbatches, None, has_backward=True)
-                stage._prepare_backward_infra(schedule._n_microbatches)
-        return True, True
-
-    schedule._initialize_pp_stages = prepare
 
 
 def main() -> int:

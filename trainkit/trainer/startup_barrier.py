@@ -19,8 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistStoreError
+from torch.distributed import (  # type: ignore[attr-defined]  # all documented, but not in its `__all__`
+    DistStoreError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from trainkit.errors import TrainkitError
 from trainkit.job.rank_env import RankEnv
@@ -39,8 +43,17 @@ STOP_GRACE_S = 20.0
 """Seconds that a rank asked to stop allows for notifying the others."""
 
 
+def arrival_key(rank: int) -> str:
+    """The key under which a rank that has arrived stores its host and, if it has one, its GPU."""
+    return f"arrived/{rank}"
+
+
 def startup_barrier(
-    env: RankEnv, stop: StopRequest, timeout: timedelta, is_busy: Callable[[int], bool] = lambda rank: False
+    env: RankEnv,
+    stop: StopRequest,
+    timeout: timedelta,
+    is_busy: Callable[[int], bool] = lambda rank: False,
+    gpu: str = "",
 ) -> Store | None:
     """Wait for all ranks; returns the store that they share, or None if they agreed to stop.
 
@@ -55,7 +68,7 @@ def startup_barrier(
     if stop:
         # Before it arrives: if it is the last rank, it would set "go" first.
         store.compare_set("verdict", "", "stop")
-    store.set(f"arrived/{env.rank}", socket.gethostname())
+    store.set(arrival_key(env.rank), f"{socket.gethostname()} {gpu}")
     if store.add("num_arrived", 1) == env.world_size:
         store.compare_set("verdict", "", "go")
     pauses = _pauses(env.world_size)
@@ -92,7 +105,7 @@ def _pauses(world_size: int) -> Iterator[float]:
 
 
 def _missing_ranks(env: RankEnv, store: Store) -> list[int]:
-    return [rank for rank in range(env.world_size) if not store.check([f"arrived/{rank}"])]
+    return [rank for rank in range(env.world_size) if not store.check([arrival_key(rank)])]
 
 
 def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:

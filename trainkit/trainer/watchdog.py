@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import signal
 import socket
@@ -190,13 +189,11 @@ class Watchdog:
 
 def dump_collectives(path: Path, device: str) -> None:
     """Write the newest collectives of this rank, from torch's flight recorder."""
-    import torch.distributed as dist
-    from torch._C import _distributed_c10d as c10d
+    from trainkit.trainer.torch_private import flight_record  # this module is imported before torch
 
-    dump = getattr(c10d, "_dump_nccl_trace_json" if device == "cuda" else "_dump_fr_trace_json", None)
-    if dump is None or not dist.is_initialized():
+    trace = flight_record(device)
+    if trace is None:
         return
-    trace = json.loads(dump())
     trace["entries"] = trace.get("entries", [])[-NUM_COLLECTIVES:]
     write_json(path, trace)
 

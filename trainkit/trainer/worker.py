@@ -24,6 +24,7 @@ from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
 from trainkit.manifest import Checkpoint
 from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.layouts.rules import compiles
 from trainkit.rundir import AttemptDir
 from trainkit.trainer.batches import BatchSource, PrefetchedBatches
 from trainkit.trainer.build import build, set_determinism
@@ -59,12 +60,19 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     if "OMP_NUM_THREADS" not in os.environ and plan.threads_per_worker is not None:
         torch.set_num_threads(plan.threads_per_worker)
     set_determinism(config.train.deterministic)
-    device = select_device(plan.device, env.local_rank)
+    device = select_device(plan.device, env.local_rank, is_task=plan.per == "gpu")
     # Before the startup barrier and its timeout, since tokenising the data may take long.
     # Rank 0 checks the shards for all: thousands of ranks would ask for the size of thousands of files.
     task = run_unless_stopped(stop, partial(build_task, config, attempt.run, checks_data=env.rank == 0))
     progress.enter("rendezvous")
-    world = join_world(env, device, plan.layout, stop, partial(_is_writing_log, attempt))
+    world = join_world(
+        env,
+        device,
+        plan.layout,
+        stop,
+        partial(_is_writing_log, attempt),
+        mesh_of_one=config.parallel.mesh_of_one,
+    )
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
         return EXIT_STOPPED
@@ -298,6 +306,9 @@ def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: Task, t
         f"model {config.model.preset}: {task.num_params:,} parameters, {config.precision.dtype}"
         f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
     )
+    uses_gpu, dropout = world.device.type == "cuda", config.model.dropout
+    if dropout and uses_gpu and not compiles(config.parallel, plan.layout, "cuda"):
+        log.warning(f"model.dropout is {dropout} without parallel.compile: a mask takes many small kernels")
     log.info(
         f"data {config.data.source}: {task.train_data.num_tokens:,} training tokens in"
         f" {task.train_data.num_samples:,} samples of {config.data.seq_len}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from trainkit.errors import UsageError
+from trainkit.job.node import network
 from trainkit.job.node.network import addresses, interface_to, network_environ
 
 
@@ -22,14 +25,74 @@ def test_ranks_on_one_host_talk_over_lo() -> None:
 
 def test_presets() -> None:
     auto, said = network_environ("auto", "127.0.0.1")
-    assert auto == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    assert said == "interface lo: the route to 127.0.0.1"
+    assert auto == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert said == "interface lo: the route to 127.0.0.1; NCCL chooses its own"
     assert network_environ("socket", "127.0.0.1")[0] == {**auto, "NCCL_IB_DISABLE": "1"}
     assert network_environ("debug", "127.0.0.1")[0]["NCCL_DEBUG"] == "INFO"
 
 
+class Host:
+    """The interfaces of a host, the first of which leads to the other hosts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.addresses: dict[str, str] = {}
+        self.flags: dict[str, int] = {}
+        monkeypatch.setattr(network, "addresses", lambda: self.addresses)
+        monkeypatch.setattr(network, "interface_to", lambda host: next(iter(self.addresses.values())))
+        monkeypatch.setattr(network, "_flags", lambda name: self.flags[name])
+
+    def has(self, *names: str) -> None:
+        self.addresses = {f"10.0.0.{number}": name for number, name in enumerate((*names, "lo"))}
+        self.flags = dict.fromkeys(names, UP) | {"lo": UP | network.IFF_LOOPBACK}
+
+
+UP = network.IFF_UP | network.IFF_RUNNING
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(monkeypatch)
+
+
+def test_the_only_interface_is_that_of_nccl_too(host: Host) -> None:
+    host.has("eth1")
+    environ, said = network_environ("auto", "other")
+    # NCCL takes names for prefixes, gloo compares whole names and knows no sign.
+    assert environ == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert said == "interface eth1: the route to other"
+    host.has("eth1", "docker0", "virbr0")
+    assert network_environ("auto", "other")[0] == environ
+    host.has("eth1", "eth2")
+    host.flags["eth2"] = network.IFF_UP  # without a cable
+    assert network_environ("auto", "other")[0] == environ
+
+
+@pytest.mark.parametrize("preset", ["auto", "ib", "socket", "debug"])
+@pytest.mark.parametrize("more", [("eth10",), ("ib0", "ib1"), ("cni0",)])
+def test_nccl_chooses_among_several_interfaces(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, preset: str, more: tuple[str, ...]
+) -> None:
+    """It prefers InfiniBand, and may use several of them at once."""
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(network, "INFINIBAND", tmp_path)
+    host.has("eth1", *more)
+    environ, said = network_environ(preset, "other")
+    assert environ["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert "NCCL_SOCKET_IFNAME" not in environ
+    assert said.startswith("interface eth1: the route to other; NCCL chooses its own")
+
+
+def test_the_interfaces_of_this_host() -> None:
+    assert "lo" not in network.usable_interfaces()
+    assert set(network.usable_interfaces()) <= set(addresses().values())
+    assert network._flags("lo") & network.IFF_LOOPBACK
+    assert network._flags("no-such") == 0
+
+
 def test_a_named_interface_must_exist() -> None:
-    assert network_environ("lo", "anything")[0]["NCCL_SOCKET_IFNAME"] == "lo"
+    environ, said = network_environ("lo", "anything")
+    assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert said == "interface lo: set by launch.network"
     with pytest.raises(UsageError, match="has no such interface") as caught:
         network_environ("ib7", "anything")
     assert "its interfaces are" in caught.value.hint

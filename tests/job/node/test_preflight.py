@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 
 from tests.support.disks import fill, small_disk
 from tests.support.runs import make_attempt
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART
 from trainkit.job.failure.records import first_rank_failure, record_refusal
 from trainkit.job.node import preflight
 from trainkit.job.node.preflight import (
@@ -44,9 +46,9 @@ def check(attempt: AttemptDir, **environ: str) -> None:
 
 
 @contextmanager
-def failing(match: str, is_node: bool = True) -> Iterator[None]:
+def failing(match: str, is_node: bool = True) -> Iterator[pytest.ExceptionInfo[PreflightFailed]]:
     with pytest.raises(PreflightFailed, match=match) as caught:
-        yield
+        yield caught
     assert caught.value.is_node is is_node
     assert caught.value.hint
 
@@ -220,14 +222,66 @@ def test_gpus_that_are_not_well(gpu: dict[str, Any], message: str) -> None:
     ("visible", "shown"),
     [
         (None, "has 2$"),
-        ("0", "has 2 and CUDA_VISIBLE_DEVICES=0"),
-        ("0,2", "has 2 and"),
-        ("", "has 2 and"),
+        ("0,2,1", "has 2 and CUDA_VISIBLE_DEVICES=0,2,1"),
+        ("0,1,2", "has 2 and CUDA_VISIBLE_DEVICES=0,1,2"),
     ],
 )
 def test_a_gpu_that_is_missing(visible: str | None, shown: str) -> None:
     with failing(f"has no GPU: .* {shown}"):
         preflight._check(FakeNvml(WELL, WELL), (0, 1, 2), visible)
+
+
+@pytest.mark.parametrize("visible", ["0", "0,1", "", "NoDevFiles", "GPU-8a4f", "0,-1,1"])
+@pytest.mark.parametrize("local_ranks", [(0, 1, 2, 3), (3,)])
+def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
+    visible: str, local_ranks: tuple[int, ...]
+) -> None:
+    """Among them an agent with four ranks that Slurm has bound to one GPU: it would fail anywhere."""
+    with failing(f"have CUDA_VISIBLE_DEVICES={visible}$", is_node=False) as caught:
+        preflight._check(FakeNvml(*[WELL] * 4), local_ranks, visible)
+    assert caught.value.exit_code == EXIT_NO_RESTART
+    assert "gpu-bind: none" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "visible"),
+    [
+        (1, "0"),  # a cgroup confines the task to its GPU
+        (1, None),
+        (4, "3"),  # only CUDA_VISIBLE_DEVICES binds it
+        (4, "GPU-8a4f"),
+        (4, "0,1,2,3"),  # nothing does
+        (4, None),
+    ],
+)
+def test_a_task_with_a_gpu_of_its_own_passes(num_gpus: int, visible: str | None) -> None:
+    gpus = [*[{"lost": True}] * (num_gpus - 1), WELL]
+    preflight._check(FakeNvml(*gpus), (3,), visible, is_task=True)
+    if num_gpus == 1 or visible == "3":
+        with failing("GPU . of .* does not respond"):
+            preflight._check(FakeNvml(*[{"lost": True}] * num_gpus), (3,), visible, is_task=True)
+
+
+def test_one_gpu_under_another_number_is_not_blamed_on_the_node() -> None:
+    """A cgroup may confine the task to one GPU, which is then number 0, or the others are lost."""
+    with failing("has 1 and CUDA_VISIBLE_DEVICES=3$", is_node=False) as caught:
+        preflight._check(FakeNvml(WELL), (3,), "3", is_task=True)
+    assert caught.value.exit_code == EXIT_FAILED
+    with failing("has 3 and CUDA_VISIBLE_DEVICES=3$"):
+        preflight._check(FakeNvml(WELL, WELL, WELL), (3,), "3", is_task=True)
+
+
+@pytest.mark.parametrize("per", ["gpu", "node"])
+def test_the_plan_decides_whether_a_rank_is_a_task(
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, per: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(WELL))
+    plan = plan_of(attempt, device="cuda", per=per, workers_per_node=4)
+    if per == "gpu":
+        check_node(attempt, plan, (3,), {"CUDA_VISIBLE_DEVICES": "0"})
+        return
+    with failing("local rank 1 has no GPU", is_node=False):
+        check_node(attempt, plan, range(4), {"CUDA_VISIBLE_DEVICES": "0"})
 
 
 def test_gpus_by_other_names_are_left_to_the_ranks() -> None:

@@ -78,7 +78,7 @@ def test_what_fits(parallel: dict[str, object]) -> None:
         (
             {"offload": True},
             "parallel.offload is true, but there is only one process;"
-            " offload requires at least two processes",
+            " offload requires at least two processes, or parallel.mesh_of_one: true",
         ),
         (
             {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_microbatches": 1, "accumulation_steps": 5},

@@ -71,12 +71,16 @@ def test_a_block_under_tensor_parallelism() -> None:
         assert block_bytes(work) == 10 * (2 * numbers + 4 * (2 + 1))
 
 
-def test_a_single_process_keeps_more() -> None:
-    """Autocast: a float32 residual stream, a cast input for each of five products, and cast matrices."""
+def test_a_single_process_keeps_every_weight_twice() -> None:
+    """Once in float32 and once in bf16; its activations are those of a shard."""
     work = workload(SMALL, layout=Layout(), seq_len=10)
-    assert block_bytes(work) == 10 * (4 * 16 + 2 * (5 * 8 + 16 + 8 + 48) + 4 * 4)
-    matrices = 2 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 12 + 16) + 64 * 8
-    assert memory_of(work).phases["loss"].buffers == 2 * matrices
+    assert block_bytes(work) == block_bytes(workload(SMALL, layout=Layout(dp_shard=2), seq_len=10))
+    params = num_params(SMALL)
+    assert memory_of(work).phases["update"].params == 6 * params
+    in_float32 = workload(SMALL, layout=Layout(), seq_len=10, dtype="fp32")
+    assert memory_of(in_float32).phases["update"].params == 4 * params
+    on_a_mesh = workload(SMALL, layout=Layout(), seq_len=10, mesh_of_one=True)
+    assert memory_of(on_a_mesh).phases["update"].params == 4 * params
 
 
 def test_the_loss_by_hand() -> None:

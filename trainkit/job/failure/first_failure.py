@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from trainkit.cluster.bad_nodes import Kind
 
 _HARDWARE = re.compile(r"CUDA error|ECC|NVLink|Xid|unhandled (?:cuda|system) error|SIGBUS", re.IGNORECASE)
+_NOT_HARDWARE = re.compile(r"invalid device ordinal", re.IGNORECASE)
+"""The CUDA error of a process that does not see the GPU it asks for, as with one GPU bound to each task."""
 
 
 def find_first_failure(attempt: AttemptDir, plan: LaunchPlan, outcome: Outcome) -> dict[str, Any] | None:
@@ -77,4 +79,6 @@ def suspect_host(failure: Mapping[str, Any]) -> tuple[str, Kind] | None:
     was_killed = isinstance(code, int) and code > 128 and code != signal_exit_code(signal.SIGABRT)
     if failure.get("type") == "Hang" or (was_killed and failure.get("type") == "exit"):
         return host, "culprit"
-    return (host, "culprit") if _HARDWARE.search(str(failure.get("message"))) else None
+    message = str(failure.get("message"))
+    is_hardware = _HARDWARE.search(message) and not _NOT_HARDWARE.search(message)
+    return (host, "culprit") if is_hardware else None

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.errors import EXIT_FAILED, TrainkitError, UsageError
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.job import processes
+from trainkit.job.rank_env import GPU_BINDING_HINT, gpu_index, visible_gpus
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir
 
@@ -26,8 +27,10 @@ from trainkit.rundir import AttemptDir
 class PreflightFailed(TrainkitError):
     """A check failed before the ranks started."""
 
-    def __init__(self, message: str, hint: str = "", *, is_node: bool = True) -> None:
-        super().__init__(message, hint, EXIT_FAILED)
+    def __init__(
+        self, message: str, hint: str = "", *, is_node: bool = True, exit_code: int = EXIT_FAILED
+    ) -> None:
+        super().__init__(message, hint, exit_code)
         self.is_node = is_node
         """Whether the problem is this node's, so that another node could pass."""
 
@@ -35,7 +38,7 @@ class PreflightFailed(TrainkitError):
 GPU_HINT = "run `nvidia-smi -q -d ECC,ROW_REMAPPER` there; administrators can reset or replace the GPU"
 
 
-def check_gpus(local_ranks: Sequence[int], environ: Mapping[str, str]) -> None:
+def check_gpus(plan: LaunchPlan, local_ranks: Sequence[int], environ: Mapping[str, str]) -> None:
     """Raise PreflightFailed when a GPU of these ranks is missing, lost or needs a reset.
 
     Passes where NVML is not available: a broken GPU then fails the ranks.
@@ -49,27 +52,43 @@ def check_gpus(local_ranks: Sequence[int], environ: Mapping[str, str]) -> None:
     except pynvml.NVMLError:
         return
     try:
-        _check(pynvml, local_ranks, environ.get("CUDA_VISIBLE_DEVICES"))
+        _check(pynvml, local_ranks, environ.get("CUDA_VISIBLE_DEVICES"), is_task=plan.per == "gpu")
     finally:
         pynvml.nvmlShutdown()
 
 
-def _check(nvml: Any, local_ranks: Sequence[int], visible: str | None) -> None:
-    count = nvml.nvmlDeviceGetCount()
-    names = [str(index) for index in range(count)] if visible is None else visible.split(",")
+def _check(nvml: Any, local_ranks: Sequence[int], visible: str | None, *, is_task: bool = False) -> None:
+    """Check the GPUs of these ranks; `visible` is CUDA_VISIBLE_DEVICES, `is_task` as for `gpu_index`."""
+    count, listed = nvml.nvmlDeviceGetCount(), visible_gpus(visible)
+    names = [str(index) for index in range(count)] if listed is None else listed
     for rank in local_ranks:
-        name = names[rank].strip() if rank < len(names) else ""
-        if not name or (name.isdigit() and int(name) >= count):
-            chosen = "" if visible is None else f" and CUDA_VISIBLE_DEVICES={visible}"
-            raise PreflightFailed(
-                f"local rank {rank} has no GPU: {socket.gethostname()} has {count}{chosen}",
-                hint="a GPU may have fallen off the bus: check `nvidia-smi` and the kernel log there",
-            )
+        index = gpu_index(rank, len(names), is_task=is_task)
+        name = None if index is None else names[index]
+        if name is None or (name.isdigit() and int(name) >= count):
+            raise _missing_gpu(rank, name, count, visible, is_task=is_task)
         if not name.isdigit():
             continue  # a UUID may be abbreviated, and a MIG slice reports no health
         problem = _gpu_problem(nvml, int(name))
         if problem:
             raise PreflightFailed(f"GPU {name} of {socket.gethostname()} {problem}", hint=GPU_HINT)
+
+
+def _missing_gpu(
+    rank: int, name: str | None, count: int, visible: str | None, *, is_task: bool
+) -> PreflightFailed:
+    """The failure of a rank whose GPU `name` is missing, or that has none; NVML sees `count` GPUs."""
+    host = socket.gethostname()
+    if visible is not None and name is None:
+        message = f"local rank {rank} has no GPU: its processes on {host} have CUDA_VISIBLE_DEVICES={visible}"
+        return PreflightFailed(message, GPU_BINDING_HINT, is_node=False, exit_code=EXIT_NO_RESTART)
+    chosen = "" if visible is None else f" and CUDA_VISIBLE_DEVICES={visible}"
+    message = f"local rank {rank} has no GPU: {host} has {count}{chosen}"
+    if is_task and count == 1 and visible is not None:
+        # The node may be well: a task that a cgroup confines to one GPU has it as number 0.
+        hint = "check `nvidia-smi` there, and what sets CUDA_VISIBLE_DEVICES: a single GPU is number 0"
+        return PreflightFailed(message, hint, is_node=False)
+    hint = "a GPU may have fallen off the bus: check `nvidia-smi` and the kernel log there"
+    return PreflightFailed(message, hint)
 
 
 def _gpu_problem(nvml: Any, index: int) -> str | None:
@@ -147,7 +166,7 @@ def check_node(
         _check_space(Path(environ.get("TMPDIR") or "/tmp"))
         _check_space(Path("/dev/shm"))
     if plan.device == "cuda":
-        check_gpus(local_ranks, environ)
+        check_gpus(plan, local_ranks, environ)
 
 
 def plan_digest(attempt: AttemptDir) -> str:

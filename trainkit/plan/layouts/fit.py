@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from trainkit.cluster.machine import Machine
-from trainkit.cluster.target import Target
 from trainkit.cluster.units import gib
 from trainkit.config.loaded import LoadedConfig
 from trainkit.errors import Problem
 from trainkit.plan.gpus import Gpu
-from trainkit.plan.hardware import Hardware, gpu_names, known_gpu
+from trainkit.plan.hardware import Hardware
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts.choices import MODES, Choice, candidate_batches, choose, violates_rules
 from trainkit.plan.layouts.table import set_flags, settings
@@ -99,15 +97,12 @@ MAX_ADVICE = 2
 
 
 def check_memory(
-    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine, target: Target
+    loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, gpu: Gpu
 ) -> tuple[str | None, Problem | None]:
     """Return a sentence about the memory of a run, or the problem if it certainly does not fit.
 
-    Returns neither if the GPU type is unknown. If a name has variants, the one with the most memory counts.
+    If a name has variants, the one with the most memory counts.
     """
-    gpu = known_gpu(gpu_names(loaded.config, machine, target))
-    if gpu is None:
-        return None, None
     hardware = Hardware(gpu, plan.world_size, plan.workers_per_node)
     choice = Choice(workload_of(loaded.config, shape, plan.layout, plan.batch), hardware)
     if choice.memory.peak <= gpu.most_memory:

@@ -29,6 +29,17 @@ def layout_problems(
     yield from batch_problems(layout, parallel, device_batch_size, seq_len, accumulation_steps)
 
 
+def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
+    """Return whether blocks are compiled on a device, ``cpu`` or ``cuda``.
+
+    Unless the config says so, not on CPUs, where compiling takes longer than a short run, and not with a
+    schedule that splits the backward pass.
+    """
+    if parallel.compile is not None:
+        return parallel.compile
+    return device == "cuda" and (layout.pp == 1 or parallel.pp_schedule not in SPLIT_BACKWARD)
+
+
 def batch_problems(
     layout: Layout,
     parallel: ParallelConfig,
@@ -37,8 +48,8 @@ def batch_problems(
     accumulation_steps: int = 1,
 ) -> Iterator[Problem]:
     """Yield all problems that rule out a layout for a batch, independent of the model."""
-    if parallel.offload and layout.world_size == 1:
-        hint = "offload requires at least two processes"
+    if parallel.offload and layout.world_size == 1 and not parallel.mesh_of_one:
+        hint = "offload requires at least two processes, or parallel.mesh_of_one: true"
         yield Problem("parallel.offload", "is true, but there is only one process", hint=hint)
     yield from _context_problems(layout, seq_len)
     yield from _pipeline_problems(layout, parallel, device_batch_size, accumulation_steps)

@@ -26,7 +26,7 @@ def reason(choice: Choice) -> str:
 def headline(best: Choice) -> str:
     """Describe whether the model must be sharded, and why."""
     work, gpu = best.work, best.hardware.gpu
-    state = state_bytes(work.shape, work.optimizer)
+    state = state_bytes(work.shape, work.optimizer_bytes)
     what = f"weights, gradients and optimizer state take {gib(state)}"
     if best.hardware.num_gpus == 1:
         return f"{what} of the {gib(gpu.memory)} of one {gpu.name}"

@@ -21,9 +21,7 @@ def block_bytes(work: Workload) -> int:
     shape, tp, item = work.shape, work.layout.tp, work.itemsize
     kv_dim = shape.num_kv_heads * shape.head_dim
     norms = 2 * (_norm_bytes(work) + FLOAT32)
-    # q, k and v share one input, as do gate and up: two tensors. Autocast keeps a cast copy of the input for
-    # each of the five projections.
-    inputs = item * shape.dim * (2 if not _uses_autocast(work) else 5)
+    inputs = item * shape.dim * 2  # q, k and v share one, as do gate and up
     cp = work.layout.cp
     # Context parallelism gathers keys and values, and concatenates the outputs of both chunks.
     attention = item * ((2 if cp == 1 else 3) * shape.dim + 2 * kv_dim * cp) / tp
@@ -70,8 +68,7 @@ def gradient_bytes(work: Workload) -> int:
 
 def stream_bytes(work: Workload) -> int:
     """Return the bytes per token of the residual stream on one rank."""
-    item = FLOAT32 if _uses_autocast(work) else work.itemsize
-    return item * work.shape.dim // _stream_ranks(work)
+    return work.itemsize * work.shape.dim // _stream_ranks(work)
 
 
 def head_bytes(work: Workload) -> int:
@@ -110,11 +107,6 @@ def _logits(work: Workload) -> float:
 
 def _pipeline_logits_bytes(work: Workload) -> int:
     return 0 if work.layout.pp == 1 else work.itemsize
-
-
-def _uses_autocast(work: Workload) -> bool:
-    """Whether autocast casts the inputs of each operation; the residual stream is then float32."""
-    return work.dtype != "fp32" and not work.is_wrapped
 
 
 def _stream_ranks(work: Workload) -> int:

@@ -1,6 +1,6 @@
 """Peak memory of a step on the GPU that needs the most, by category. Pure.
 
-Parameters, gradients and optimizer state are float32 and sharded as in ZeRO (arXiv 1910.02054): 4, 4 and, for
+Parameters, gradients and optimizer state are sharded as in ZeRO (arXiv 1910.02054): in float32, 4, 4 and, for
 AdamW, 8 bytes per parameter, over ``dp_shard x cp x tp x pp`` ranks. Other memory varies within a step, so it
 is computed for a few phases; the phase with the most memory is the peak.
 """
@@ -25,7 +25,6 @@ from trainkit.plan.memory.activations import (
 )
 from trainkit.plan.memory.weights import (
     FLOAT32,
-    OPTIMIZER_BYTES,
     ParamCounts,
     StageParams,
     rank_param_counts,
@@ -94,7 +93,7 @@ class MemoryPeaks:
             gradients=self._waiting(blocks) + self._reduced(0),
             activations=self._activations(blocks) + head_bytes(self.work),
             loss=loss_bytes(self.work) + self._other_losses(),
-            buffers=self._cast(blocks) + self._cast_head(),
+            buffers=self._cast(blocks),
         )
 
     def backward(self) -> Parts:
@@ -143,9 +142,11 @@ class MemoryPeaks:
         """Return the memory that is allocated in every phase."""
         sharded = self.counts.block_shard * self.stage_params.num_layers + self.counts.root_shard
         on_device = 0 if self.work.parallel.offload else sharded
+        # One process also keeps the weights in the compute type.
+        is_cast = not self.work.is_wrapped and self.work.dtype != "fp32"
         return Parts(
-            params=FLOAT32 * on_device,
-            optimizer=OPTIMIZER_BYTES[self.work.optimizer] * on_device,
+            params=(FLOAT32 + (self.work.itemsize if is_cast else 0)) * on_device,
+            optimizer=self.work.optimizer_bytes * on_device,
             buffers=receive_buffers(self.work, self.stage_params),
         )
 
@@ -223,14 +224,8 @@ class MemoryPeaks:
         """Return the bytes of parameters in the compute type that are kept until their backward pass."""
         work, blocks = self.work, self.counts.block * blocks_left
         if not work.is_wrapped:
-            # Autocast caches a cast copy of every matrix.
-            return 0 if work.dtype == "fp32" else work.itemsize * blocks
+            return 0
         return work.itemsize * (self.counts.root + (blocks if work.keeps_gathered else 0))
-
-    def _cast_head(self) -> int:
-        """Return the bytes of the cast copy of the head that autocast caches."""
-        work = self.work
-        return 0 if work.is_wrapped or work.dtype == "fp32" else work.itemsize * self.counts.head
 
     def _gathered_units(self, blocks_left: int) -> int:
         """Return the bytes of the gathered unit in use and of the next one, which is prefetched."""

@@ -14,6 +14,7 @@ from trainkit.errors import Problem
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.plan.layouts.schedules import num_stages, stage_layers, stages_of
 from trainkit.plan.model_shape import ModelShape, num_params
+from trainkit.plan.workload import optimizer_bytes
 
 MIN_UNIT_BYTES = 25 * 2**20
 """Blocks are gathered in units of at least this many bytes in float32."""
@@ -109,20 +110,21 @@ def _shard(rows: int, shards: int) -> int:
 
 
 FLOAT32 = 4
-OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2}
-"""Bytes of optimizer state per parameter."""
 
 
-def state_bytes(shape: ModelShape, optimizer: str) -> int:
-    """Return the unsharded bytes of a model's weights and gradients, both float32, and optimizer state."""
-    return num_params(shape) * (2 * FLOAT32 + OPTIMIZER_BYTES[optimizer])
+def state_bytes(shape: ModelShape, optimizer_bytes: int) -> int:
+    """Return the unsharded bytes of a model's weights and gradients, both float32, and optimizer state.
+
+    `optimizer_bytes` are those of the optimizer per parameter.
+    """
+    return num_params(shape) * (2 * FLOAT32 + optimizer_bytes)
 
 
-def staged_bytes(shape: ModelShape, optimizer: str, plan: LaunchPlan) -> float:
+def staged_bytes(shape: ModelShape, optimizer_bytes: int, plan: LaunchPlan) -> float:
     """Return the bytes of host memory per node for the copies of asynchronous saves."""
     layout = plan.layout
     ranks_of_a_model = layout.dp_shard * layout.cp * layout.tp * layout.pp
-    whole = num_params(shape) * (FLOAT32 + OPTIMIZER_BYTES[optimizer])
+    whole = num_params(shape) * (FLOAT32 + optimizer_bytes)
     return whole * plan.workers_per_node / ranks_of_a_model
 
 
@@ -130,7 +132,7 @@ def staging_problem(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
 ) -> Problem | None:
     """Return the problem if a node has too little memory for asynchronous saves."""
-    config, need = loaded.config, staged_bytes(shape, loaded.config.optimizer.name, plan)
+    config, need = loaded.config, staged_bytes(shape, optimizer_bytes(loaded.config.optimizer), plan)
     if not config.checkpoint.async_save:
         return None
     if plan.slurm is None:
@@ -155,7 +157,7 @@ def host_problem(
     Only the weights, gradients and optimizer state count, which the run certainly needs: running out of
     memory would also take down other processes.
     """
-    state = state_bytes(shape, loaded.config.optimizer.name) * plan.layout.dp_replicate
+    state = state_bytes(shape, optimizer_bytes(loaded.config.optimizer)) * plan.layout.dp_replicate
     if plan.backend != "local":
         state //= plan.num_nodes  # the others are other machines
     if plan.slurm is not None or machine.memory is None or state <= machine.memory:

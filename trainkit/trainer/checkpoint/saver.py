@@ -157,6 +157,11 @@ class CheckpointSaver:
         if blocking:
             self.finish()
 
+    @property
+    def is_staging(self) -> bool:
+        """Whether the state may still be being copied; equal on all ranks before an optimizer step."""
+        return self._staging is not None
+
     def wait_until_staged(self) -> None:
         """Wait until the state has been copied and may change; call before each optimizer step."""
         if self._staging is not None:

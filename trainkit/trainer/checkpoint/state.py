@@ -19,13 +19,17 @@ class StateTensors:
 
     tensors: dict[str, Tensor]
     duplicates: list[tuple[Tensor, Tensor]]
-    """Pairs of equal tensors on a rank with the first and last stage; the checkpoint has one of them."""
+    """Pairs of equal tensors, of which the checkpoint has the first: tied weights on a rank with both ends of
+    a pipeline, and weights with their casts to the compute type.
+    """
 
     @classmethod
     def of(cls, weights: Sequence[Weight], optimizer: ShardedAdamW) -> StateTensors:
         state = cls({}, [])
         for weight in weights:
             state._add(f"model.{weight.name}", weight.param.detach())
+            if weight.cast is not None:
+                state.duplicates.append((weight.param.detach(), weight.cast.detach()))
         for name, tensor in optimizer.state_tensors():
             state._add(f"optimizer.{name}", tensor)
         return state
@@ -55,6 +59,8 @@ class TrainingState:
     best_value: float | None = None
     best_step: int | None = None
     nonfinite_in_a_row: int = 0
+    has_updated_weights: bool = False
+    """Whether any step was applied: all are skipped while the gradients of fp16 overflow."""
     loss_scale: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,4 +68,5 @@ class TrainingState:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> TrainingState:
-        return cls(**value)
+        # Manifests of older versions do not say it.
+        return cls(**{"has_updated_weights": True, **value})

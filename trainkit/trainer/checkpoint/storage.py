@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainkit.manifest import file_hash
+from trainkit.trainer.torch_private import PICKLED_IN_METADATA
 
 # A single process deliberately saves without a process group; filters set here apply to all threads.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -36,14 +37,12 @@ _SAFE_NAMES = {
             "TensorStorageMetadata",
             "ChunkStorageMetadata",
             "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
             "StorageMeta",
         )
     ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
+    *PICKLED_IN_METADATA,
 }
 
 

@@ -6,7 +6,7 @@ An architecture is one file with a subclass of `Model`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainkit.plan.model_shape import ModelShape
+from trainkit.trainer.torch_private import shard_like
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
 """How tensor parallelism splits a module: ``column`` and ``row`` split a matrix by its outputs and by its
@@ -133,17 +134,26 @@ class Weight:
 
     name: str
     param: nn.Parameter
+    """What the optimizer updates and a checkpoint has, in float32."""
     is_copy: bool = False
     """Whether it is tied to a parameter of another stage, which counts it."""
+    cast: nn.Parameter | None = None
+    """The parameter of the model where it is not `param` but a cast of it to the compute type."""
 
 
-def weights_of(model_parts: Sequence[Model]) -> list[Weight]:
-    """The weights of all model parts of this rank."""
+def weights_of(
+    model_parts: Sequence[Model], masters: Mapping[nn.Parameter, nn.Parameter] | None = None
+) -> list[Weight]:
+    """The weights of all model parts of this rank; `masters` has the float32 master of every cast."""
     found = []
     for model in model_parts:
         for name, param in model.named_parameters():
             canonical = model.canonical(name)
-            found.append(Weight(canonical, param, is_copy=canonical != name))
+            is_copy = canonical != name
+            if masters:
+                found.append(Weight(canonical, masters[param], is_copy, cast=param))
+            else:
+                found.append(Weight(canonical, param, is_copy))
     return found
 
 
@@ -154,7 +164,4 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
     """A shard as a DTensor that is split like `whole`; unchanged if `whole` is not a DTensor."""
-    if not isinstance(whole, DTensor):
-        return shard
-    # Not `from_local`, which would copy an offloaded tensor to the device of the mesh.
-    return DTensor(shard, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return shard_like(shard, whole) if isinstance(whole, DTensor) else shard

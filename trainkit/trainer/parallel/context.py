@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_single_autograd
 
 from trainkit.trainer.models.model import PositionSlice
+from trainkit.trainer.torch_private import all_gather_dim, flash_attention_to_last
 
 FLASH_MULTIPLE = 8
 """Flash attention requires head dimensions that are multiples of this."""
@@ -62,9 +62,7 @@ def _attend_suffix(q: Tensor, k: Tensor, v: Tensor, flash: bool) -> Tensor:
     if q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared_kv)
     if flash and q.shape[3] % FLASH_MULTIPLE == 0:
-        # Without a mask in memory: this kernel aligns the last query with the last key.
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-        return out
+        return flash_attention_to_last(q, k, v)  # without a mask in memory
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
     mask = mask.tril(k.shape[2] - q.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shared_kv)
@@ -72,6 +70,6 @@ def _attend_suffix(q: Tensor, k: Tensor, v: Tensor, flash: bool) -> Tensor:
 
 def _gather(local: Tensor, group: dist.ProcessGroup, cp: int) -> Tensor:
     """The tensors [..., T, C] of all ranks, in sequence order."""
-    chunks = all_gather_single_autograd(local.contiguous(), gather_dim=3, group=group).chunk(2 * cp, dim=3)
+    chunks = all_gather_dim(local.contiguous(), 3, group).chunk(2 * cp, dim=3)
     front, back = chunks[::2], chunks[1::2]
     return torch.cat((*front, *reversed(back)), dim=3)

@@ -8,19 +8,18 @@ network; gloo reduces in its own threads, which overlap with the backward pass.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
+from trainkit.trainer.torch_private import after_backward, replicate
 
 # Under tensor parallelism a block's output is a view of its DTensor; nothing here modifies one in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -77,8 +76,8 @@ def apply_data_parallel(
         replicate_mesh = mesh["dp_replicate"]
         for unit in units:
             for block in unit:
-                replicate(block, mesh=replicate_mesh, mp_policy=policy)
-        replicate(model, mesh=replicate_mesh, mp_policy=policy)
+                replicate(block, replicate_mesh, policy)
+        replicate(model, replicate_mesh, policy)
         return
     options: dict[str, Any] = {
         "mesh": mesh["dp_shard"] if layout.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"],
@@ -103,18 +102,24 @@ def reduces_on_host(world: World) -> bool:
     layout = world.layout
     return (
         world.device.type == "cpu"
+        and layout.world_size > 1
         and layout.dp_shard == 1
         and not layout.splits_model
         and not world.is_simulated
     )
 
 
-def gradient_switch(model: nn.Module, world: World) -> GradientSwitch:
-    """The gradient switch of a built model; installs `HostReduction` if the model is not wrapped."""
+def gradient_switch(
+    model: nn.Module, world: World, masters: Mapping[nn.Parameter, nn.Parameter] | None = None
+) -> GradientSwitch:
+    """The gradient switch of a built model; installs `HostReduction` if the model is not wrapped.
+
+    `masters`: the float32 master of every parameter, if the model computes in another type.
+    """
     if world.mesh is None:
         return lambda enabled: None
     if not isinstance(model, FSDPModule):
-        return HostReduction(model, world.mesh["dp_replicate"].get_group()).set_enabled
+        return HostReduction(model, world.mesh["dp_replicate"].get_group(), masters).set_enabled
     if world.layout.dp_shard * world.layout.cp == 1:
         return model.set_requires_gradient_sync
     # Reduce-scatter after every microbatch: unsharded gradients would stay in memory on every rank.
@@ -129,11 +134,17 @@ class HostReduction:
     """Averages the gradients of a model over a group; they are averaged when `backward` returns.
 
     Each bucket is reduced as soon as its last gradient is ready; all ranks reduce the buckets in the same
-    order, whatever the order of their gradients.
+    order, whatever the order of their gradients. If there are float32 masters, theirs are averaged.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    ) -> None:
         self._enabled = True
+        self._masters = masters or {}
         self._group = group
         self._options = dist.AllreduceCoalescedOptions()
         self._options.reduceOp = cast(dist.ReduceOp, dist.ReduceOp.AVG)
@@ -153,21 +164,27 @@ class HostReduction:
             return
         if not self._num_missing:
             self._num_missing = [len(bucket) for bucket in self._buckets]
-            cast(Any, Variable)._execution_engine.queue_callback(self._finish)
+            after_backward(self._finish)
         self._num_missing[self._bucket_of[cast(nn.Parameter, param)]] -= 1
         while len(self._works) < len(self._buckets) and not self._num_missing[len(self._works)]:
             self._start_next()
 
     def _start_next(self) -> None:
-        grads = [cast(Tensor, param.grad) for param in self._buckets[len(self._works)]]
+        owners = [self._owner(param) for param in self._buckets[len(self._works)]]
+        grads = [cast(Tensor, owner.grad) for owner in owners]
         self._works.append(self._group.allreduce_coalesced(grads, self._options))
+
+    def _owner(self, param: nn.Parameter) -> nn.Parameter:
+        """The parameter whose ``grad`` is averaged."""
+        return self._masters.get(param, param)
 
     def _finish(self) -> None:
         while len(self._works) < len(self._buckets):
             # No gradient on this rank, but another rank may have one.
             for param in self._buckets[len(self._works)]:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
+                owner = self._owner(param)
+                if owner.grad is None:
+                    owner.grad = torch.zeros_like(owner)
             self._start_next()
         for work in self._works:
             work.wait()

@@ -18,7 +18,6 @@ from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardContext, OnLoss
 from trainkit.trainer.models.model import StageSpec, local_tensor
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.task import Task
 
 TORCH_NAMES: dict[PipelineSchedule, str] = {
     "gpipe": "GPipe",
@@ -35,7 +34,6 @@ class PipelineForwardBackward:
 
     def __init__(
         self,
-        task: Task,
         model_parts: Sequence[nn.Module],
         world: World,
         context: ForwardContext,
@@ -44,7 +42,6 @@ class PipelineForwardBackward:
         num_microbatches: int,
         accumulation_steps: int,
     ) -> None:
-        self._task = task
         self._model_parts = model_parts
         self._world = world
         self._context = context
@@ -82,7 +79,7 @@ class PipelineForwardBackward:
         )
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self._task.nll_sum(logits, labels) * self._scale
+        return self._context.nll_sum(logits, labels) * self._scale
 
     def accumulate_gradient(self, microbatches: list[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
         self._progress.enter("forward_backward")
@@ -100,7 +97,7 @@ class PipelineForwardBackward:
         )
         with self._context.loss_parallel():
             logits = self._forward.run(tokens, keys)
-            losses = [self._task.nll_sum(*pair) for pair in zip(logits, labels, strict=False)]
+            losses = [self._context.nll_sum(*pair) for pair in zip(logits, labels, strict=False)]
         return self._share(losses)
 
     def _join(self, microbatches: list[Microbatch]) -> Microbatch:

@@ -22,15 +22,15 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.utils.stateless import _reparametrize_module
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.trainer.models.model import Role
+from trainkit.trainer.torch_private import ModuleStyle, with_params
 
 SEQUENCE_DIM = 1
 
 
-class VocabularyParallel(ParallelStyle):
+class VocabularyParallel(ModuleStyle):
     """Splits an embedding by rows, over the vocabulary, so that a tied head can share it.
 
     Each rank looks up its own rows, and the sum over the ranks is the embedding.
@@ -40,10 +40,10 @@ class VocabularyParallel(ParallelStyle):
         super().__init__()
         self.output = output
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        weight = distribute_tensor(module.get_parameter("weight").data, device_mesh, [Shard(0)])
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        weight = distribute_tensor(module.get_parameter("weight").data, mesh, [Shard(0)])
         module.register_parameter("weight", nn.Parameter(weight))
-        module.forward = partial(_lookup, module, device_mesh, self.output)
+        module.forward = partial(_lookup, module, mesh, self.output)
         return module
 
 
@@ -120,14 +120,12 @@ def _role(name: str, plan: Mapping[str, Role]) -> Role | None:
     return None
 
 
-class _OnStream(ParallelStyle):
+class _OnStream(ModuleStyle):
     """Sums the gradients of a module's parameters over the tensor-parallel ranks."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for name, param in list(module.named_parameters(recurse=False)):
-            module.register_parameter(
-                name, nn.Parameter(distribute_tensor(param.data, device_mesh, [Replicate()]))
-            )
+            module.register_parameter(name, nn.Parameter(distribute_tensor(param.data, mesh, [Replicate()])))
         module.forward = partial(_on_local, module, module.forward)
         return module
 
@@ -137,11 +135,11 @@ def _on_local(module: nn.Module, forward: Callable[..., Tensor], *args: Tensor) 
         name: cast(DTensor, param).to_local(grad_placements=[Partial()])
         for name, param in module.named_parameters(recurse=False)
     }
-    with _reparametrize_module(module, local):
+    with with_params(module, local):
         return forward(*args)
 
 
-class _WholeInput(ParallelStyle):
+class _WholeInput(ModuleStyle):
     """Gathers a module's first argument on every rank; its other arguments are not split.
 
     The argument stays a DTensor, so that the gradients from several matrices are summed before a single
@@ -152,9 +150,9 @@ class _WholeInput(ParallelStyle):
         super().__init__()
         self.stream = stream
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            first = DTensor.from_local(args[0], device_mesh, [self.stream], run_check=False)
+            first = DTensor.from_local(args[0], mesh, [self.stream], run_check=False)
             return (first.redistribute(placements=[Replicate()]), *args[1:])
 
         module.register_forward_pre_hook(gather)

@@ -1,0 +1,147 @@
+"""Training on one GPU: what the other tests show on a CPU, with CUDA's kernels, streams and nccl.
+
+`make gpu` runs these tests with TEST_DEVICE=cuda. All other runs take a CPU, so that the tests stay true.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.runs import log_text, losses, make_attempt, start_workers, train, wait_for
+from trainkit.config import read_effective
+from trainkit.manifest import Checkpoint, find_damage, published
+from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.memory.peaks import memory_of
+from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.plan.workload import workload_of
+from trainkit.rundir import AttemptDir, RunDir, read_json, read_metrics
+from trainkit.trainer.checkpoint.loader import load_tensors
+from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
+from trainkit.trainer.distributed import World
+from trainkit.trainer.simulate import simulate
+from trainkit.trainer.stateless_random import dropout
+
+pytestmark = [pytest.mark.slow, pytest.mark.gpu]
+
+KIND = os.environ.get("TEST_DEVICE", "cpu")
+DEVICE = torch.device(KIND)
+ON_DEVICE = f"device={KIND}"
+STEP_TIMEOUT_S = 120.0
+MESH = ("parallel.mesh_of_one=true",)
+"""Process groups, FSDP and DTensor staging on one process; on a GPU with nccl."""
+SIZE = 1024 if KIND == "cuda" else 128
+SHAPE = (
+    *(
+        "model.num_layers=8",
+        f"model.dim={SIZE}",
+        f"model.ffn_dim={3 * SIZE}",
+        f"model.vocab_size={30 * SIZE}",
+    ),
+    *("data.seq_len=512", "train.device_batch_size=4", "train.global_batch_size=null", "train.steps=4"),
+    *("parallel.compile=false", f"precision.dtype={'bf16' if KIND == 'cuda' else 'fp32'}"),
+)
+
+
+def wait_for_checkpoint(run: RunDir, attempt: AttemptDir, step: int) -> None:
+    deadline_s = time.monotonic() + STEP_TIMEOUT_S
+    while not any(found.step >= step for found in published(run.checkpoints_dir)):
+        assert time.monotonic() < deadline_s, log_text(attempt)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("mesh", [(), MESH], ids=["alone", "mesh"])
+def test_resumes_exactly_after_sigkill(tmp_path: Path, mesh: tuple[str, ...]) -> None:
+    options = [
+        *(ON_DEVICE, "precision.dtype=bf16", "model.dropout=0.1", "train.deterministic=true"),
+        *("train.steps=20000", "checkpoint.every_steps=5", *mesh),
+    ]
+    run = RunDir(tmp_path / "killed")
+    attempt = make_attempt(run.path, options)
+    deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    [worker] = start_workers(attempt, env=deterministic)
+    wait_for_checkpoint(run, attempt, 10)
+    worker.kill()
+    worker.wait()
+    saved = max(found.step for found in published(run.checkpoints_dir))
+    for folder in (run.path, tmp_path / "whole"):
+        attempt = make_attempt(folder, [*options, f"train.stop_at_step={saved + 10}"])
+        assert wait_for(start_workers(attempt, env=deterministic)) == [75], log_text(attempt)
+    expected = losses(tmp_path / "whole")
+    assert len(expected) == saved + 10
+    assert losses(run.path) == expected
+
+
+def test_the_mesh_of_one_changes_nothing(tmp_path: Path) -> None:
+    options = [ON_DEVICE, "precision.dtype=bf16", "train.steps=10", "parallel.compile=false"]
+    train(tmp_path / "alone", options)
+    train(tmp_path / "mesh", [*options, *MESH])
+    assert losses(tmp_path / "mesh") == pytest.approx(losses(tmp_path / "alone"), abs=1e-6)
+
+
+def test_compiled_and_eager_agree(tmp_path: Path) -> None:
+    """Also while a compiling step takes longer than any other: the watchdog knows the first one."""
+    options = [ON_DEVICE, "precision.dtype=fp32", "train.steps=8", "requeue.hang_min_s=1"]
+    train(tmp_path / "eager", [*options, "parallel.compile=false"])
+    train(tmp_path / "compiled", [*options, "parallel.compile=true"])
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), abs=2e-4)
+
+
+def test_fp16_skips_what_overflows_and_then_learns(tmp_path: Path) -> None:
+    options = ["precision.dtype=fp16", "precision.init_loss_scale=1.0e9", "train.steps=60"]
+    attempt = train(tmp_path / "run", [ON_DEVICE, *options, "optimizer.lr=0.01", "schedule.warmup_steps=1"])
+    assert "skipped: loss or gradient is not finite" in log_text(attempt)
+    finite = [loss for loss in losses(tmp_path / "run").values() if loss is not None]
+    assert 30 < len(finite) < 60
+    assert finite[-1] < finite[0] - 0.5
+
+
+def test_dropout_masks_are_those_of_a_cpu() -> None:
+    x = torch.randn(4, 64, 32)
+    keys = torch.arange(4, dtype=torch.int32)
+    expected = dropout(x, 0.3, keys, 7)
+    assert torch.equal(dropout(x.to(DEVICE), 0.3, keys.to(DEVICE), 7).cpu(), expected)
+
+
+def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path) -> None:
+    """While kernels that were enqueued before the call run, and others change the state right after it."""
+    state = {f"model.layer{index}": torch.randn(1 << 20, device=DEVICE) for index in range(8)}
+    saver = CheckpointSaver(RunDir(tmp_path), 1, World(0, 1, DEVICE, None, None), state, keep_last=9)
+    saver.allocate_buffers()
+    work = torch.randn(2048, 2048, device=DEVICE)
+    for step in range(1, 5):
+        for _ in range(20):
+            work = torch.tanh(work @ work)
+        for tensor in state.values():
+            tensor.add_(work[0, 0].nan_to_num())
+        saver.save(SaveRequest(step, {}, is_best=False, reason="test"), blocking=False)
+        expected = {name: tensor.clone() for name, tensor in state.items()}
+        saver.wait_until_staged()
+        for tensor in state.values():
+            tensor.mul_(2.0)
+        saver.finish()
+        checkpoint = Checkpoint(RunDir(tmp_path).checkpoint_dir(step), step)
+        found = {name: torch.empty_like(tensor, device="cpu") for name, tensor in state.items()}
+        load_tensors(checkpoint, found, World(0, 1, torch.device("cpu"), None, None))
+        assert not find_damage(checkpoint)
+        assert all(torch.equal(found[name], expected[name].cpu()) for name in expected)
+    saver.close()
+
+
+def test_memory_is_what_the_simulation_and_the_plan_say(tmp_path: Path) -> None:
+    attempt = train(tmp_path / "run", [ON_DEVICE, *SHAPE])
+    measured = 2**30 * max(record["mem_gib_peak"] for record in read_metrics(attempt.run))
+    assert measured > 0
+    config, plan = read_effective(attempt.config_file), LaunchPlan.from_dict(read_json(attempt.plan_file))
+    work = workload_of(config, resolve_model_shape(config.model, 1), plan.layout, plan.batch, device=KIND)
+    planned, simulated = memory_of(work).peak, simulate(config, plan, 0)["peak_bytes"]["total"]
+    if KIND == "cuda":
+        assert measured == pytest.approx(planned, rel=0.1)
+        # The simulation has the kernels of a CPU, which keep the inputs of norms in float32.
+        assert measured == pytest.approx(simulated, rel=0.2)
+    else:
+        assert simulated == pytest.approx(planned, rel=0.1)

@@ -1,0 +1,205 @@
+"""The GPU of a rank, where Slurm shows each task all of them or only its own; no GPU is needed for it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.runs import make_attempt
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
+from trainkit.job.failure.first_failure import suspect_host
+from trainkit.job.rank_env import RankEnv
+from trainkit.job.signals import StopRequest
+from trainkit.plan.launch import LaunchPlan, Layout
+from trainkit.rundir import read_json
+from trainkit.trainer import distributed, worker
+from trainkit.trainer.distributed import join_world, select_device
+from trainkit.trainer.progress import Progress
+
+
+class FakeCuda:
+    """What torch says of its GPUs, and the one that was selected."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.uuids = ["aaaa"]
+        self.name = "NVIDIA H100 80GB HBM3"
+        self.selected: list[torch.device] = []
+
+    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(name=self.name, uuid=self.uuids[device.index])
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: fake.count)
+    monkeypatch.setattr(torch.cuda, "set_device", fake.selected.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fake.get_device_properties)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "local_rank", "is_task", "index"),
+    [(8, 3, False, 3), (8, 3, True, 3), (1, 3, True, 0), (1, 0, True, 0), (1, 0, False, 0), (4, 3, True, 3)],
+)
+def test_the_gpu_of_a_rank(
+    cuda: FakeCuda, num_visible: int, local_rank: int, is_task: bool, index: int
+) -> None:
+    cuda.count = num_visible
+    device = torch.device("cuda", index)
+    assert select_device("cuda", local_rank, is_task=is_task) == device
+    assert cuda.selected == [device]
+    assert select_device("cpu", local_rank, is_task=is_task) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "is_task", "visible", "exit_code"),
+    [
+        (1, False, None, EXIT_FAILED),  # the node may have lost GPUs
+        (1, False, "0", EXIT_NO_RESTART),  # an agent with four ranks, which may use one GPU
+        (2, True, "0,1", EXIT_NO_RESTART),
+        (0, True, "NoDevFiles", EXIT_NO_RESTART),
+        (3, True, "0,1,2,3", EXIT_FAILED),
+        (0, False, "0,1,2,3", EXIT_FAILED),
+    ],
+)
+def test_no_gpu_for_a_rank(
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    num_visible: int,
+    is_task: bool,
+    visible: str | None,
+    exit_code: int,
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    cuda.count = num_visible
+    with pytest.raises(TrainkitError, match=f"local rank 3 has no GPU: torch sees {num_visible}") as caught:
+        select_device("cuda", 3, is_task=is_task)
+    assert caught.value.exit_code == exit_code
+    assert caught.value.hint
+    assert cuda.selected == []
+
+
+@pytest.mark.parametrize("local_rank", [0, 3])
+def test_a_torch_without_cuda_is_refused_for_good(monkeypatch: pytest.MonkeyPatch, local_rank: int) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(TrainkitError, match=r"torch .* was built without CUDA") as caught:
+        select_device("cuda", local_rank, is_task=True)
+    assert caught.value.exit_code == EXIT_NO_RESTART
+    assert "-m pip install" in caught.value.hint
+    assert "--index-url https://download.pytorch.org/whl/cu" in caught.value.hint
+    failure = {"host": "h1", "type": "TrainkitError", "message": str(caught.value), "exit_code": 78}
+    assert suspect_host(failure) is None
+
+
+def test_a_torch_for_rocm_has_gpus(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4", raising=False)
+    assert select_device("cuda", 0) == torch.device("cuda", 0)
+
+
+def rank(number: int, port: int) -> RankEnv:
+    return RankEnv(
+        rank=number,
+        local_rank=number,
+        world_size=2,
+        local_world_size=2,
+        node_rank=0,
+        num_nodes=1,
+        source="a test",
+        master_addr="127.0.0.1",
+        master_port=port,
+        nonce="a",
+    )
+
+
+@pytest.mark.parametrize(("per", "works"), [("gpu", True), ("node", False)])
+def test_only_a_rank_that_is_a_task_takes_the_single_gpu(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per: str, works: bool
+) -> None:
+    attempt = make_attempt(tmp_path / "run", num_procs=2)
+    plan = replace(LaunchPlan.from_dict(read_json(attempt.plan_file)), device="cuda", per=per)
+    monkeypatch.setattr(worker, "find_rank_env", lambda: rank(1, 1))
+    monkeypatch.setattr(worker, "build_task", lambda *args, **options: None)
+    monkeypatch.setattr(worker, "join_world", lambda *args: None)
+    if works:
+        assert worker.run_worker(attempt, plan, StopRequest(), Progress()) == EXIT_STOPPED
+        assert cuda.selected == [torch.device("cuda", 0)]
+        return
+    with pytest.raises(TrainkitError, match="local rank 1 has no GPU: torch sees 1"):
+        worker.run_worker(attempt, plan, StopRequest(), Progress())
+
+
+def join(monkeypatch: pytest.MonkeyPatch, devices: list[torch.device]) -> list[Any]:
+    """Two ranks of a node meet; returns the error of each, or the arguments of its process group."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+    found: list[Any] = [None, None]
+    monkeypatch.setattr(distributed, "START_TIMEOUT", timedelta(seconds=60))
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda *args, **options: options["store"])
+    monkeypatch.setattr(distributed, "make_world", lambda number, *args: number)
+    monkeypatch.setattr(distributed, "_raise_open_file_limit", lambda count: None)
+    stores = []  # that of rank 0 has to outlive the other
+
+    def meet(number: int) -> None:
+        try:
+            found[number] = join_world(rank(number, port), devices[number], Layout(dp_shard=2), StopRequest())
+        except TrainkitError as error:
+            found[number] = error
+
+    original = distributed.startup_barrier
+
+    def keep(*args: Any) -> Any:
+        stores.append(original(*args))
+        return stores[-1]
+
+    monkeypatch.setattr(distributed, "startup_barrier", keep)
+    threads = [threading.Thread(target=meet, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_two_tasks_that_see_the_same_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node has one GPU, or the step: Slurm has not bound it to one of the tasks."""
+    device = torch.device("cuda", 0)
+    first, second = join(monkeypatch, [device, device])
+    assert first == 0
+    assert isinstance(second, TrainkitError)
+    assert str(second) == f"ranks 0 and 1 on {socket.gethostname()} have the same GPU, aaaa"
+    assert second.exit_code == EXIT_NO_RESTART
+    cuda.name = "NVIDIA A100-SXM4-40GB MIG 3g.20gb"  # slices of one GPU
+    assert join(monkeypatch, [device, device]) == [0, 1]
+
+
+def test_tasks_with_a_gpu_each(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = iter(["aaaa", "bbbb"])
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(name=cuda.name, uuid=next(uuids)),
+    )
+    device = torch.device("cuda", 0)
+    assert join(monkeypatch, [device, device]) == [0, 1]
+
+
+def test_ranks_that_see_all_gpus_and_those_without_any(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda.uuids = ["aaaa", "bbbb"]
+    assert join(monkeypatch, [torch.device("cuda", 0), torch.device("cuda", 1)]) == [0, 1]
+    assert join(monkeypatch, [torch.device("cpu")] * 2) == [0, 1]

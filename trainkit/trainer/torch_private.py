@@ -1,0 +1,349 @@
+"""Every private API of torch that trainkit uses: what each is for, and what to do when torch removes it.
+
+No other file of trainkit names one; a test reads the syntax trees. Modules that are slow to import, as those
+of pipelines and of the memory tracker, are imported by the functions that need them.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Variable
+from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+try:
+    from torch.distributed._functional_collectives import all_gather_single_autograd as _all_gather
+except ImportError:  # torch 2.11 and 2.12
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd as _all_gather
+
+# Attention
+
+ATTENTION_OPS = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""What `F.scaled_dot_product_attention` calls, which selective checkpointing saves. When one is renamed: take
+the new name from a profile of the function; without it attention is recomputed, which is slow but correct."""
+
+
+def flash_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal flash attention whose last query is aligned with the last key, for context parallelism.
+
+    The public function aligns the first ones. When it goes: `torch.nn.attention.bias.causal_lower_right`.
+    """
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    return out
+
+
+# Parameters, gradients and the optimizer
+
+
+def shard_offset(param: DTensor) -> Sequence[int]:
+    """Where this rank's shard of a parameter starts in each dimension, for its initial values.
+
+    When it goes: compute it from the placements, the mesh and torch's rule for uneven shards.
+    """
+    offset: Sequence[int] = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )[1]
+    return offset
+
+
+def shard_like(shard: Tensor, whole: DTensor) -> DTensor:
+    """A shard as a DTensor that is split like `whole`, for the optimizer's state in a checkpoint.
+
+    `DTensor.from_local` copies an offloaded tensor to the device of the mesh. When the constructor changes:
+    use `from_local`, and save offloaded tensors under a mesh of the CPU.
+    """
+    return DTensor(shard, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+with_params = _reparametrize_module
+"""Run a module with other tensors as its parameters: the local shards, under tensor parallelism.
+`torch.func.functional_call` would call the module's replaced forward again. When it goes: set the attributes
+by hand, and restore them."""
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the running backward pass, to wait for the last reduced gradient.
+
+    DDP and FSDP do the same, so a successor will exist; until it is known, wait before the optimizer step.
+    """
+    cast(Any, Variable)._execution_engine.queue_callback(callback)
+
+
+def norm_of_each(tensors: list[Tensor]) -> list[Tensor]:
+    """The norm of each tensor, in one kernel for many of them, for gradient clipping.
+
+    When it goes: `torch.linalg.vector_norm` of each, with a kernel for each.
+    """
+    return list(torch._foreach_norm(tensors))
+
+
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source to its target, in one kernel for many of them.
+
+    When it goes: `Tensor.copy_` of each, with a kernel for each.
+    """
+    torch._foreach_copy_(targets, sources)
+
+
+def scale_next_step(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
+    """Make the fused kernel of the next step divide the gradients, and change nothing if `skip` is 1.
+
+    GradScaler sets these attributes. When they go: divide the gradients in a pass of their own.
+    """
+    fused = cast(Any, optimizer)
+    fused.grad_scale = divisor
+    fused.found_inf = skip
+
+
+# Communication
+
+
+def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all ranks, concatenated along `dim`; its gradient is reduced, and it compiles.
+
+    When it goes: an autograd function around `dist.all_gather_into_tensor` and `reduce_scatter_tensor`.
+    """
+    whole: Tensor = _all_gather(local, gather_dim=dim, group=group)
+    return whole
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the timeout of the collectives of a group that the device mesh has made with the default one.
+
+    When it goes: pass the timeout to `init_device_mesh`, in the options of its backends.
+    """
+    _set_pg_timeout(timeout, group)
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Data parallelism over whole copies of a module, which composes with tensor parallelism.
+
+    `DistributedDataParallel` does not: it computes a local norm in silence. When it goes: `fully_shard` over
+    a mesh whose shard dimension has one rank.
+    """
+    _replicate(module, mesh=mesh, mp_policy=policy)
+
+
+class ModuleStyle(ParallelStyle):
+    """Base of trainkit's own ways to parallelize a module; `apply` is what `parallelize_module` calls.
+
+    torch declares the method as `_apply`. When it is renamed: rename it here.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self.apply(module, device_mesh)
+
+    @abstractmethod
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Parallelize a module in place and return it."""
+
+
+def flight_record(device_type: str) -> dict[str, Any] | None:
+    """The newest collectives of this rank, for the report of a hang; None where torch does not record them.
+
+    When it goes: nothing else knows them. Return None; the stacks remain.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    name = "_dump_nccl_trace_json" if device_type == "cuda" else "_dump_fr_trace_json"
+    dump = getattr(c10d, name, None)
+    if dump is None or not dist.is_initialized():
+        return None
+    record: dict[str, Any] = json.loads(dump())
+    return record
+
+
+# Checkpoints
+
+PICKLED_IN_METADATA = frozenset(
+    {
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+    }
+)
+"""Private names in the metadata of a sharded checkpoint that are safe to unpickle. When a release adds one,
+resuming from its checkpoints fails and names it: look at what it does, and add it. None may be removed, since
+checkpoints of older releases contain them."""
+
+
+# Simulation of one rank: tensors without values, collectives without other ranks
+
+FakeTensors = FakeTensorMode
+"""The mode in which tensors have shapes but no values. When it goes: the meta device, without the memory
+tracker, so that `plan` alone estimates the memory."""
+
+DispatchMode = TorchDispatchMode
+"""Base of a mode that sees every operation, to count collectives. When it goes: count them in a profile."""
+
+_COLLECTIVES = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+}
+
+
+def collective_kind(op: Any) -> str | None:
+    """``all_gather``, ``reduce_scatter`` or ``all_reduce``; None for any other operation.
+
+    When a release renames an operation, the test of the collectives per step fails: add its name.
+    """
+    namespace, _, name = str(op.name()).partition("::")
+    return _COLLECTIVES.get(name.partition(".")[0]) if namespace in ("c10d", "_c10d_functional") else None
+
+
+def join_fake_world(rank: int, world_size: int) -> None:
+    """Make this process one rank of a world in which all collectives return at once.
+
+    When it goes: `torch.distributed` documents no other backend for it; keep a copy of the store.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+
+class _NoModuleTracker:
+    """Replaces the module tracker of torch's memory tracker, which hooks into modules.
+
+    Its hooks allow only one call per step, and no backward pass that a pipeline schedule splits in two.
+    """
+
+    parents: frozenset[str] = frozenset()
+
+    @property
+    def is_bw(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def register_user_hooks(self, *hooks: Any) -> None: ...
+
+    def clear_user_hooks(self) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def memory_tracker() -> Any:
+    """torch's memory tracker without per-module statistics, for the peak memory of a simulated rank.
+
+    When it goes: a `DispatchMode` that adds up the storages that are alive.
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    tracker._mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
+    return tracker
+
+
+@contextmanager
+def shapes_untracked() -> Iterator[None]:
+    """Hide DTensor's shape propagation from the memory tracker.
+
+    It creates tensors of the global shape, which no rank ever allocates: for sharded logits, those of the
+    whole vocabulary. The tracker ignores tensors of other fake modes, but here there is only one. When the
+    method is renamed: find the one of `ShardingPropagator` that enters a fake mode.
+    """
+    kind: Any = ShardingPropagator
+    propagate = kind._propagate_tensor_meta_non_cached
+
+    def propagate_untracked(propagator: ShardingPropagator, op_schema: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(propagator, op_schema)
+
+    kind._propagate_tensor_meta_non_cached = propagate_untracked
+    try:
+        yield
+    finally:
+        kind._propagate_tensor_meta_non_cached = propagate
+
+
+StreamOf = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+"""The input of a pipeline stage that is not the first, on the meta device, given its module and the keyword
+arguments of a microbatch."""
+
+
+def set_stage_shapes(schedule: Any, stream_of: StreamOf) -> None:
+    """Set the input shapes of a schedule's stages, which would otherwise exchange them in the first step.
+
+    When it goes: the stages take `input_args` and `output_args`.
+    """
+    if not hasattr(schedule, "_initialize_pp_stages"):
+        _set_stage_shapes_2_11(schedule, stream_of)
+        return
+    from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
+
+    def prepare(
+        stages: Sequence[Any],
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Tensor],
+        target: Tensor | None,
+        knows_forward: bool,
+        knows_backward: bool,
+        **rest: Any,
+    ) -> tuple[bool, bool]:
+        if not knows_forward:
+            for stage in stages:
+                stream = (stream_of(stage.submod, kwargs),)
+                inputs = extract_tensor_metas(args if stage.is_first else stream)
+                stage._user_meta = _StageMeta(inputs, outputs=extract_tensor_metas(stream))
+                stage._inference_mode = InferenceMode.STATIC
+                stage._prepare_forward_infra(schedule._n_microbatches, None, has_backward=True)
+                stage._prepare_backward_infra(schedule._n_microbatches)
+        return True, True
+
+    schedule._initialize_pp_stages = prepare
+
+
+def _set_stage_shapes_2_11(schedule: Any, stream_of: StreamOf) -> None:
+    """The same for torch 2.11, in which schedules of one and of several stages differ."""
+
+    def prepare(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        for stage in stages:
+            if stage.inputs_meta is not None:
+                return
+            stream = (stream_of(stage.submod, kwargs),)
+            stage.inputs_meta = tuple(arg.to("meta") for arg in args) if stage.is_first else stream
+            stage._configure_outputs_meta(stream)
+            # The last stage has an output of another shape, but sends it to nobody.
+            stage._validate_fwd_outputs = lambda outputs: None
+            stage._prepare_forward_infra(schedule._n_microbatches, ())
+            stage._prepare_backward_infra(schedule._n_microbatches)
+
+    if hasattr(schedule, "_stages"):
+        stages = schedule._stages
+        schedule._initialize_stages = prepare
+    else:
+        stages = [schedule._stage]
+        schedule._initialize_stage = prepare
