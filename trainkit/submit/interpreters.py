@@ -185,7 +185,7 @@ def cpu_only_torch(folder: Path) -> str | None:
         tree = ast.parse((folder / "version.py").read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return None
-    values = {}
+    values: dict[str, object] = {}
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if isinstance(value := getattr(node, "value", None), ast.Constant):
