@@ -184,7 +184,7 @@ def test_the_error_that_is_shown_is_the_one_that_comes(sandbox: Path) -> None:
 
 def test_the_plan_that_is_shown_is_the_one_that_comes(sandbox: Path) -> None:
     page = ROOT / "docs" / "layouts.md"
-    [command] = [line for line in commands(page, "console") if line.startswith("trainkit plan")]
+    command = next(line for line in commands(page, "console") if line.startswith("trainkit plan"))
     done = run(f"{command} 2>&1", sandbox)
     shown = next(block for block in blocks(page, "text") if "recommended: " in block)
     for shortened, line in zip(shown.splitlines(), done.stdout.splitlines(), strict=True):

@@ -70,7 +70,7 @@ def test_a_job_in_high_puts_one_in_low_back_into_the_queue(cluster: Cluster, tmp
     ]
     high_id = cluster.run(high, timeout_s=150, check=True).stdout.strip()
     wait_for_log(tmp_path, "term")
-    assert cluster.job(low)["JobState"] == "RUNNING"
+    cluster.wait_for_job(low, "RUNNING")  # it is SIGNALING as long as slurmctld sends the signal
     # The end of the grace time is looked at every 30 s.
     cluster.wait_for_job(high_id, "COMPLETED", timeout_s=150)
     again = cluster.wait_for_job(low, "RUNNING", timeout_s=150)

@@ -133,7 +133,7 @@ def test_only_a_rank_that_is_a_task_takes_the_single_gpu(
     plan = replace(LaunchPlan.from_dict(read_json(attempt.plan_file)), device="cuda", per=per)
     monkeypatch.setattr(worker, "find_rank_env", lambda: rank(1, 1))
     monkeypatch.setattr(worker, "build_task", lambda *args, **options: None)
-    monkeypatch.setattr(worker, "join_world", lambda *args: None)
+    monkeypatch.setattr(worker, "join_world", lambda *args, **options: None)
     if works:
         assert worker.run_worker(attempt, plan, StopRequest(), Progress()) == EXIT_STOPPED
         assert cuda.selected == [torch.device("cuda", 0)]

@@ -141,6 +141,6 @@ def test_rank_0_looks_at_the_shards_for_all(
 
     monkeypatch.setattr(worker, "build_task", build_task)
     monkeypatch.setattr(worker, "find_rank_env", lambda: rank(number, 1))
-    monkeypatch.setattr(worker, "join_world", lambda *args: None)
+    monkeypatch.setattr(worker, "join_world", lambda *args, **options: None)
     assert worker.run_worker(attempt, plan, stop, Progress()) == EXIT_STOPPED
     assert asked == [number == 0]

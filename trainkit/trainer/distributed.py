@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import resource
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not in its `__all__`
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
@@ -25,7 +23,7 @@ from trainkit.job.signals import StopRequest
 from trainkit.plan.gpus import cuda_torch_hint
 from trainkit.plan.launch import Layout, Place
 from trainkit.rundir import RunDir, log_event
-from trainkit.trainer.startup_barrier import arrival_key, startup_barrier
+from trainkit.trainer.startup_barrier import refuse_shared_gpu, startup_barrier
 from trainkit.trainer.torch_private import set_timeout
 
 START_TIMEOUT = timedelta(minutes=30)
@@ -132,7 +130,9 @@ def join_world(
     store = startup_barrier(env, stop, START_TIMEOUT, is_busy, gpu)
     if store is None:
         return None
-    refuse_shared_gpu(env, device, gpu, store)
+    if gpu and device.index != env.local_rank:
+        # It is the only one that this rank sees, but may not be bound to this task alone.
+        refuse_shared_gpu(env, gpu, store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -150,22 +150,6 @@ def gpu_uuid(device: torch.device) -> str:
         return ""
     properties = torch.cuda.get_device_properties(device)
     return "" if "MIG" in properties.name.split() else str(properties.uuid)
-
-
-def refuse_shared_gpu(env: RankEnv, device: torch.device, gpu: str, store: Store) -> None:
-    """Raise TrainkitError (exit code 78) if a lower rank of this node has the same GPU as this one.
-
-    A rank that sees a single GPU uses it, but that one may not be bound to its task alone.
-    """
-    if not gpu or device.index == env.local_rank:
-        return
-    for other in range(env.rank - env.local_rank, env.rank):
-        if store.get(arrival_key(other)).decode().endswith(f" {gpu}"):
-            raise TrainkitError(
-                f"ranks {other} and {env.rank} on {socket.gethostname()} have the same GPU, {gpu}",
-                hint=GPU_BINDING_HINT,
-                exit_code=EXIT_NO_RESTART,
-            )
 
 
 def _raise_open_file_limit(count: int) -> None:

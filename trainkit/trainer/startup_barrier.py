@@ -26,8 +26,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # all documented,
     TCPStore,
 )
 
-from trainkit.errors import TrainkitError
-from trainkit.job.rank_env import RankEnv
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.job.rank_env import GPU_BINDING_HINT, RankEnv
 from trainkit.job.signals import StopRequest
 
 LOOPBACK = "127.0.0.1"
@@ -43,11 +43,6 @@ STOP_GRACE_S = 20.0
 """Seconds that a rank asked to stop allows for notifying the others."""
 
 
-def arrival_key(rank: int) -> str:
-    """The key under which a rank that has arrived stores its host and, if it has one, its GPU."""
-    return f"arrived/{rank}"
-
-
 def startup_barrier(
     env: RankEnv,
     stop: StopRequest,
@@ -57,8 +52,8 @@ def startup_barrier(
 ) -> Store | None:
     """Wait for all ranks; returns the store that they share, or None if they agreed to stop.
 
-    Raises TrainkitError with the ranks that are missing after the timeout, but keeps waiting while `is_busy`
-    returns True for one of them.
+    `gpu` is the UUID of this rank's GPU, which `refuse_shared_gpu` compares. Raises TrainkitError with the
+    ranks that are missing after the timeout, but keeps waiting while `is_busy` returns True for one of them.
     """
     timeout_s = timeout.total_seconds()
     if env.rank != 0 and not _wait_for_main(env, stop, timeout_s, is_busy):
@@ -68,7 +63,7 @@ def startup_barrier(
     if stop:
         # Before it arrives: if it is the last rank, it would set "go" first.
         store.compare_set("verdict", "", "stop")
-    store.set(arrival_key(env.rank), f"{socket.gethostname()} {gpu}")
+    store.set(f"arrived/{env.rank}", f"{socket.gethostname()} {gpu}")
     if store.add("num_arrived", 1) == env.world_size:
         store.compare_set("verdict", "", "go")
     pauses = _pauses(env.world_size)
@@ -95,6 +90,17 @@ def startup_barrier(
     return None
 
 
+def refuse_shared_gpu(env: RankEnv, gpu: str, store: Store) -> None:
+    """Raise TrainkitError (exit code 78) if a lower rank of this node has arrived with the same GPU."""
+    for other in range(env.rank - env.local_rank, env.rank):
+        if store.get(f"arrived/{other}").decode().endswith(f" {gpu}"):
+            raise TrainkitError(
+                f"ranks {other} and {env.rank} on {socket.gethostname()} have the same GPU, {gpu}",
+                hint=GPU_BINDING_HINT,
+                exit_code=EXIT_NO_RESTART,
+            )
+
+
 def _pauses(world_size: int) -> Iterator[float]:
     """Growing pauses in seconds; the more ranks ask the same server, the longer they get."""
     longest_s = min(LONGEST_POLL_S, max(5 * POLL_S, world_size / 4000))
@@ -105,7 +111,7 @@ def _pauses(world_size: int) -> Iterator[float]:
 
 
 def _missing_ranks(env: RankEnv, store: Store) -> list[int]:
-    return [rank for rank in range(env.world_size) if not store.check([arrival_key(rank)])]
+    return [rank for rank in range(env.world_size) if not store.check([f"arrived/{rank}"])]
 
 
 def _open_store(env: RankEnv, timeout: timedelta) -> TCPStore:

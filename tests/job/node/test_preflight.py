@@ -243,6 +243,16 @@ def test_ranks_that_may_use_too_few_gpus_are_not_the_fault_of_the_node(
     assert "gpu-bind: none" in caught.value.hint
 
 
+def test_fewer_gpus_than_ranks_because_slurm_has_given_no_more() -> None:
+    """In a container without CUDA_VISIBLE_DEVICES, only Slurm's own count tells it from a broken node."""
+    with failing("have SLURM_GPUS_ON_NODE=1$", is_node=False) as caught:
+        preflight._check(FakeNvml(WELL), range(4), None, granted="1")
+    assert caught.value.exit_code == EXIT_NO_RESTART
+    for granted in ("4", "", None):
+        with failing("has no GPU: .* has 1$"):
+            preflight._check(FakeNvml(WELL), range(4), None, granted=granted)
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "visible"),
     [

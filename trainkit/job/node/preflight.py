@@ -52,20 +52,31 @@ def check_gpus(plan: LaunchPlan, local_ranks: Sequence[int], environ: Mapping[st
     except pynvml.NVMLError:
         return
     try:
-        _check(pynvml, local_ranks, environ.get("CUDA_VISIBLE_DEVICES"), is_task=plan.per == "gpu")
+        visible, granted = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("SLURM_GPUS_ON_NODE")
+        _check(pynvml, local_ranks, visible, is_task=plan.per == "gpu", granted=granted)
     finally:
         pynvml.nvmlShutdown()
 
 
-def _check(nvml: Any, local_ranks: Sequence[int], visible: str | None, *, is_task: bool = False) -> None:
-    """Check the GPUs of these ranks; `visible` is CUDA_VISIBLE_DEVICES, `is_task` as for `gpu_index`."""
+def _check(
+    nvml: Any,
+    local_ranks: Sequence[int],
+    visible: str | None,
+    *,
+    is_task: bool = False,
+    granted: str | None = None,
+) -> None:
+    """Check the GPUs of these ranks; `visible` is CUDA_VISIBLE_DEVICES, `granted` SLURM_GPUS_ON_NODE.
+
+    `is_task` is that of `gpu_index`.
+    """
     count, listed = nvml.nvmlDeviceGetCount(), visible_gpus(visible)
     names = [str(index) for index in range(count)] if listed is None else listed
     for rank in local_ranks:
         index = gpu_index(rank, len(names), is_task=is_task)
         name = None if index is None else names[index]
         if name is None or (name.isdigit() and int(name) >= count):
-            raise _missing_gpu(rank, name, count, visible, is_task=is_task)
+            raise _missing_gpu(rank, name, count, visible, granted, is_task=is_task)
         if not name.isdigit():
             continue  # a UUID may be abbreviated, and a MIG slice reports no health
         problem = _gpu_problem(nvml, int(name))
@@ -74,12 +85,16 @@ def _check(nvml: Any, local_ranks: Sequence[int], visible: str | None, *, is_tas
 
 
 def _missing_gpu(
-    rank: int, name: str | None, count: int, visible: str | None, *, is_task: bool
+    rank: int, name: str | None, count: int, visible: str | None, granted: str | None, *, is_task: bool
 ) -> PreflightFailed:
     """The failure of a rank whose GPU `name` is missing, or that has none; NVML sees `count` GPUs."""
     host = socket.gethostname()
-    if visible is not None and name is None:
-        message = f"local rank {rank} has no GPU: its processes on {host} have CUDA_VISIBLE_DEVICES={visible}"
+    limits = {"CUDA_VISIBLE_DEVICES": visible}
+    if granted is not None and granted.isdigit() and int(granted) <= rank:
+        limits["SLURM_GPUS_ON_NODE"] = granted  # a container may have removed the other variable
+    limit = next((f"{key}={value}" for key, value in limits.items() if value is not None), None)
+    if limit is not None and name is None:
+        message = f"local rank {rank} has no GPU: its processes on {host} have {limit}"
         return PreflightFailed(message, GPU_BINDING_HINT, is_node=False, exit_code=EXIT_NO_RESTART)
     chosen = "" if visible is None else f" and CUDA_VISIBLE_DEVICES={visible}"
     message = f"local rank {rank} has no GPU: {host} has {count}{chosen}"
