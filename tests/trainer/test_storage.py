@@ -94,7 +94,9 @@ def test_metadata_that_would_run_code_is_refused(
     (tmp_path / "saved" / METADATA_NAME).write_bytes(opcodes(module, name, f"touch {trace}"[:250], protocol))
     with pytest.raises(pickle.UnpicklingError, match="is not a class of checkpoint metadata"):
         SafeReader(tmp_path / "saved").read_metadata()
-    with pytest.raises(CheckpointException, match="is not a class of checkpoint metadata"):
+    # torch 2.11 drops the reason; `load_tensors` reads the metadata itself before, as above.
+    shown = "metadata is None" if torch.__version__ < "2.12" else "is not a class of checkpoint metadata"
+    with pytest.raises(CheckpointException, match=shown):
         state_dict_loader.load(
             {"a": torch.zeros(100_000)}, storage_reader=SafeReader(tmp_path / "saved"), no_dist=True
         )

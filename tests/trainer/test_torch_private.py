@@ -13,6 +13,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import StagingOptions
+
+from trainkit.trainer.torch_private import make_stager
 
 ROOT = Path(__file__).resolve().parents[2]
 THE_FILE = ROOT / "trainkit/trainer/torch_private.py"
@@ -82,6 +88,30 @@ def own_names(kind: type) -> set[str]:
         found = []
     by_python = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
     return {name for name in (*vars(kind), *found) if is_private(name)} - by_python
+
+
+def test_each_says_what_to_do_when_it_goes() -> None:
+    body = ast.parse(THE_FILE.read_text()).body
+    found: dict[str, str] = {}
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name] = ast.get_docstring(node) or ""
+        elif isinstance(node, ast.Assign) and isinstance(after, ast.Expr):
+            found[ast.unparse(node.targets[0])] = ast.literal_eval(after.value)
+    public = {name: text for name, text in found.items() if not name.startswith("_")}
+    assert len(public) > 15
+    assert [name for name, text in public.items() if "When " not in text] == []
+
+
+def test_a_stager_keeps_its_buffers_until_it_is_closed() -> None:
+    state = {"weight": torch.ones(1000), "step": torch.zeros(())}
+    stager: Any = make_stager(StagingOptions(False, False, True, False))
+    staged = [stager.stage(state).result()["weight"] for _ in range(3)]
+    assert len({tensor.data_ptr() for tensor in staged}) == 1
+    buffers = stager._state_dict_stager._cached_storage_mapping
+    assert len(buffers) == 2
+    stager.close()
+    assert len(buffers) == 0
 
 
 def test_no_other_file_names_one() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed._composable.replicate_with_fsdp import replicate as _replicate
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -89,7 +90,8 @@ by hand, and restore them."""
 def after_backward(callback: Callable[[], None]) -> None:
     """Call a function at the end of the running backward pass, to wait for the last reduced gradient.
 
-    DDP and FSDP do the same, so a successor will exist; until it is known, wait before the optimizer step.
+    When it goes: DDP and FSDP do the same, so torch will have a successor; until it is known, wait before the
+    optimizer step.
     """
     cast(Any, Variable)._execution_engine.queue_callback(callback)
 
@@ -192,6 +194,26 @@ resuming from its checkpoints fails and names it: look at what it does, and add 
 checkpoints of older releases contain them."""
 
 
+def make_stager(options: StagingOptions) -> DefaultStager:
+    """A stager that keeps its buffers from one save to the next, until it is closed.
+
+    torch 2.11 and 2.12 release them after every save, and can then stage nothing more. When neither is
+    supported any longer: use `DefaultStager`.
+    """
+    stager = DefaultStager(options)
+    if torch.__version__ < "2.13":  # compares releases, not strings
+        own: Any = stager
+        buffers, close = own._state_dict_stager, stager.close
+        release, buffers.close = buffers.close, lambda: None
+
+        def close_for_good() -> None:
+            close()
+            release()
+
+        own.close = close_for_good
+    return stager
+
+
 # Simulation of one rank: tensors without values, collectives without other ranks
 
 FakeTensors = FakeTensorMode
@@ -289,12 +311,12 @@ def shapes_untracked() -> Iterator[None]:
         kind._propagate_tensor_meta_non_cached = propagate
 
 
-StreamOf = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+_StreamOf = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 """The input of a pipeline stage that is not the first, on the meta device, given its module and the keyword
 arguments of a microbatch."""
 
 
-def set_stage_shapes(schedule: Any, stream_of: StreamOf) -> None:
+def set_stage_shapes(schedule: Any, stream_of: _StreamOf) -> None:
     """Set the input shapes of a schedule's stages, which would otherwise exchange them in the first step.
 
     When it goes: the stages take `input_args` and `output_args`.
@@ -326,7 +348,7 @@ def set_stage_shapes(schedule: Any, stream_of: StreamOf) -> None:
     schedule._initialize_pp_stages = prepare
 
 
-def _set_stage_shapes_2_11(schedule: Any, stream_of: StreamOf) -> None:
+def _set_stage_shapes_2_11(schedule: Any, stream_of: _StreamOf) -> None:
     """The same for torch 2.11, in which schedules of one and of several stages differ."""
 
     def prepare(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:

@@ -36,6 +36,7 @@ from trainkit.manifest import (
 from trainkit.rundir import PARTIAL_SUFFIX, RunDir, write_json
 from trainkit.trainer.checkpoint.storage import HashingWriter
 from trainkit.trainer.distributed import World, record_event
+from trainkit.trainer.torch_private import make_stager
 
 log = getLogger(__name__)
 
@@ -227,7 +228,7 @@ class CheckpointSaver:
         """The stager, shared by all saves to reuse its buffers."""
         if self._stager is None:
             cuda = self._world.device.type == "cuda"
-            self._stager = DefaultStager(
+            self._stager = make_stager(
                 StagingOptions(
                     use_pinned_memory=cuda,
                     use_shared_memory=False,
