@@ -38,7 +38,7 @@ OLDEST := .venv-oldest
 TESTS_OF_TORCH := tests/trainer tests/plan/layouts/test_schedules.py tests/bench/test_exposed_comm.py \
 	tests/cli/test_check_simulation.py tests/submit/test_provenance.py
 
-test-oldest: ## The tests of the trainer on torch 2.11, the oldest supported release (30 minutes).
+test-oldest: ## The tests of the trainer on torch 2.11, the oldest release that is accepted.
 	@.ci/make-venv test "$(OLDEST)" constraints-oldest.txt
 	"$(OLDEST)/bin/python" -m pytest --dist loadgroup --numprocesses 2 $(TESTS_OF_TORCH)
 
