@@ -131,7 +131,7 @@ def _layout(work: Workload) -> str:
 
 def _samples(work: Workload) -> str:
     """Samples at once x passes per step, and tokens per sample."""
-    return f"{work.samples_at_once} x {work.passes_per_step} of {work.seq_len}"
+    return f"{work.samples_per_pass} x {work.passes_per_step} of {work.seq_len}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The profiles for two GPUs take the memory that they say."""
+"""The profiles and model configs are made for GPUs that they name, and suit those."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainkit.cluster.units import GIB
 from trainkit.config import load_config
 from trainkit.plan.gpus import find_gpu
 from trainkit.plan.hardware import Hardware
-from trainkit.plan.layouts.choices import configured_layout
+from trainkit.plan.layouts.choices import base_workload, choose, configured_layout
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.resources import shipped_configs
 
@@ -44,3 +44,22 @@ def test_one_gpu_reads_the_same_samples_a_step(name: str, tmp_path: Path) -> Non
     loaded = load_config(shipped_configs() / "quickstart.yaml", profile=name, environ={}, cwd=tmp_path)
     train = loaded.config.train
     assert train.global_batch_size == 2 * train.device_batch_size
+
+
+def test_a_model_config_is_what_plan_recommends_for_its_gpus(tmp_path: Path) -> None:
+    tried = []
+    for file in sorted((shipped_configs() / "models").glob("*.yaml")):
+        said = re.search(r"trainkit plan models/(\S+) --gpus (\d+) --gpu-type (\S+)", file.read_text())
+        if said is None:
+            continue
+        tried.append(file.stem)
+        loaded, gpu, gpus = load_config(file, environ={}, cwd=tmp_path), find_gpu(said[3]), int(said[2])
+        assert (said[1], gpu is None) == (file.stem, False)
+        assert gpu is not None
+        hardware = Hardware(gpu, gpus, min(gpus, 8))
+        shape = resolve_model_shape(loaded.config.model, 1)
+        own, problems = configured_layout(loaded, shape, hardware)
+        assert own is not None, problems
+        choices = choose(base_workload(loaded.config, shape, own), hardware, own.work.samples_per_step)
+        assert own == choices[0], file.stem
+    assert tried == ["125m", "13b", "1b", "350m", "70b", "7b", "8b-one-gpu", "8b"]

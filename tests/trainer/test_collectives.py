@@ -71,6 +71,24 @@ CASES = [
         ),
     ),
     (
+        Case("tp-selective", 2, {"tp": 2, "activation_checkpointing": "selective"}),
+        plus(
+            AGREED,
+            # Recomputation gathers the inputs of attention and feed-forward again, and reduces nothing again.
+            {"all_gather": 2 * (SPLITS + LAYERS) * PASSES, "reduce_scatter": 2 * SPLITS * PASSES},
+            {"all_reduce": 3 * PASSES + 2 * LAYERS + 1},
+        ),
+    ),
+    (
+        Case("tp-full", 2, {"tp": 2, "activation_checkpointing": "full"}),
+        plus(
+            AGREED,
+            # The output of a block is not needed again, so that of its feed-forward is not reduced again.
+            {"all_gather": 2 * (SPLITS + LAYERS) * PASSES, "reduce_scatter": (2 * SPLITS + LAYERS) * PASSES},
+            {"all_reduce": 3 * PASSES + 2 * LAYERS + 1},
+        ),
+    ),
+    (
         Case("tp-of-matrices-only", 2, {"tp": 2, "sequence_parallel": False, "loss_parallel": False}),
         plus(AGREED, {"all_reduce": 2 * SPLITS * PASSES, "all_gather": PASSES}),
     ),

@@ -79,7 +79,7 @@ def test_whatever_a_rank_computes_and_in_which_order() -> None:
 def check_against_the_wrapper(world: World) -> None:
     mesh = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     on_host, wrapped = nano(), nano()
-    apply_data_parallel(wrapped, list(wrapped.blocks), mesh, Layout(world.size, 1), torch.float32)
+    apply_data_parallel(wrapped, mesh, Layout(world.size, 1), torch.float32)
     copies = replace(world, mesh=mesh, layout=Layout(world.size, 1))
     switches = [gradient_switch(model, copies) for model in (on_host, wrapped)]
     for number in range(4):

@@ -44,7 +44,7 @@ def check_shards(world: World, whole: dict[str, torch.Tensor], layout: Layout) -
         )
     with torch.device("meta"):
         model = Decoder(nano_shape(num_heads=3, num_kv_heads=1, dim=66), SEQ_LEN)
-    apply_data_parallel(model, list(model.blocks), mesh, layout, torch.float32)
+    apply_data_parallel(model, mesh, layout, torch.float32)
     model.to_empty(device="cpu")
     model.rebuild_buffers()
     init_parameters(model, 0)

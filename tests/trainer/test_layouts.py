@@ -137,7 +137,7 @@ def check_inputs(world: World, layout: Layout) -> None:
     )
     with torch.device("meta"):
         model = Decoder(nano_shape(num_layers=3, dropout=0.1), SEQ_LEN)
-    data_parallel.apply_data_parallel(model, list(model.blocks), mesh, layout, torch.bfloat16)
+    data_parallel.apply_data_parallel(model, mesh, layout, torch.bfloat16)
     model.to_empty(device="cpu")
     model.rebuild_buffers()
     for param in model.parameters():

@@ -21,7 +21,7 @@ class ModelConfig(Section):
     preset: Preset = Field(default="tiny", description="Named model size; it sets every size that is null.")
     vocab_size: AtLeastOne | None = Field(
         default=None,
-        description="Vocabulary size; null uses the tokenizer's, rounded up to a multiple of 64.",
+        description="Vocabulary size; null uses the preset's, or the tokenizer's in steps of 64 if larger.",
     )
     dim: AtLeastOne | None = Field(default=None, description="Width of the residual stream.")
     num_layers: AtLeastOne | None = Field(default=None, description="Number of decoder blocks.")

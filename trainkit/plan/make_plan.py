@@ -19,7 +19,7 @@ from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
 from trainkit.plan.layouts.rules import batch_problems, compiles, layout_problems
 from trainkit.plan.memory.weights import host_problem, staging_problem
-from trainkit.plan.model_shape import ModelShape, resolve_model_shape
+from trainkit.plan.model_shape import ModelShape, resolve_model_shape, vocabulary_note
 from trainkit.plan.workload import parallel_with
 
 if TYPE_CHECKING:
@@ -163,6 +163,8 @@ def check_config(
     if plan is not None and loaded.config.precision.float8:
         problems += _float8_problems(loaded, plan)
     if plan is not None and shape is not None:
+        note = None if data.problems else vocabulary_note(loaded.config.model, data.vocab_size)
+        plan = plan if note is None else replace(plan, reasons={**plan.reasons, "vocabulary": note})
         plan, found = _check_model(loaded, plan, shape, machine, target)
         problems += found
     if plan is None or problems:

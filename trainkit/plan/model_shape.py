@@ -40,6 +40,8 @@ class Preset:
     num_heads: int
     num_kv_heads: int
     ffn_dim: int
+    vocab_size: int | None = None
+    """None for models that are made for small vocabularies: they have that of the tokenizer."""
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
 
@@ -50,16 +52,32 @@ PRESETS: dict[str, Preset] = {
     "nano": Preset(64, 2, 4, 2, 192),
     "tiny": Preset(128, 4, 4, 2, 384),
     "mini": Preset(256, 8, 8, 4, 768),
-    "60m": Preset(512, 8, 8, 8, 1376),
-    "125m": Preset(768, 12, 12, 12, 2048),
-    "350m": Preset(1024, 24, 16, 16, 2736),
-    "1b": Preset(2048, 16, 32, 8, 8192, rope_theta=500_000.0),
-    "3b": Preset(3072, 28, 24, 8, 8192, rope_theta=500_000.0),
-    "7b": Preset(4096, 32, 32, 32, 11008),
-    "8b": Preset(4096, 32, 32, 8, 14336, rope_theta=500_000.0),
-    "13b": Preset(5120, 40, 40, 40, 13824),
-    "70b": Preset(8192, 80, 64, 8, 28672),
+    "60m": Preset(512, 8, 8, 8, 1376, 32_000),
+    "125m": Preset(768, 12, 12, 12, 2048, 32_000),
+    "350m": Preset(1024, 24, 16, 16, 2736, 32_000),
+    "1b": Preset(2048, 16, 32, 8, 8192, 128_256, rope_theta=500_000.0),
+    "3b": Preset(3072, 28, 24, 8, 8192, 128_256, rope_theta=500_000.0),
+    "7b": Preset(4096, 32, 32, 32, 11008, 32_000),
+    "8b": Preset(4096, 32, 32, 8, 14336, 128_256, rope_theta=500_000.0),
+    "13b": Preset(5120, 40, 40, 40, 13824, 32_000),
+    "70b": Preset(8192, 80, 64, 8, 28672, 32_000),
 }
+
+
+def vocabulary_note(model: ModelConfig, tokenizer_vocab_size: int) -> str | None:
+    """Return a sentence if the vocabulary of a model is not that of both its preset and the tokenizer."""
+    preset = PRESETS[model.preset].vocab_size
+    padded = _padded(tokenizer_vocab_size)
+    if model.vocab_size is not None or preset is None or preset == padded:
+        return None
+    if preset > padded:
+        why = f"as preset {model.preset} has; the tokenizer has {tokenizer_vocab_size:,} tokens"
+        return f"{preset:,} entries, {why} (model.vocab_size: {padded} uses fewer)"
+    return f"{padded:,} entries for the tokenizer, more than the {preset:,} of preset {model.preset}"
+
+
+def _padded(tokenizer_vocab_size: int) -> int:
+    return -(-tokenizer_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelShape:
@@ -68,9 +86,8 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
     Raises ConfigError with every size that is incompatible with another.
     """
     preset = PRESETS[model.preset]
-    padded = -(-tokenizer_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     shape = ModelShape(
-        vocab_size=model.vocab_size or padded,
+        vocab_size=model.vocab_size or max(_padded(tokenizer_vocab_size), preset.vocab_size or 0),
         dim=model.dim or preset.dim,
         num_layers=model.num_layers or preset.num_layers,
         num_heads=model.num_heads or preset.num_heads,

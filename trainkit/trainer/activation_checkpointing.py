@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainkit.trainer.torch_private import ATTENTION_OPS
+from trainkit.trainer.torch_private import ATTENTION_OPS, REDUCTION_OPS
 
 
 def recompute_and_compile(
@@ -19,9 +19,9 @@ def recompute_and_compile(
 ) -> None:
     """Wrap the forward of each block, in place, in activation checkpointing and in torch.compile.
 
-    `full` recomputes the whole block, `selective` all but attention and every second matmul. Parameter names
-    do not change. Dropout is a function of the sample, so the recomputation draws the same mask without a
-    stored generator state.
+    `full` recomputes the whole block, `selective` all but attention, every second matmul and the reductions
+    over tensor-parallel ranks. Parameter names do not change. Dropout is a function of the sample, so the
+    recomputation draws the same mask without a stored generator state.
     """
     for block in blocks:
         if mode == "full":
@@ -52,7 +52,7 @@ def _selective_contexts() -> Any:
     counts: Counter[bool] = Counter()
 
     def policy(context: Any, op: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in ATTENTION_OPS:
+        if op in ATTENTION_OPS or op in REDUCTION_OPS:
             return CheckpointPolicy.MUST_SAVE
         if op is torch.ops.aten.mm.default:
             counts[context.is_recompute] += 1

@@ -214,7 +214,6 @@ def _build_part(
     if world.mesh is not None and not reduces_on_host(world):
         apply_data_parallel(
             model,
-            blocks,
             world.mesh,
             layout,
             DTYPES[config.precision.dtype],

@@ -48,6 +48,15 @@ ATTENTION_OPS = frozenset(
 """What `F.scaled_dot_product_attention` calls, which selective checkpointing saves. When one is renamed: take
 the new name from a profile of the function; without it attention is recomputed, which is slow but correct."""
 
+REDUCTION_OPS = frozenset(
+    {
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_reduce.default,
+    }
+)
+"""What DTensor calls to sum the partial products of tensor-parallel ranks, which selective checkpointing
+saves. When one is renamed: the test of the collectives per step fails; without it they are repeated."""
+
 
 def flash_attention_to_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal flash attention whose last query is aligned with the last key, for context parallelism.

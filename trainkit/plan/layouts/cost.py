@@ -10,7 +10,13 @@ from typing import Literal
 from trainkit.plan.gpus import Gpu, peak_flops
 from trainkit.plan.layouts.schedules import DEFERRED_WEIGHT_GRADS, bubble_fraction
 from trainkit.plan.memory.activations import stream_bytes
-from trainkit.plan.memory.weights import rank_param_counts, stage_params, unit_blocks
+from trainkit.plan.memory.weights import (
+    ParamCounts,
+    StageParams,
+    rank_param_counts,
+    stage_params,
+    unit_blocks,
+)
 from trainkit.plan.workload import Workload
 
 Kind = Literal["gather", "scatter", "reduce", "tp", "cp", "pp"]
@@ -57,38 +63,46 @@ def sent_by_kind(flows: list[Flow]) -> dict[str, int]:
 
 
 def _parameters(work: Workload) -> Iterator[Flow]:
-    """All-gathers of parameters: ZeRO-3 gathers for the forward and the backward pass, ZeRO-2 once."""
-    blocks, root, units = _weights(work)
+    """All-gathers of parameters: ZeRO-3 gathers for the forward and the backward pass, ZeRO-2 once.
+
+    The head and what is gathered with the whole model stay gathered in between.
+    """
+    params, counts, units = _weights(work)
     layout, shards = work.layout, work.shards
     passes = 1 if layout.pp > 1 else work.passes_per_step
     times = passes * (1 if work.keeps_gathered else 2)
-    sent = work.itemsize * (blocks * times + root * passes) * (shards - 1) // shards
-    yield Flow("gather", sent, units * times + passes, shards, layout.tp)
+    again = counts.block * params.num_layers + counts.embedding_unit
+    sent = work.itemsize * (again * times + (counts.root + counts.head_unit) * passes) * (shards - 1)
+    has_embedding = counts.embedding_unit > 0
+    calls = (units + has_embedding) * times + (counts.end_units - has_embedding) * passes
+    yield Flow("gather", sent // shards, calls, shards, layout.tp)
 
 
 def _gradients(work: Workload) -> Iterator[Flow]:
     """Reduce-scatter of gradients over shards per pass (once in a pipeline), all-reduce over replicas."""
-    blocks, root, units = _weights(work)
+    params, counts, units = _weights(work)
     layout, shards, copies = work.layout, work.shards, work.layout.dp_replicate
-    whole = FLOAT32 * (blocks + root)
+    whole = FLOAT32 * (counts.block * params.num_layers + counts.ends)
     passes = 1 if layout.pp > 1 else work.passes_per_step
-    yield Flow("scatter", passes * whole * (shards - 1) // shards, passes * (units + 1), shards, layout.tp)
+    calls = units + counts.end_units
+    yield Flow("scatter", passes * whole * (shards - 1) // shards, passes * calls, shards, layout.tp)
     sent = 2 * (whole // shards) * (copies - 1) // copies
-    yield Flow("reduce", sent, units + 1, copies, layout.tp * layout.cp * layout.dp_shard)
+    yield Flow("reduce", sent, calls, copies, layout.tp * layout.cp * layout.dp_shard)
 
 
 def _activations(work: Workload) -> Iterator[Flow]:
     layout, shape = work.layout, work.shape
     params = stage_params(0, layout.pp, work.parallel.pp_schedule, shape.num_layers)
     block_passes = params.num_layers * work.passes_per_step
-    again = work.parallel.activation_checkpointing != "none"
+    mode = work.parallel.activation_checkpointing
     stream = work.tokens_per_pass * work.itemsize * shape.dim
     # Attention and feed-forward each gather their input and reduce their output, forward and backward.
-    reductions = 6 if again else 4
-    sent = 2 * reductions * block_passes * stream * (layout.tp - 1) // layout.tp
-    yield Flow("tp", sent, 2 * reductions * block_passes, layout.tp, 1)
+    # Recomputation gathers again; reduced outputs are kept, or for `full` that of attention is reduced again.
+    exchanges = {"none": 8, "selective": 10, "full": 11}[mode]
+    sent = exchanges * block_passes * stream * (layout.tp - 1) // layout.tp
+    yield Flow("tp", sent, exchanges * block_passes, layout.tp, 1)
     keys = work.tokens_per_pass * work.itemsize * 2 * shape.num_kv_heads * shape.head_dim // layout.tp
-    exchanges = 3 if again else 2
+    exchanges = 2 if mode == "none" else 3
     sent = exchanges * block_passes * keys * (layout.cp - 1)
     yield Flow("cp", sent, exchanges * block_passes, layout.cp, layout.tp)
     stages = len(params.layers)
@@ -97,13 +111,12 @@ def _activations(work: Workload) -> Iterator[Flow]:
     yield Flow("pp", sent, calls, layout.pp, layout.world_size // layout.pp)
 
 
-def _weights(work: Workload) -> tuple[int, int, int]:
-    """Return the unsharded parameters in the blocks and in the root of the first rank, and its FSDP units."""
+def _weights(work: Workload) -> tuple[StageParams, ParamCounts, int]:
+    """Return what the first rank has of the model, and the number of FSDP units of its blocks."""
     layout = work.layout
     params = stage_params(0, layout.pp, work.parallel.pp_schedule, work.shape.num_layers)
     found = rank_param_counts(work.shape, params, layout)
-    units = -(-params.num_layers // unit_blocks(work.shape, params))
-    return found.block * params.num_layers, found.root, units
+    return params, found, -(-params.num_layers // unit_blocks(work.shape, params))
 
 
 EFFICIENCY = 0.6

@@ -43,6 +43,8 @@ def kept_bytes(work: Workload) -> int:
         kv_dim = shape.num_kv_heads * shape.head_dim
         a_token += item * ((2 * shape.dim + kv_dim + shape.ffn_dim) / tp + shape.dim)
         a_token += FLOAT32 * shape.num_heads / tp
+        # And what is reduced over tensor-parallel ranks: the results of attention and feed-forward.
+        a_token += 2 * stream_bytes(work) if tp > 1 else 0
     return round(work.tokens_per_pass * a_token)
 
 

@@ -90,7 +90,7 @@ class MemoryPeaks:
         """Return the memory at the start of the loss's backward pass, with all activations allocated."""
         blocks = self.stage_params.num_layers
         return self._static().plus(
-            gradients=self._waiting(blocks) + self._reduced(0),
+            gradients=self._waiting(blocks) + self._reduced(0, has_head=False),
             activations=self._activations(blocks) + head_bytes(self.work),
             loss=loss_bytes(self.work) + self._other_losses(),
             buffers=self._cast(blocks),
@@ -114,12 +114,23 @@ class MemoryPeaks:
             return self._static().plus(
                 gradients=self._waiting(blocks), buffers=self._cast(blocks) + FLOAT32 * self._unit
             )
+        if counts.head_unit:
+            head = self._static().plus(
+                gradients=self._waiting(self.stage_params.num_layers)
+                + self._reduced(0, has_head=False)
+                + work.itemsize * counts.head_unit,
+                activations=self._activations(self.stage_params.num_layers),
+                buffers=self._cast(self.stage_params.num_layers) + FLOAT32 * counts.head_unit,
+            )
+        else:
+            head = Parts()
         # The unsharded gradients are freed before this rank's shard of them is allocated.
-        whole = (FLOAT32 if self.has_gradients else work.itemsize) * counts.root
-        root = max(whole, FLOAT32 * counts.root_shard)
-        return self._static().plus(
-            gradients=self._reduced(self.stage_params.num_layers) + root, buffers=FLOAT32 * counts.root
-        )
+        last = counts.embedding_unit or counts.root
+        whole = (FLOAT32 if self.has_gradients else work.itemsize) * last
+        root = max(whole, FLOAT32 * self._shard_of(last))
+        reduced = self._reduced(self.stage_params.num_layers, has_head=True)
+        end = self._static().plus(gradients=reduced + root, buffers=FLOAT32 * last)
+        return max(head, end, key=lambda parts: parts.total)
 
     def update(self) -> Parts:
         """Return the memory during the optimizer step."""
@@ -131,16 +142,19 @@ class MemoryPeaks:
         done = units_done * self._unit_blocks
         left = self.stage_params.num_layers - done
         parts = self._static().plus(
-            gradients=self._waiting(left) + self._reduced(done) + self._head_gradient(),
+            gradients=self._waiting(left, has_head=False)
+            + self._reduced(done, has_head=True)
+            + self._head_gradient(),
             activations=self._activations(left) + recomputed_bytes(work),
             loss=self._other_losses(),
-            buffers=self._cast(left) + self._gathered_units(left) + self._in_a_block(),
+            buffers=self._cast(left, has_head=False) + self._gathered_units(left) + self._in_a_block(),
         )
-        return parts.plus(buffers=FLOAT32 * self._unit if work.is_wrapped and done else 0)
+        in_flight = self._unit if done else self.counts.head_unit
+        return parts.plus(buffers=FLOAT32 * in_flight if work.is_wrapped and work.layout.pp == 1 else 0)
 
     def _static(self) -> Parts:
         """Return the memory that is allocated in every phase."""
-        sharded = self.counts.block_shard * self.stage_params.num_layers + self.counts.root_shard
+        sharded = self.counts.block_shard * self.stage_params.num_layers + self.counts.ends_shard
         on_device = 0 if self.work.parallel.offload else sharded
         # One process also keeps the weights in the compute type.
         is_cast = not self.work.is_wrapped and self.work.dtype != "fp32"
@@ -178,24 +192,29 @@ class MemoryPeaks:
     @property
     def _all_reduced(self) -> int:
         """Bytes of this rank's shards of all gradients, once reduced."""
-        return FLOAT32 * (self.counts.block_shard * self.stage_params.num_layers + self.counts.root_shard)
+        return FLOAT32 * (self.counts.block_shard * self.stage_params.num_layers + self.counts.ends_shard)
 
-    def _waiting(self, blocks_left: int) -> int:
-        """Return the bytes of unsharded gradients from earlier passes that are not reduced yet."""
+    def _waiting(self, blocks_left: int, *, has_head: bool = True) -> int:
+        """Return the bytes of unsharded gradients from earlier passes that are not reduced yet.
+
+        `has_head`: whether those of a head that is reduced by itself are among them.
+        """
         if not self.has_gradients:
             return 0
         if self.work.layout.pp > 1:
             return self._waiting_stages()
         if not self.work.is_wrapped:
-            blocks_left = self.stage_params.num_layers  # a single process does not reduce gradients
-        return FLOAT32 * (self.counts.block * blocks_left + self.counts.root)
+            # A single process does not reduce gradients.
+            return FLOAT32 * (self.counts.block * self.stage_params.num_layers + self.counts.ends)
+        head = 0 if has_head else self.counts.head_unit
+        return FLOAT32 * (self.counts.block * blocks_left + self.counts.ends - head)
 
     def _waiting_stages(self) -> int:
         """Return the bytes of unsharded gradients of the stages of a pipeline."""
         counts, params, summed = self.counts, self.stage_params, self.in_flight.summed
         blocks = sum(params.layers[-summed:])
-        root = counts.root if summed == len(params.layers) else counts.head
-        found = FLOAT32 * (counts.block * blocks + root)
+        ends = counts.ends if summed == len(params.layers) else counts.head
+        found = FLOAT32 * (counts.block * blocks + ends)
         if self.in_flight.has_latest:
             # The first stage does not defer weight gradients, so its latest ones are accumulated already.
             with_first = params.has_embedding and summed == len(params.layers)
@@ -203,8 +222,11 @@ class MemoryPeaks:
             found += self.work.itemsize * (counts.block * blocks + counts.head)
         return found
 
-    def _reduced(self, blocks_done: int) -> int:
-        """Return the bytes of reduced gradients, from this pass and earlier ones."""
+    def _reduced(self, blocks_done: int, *, has_head: bool) -> int:
+        """Return the bytes of reduced gradients, from this pass and earlier ones.
+
+        `has_head`: whether those of a head that is reduced by itself are among them.
+        """
         work = self.work
         if work.parallel.offload and (work.layout.dp_replicate == 1 or not work.accumulates_shards):
             return 0  # offloaded immediately, unless they wait for the all-reduce over replicas
@@ -212,28 +234,40 @@ class MemoryPeaks:
             return self._all_reduced
         if self.has_gradients and not work.is_wrapped:
             return 0
-        return FLOAT32 * self.counts.block_shard * blocks_done
+        head = self.counts.head_unit_shard if has_head and work.is_wrapped else 0
+        return FLOAT32 * (self.counts.block_shard * blocks_done + head)
+
+    def _shard_of(self, params: int) -> int:
+        """Return the size of this rank's shard of parameters outside the blocks."""
+        return params * self.counts.ends_shard // max(1, self.counts.ends)
 
     def _head_gradient(self) -> int:
-        """Return the bytes of the head's gradient, which is reduced together with the embedding's."""
+        """Return the bytes of the head's gradient if it is reduced together with the embedding's."""
         if self.work.is_wrapped:
-            return self.work.itemsize * self.counts.head
+            is_apart = self.counts.head_unit > 0 and self.work.layout.pp == 1
+            return 0 if is_apart else self.work.itemsize * self.counts.head
         return 0 if self.has_gradients else FLOAT32 * self.counts.head
 
-    def _cast(self, blocks_left: int) -> int:
-        """Return the bytes of parameters in the compute type that are kept until their backward pass."""
-        work, blocks = self.work, self.counts.block * blocks_left
+    def _cast(self, blocks_left: int, *, has_head: bool = True) -> int:
+        """Return the bytes of parameters in the compute type that are kept until their backward pass.
+
+        `has_head`: whether the backward pass of the head is still to come.
+        """
+        work, counts = self.work, self.counts
         if not work.is_wrapped:
             return 0
-        return work.itemsize * (self.counts.root + (blocks if work.keeps_gathered else 0))
+        done = 0 if has_head or work.layout.pp > 1 else counts.head_unit
+        if work.keeps_gathered:
+            return work.itemsize * (counts.ends - done + counts.block * blocks_left)
+        return work.itemsize * (counts.root + counts.head_unit - done)
 
     def _gathered_units(self, blocks_left: int) -> int:
         """Return the bytes of the gathered unit in use and of the next one, which is prefetched."""
         work = self.work
         if not work.is_wrapped or work.keeps_gathered:
             return 0
-        on_its_way = work.shards > 1 and blocks_left > self._unit_blocks
-        return work.itemsize * self._unit * (2 if on_its_way else 1)
+        following = self._unit if blocks_left > self._unit_blocks else self.counts.embedding_unit
+        return work.itemsize * (self._unit + (following if work.shards > 1 else 0))
 
     def _in_a_block(self) -> int:
         """Return the bytes that the backward pass of a block needs in addition to its kept activations.

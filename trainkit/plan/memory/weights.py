@@ -16,8 +16,9 @@ from trainkit.plan.layouts.schedules import num_stages, stage_layers, stages_of
 from trainkit.plan.model_shape import ModelShape, num_params
 from trainkit.plan.workload import optimizer_bytes
 
+FLOAT32 = 4
 MIN_UNIT_BYTES = 25 * 2**20
-"""Blocks are gathered in units of at least this many bytes in float32."""
+"""What is gathered at once has at least this many bytes in float32."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +52,49 @@ class ParamCounts:
     """Parameters of one block, unsharded."""
     block_shard: int
     """Parameters of one block on this rank, sharded."""
-    root: int
-    """Parameters of the root unit, unsharded: embedding, head and final norm, which are gathered together."""
-    root_shard: int
-    """Parameters of the root unit on this rank, sharded."""
+    ends: int
+    """Parameters outside the blocks, unsharded: the embedding, the final norm and the head."""
+    ends_shard: int
+    """Those on this rank, sharded."""
     head: int
     """Parameters of the head, unsharded; 0 if it is on another rank."""
+    embedding_unit: int
+    """Parameters of the embedding if it is gathered by itself, unsharded; else 0."""
+    head_unit: int
+    """Parameters of the final norm and the head if they are gathered by themselves, unsharded; else 0."""
+    head_unit_shard: int
+    """Those on this rank, sharded."""
+
+    @property
+    def root(self) -> int:
+        """Parameters outside the blocks that are gathered and reduced together, unsharded."""
+        return self.ends - self.embedding_unit - self.head_unit
+
+    @property
+    def end_units(self) -> int:
+        """Number of units outside the blocks."""
+        return sum(size > 0 for size in (self.embedding_unit, self.head_unit, self.root))
 
 
 @lru_cache(maxsize=4096)
 def param_counts(shape: ModelShape, params: StageParams, tp: int, shards: int) -> ParamCounts:
     """Count the parameters of one rank; `shards` is the number of ranks that shard them, apart from tp."""
     block = list(_block_matrices(shape, tp))
-    root = list(_root_matrices(shape, params, tp))
-    head = shape.vocab_size // tp * shape.dim if params.has_head else 0
+    ends = list(_end_matrices(shape, params, tp))
+    rows = shape.vocab_size // tp
+    # Parallel ranks decide by the size of the whole matrix. Tied weights belong to both ends.
+    is_large = FLOAT32 * shape.vocab_size * shape.dim >= MIN_UNIT_BYTES
+    is_apart = is_large and not (shape.tie_embeddings and params.has_embedding and params.has_head)
+    has_head_unit = is_apart and params.has_head
     return ParamCounts(
         block=sum(rows * columns for rows, columns in block),
         block_shard=sum(_shard(rows, shards) * columns for rows, columns in block),
-        root=sum(rows * columns for rows, columns in root),
-        root_shard=sum(_shard(rows, shards) * columns for rows, columns in root),
-        head=head,
+        ends=sum(rows * columns for rows, columns in ends),
+        ends_shard=sum(_shard(rows, shards) * columns for rows, columns in ends),
+        head=rows * shape.dim if params.has_head else 0,
+        embedding_unit=rows * shape.dim if is_apart and params.has_embedding else 0,
+        head_unit=(rows + 1) * shape.dim if has_head_unit else 0,
+        head_unit_shard=_shard(rows, shards) * shape.dim + _shard(shape.dim, shards) if has_head_unit else 0,
     )
 
 
@@ -94,7 +118,7 @@ def _block_matrices(shape: ModelShape, tp: int) -> Iterator[tuple[int, int]]:
     yield from ((dim, 1), (dim, 1))
 
 
-def _root_matrices(shape: ModelShape, params: StageParams, tp: int) -> Iterator[tuple[int, int]]:
+def _end_matrices(shape: ModelShape, params: StageParams, tp: int) -> Iterator[tuple[int, int]]:
     rows = shape.vocab_size // tp
     is_tied = shape.tie_embeddings and params.has_embedding and params.has_head
     for is_there in (params.has_embedding, params.has_head and not is_tied):
@@ -107,9 +131,6 @@ def _root_matrices(shape: ModelShape, params: StageParams, tp: int) -> Iterator[
 def _shard(rows: int, shards: int) -> int:
     """Return the number of rows on the rank with the most."""
     return -(-rows // shards)
-
-
-FLOAT32 = 4
 
 
 def state_bytes(shape: ModelShape, optimizer_bytes: int) -> int:

@@ -152,6 +152,11 @@ class Decoder(Model):
         return [block for block in self.blocks if block is not None]
 
     @property
+    def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        first, last = (self.embedding,), (self.norm, self.head)
+        return [module for module in first if module], [module for module in last if module]
+
+    @property
     def attentions(self) -> list[nn.Module]:
         return [cast(Block, block).attention for block in self.layers]
 

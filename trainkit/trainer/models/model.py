@@ -87,6 +87,14 @@ class Model(nn.Module):
         """The repeated layers of this stage, in order: units of compilation, recomputation and sharding."""
 
     @property
+    def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The modules of this stage before its `layers` and after them: units of sharding if they are large.
+
+        What neither names is gathered and reduced with the whole model.
+        """
+        return [], []
+
+    @property
     @abstractmethod
     def attentions(self) -> list[nn.Module]:
         """The modules whose `attend(q, k, v)` needs a whole sequence; context parallelism replaces it."""

@@ -19,13 +19,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
+from trainkit.trainer.models.model import Model
 from trainkit.trainer.torch_private import after_backward, replicate
 
 # Under tensor parallelism a block's output is a view of its DTensor; nothing here modifies one in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 MIN_UNIT_BYTES = 25 * 2**20
-"""Blocks are grouped up to this size: for smaller collectives, latency costs more than overlap gains."""
+"""Smaller units are joined: for smaller collectives, latency costs more than overlap gains."""
 
 
 def communication_units(blocks: list[nn.Module], min_bytes: int = MIN_UNIT_BYTES) -> list[list[nn.Module]]:
@@ -38,11 +39,28 @@ def communication_units(blocks: list[nn.Module], min_bytes: int = MIN_UNIT_BYTES
     size = 0
     for block in blocks:
         unit.append(block)
-        size += sum(p.numel() * p.element_size() for p in block.parameters())
+        size += _num_bytes(block)
         if size >= min_bytes:
             units.append(unit)
             unit, size = [], 0
     return units
+
+
+def end_units(model: Model, min_bytes: int = MIN_UNIT_BYTES) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The `ends` of a model that are units of their own; empty if small, or if they share a parameter.
+
+    An embedding by itself is not gathered while the blocks compute, and the gradient of a head by itself is
+    reduced during their backward pass.
+    """
+    params = [param for modules in model.ends for module in modules for param in module.parameters()]
+    if len(params) != len(set(params)):
+        return [], []
+    first, last = (modules if sum(map(_num_bytes, modules)) >= min_bytes else [] for modules in model.ends)
+    return first, last
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(param.numel() * param.element_size() for param in module.parameters())
 
 
 def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
@@ -56,8 +74,7 @@ def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 def apply_data_parallel(
-    model: nn.Module,
-    blocks: list[nn.Module],
+    model: Model,
     mesh: DeviceMesh,
     layout: Layout,
     dtype: torch.dtype,
@@ -71,12 +88,15 @@ def apply_data_parallel(
     wrapped even if there is nothing to average, since wrapping casts the parameters.
     """
     policy = mixed_precision(dtype)
-    units = communication_units(blocks)
+    units, (first, last) = communication_units(model.layers), end_units(model)
     if layout.dp_shard * layout.cp == 1 and layout.dp_replicate > 1 and not offload:
         replicate_mesh = mesh["dp_replicate"]
         for unit in units:
             for block in unit:
                 replicate(block, replicate_mesh, policy)
+        for module in (*first, *last):
+            if _num_bytes(module) >= MIN_UNIT_BYTES:  # a norm belongs to the root
+                replicate(module, replicate_mesh, policy)
         replicate(model, replicate_mesh, policy)
         return
     options: dict[str, Any] = {
@@ -87,10 +107,13 @@ def apply_data_parallel(
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    for unit in units:
+    for unit in [first, *units] if first else units:
         fully_shard(unit, **options)
-    # The root's own parameters are needed again right after the forward pass.
-    fully_shard(model, **{**options, "reshard_after_forward": False})
+    # The head, and the parameters of the root, are needed again right after the forward pass.
+    gathered = {**options, "reshard_after_forward": False}
+    if last:
+        fully_shard(last, **gathered)
+    fully_shard(model, **gathered)
 
 
 GradientSwitch = Callable[[bool], None]
