@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.models import SEQ_LEN, nano, nano_shape, sample_keys, tokens
+from tests.support.models import ALONE, SEQ_LEN, nano, nano_shape, sample_keys, tokens
 from trainkit.plan.model_shape import PRESETS, num_params
+from trainkit.plan.launch import Layout
+from trainkit.plan.layouts.rules import loss_chunks
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
+from trainkit.trainer.batches import IGNORE_LABEL, Microbatch
+from trainkit.trainer.forward_backward import ForwardContext, SequentialForwardBackward, _ChunkedLoss
 from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.progress import Progress
 
 
 def naive_logits(model: Decoder, token_ids: Tensor) -> Tensor:
@@ -228,3 +233,59 @@ def test_blocks_that_recompute_are_compiled_all_the_same(mode: str) -> None:
         gradients.append([param.grad for param in model.parameters()])
     assert counters["stats"]["unique_graphs"] >= 1, "the compiler saw nothing that it could compile"
     torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def nll_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = logits.float().flatten(0, 1)
+    return torch.nn.functional.cross_entropy(
+        logits, labels.flatten(), ignore_index=IGNORE_LABEL, reduction="sum"
+    )
+
+
+@pytest.mark.parametrize("config", [{}, {"tie_embeddings": True}])
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_a_loss_in_parts_is_the_whole_loss(chunks: int, config: dict[str, bool]) -> None:
+    """With accumulation, with labels that do not count, and with parts of different lengths."""
+    labels = tokens(seed=1)
+    labels[0, 3:9] = IGNORE_LABEL
+    micros = [Microbatch(tokens(seed=seed), labels, sample_keys()) for seed in (2, 3)]
+    found = []
+    for number in (1, chunks):
+        model = nano(**config)
+        sizes: list[int] = []
+
+        def counted(logits: Tensor, labels: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(logits.shape[1])
+            return nll_sum(logits, labels)
+
+        context = ForwardContext(ALONE, counted, use_loss_parallel=False)
+        passes = SequentialForwardBackward(model, lambda enabled: None, ALONE, context, Progress(), number)
+        losses: list[Tensor] = []
+        passes.accumulate_gradient(micros, torch.tensor(0.25), losses.append)
+        with torch.no_grad():
+            losses.append(passes.nll_sum(micros[0]))
+        found.append((losses, {name: param.grad for name, param in model.named_parameters()}))
+        assert max(sizes) == (SEQ_LEN if number == 1 else math.ceil(2 * SEQ_LEN / chunks))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradients_of_the_parts_are_added_in_float32() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 32).bfloat16(), torch.randn(128, 32).bfloat16()
+    labels = torch.randint(0, 128, (64,))
+    head = weight.clone().requires_grad_()
+    _ChunkedLoss.apply(x, head, labels, nll_sum, 16).backward()
+    summed = torch.zeros(weight.shape)
+    for part, of_part in zip(x.chunk(16), labels.chunk(16), strict=True):
+        leaf = weight.clone().requires_grad_()
+        nll_sum((part @ leaf.T)[None], of_part[None]).backward()
+        summed += leaf.grad
+    assert torch.equal(head.grad, summed.bfloat16())
+
+
+def test_when_a_loss_is_split() -> None:
+    shape = nano_shape(vocab_size=2**17)
+    assert [loss_chunks(Layout(), shape, tokens) for tokens in (127, 1024, 1025, 4096)] == [1, 1, 2, 4]
+    assert loss_chunks(Layout(tp=2), shape, 4096) == loss_chunks(Layout(pp=2), shape, 4096) == 1
+    wide = nano_shape(vocab_size=2**17, dim=4096, num_heads=32)
+    assert [loss_chunks(Layout(), wide, tokens) for tokens in (8191, 8192)] == [1, 8]

@@ -15,6 +15,7 @@ from trainkit.plan.launch import Layout
 from trainkit.rundir import RunDir, read_metrics
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.decoder import Decoder
+from trainkit.trainer.models.model import StageSpec
 from trainkit.trainer.parallel import data_parallel
 
 pytestmark = pytest.mark.slow
@@ -97,7 +98,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_several_communication_units(tmp_path: Path, wide: list[dict[str, Any]], options: list[str]) -> None:
     with torch.device("meta"):
         blocks = list(Decoder(nano_shape(dim=512, ffn_dim=4096), 16).blocks)
-    assert len(data_parallel.communication_units(blocks)) == 2, "the test would test nothing"
+    units = data_parallel.communication_units(blocks, data_parallel.MIN_UNIT_BYTES)
+    assert len(units) == 2, "the test would test nothing"
     assert_same(curve(tmp_path / "run", [*WIDE, *options], 2), wide)
 
 
@@ -129,9 +131,22 @@ def test_units_are_groups_of_blocks() -> None:
     assert count(100 * size) == []
 
 
+def test_large_ends_are_units_of_their_own() -> None:
+    with torch.device("meta"):
+        model, tied = (Decoder(nano_shape(tie_embeddings=is_tied), SEQ_LEN) for is_tied in (False, True))
+        first, last = (Decoder(nano_shape(), SEQ_LEN, StageSpec(range(1), at == 0, at == 1)) for at in (0, 1))
+    size = 320 * 64 * 4
+    assert data_parallel.end_units(model, size) == ([model.embedding], [model.norm, model.head])
+    assert data_parallel.end_units(model, size + 1) == ([], [model.norm, model.head])
+    assert data_parallel.end_units(model, 2 * size) == ([], [])
+    assert data_parallel.end_units(tied, 1) == ([], []), "one parameter cannot be in two units"
+    assert data_parallel.end_units(first, 1) == ([first.embedding], [])
+    assert data_parallel.end_units(last, 1) == ([], [last.norm, last.head])
+
+
 def check_inputs(world: World, layout: Layout) -> None:
     """The rotation table stays float32 and the residual stream has one type in every unit."""
-    data_parallel.communication_units = partial(data_parallel.communication_units, min_bytes=1)
+    data_parallel.MIN_UNIT_BYTES = 1
     mesh = torch.distributed.init_device_mesh(
         "cpu", (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
     )

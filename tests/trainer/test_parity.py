@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.parity import Case, curve, run_cases, worst_difference
+from tests.support.parity import Case, curve, run_cases, train, worst_difference
+from trainkit.rundir import AttemptDir
+from trainkit.trainer import build
+from trainkit.trainer.parallel import data_parallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]
 
@@ -62,3 +65,34 @@ def test_bf16_computes_the_same_on_one_process_and_under_fsdp(tmp_path: Path) ->
 def test_dropout_is_on(runs: Path, tmp_path: Path) -> None:
     run_cases(tmp_path, [Case("without", 1, {})], COMMON)
     assert worst_difference(tmp_path / "without", runs / "alone") > 1e-3
+
+
+def train_as_if_large(rank: int, attempt: AttemptDir) -> None:
+    """Train as one rank as a model with a large vocabulary does, of which one sample has too many logits."""
+    build.loss_chunks = lambda layout, *_: 3 if layout.tp * layout.pp == 1 else 1
+    data_parallel.MIN_UNIT_BYTES = 1
+    train(rank, attempt)
+
+
+LARGE = [
+    Case("parts", 1, {}),
+    Case("mesh-of-one", 1, {"mesh_of_one": True}),
+    Case("replicate", 2, {"dp_replicate": 2}),
+    Case("shard", 2, {"dp_shard": 2}),
+    Case("zero-2", 2, {"dp_shard": 2, "zero": 2}),
+    Case("cp", 2, {"cp": 2}),
+    Case("tp", 2, {"tp": 2}),
+    Case("pp", 2, {"pp": 2}),
+    Case("offload", 2, {"dp_shard": 2, "offload": True}),
+]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_large_vocabularies(tmp_path: Path, is_tied: bool) -> None:
+    """The loss is computed in parts; embedding and head are units of their own, unless they are one."""
+    common = [*COMMON, DROPOUT, f"model.tie_embeddings={str(is_tied).lower()}"]
+    run_cases(tmp_path, [Case("alone", 1, {})], common)
+    run_cases(tmp_path, LARGE, common, function=train_as_if_large)
+    found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in LARGE}
+    assert max(found.values()) < 1e-5, found
+    assert found["parts"] > 0, "nothing was split"

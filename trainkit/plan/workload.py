@@ -8,6 +8,7 @@ from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import OptimizerConfig
 from trainkit.plan.launch import Batch, Layout
+from trainkit.plan.layouts.rules import loss_chunks
 from trainkit.plan.layouts.schedules import SPLIT_BACKWARD
 from trainkit.plan.model_shape import ModelShape
 
@@ -94,6 +95,11 @@ class Workload:
     def tokens_per_pass(self) -> int:
         """Tokens per pass on a rank."""
         return self.samples_per_pass * self.seq_len // self.layout.cp
+
+    @property
+    def loss_chunks(self) -> int:
+        """Number of parts in which the loss of a pass is computed."""
+        return loss_chunks(self.layout, self.shape, self.tokens_per_pass)
 
     @property
     def tokens_per_step(self) -> int:

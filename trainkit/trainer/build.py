@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
-from trainkit.plan.layouts.rules import compiles
+from trainkit.plan.layouts.rules import compiles, loss_chunks
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardBackward, ForwardContext, SequentialForwardBackward
@@ -144,8 +144,10 @@ def assemble(
     dtype = DTYPES[config.precision.dtype]
     is_cast = dtype != torch.float32 and not isinstance(model, FSDPModule)
     masters = cast_weights(model, dtype) if is_cast else {}
+    tokens = plan.batch.device_batch_size * config.data.seq_len // layout.cp
+    chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
     forward_backward = SequentialForwardBackward(
-        model, gradient_switch(model, world, masters), world, context, progress
+        model, gradient_switch(model, world, masters), world, context, progress, chunks
     )
     return BuiltModel(model_parts, weights_of(model_parts, masters), forward_backward, None)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -62,6 +63,39 @@ class ForwardContext:
         return loss_parallel() if self._use_loss_parallel else nullcontext()
 
 
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss of hidden states [N, D], a chunk of tokens after the other, and with it its gradients.
+
+    Only the logits of one chunk exist at a time, and none are computed twice. The weight's gradient is summed
+    over the chunks in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, nll_sum: NllSum, chunks: int) -> Tensor:
+        has_gradient = any(ctx.needs_input_grad)
+        total = torch.zeros((), device=x.device)
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if has_gradient else None
+        x_grads = []
+        for part, of_part in zip(x.chunk(chunks), labels.chunk(chunks), strict=True):
+            inputs = [tensor.detach().requires_grad_(has_gradient) for tensor in (part, weight)]
+            with torch.set_grad_enabled(has_gradient):
+                loss = nll_sum(F.linear(*inputs)[None], of_part[None])
+            total += loss.detach()
+            if weight_grad is not None:
+                x_grad, of_weight = torch.autograd.grad(loss, inputs)
+                x_grads.append(x_grad)
+                weight_grad += of_weight
+        ctx.gradients = x_grads, weight_grad
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # The context lives as long as the loss, which is longer than these may take memory.
+        (x_grads, weight_grad), ctx.gradients = ctx.gradients, None
+        x_grad = torch.cat(x_grads).mul_(scale)
+        return x_grad, weight_grad.mul_(scale).to(x_grad.dtype), None, None, None
+
+
 class SequentialForwardBackward:
     """ForwardBackward without pipeline stages: one microbatch after the other."""
 
@@ -72,8 +106,11 @@ class SequentialForwardBackward:
         world: World,
         context: ForwardContext,
         progress: Progress,
+        loss_chunks: int = 1,
     ) -> None:
+        """With `loss_chunks` above 1 the model computes the loss, one part of the tokens after the other."""
         self._model = model
+        self._loss_chunks = loss_chunks
         self._sync_gradients = sync_gradients
         self._device = world.device
         self._context = context
@@ -100,5 +137,14 @@ class SequentialForwardBackward:
 
     def _forward(self, micro: Microbatch) -> Tensor:
         micro = self._context.local_batch(micro)
-        logits = self._model(micro.tokens, sample_keys=micro.sample_keys)
-        return self._context.nll_sum(logits, micro.labels)
+        if self._loss_chunks == 1:
+            logits = self._model(micro.tokens, sample_keys=micro.sample_keys)
+            return self._context.nll_sum(logits, micro.labels)
+        labels, nll_sum, chunks = micro.labels.flatten(), self._context.nll_sum, self._loss_chunks
+
+        def loss(x: Tensor, weight: Tensor) -> Tensor:
+            found: Tensor = _ChunkedLoss.apply(x.flatten(0, 1), weight, labels, nll_sum, chunks)
+            return found
+
+        whole: Tensor = self._model(micro.tokens, sample_keys=micro.sample_keys, loss=loss)
+        return whole

@@ -29,6 +29,21 @@ def layout_problems(
     yield from batch_problems(layout, parallel, device_batch_size, seq_len, accumulation_steps)
 
 
+MAX_CHUNK_LOGITS = 2**27
+"""Half a GiB in float32."""
+
+
+def loss_chunks(layout: Layout, shape: ModelShape, tokens: int) -> int:
+    """Return into how many parts the loss of a pass is split, so that never all logits exist; 1 if it is not.
+
+    A split loss keeps the gradient of the head in float32, which saves memory only for many tokens. Tensor
+    parallelism and pipelines split the logits themselves.
+    """
+    if layout.tp > 1 or layout.pp > 1 or tokens < 2 * shape.dim:
+        return 1
+    return -(-tokens * shape.vocab_size // MAX_CHUNK_LOGITS)
+
+
 def compiles(parallel: ParallelConfig, layout: Layout, device: str) -> bool:
     """Return whether blocks are compiled on a device, ``cpu`` or ``cuda``.
 

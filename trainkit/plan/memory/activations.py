@@ -82,8 +82,13 @@ def loss_bytes(work: Workload) -> int:
     """Return the bytes of the loss of one pass at the start of its backward pass.
 
     These are log-probabilities and the gradients of log-probabilities and logits, in float32. torch's loss
-    parallelism has one more copy, and a pipeline also keeps the logits.
+    parallelism has one more copy, and a pipeline also keeps the logits. If the loss is computed in parts, these
+    are the logits of one part, with the gradients of the head's weight and of the hidden states.
     """
+    if work.loss_chunks > 1:
+        weight = work.shape.vocab_size * work.shape.dim * (FLOAT32 + work.itemsize)
+        hidden = work.tokens_per_pass * work.shape.dim * work.itemsize
+        return round(_logits(work) / work.loss_chunks * FLOAT32 * 3) + weight + hidden
     numbers = 4 if work.parallel.loss_parallel and work.layout.tp > 1 else 3
     return round(_logits(work) * (FLOAT32 * numbers + _pipeline_logits_bytes(work)))
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.plan.model_shape import ModelShape, flops_per_token, num_params
-from trainkit.trainer.models.model import Model, PositionSlice, Role, StageSpec
+from trainkit.trainer.models.model import HeadLoss, Model, PositionSlice, Role, StageSpec
 from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
@@ -99,6 +99,13 @@ class Block(nn.Module):
         return x + dropout(y, probability, sample_keys, site_keys[1], positions)
 
 
+class Head(nn.Linear):
+    """The projection to logits, which can compute the loss instead: then no one else needs all logits."""
+
+    def forward(self, x: Tensor, loss: HeadLoss | None = None) -> Tensor:
+        return super().forward(x) if loss is None else loss(x, self.weight)
+
+
 class Decoder(Model):
     """A decoder from token ids to logits, or one pipeline stage of it.
 
@@ -127,6 +134,7 @@ class Decoder(Model):
         "head": "head",
     }
     TIED: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
+    COMPUTES_LOSS: ClassVar[bool] = True
 
     def __init__(self, shape: ModelShape, seq_len: int, stage: StageSpec | None = None) -> None:
         super().__init__(shape, seq_len, stage)
@@ -138,7 +146,7 @@ class Decoder(Model):
         for layer in range(shape.num_layers):
             self.blocks.add_module(str(layer), Block(shape) if layer in stage.layers else None)
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps) if stage.has_head else None
-        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False) if stage.has_head else None
+        self.head = Head(shape.dim, shape.vocab_size, bias=False) if stage.has_head else None
         self.register_buffer("rope", self.make_rope(), persistent=False)
         self.register_buffer("positions", self.position_slice.stream.clone(), persistent=False)
         self.register_buffer("site_keys", self.make_site_keys(), persistent=False)
@@ -179,7 +187,7 @@ class Decoder(Model):
         sites = range(1 + 2 * self.shape.num_layers)
         return torch.tensor([stable_key("dropout", site) for site in sites], dtype=torch.int32)
 
-    def forward(self, x: Tensor, sample_keys: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sample_keys: Tensor, loss: HeadLoss | None = None) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(x)
             if self.training:
@@ -188,7 +196,7 @@ class Decoder(Model):
             if block is not None:
                 x = block(x, self.rope, self.positions, sample_keys, site_keys)
         if self.head is not None and self.norm is not None:
-            x = self.head(self.norm(x))
+            x = self.head(self.norm(x), loss)
         return x
 
     def rebuild_buffers(self) -> None:

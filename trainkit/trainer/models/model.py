@@ -6,7 +6,7 @@ An architecture is one file with a subclass of `Model`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -22,6 +22,10 @@ Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "h
 inputs; ``whole_input`` gathers the whole sequence; a ``norm``, or another position-wise module of the
 ``stream``, gets only this rank's slice of the sequence. Every module with its own parameters needs a role
 other than ``whole_input``."""
+
+
+HeadLoss = Callable[[Tensor, Tensor], Tensor]
+"""The loss of hidden states [B, T, D] that the head's weight [vocab, D] projects to logits, float32 []."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ class Model(nn.Module):
     """Module name -> role; ``*`` matches one component of a name."""
     TIED: ClassVar[dict[str, str]]
     """Parameters that share a weight if embeddings are tied: later name -> first name."""
+    COMPUTES_LOSS: ClassVar[bool] = False
+    """Whether `forward` takes a `HeadLoss` as `loss` and then returns it instead of the logits, which saves
+    the memory of all logits."""
 
     def __init__(self, shape: ModelShape, seq_len: int, stage: StageSpec | None = None) -> None:
         """Create the modules of `stage`, or the whole model if None."""

@@ -29,7 +29,7 @@ MIN_UNIT_BYTES = 25 * 2**20
 """Smaller units are joined: for smaller collectives, latency costs more than overlap gains."""
 
 
-def communication_units(blocks: list[nn.Module], min_bytes: int = MIN_UNIT_BYTES) -> list[list[nn.Module]]:
+def communication_units(blocks: list[nn.Module], min_bytes: int) -> list[list[nn.Module]]:
     """Split consecutive blocks into groups of at least `min_bytes` of parameters.
 
     Blocks left over at the end are not a group: they belong to the root, with the embedding and the head.
@@ -46,7 +46,7 @@ def communication_units(blocks: list[nn.Module], min_bytes: int = MIN_UNIT_BYTES
     return units
 
 
-def end_units(model: Model, min_bytes: int = MIN_UNIT_BYTES) -> tuple[list[nn.Module], list[nn.Module]]:
+def end_units(model: Model, min_bytes: int) -> tuple[list[nn.Module], list[nn.Module]]:
     """The `ends` of a model that are units of their own; empty if small, or if they share a parameter.
 
     An embedding by itself is not gathered while the blocks compute, and the gradient of a head by itself is
@@ -88,7 +88,8 @@ def apply_data_parallel(
     wrapped even if there is nothing to average, since wrapping casts the parameters.
     """
     policy = mixed_precision(dtype)
-    units, (first, last) = communication_units(model.layers), end_units(model)
+    units = communication_units(model.layers, MIN_UNIT_BYTES)
+    first, last = end_units(model, MIN_UNIT_BYTES)
     if layout.dp_shard * layout.cp == 1 and layout.dp_replicate > 1 and not offload:
         replicate_mesh = mesh["dp_replicate"]
         for unit in units:
