@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 import trainkit.trainer.batches as batches_module
+from tests.support.models import ALONE
 from trainkit.config import RunConfig
 from trainkit.data.order import sample_index
-from trainkit.plan.launch import Batch
-from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches, StepBatch
+from trainkit.job.signals import StopRequest
+from trainkit.plan.launch import Batch, Layout
+from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, Microbatch, PrefetchedBatches, StepBatch
 from trainkit.trainer.evaluate import Evaluator
+from trainkit.trainer.progress import Progress
 
 SEQ_LEN = 4
 DEVICE_BATCH = 2
@@ -231,7 +234,7 @@ def test_a_validation_has_the_same_samples_on_every_layout(dp: int, device_batch
             cast(Any, SimpleNamespace(val_data=NumberedSamples())),
             config,
             cast(Any, plan),
-            cast(Any, SimpleNamespace(dp_rank=rank)),
+            replace(ALONE, rank=rank, size=dp, layout=Layout(dp_shard=dp)),
         )
         for rank in range(dp)
     ]
@@ -244,3 +247,25 @@ def test_a_validation_has_the_same_samples_on_every_layout(dp: int, device_batch
         for token in micro.tokens[micro.labels[:, 0] != IGNORE_LABEL][:, 0].tolist()
     ]
     assert sorted(read) == list(range(12))
+
+
+@pytest.mark.parametrize("stop_at", [None, 0, 1, 2])
+def test_a_validation_ends_soon_after_a_stop(stop_at: int | None) -> None:
+    """One batch later at most: the ranks look at the batch before. Else it is the mean of all tokens."""
+    config = RunConfig.model_validate({"train": {"device_batch_size": 4, "eval_batches": 3}})
+    plan = SimpleNamespace(layout=SimpleNamespace(dp=1), batch=SimpleNamespace(device_batch_size=4))
+    task = SimpleNamespace(val_data=NumberedSamples())
+    stop, tried = StopRequest(), []
+
+    class Passes:
+        def nll_sum(self, micro: Microbatch) -> torch.Tensor:
+            tried.append(len(tried))
+            if stop_at == tried[-1]:
+                stop.request("SIGTERM")
+            return micro.tokens.numel() * torch.tensor(float(len(tried)))
+
+    found = Evaluator(cast(Any, task), config, cast(Any, plan), ALONE).run(
+        [torch.nn.Linear(1, 1)], cast(Any, Passes()), stop, Progress()
+    )
+    assert found == (2.0 if stop_at is None else None)
+    assert len(tried) == (3 if stop_at is None else min(3, stop_at + 2))

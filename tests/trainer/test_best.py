@@ -115,3 +115,28 @@ def test_the_last_upload_is_waited_for_as_a_save(
     getattr(trainer, end)(*(["asked"] if end == "_stop" else []))
     assert waited_in == ["save"]
     assert trainer.progress.current.phase == "end"
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "expected"),
+    [
+        ({"every_steps": 4}, 1, True),
+        ({"every_steps": 4}, 4, True),
+        ({"every_steps": 4}, 9, False),  # the next one is that of the end
+        ({"every_steps": 4, "async_save": False}, 1, False),
+        ({"every_minutes": 5}, 9, True),
+        ({"best_metric": "val_loss"}, 1, True),
+        ({"best_metric": "loss"}, 1, False),  # the loss of a step counts where one is saved anyway
+        ({}, 1, False),
+    ],
+)
+def test_staging_buffers_are_made_only_for_saves_that_may_come(
+    trainer: Any, settings: dict[str, Any], step: int, expected: bool
+) -> None:
+    nothing = {"every_steps": None, "every_minutes": None, "best_metric": None, "async_save": True}
+    trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(**{**nothing, **settings}))
+    trainer.state.step, trainer.total_steps, trainer.evaluator = step, 12, object()
+    assert trainer._saves_in_background == expected
+    if settings == {"best_metric": "val_loss"}:
+        trainer.evaluator = None
+        assert not trainer._saves_in_background

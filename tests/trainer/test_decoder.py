@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.support.models import ALONE, SEQ_LEN, nano, nano_shape, sample_keys, tokens
-from trainkit.plan.model_shape import PRESETS, num_params
 from trainkit.plan.launch import Layout
 from trainkit.plan.layouts.rules import loss_chunks
+from trainkit.plan.model_shape import PRESETS, num_params
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.batches import IGNORE_LABEL, Microbatch
 from trainkit.trainer.forward_backward import ForwardContext, SequentialForwardBackward, _ChunkedLoss

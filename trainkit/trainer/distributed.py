@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from logging import getLogger
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -163,11 +163,10 @@ def _raise_open_file_limit(count: int) -> None:
 def make_world(rank: int, device: torch.device, layout: Layout) -> World:
     """The world of this rank; call after the default process group is initialised."""
     checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-    mesh, cp_group = build_mesh(device, layout), context_group(device, layout)
-    groups = [*mesh.get_all_groups(), *([] if cp_group is None else [cp_group])]
-    for group in groups:
+    mesh = build_mesh(device, layout)
+    for group in mesh.get_all_groups():
         set_timeout(group, COLLECTIVE_TIMEOUT)
-    return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, cp_group)
+    return World(rank, layout.world_size, device, mesh, checkpoint_group, layout, context_group(layout))
 
 
 def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
@@ -178,16 +177,20 @@ def build_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
         "dp_shard": layout.dp_shard * layout.cp,
         "tp": layout.tp,
     }
-    dims = {name: size for name, size in sizes.items() if size > 1 or name.startswith("dp")}
+    # Every dimension is a process group; `fully_shard` needs that of the shards even for one.
+    dims = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
-def context_group(device: torch.device, layout: Layout) -> dist.ProcessGroup | None:
+def context_group(layout: Layout) -> dist.ProcessGroup | None:
     """The ranks that share sequences with this one; None without context parallelism."""
     if layout.cp == 1:
         return None
-    sizes = (layout.pp * layout.dp, layout.cp, layout.tp)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=("outer", "cp", "inner")).get_group("cp")
+    ranks = torch.arange(layout.world_size, device="cpu").view(-1, layout.cp, layout.tp)
+    groups = ranks.transpose(1, 2).flatten(0, 1).tolist()
+    found = cast(Any, dist).new_subgroups_by_enumeration(groups, timeout=COLLECTIVE_TIMEOUT)
+    own: dist.ProcessGroup = found[0]
+    return own
 
 
 def exit_process(exit_code: int) -> None:

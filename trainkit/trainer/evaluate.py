@@ -14,7 +14,7 @@ from trainkit.trainer.batches import BatchSource, PrefetchedBatches
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardBackward
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.step_sync import all_reduce_sum
+from trainkit.trainer.step_sync import ReportReadback, all_reduce_sum, pack_report
 from trainkit.trainer.task import Task
 
 
@@ -41,6 +41,7 @@ class Evaluator:
             seed=config.seed,
             shuffle=False,
             end_position=num_samples,
+            pin_memory=world.device.type == "cuda",
         )
 
     @torch.no_grad()
@@ -52,7 +53,9 @@ class Evaluator:
         progress: Progress,
     ) -> float | None:
         """The validation loss, equal on all ranks; None if a rank was asked to stop."""
-        totals = torch.zeros(3, dtype=torch.float64, device=self._world.device)
+        totals = torch.zeros(5, dtype=torch.float64, device=self._world.device)
+        no_norm = torch.zeros((), device=self._world.device)
+        readback: ReportReadback | None = None
         for model in model_parts:
             model.eval()
         batches = PrefetchedBatches(self._source, 0, self._num_workers)
@@ -61,18 +64,19 @@ class Evaluator:
                 progress.enter("evaluate")
                 batch = next(batches)
                 nll_sum = forward_backward.nll_sum(batch.microbatches[0])
-                counts = torch.stack(
-                    (
-                        nll_sum.double(),
-                        nll_sum.new_tensor(batch.num_tokens * self._world.counts_samples).double(),
-                        nll_sum.new_tensor(bool(stop)).double(),
-                    )
+                report = pack_report(
+                    self._world, nll_sum, batch.num_tokens, stop=bool(stop), save=False, data_wait_s=0.0
                 )
-                totals += all_reduce_sum(counts, self._world)
-                if totals[2].item() > 0:
+                totals += all_reduce_sum(report, self._world)
+                # That of the batch before: while the host waits for it, the device computes this one.
+                if readback is not None and readback.finish().stop:
                     return None
+                readback = ReportReadback(self._world)
+                readback.start(totals, no_norm)
+            assert readback is not None
+            total = readback.finish()
         finally:
             batches.close()
             for model in model_parts:
                 model.train()
-        return float((totals[0] / totals[1]).item())
+        return None if total.stop else total.loss

@@ -89,7 +89,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         # The context lives as long as the loss, which is longer than these may take memory.
         (x_grads, weight_grad), ctx.gradients = ctx.gradients, None
         x_grad = torch.cat(x_grads).mul_(scale)
@@ -143,7 +143,8 @@ class SequentialForwardBackward:
         labels, nll_sum, chunks = micro.labels.flatten(), self._context.nll_sum, self._loss_chunks
 
         def loss(x: Tensor, weight: Tensor) -> Tensor:
-            found: Tensor = _ChunkedLoss.apply(x.flatten(0, 1), weight, labels, nll_sum, chunks)
+            inputs = x.flatten(0, 1), weight, labels, nll_sum, chunks
+            found: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
             return found
 
         whole: Tensor = self._model(micro.tokens, sample_keys=micro.sample_keys, loss=loss)

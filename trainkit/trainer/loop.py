@@ -240,7 +240,7 @@ class Trainer:
     def _log_step(self, report: StepReport, lr: float, val_loss: float | None) -> None:
         step = self.state.step
         self._steps_done += 1
-        if self._steps_done == 1 and self.config.checkpoint.async_save:
+        if self._steps_done == 1 and self._saves_in_background:
             self.saver.allocate_buffers()
         if self._steps_done == 1 and self.world.is_main:
             record_event(self.run, self.attempt, "first_step", step=step)
@@ -312,6 +312,15 @@ class Trainer:
         return (
             self.world.is_main and minutes is not None and time.monotonic() - self._last_save_s > minutes * 60
         )
+
+    @property
+    def _saves_in_background(self) -> bool:
+        """Whether this attempt may save asynchronously; the last save of an attempt blocks."""
+        checkpoint, step = self.config.checkpoint, self.state.step
+        every = checkpoint.every_steps
+        by_step = every is not None and -(-step // every) * every < self.total_steps
+        by_loss = checkpoint.best_metric == "val_loss" and self.evaluator is not None
+        return checkpoint.async_save and (by_step or by_loss or checkpoint.every_minutes is not None)
 
     def _save_if_due(self, report: StepReport) -> None:
         every = self.config.checkpoint.every_steps

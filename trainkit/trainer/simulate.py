@@ -66,7 +66,7 @@ def simulated_world(plan: LaunchPlan, rank: int, *, mesh_of_one: bool = False) -
     try:
         device = torch.device("cpu")
         mesh = build_mesh(device, plan.layout) if plan.world_size > 1 or mesh_of_one else None
-        group = context_group(device, plan.layout)
+        group = context_group(plan.layout)
         yield World(rank, plan.world_size, device, mesh, None, plan.layout, group, is_simulated=True)
     finally:
         dist.destroy_process_group()

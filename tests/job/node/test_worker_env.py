@@ -32,6 +32,16 @@ def test_defaults_give_way_to_the_user():
     assert environ(configured={"GLOO_SOCKET_IFNAME": "eth0"})["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
+def test_memory_grows_in_place_unless_the_user_set_up_the_allocator():
+    assert environ()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        for given in ({"configured": {name: "backend:native"}}, {"inherited": {name: "backend:native"}}):
+            found = environ(**given)
+            assert {key: found[key] for key in found if "ALLOC" in key} == {name: "backend:native"}
+    for plan in (replace(PLAN, device="cpu"), replace(PLAN, command=("python", "train.py"))):
+        assert "PYTORCH_ALLOC_CONF" not in environ(plan)
+
+
 def test_a_command_looks_like_a_rank_of_torchrun():
     """Frameworks prefer torchrun's variables to Slurm's, which with a task per node name no ranks."""
     command = replace(PLAN, command=("python", "train.py"))

@@ -16,6 +16,8 @@ from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
 
+ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+"""Where a user may have set up torch's allocator, under its present name and former ones."""
 RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
 ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
@@ -59,6 +61,10 @@ def worker_environ(
         "OMP_NUM_THREADS", str(plan.threads_per_worker or own_threads(plan, rank_env, inherited))
     )
     environ.setdefault("PYTHONUNBUFFERED", "1")
+    if plan.command is None and plan.device == "cuda" and not ALLOCATOR_VARIABLES & environ.keys():
+        # Sizes that change, as those of the last batch of a validation, would otherwise split the memory into
+        # pieces that nothing fits in.
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in network.items():
         environ.setdefault(name, value)
     if plan.backend == "local" and plan.device == "cuda" and plan.num_nodes > 1:

@@ -82,8 +82,8 @@ def loss_bytes(work: Workload) -> int:
     """Return the bytes of the loss of one pass at the start of its backward pass.
 
     These are log-probabilities and the gradients of log-probabilities and logits, in float32. torch's loss
-    parallelism has one more copy, and a pipeline also keeps the logits. If the loss is computed in parts, these
-    are the logits of one part, with the gradients of the head's weight and of the hidden states.
+    parallelism has one more copy, and a pipeline also keeps the logits. A loss in parts needs these for one
+    part, and the gradients of the head's weight and of the hidden states.
     """
     if work.loss_chunks > 1:
         weight = work.shape.vocab_size * work.shape.dim * (FLOAT32 + work.itemsize)

@@ -102,12 +102,13 @@ class PipelineForwardBackward:
 
     def _join(self, microbatches: list[Microbatch]) -> Microbatch:
         """All microbatches of a step as one batch, on the device; the schedule splits it again."""
-        whole = Microbatch(
-            torch.cat([micro.tokens for micro in microbatches]),
-            torch.cat([micro.labels for micro in microbatches]),
-            torch.cat([micro.sample_keys for micro in microbatches]),
+        # Copied one by one: their memory is pinned, and that of a whole batch would not be.
+        local = [self._context.local_batch(micro) for micro in microbatches]
+        return Microbatch(
+            torch.cat([micro.tokens for micro in local]),
+            torch.cat([micro.labels for micro in local]),
+            torch.cat([micro.sample_keys for micro in local]),
         )
-        return self._context.local_batch(whole)
 
     def _inputs(self, batch: Microbatch) -> tuple[Tensor, ...]:
         return (batch.tokens,) if self._has_first else ()
