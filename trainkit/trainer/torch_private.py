@@ -160,6 +160,16 @@ def replicate(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy)
     _replicate(module, mesh=mesh, mp_policy=policy)
 
 
+def connect_stage(stage: Any) -> None:
+    """Let a pipeline stage on CPUs connect to its neighbours when it first sends to them.
+
+    torch 2.11 has each stage send to them before the first step, which gloo cannot if a neighbour is on the
+    same rank, as in V-shaped schedules. When 2.11 is no longer supported: remove it.
+    """
+    if torch.__version__ < "2.12" and stage.device.type == "cpu":  # compares releases, not strings
+        stage._get_init_p2p_neighbors_ops = list
+
+
 class ModuleStyle(ParallelStyle):
     """Base of trainkit's own ways to parallelize a module; `apply` is what `parallelize_module` calls.
 

@@ -18,6 +18,7 @@ from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardContext, OnLoss
 from trainkit.trainer.models.model import StageSpec, local_tensor
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.torch_private import connect_stage
 
 TORCH_NAMES: dict[PipelineSchedule, str] = {
     "gpipe": "GPipe",
@@ -70,6 +71,8 @@ class PipelineForwardBackward:
             PipelineStage(part, index, self._num_stages, self._world.device, group=group)
             for index, part in zip(self._stages, self._model_parts, strict=True)
         ]
+        for stage in stages:
+            connect_stage(stage)
         kind = get_schedule_class(TORCH_NAMES[self._name])
         return kind(
             stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
