@@ -39,7 +39,7 @@ def problem(tmp_path: Path, target: Target, *overrides: str, machine: Machine = 
 def test_what_fits_is_told(tmp_path: Path) -> None:
     full = "parallel.activation_checkpointing=full"
     plan = check(tmp_path, cluster("h100"), "train.device_batch_size=1", full)
-    assert plan.reasons["memory"] == "about 16.7 GiB of the 79.6 GiB of each H100 80GB (21%)"
+    assert plan.reasons["memory"] == "about 16.0 GiB of the 79.6 GiB of each H100 80GB (20%)"
     tight = check(tmp_path, cluster("h200"), "train.device_batch_size=4", "data.seq_len=6144")
     assert tight.reasons["memory"].endswith(": little headroom is left")
 
@@ -48,8 +48,8 @@ def test_too_large_a_batch(tmp_path: Path) -> None:
     found = problem(tmp_path, cluster("h100"), "train.device_batch_size=8")
     assert found.render().startswith(
         "--set train.device_batch_size=8: train.device_batch_size: is 8: each GPU needs about "
-        "172.3 GiB (162.4 GiB for activations and loss), but even the largest GPU with that name has 93.6 "
-        "GiB\n  hint: --set parallel.activation_checkpointing=full needs 30.1 GiB, "
+        "163.2 GiB (150.1 GiB for activations and loss), but even the largest GPU with that name has 93.6 "
+        "GiB\n  hint: --set parallel.activation_checkpointing=full needs 25.6 GiB, "
     )
     assert "or --set train.device_batch_size=" in found.hint
     assert found.hint.endswith("; `trainkit plan` lists more")
