@@ -8,14 +8,16 @@ as .md and as .json. The exit code is 1 if a test fails or a part does not end, 
 
 The parts:
 
-    tests      tests/gpu on the device: exact resume after SIGKILL, asynchronous saves, nccl, compile, memory
+    tests      tests/gpu on the device: exact resume after SIGKILL, asynchronous saves, nccl, compile, memory;
+               with two GPUs also sharding, replicas, tensor, context and pipeline parallelism
     8b         Llama 3 8B at 4,096 tokens: trainkit and a hand-written loop, one after the other
     1b, 350m   the same for smaller models; 350m with alternating steps in one process
     save       how long saving a state of 10 GB blocks training, and how it slows the next steps
     profile    where the GPU's time goes in three steps of 350m
 
 The hand-written loop has what a careful user writes: bf16 autocast, fused AdamW, SDPA, compiled blocks and
-loss, clipping. For 8B, whose float32 state would not fit, it has all weights and averages in bf16.
+loss, clipping. For 8B, whose float32 state would not fit, it has all weights and averages in bf16. Where
+transformers is installed, its Trainer is measured on 1b and 350m too.
 
 The interpreter needs torch for CUDA, pydantic, pyyaml, nvidia-ml-py, pytest and hypothesis; --wheels names a
 folder from which those that it lacks are taken. `--device cpu` runs every part at tiny sizes, to test it.

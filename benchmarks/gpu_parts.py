@@ -126,12 +126,17 @@ def train_model(name: str, device: str, folder: Path) -> list[Row]:
             with contextmanager(make)() as step:
                 times_s[loop] = [timed(step, device) for _ in range(case.steps)]
             peaks[loop] = peak_gb(device)
+    if not name.startswith("8b") and importlib.util.find_spec("transformers") is not None:
+        # Its state would not fit for 8B. It has its own loop, so that it cannot take turns.
+        reset_peak(device)
+        loops["Hugging Face Trainer"] = lambda: iter(())
+        times_s["Hugging Face Trainer"] = hugging_face_times(case, device, folder / "hugging-face")
+        peaks["Hugging Face Trainer"] = peak_gb(device)
     return [speed_row(case, device, loop, times_s[loop], peaks.get(loop)) for loop in loops]
 
 
 def speed_row(case: Case, device: str, loop: str, times_s: list[float], peak: float | None) -> Row:
     """The median speed of a loop after its first steps, which compile."""
-
     step_s = statistics.median(times_s[min(WARM_UP, len(times_s) - 1) :])
     tokens_per_s = case.batch_size * case.seq_len / step_s
     peak_rate = peak_flops(torch.cuda.get_device_name(), "bf16") if device == "cuda" else None
@@ -156,7 +161,6 @@ def trainkit_step(
     case: Case, device: str, folder: Path, options: tuple[str, ...]
 ) -> Iterator[Callable[[], None]]:
     """One step of trainkit's trainer, without validation and saves."""
-
     folder.mkdir()
     overrides = [
         *(f"device={device}", f"model.preset={case.preset}", f"model.vocab_size={case.vocab_size}"),
@@ -184,7 +188,6 @@ def trainkit_step(
 
 def hand_written_step(case: Case, device: str) -> Iterator[Callable[[], None]]:
     """One step of a careful hand-written loop with the same model and batch."""
-
     uses_gpu = device == "cuda"
     with torch.device(device):
         model = Decoder(shape_of(case), case.seq_len)
@@ -219,16 +222,63 @@ def hand_written_step(case: Case, device: str) -> Iterator[Callable[[], None]]:
     yield step
 
 
+def hugging_face_times(case: Case, device: str, folder: Path) -> list[float]:
+    """Seconds of each step of a Llama of transformers, which its Trainer compiles and trains."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    shape = shape_of(case)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.dim,
+            intermediate_size=shape.ffn_dim,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            max_position_embeddings=case.seq_len,
+        )
+    )
+    uses_gpu = device == "cuda"
+    tokens = torch.randint(0, 256, (case.batch_size * case.steps, case.seq_len))
+    samples = [{"input_ids": row, "labels": row} for row in tokens]
+    options: Any = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=case.steps,
+        per_device_train_batch_size=case.batch_size,
+        bf16=uses_gpu,
+        torch_compile=uses_gpu,
+        use_cpu=not uses_gpu,
+        optim="adamw_torch_fused",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    times_s: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.began_s = synchronized_s(device)
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            times_s.append(synchronized_s(device) - self.began_s)
+
+    Trainer(model, options, train_dataset=samples, callbacks=[Clock()]).train()
+    return times_s
+
+
+def synchronized_s(device: str) -> float:
+    """The time, once the device has finished what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def timed(step: Callable[[], None], device: str) -> float:
     """Seconds of a step until the device has finished it."""
-
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
+    started_s = synchronized_s(device)
     step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return synchronized_s(device) - started_s
 
 
 def reset_peak(device: str) -> None:
@@ -246,7 +296,6 @@ def peak_gb(device: str) -> float | None:
 
 def save_state(name: str, device: str, folder: Path) -> list[Row]:
     """How long saves of a large state block training, one row per way to save."""
-
     num_tensors, elements = (40, 1 << 26) if device == "cuda" else (4, 1 << 16)
     state = {f"model.layer{index}": torch.randn(elements, device=device) for index in range(num_tensors)}
     work = torch.randn((8192, 8192) if device == "cuda" else (64, 64), device=device)
@@ -311,7 +360,6 @@ KERNELS = (
 
 def profile_steps(name: str, device: str, folder: Path) -> list[Row]:
     """Where the time of three steps goes, by kind of kernel."""
-
     case, num_steps = (CASES["350m"], 3) if device == "cuda" else (TINY, 3)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     busy_s = {kind: 0.0 for kind, _ in KERNELS}

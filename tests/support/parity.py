@@ -108,11 +108,15 @@ def _in_group(
 ) -> None:
     from datetime import timedelta
 
+    import torch
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    device = device_of(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=num_procs,
@@ -121,6 +125,13 @@ def _in_group(
     for attempt in attempts:
         path = Path(attempt)
         function(rank, RunDir(path.parent.parent).attempt(int(path.name)))
+
+
+def device_of(rank: int) -> Any:
+    """The device of a rank: a CPU, or with TEST_DEVICE=cuda the GPU of its number."""
+    import torch
+
+    return torch.device("cuda", rank) if os.environ.get("TEST_DEVICE") == "cuda" else torch.device("cpu")
 
 
 def make_trainer(rank: int, attempt: AttemptDir) -> Any:
@@ -139,7 +150,7 @@ def make_trainer(rank: int, attempt: AttemptDir) -> Any:
 
     config = read_effective(attempt.config_file)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    device = torch.device("cpu")
+    device = device_of(rank)
     world = World(0, 1, device, None, None)
     if plan.world_size > 1 or config.parallel.mesh_of_one:
         world = make_world(rank, device, plan.layout)
