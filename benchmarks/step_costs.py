@@ -123,9 +123,8 @@ def collectives() -> Iterator[tuple[str, str, dict[str, int]]]:
 def show_collectives() -> None:
     """Print the collectives of every layout."""
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    print(
-        f"| layout, {LAYERS} blocks of 8b, 2 passes | recompute | {' | '.join(kinds)} |\n|---|---|---|---|---|"
-    )
+    print(f"| layout, {LAYERS} blocks of 8b, 2 passes | recompute | {' | '.join(kinds)} |")
+    print("|" + "---|" * (2 + len(kinds)))
     for name, mode, found in collectives():
         print(f"| {name} | {mode} | {' | '.join(str(found.get(kind, 0)) for kind in kinds)} |", flush=True)
 
