@@ -102,9 +102,12 @@ def test_ctrl_c_detaches(desk):
 
 def test_closing_the_terminal_does_not_end_the_job(desk):
     primary, secondary = os.openpty()
+    # Under nohup, as a continuous integration may be, the tests ignore the signal, and so would the command.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     follower = desk.start(
         "submit", str(desk.config), "--follow", stdout=secondary, stderr=secondary, start_new_session=True
     )
+    signal.signal(signal.SIGHUP, before)
     os.close(secondary)
     run = RunDir(desk.folder / "runs/small")
     wait_for(lambda: run.job_file.exists() and read_json(run.job_file)["attempts"])
