@@ -22,7 +22,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     (tmp_path / "a;b 'c.yaml").write_text(
-        "extends: models/7b.yaml\ntrain: {global_batch_size: 64}\nmodel: {vocab_size: 32000}\n"
+        "extends: models/7b.yaml\ntrain: {global_batch_size: 64}\n"
+        "parallel: {zero: 3, activation_checkpointing: full}\n"
     )
     return "a;b 'c.yaml"
 
@@ -33,14 +34,14 @@ def test_table(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     header, *rows = out.splitlines()
     assert header.split() == list(HEADER[1:])
     assert [" ".join(row.split()[:17]) for row in rows] == [
-        "1 8 1 1 1 2 none 1 x 8 3.1 3.6 6.3 20.3 12.9 45.4 fits",
-        "4 2 1 1 1 3 none 1 x 8 12.6 13.0 25.1 20.3 2.4 71.0 fits",
-        "* 1 8 1 1 1 3 full 1 x 8 3.1 3.6 6.3 2.5 2.4 16.7",
+        "1 8 1 1 1 2 none 1 x 8 3.1 3.4 6.3 20.3 13.2 45.4 fits",
+        "4 2 1 1 1 3 none 1 x 8 12.6 12.8 25.1 20.3 1.6 70.7 fits",
+        "* 1 8 1 1 1 3 full 1 x 8 3.1 3.4 6.3 2.5 1.9 16.0",
     ]
     assert rows[-1].endswith("state sharded over 8 GPUs within a node; 24% recomputation")
     assert err == (
         "a;b 'c.yaml on 1 node x 8 H100 80GB: 79.6 GiB each, 73.3 GiB of it usable\n"
-        "* the config's layout fits: peak 16.7 GiB\n"
+        "* the config's layout fits: peak 16.0 GiB\n"
         "recommended: state sharded over 8 GPUs within a node\n"
         "  weights, gradients and optimizer state take 100.4 GiB, more than the usable 73.3 GiB "
         "of one H100 80GB: they must be sharded\n"
