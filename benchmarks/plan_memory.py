@@ -1,8 +1,8 @@
 """Compares the memory that `trainkit plan` predicts with the peak that torch's MemTracker measures.
 
-    python -m benchmarks.plan_memory [--only NAME …]
+    python -m benchmarks.plan_memory [--only MODEL …]
 
-Ten full-size models, each on its own layout of 8 to 512 GPUs. One rank at a time runs two steps of the
+Full-size models, each on its own layout of 1 to 512 GPUs. One rank at a time runs two steps of the
 trainer on tensors that have shapes but no values (`trainkit check --simulate-world`), under MemTracker; the
 peak of the second step is compared. With a pipeline, the ranks that `plan` considers are simulated, and on
 both sides the one with the highest peak counts. Both sides assume the CPU kernels, which keep more than those
@@ -26,7 +26,6 @@ from trainkit.submit.simulate import simulate, simulated_plan
 
 TOLERANCE = 0.1
 GIB = 2**30
-VOCAB_SIZE = 32_000
 NAMES = {"pp": "pp", "dp_replicate": "replicate", "dp_shard": "shard", "cp": "cp", "tp": "tp"}
 
 
@@ -44,6 +43,7 @@ class Pair:
     """Device batches of a step."""
     seq_len: int = 4096
     dtype: str = "bf16"
+    options: tuple[str, ...] = ()
 
     def load(self) -> LoadedConfig:
         """The loaded config of this pair."""
@@ -52,19 +52,22 @@ class Pair:
         ranks = self.gpus // (degrees[0] * degrees[1] * degrees[2])
         values = {
             "model.preset": self.model,
-            "model.vocab_size": VOCAB_SIZE,
             "data.seq_len": self.seq_len,
             "train.device_batch_size": self.samples,
             "train.global_batch_size": self.samples * self.passes * ranks,
             "precision.dtype": self.dtype,
             **{f"parallel.{key}": value for key, value in parallel.items()},
         }
-        overrides = [f"{key}={value}" for key, value in values.items()]
+        overrides = [*(f"{key}={value}" for key, value in values.items()), *self.options]
         return load_config(None, overrides=overrides, environ={}, cwd=Path.cwd())
 
 
 PAIRS = [
     Pair("350m", 8, {"dp_replicate": 8, "dp_shard": 1}, samples=4, passes=2, seq_len=2048, dtype="fp32"),
+    Pair(
+        "8b", 1, {"activation_checkpointing": "selective"}, passes=2, options=("optimizer.state_dtype=bf16",)
+    ),
+    Pair("8b", 8, {}, seq_len=8192),
     Pair("7b", 8, {}),
     Pair("7b", 8, {"activation_checkpointing": "full"}, samples=2, passes=4),
     Pair("7b", 16, {"pp": 4, "pp_schedule": "zbv", "pp_microbatches": 8}, samples=8),
@@ -87,7 +90,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", help="models of which the pairs are tried")
+    parser.add_argument("--only", nargs="*", metavar="MODEL", help="models of which the pairs are tried")
     only = parser.parse_args().only
     pairs = [pair for pair in PAIRS if not only or pair.model in only]
     print("| model | GPUs | layout | type | recompute | samples | plan GiB | tracker GiB | difference |")
@@ -111,7 +114,7 @@ def main() -> int:
 
 
 def _workload(loaded: LoadedConfig, plan: LaunchPlan) -> Workload:
-    shape = resolve_model_shape(loaded.config.model, VOCAB_SIZE)
+    shape = resolve_model_shape(loaded.config.model, 1)
     return workload_of(loaded.config, shape, plan.layout, plan.batch, device="cpu")
 
 
@@ -125,7 +128,7 @@ def _peaks(loaded: LoadedConfig, plan: LaunchPlan, work: Workload) -> Iterator[i
 def _layout(work: Workload) -> str:
     layout: Layout = work.layout
     degrees = {name: getattr(layout, key) for key, name in NAMES.items()}
-    words = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    words = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
     return words if layout.pp == 1 else f"{words}, {work.parallel.pp_schedule}"
 
 
