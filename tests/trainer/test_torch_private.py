@@ -86,8 +86,8 @@ def own_names(kind: type) -> set[str]:
         found = re.findall(r"self\.(_\w+)", inspect.getsource(kind))
     except (OSError, TypeError):
         found = []
-    by_python = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
-    return {name for name in (*vars(kind), *found) if is_private(name)} - by_python
+    by_metaclasses = {"_abc_impl", "_is_protocol", "_is_runtime_protocol", "_backward_cls"}
+    return {name for name in (*vars(kind), *found) if is_private(name)} - by_metaclasses
 
 
 def test_each_says_what_to_do_when_it_goes() -> None:

@@ -40,7 +40,7 @@ def test_what_fits_is_told(tmp_path: Path) -> None:
     full = "parallel.activation_checkpointing=full"
     plan = check(tmp_path, cluster("h100"), "train.device_batch_size=1", full)
     assert plan.reasons["memory"] == "about 16.0 GiB of the 79.6 GiB of each H100 80GB (20%)"
-    tight = check(tmp_path, cluster("h200"), "train.device_batch_size=4", "data.seq_len=6144")
+    tight = check(tmp_path, cluster("h200"), "train.device_batch_size=4", "data.seq_len=6240")
     assert tight.reasons["memory"].endswith(": little headroom is left")
 
 
