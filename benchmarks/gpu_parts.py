@@ -120,6 +120,7 @@ def train_model(name: str, device: str, folder: Path) -> list[Row]:
                 times_s.setdefault(loop, []).append(timed(steps[loop], device))
         for context in contexts:
             context.__exit__(None, None, None)
+        steps.clear()  # and with them the models
     else:
         for loop, make in loops.items():
             reset_peak(device)
