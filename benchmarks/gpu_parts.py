@@ -110,14 +110,14 @@ def train_model(name: str, device: str, folder: Path) -> list[Row]:
         "trainkit, eager": lambda: trainkit_step(case, device, folder / "eager", ("parallel.compile=false",)),
         "hand-written": lambda: hand_written_step(case, device),
     }
-    times_s: dict[str, list[float]] = {}
+    times_s: dict[str, list[float]] = {loop: [] for loop in loops}
     peaks: dict[str, float | None] = {}
     if case.alternates:
         contexts = [contextmanager(loop)() for loop in loops.values()]
         steps = dict(zip(loops, [context.__enter__() for context in contexts], strict=True))
         for number in range(case.steps):
             for loop in list(steps) if number % 2 else reversed(steps):
-                times_s.setdefault(loop, []).append(timed(steps[loop], device))
+                times_s[loop].append(timed(steps[loop], device))
         for context in contexts:
             context.__exit__(None, None, None)
         steps.clear()  # and with them the models
@@ -130,10 +130,9 @@ def train_model(name: str, device: str, folder: Path) -> list[Row]:
     if not name.startswith("8b") and importlib.util.find_spec("transformers") is not None:
         # Its state would not fit for 8B. It has its own loop, so that it cannot take turns.
         reset_peak(device)
-        loops["Hugging Face Trainer"] = lambda: iter(())
         times_s["Hugging Face Trainer"] = hugging_face_times(case, device, folder / "hugging-face")
         peaks["Hugging Face Trainer"] = peak_gb(device)
-    return [speed_row(case, device, loop, times_s[loop], peaks.get(loop)) for loop in loops]
+    return [speed_row(case, device, loop, steps_s, peaks.get(loop)) for loop, steps_s in times_s.items()]
 
 
 def speed_row(case: Case, device: str, loop: str, times_s: list[float], peak: float | None) -> Row:

@@ -85,7 +85,7 @@ def test_vocabulary_is_padded(tokens: int, vocab_size: int) -> None:
         (
             {"vocab_size": 256},
             ["model.vocab_size: is 256, but the tokenizer has 257 tokens\n"
-             "  hint: null uses the tokenizer's size"],
+             "  hint: null uses one that is large enough"],
         ),
         ({"dim": 100, "num_heads": 3, "num_kv_heads": 2, "vocab_size": 1}, ["vocab", "num_heads", "num_kv"]),
     ],

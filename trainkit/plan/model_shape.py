@@ -108,7 +108,7 @@ def _shape_problems(shape: ModelShape, tokenizer_vocab_size: int) -> list[Proble
     problems = []
     if shape.vocab_size < tokenizer_vocab_size:
         message = f"is {shape.vocab_size}, but the tokenizer has {tokenizer_vocab_size} tokens"
-        hint = "null uses the tokenizer's size"
+        hint = "null uses one that is large enough"
         problems.append(Problem("model.vocab_size", message, hint=hint))
     if shape.dim % shape.num_heads:
         message = f"is {shape.num_heads}, which does not divide model.dim {shape.dim}"

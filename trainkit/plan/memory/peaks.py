@@ -106,31 +106,34 @@ class MemoryPeaks:
         return max((self._backward_after(place) for place in places), key=lambda parts: parts.total)
 
     def reduce(self) -> Parts:
-        """Return the memory while the last gradients are copied to the communication buffer."""
-        work, counts = self.work, self.counts
-        if work.layout.pp > 1:
+        """Return the memory while the gradients outside the blocks are copied to the communication buffer."""
+        if self.work.layout.pp > 1:
             # A pipeline reduces gradients only after the schedule ends.
             blocks = self.stage_params.num_layers
             return self._static().plus(
                 gradients=self._waiting(blocks), buffers=self._cast(blocks) + FLOAT32 * self._unit
             )
-        if counts.head_unit:
-            head = self._static().plus(
-                gradients=self._waiting(self.stage_params.num_layers)
-                + self._reduced(0, has_head=False)
-                + work.itemsize * counts.head_unit,
-                activations=self._activations(self.stage_params.num_layers),
-                buffers=self._cast(self.stage_params.num_layers) + FLOAT32 * counts.head_unit,
-            )
-        else:
-            head = Parts()
-        # The unsharded gradients are freed before this rank's shard of them is allocated.
+        found = [self._reduce_last(), *([self._reduce_head()] if self.counts.head_unit else [])]
+        return max(found, key=lambda parts: parts.total)
+
+    def _reduce_head(self) -> Parts:
+        """Return the memory while the head's gradient is copied, before the backward pass of the blocks."""
+        blocks, head = self.stage_params.num_layers, self.counts.head_unit
+        return self._static().plus(
+            gradients=self._waiting(blocks) + self._reduced(0, has_head=False) + self.work.itemsize * head,
+            activations=self._activations(blocks),
+            buffers=self._cast(blocks) + FLOAT32 * head,
+        )
+
+    def _reduce_last(self) -> Parts:
+        """Return the memory while the last gradients are copied, after the backward pass of the blocks."""
+        counts = self.counts
         last = counts.embedding_unit or counts.root
-        whole = (FLOAT32 if self.has_gradients else work.itemsize) * last
-        root = max(whole, FLOAT32 * self._shard_of(last))
+        # The unsharded gradients are freed before this rank's shard of them is allocated.
+        shard = last * counts.ends_shard // max(1, counts.ends)
+        whole = (FLOAT32 if self.has_gradients else self.work.itemsize) * last
         reduced = self._reduced(self.stage_params.num_layers, has_head=True)
-        end = self._static().plus(gradients=reduced + root, buffers=FLOAT32 * last)
-        return max(head, end, key=lambda parts: parts.total)
+        return self._static().plus(gradients=reduced + max(whole, FLOAT32 * shard), buffers=FLOAT32 * last)
 
     def update(self) -> Parts:
         """Return the memory during the optimizer step."""
@@ -236,10 +239,6 @@ class MemoryPeaks:
             return 0
         head = self.counts.head_unit_shard if has_head and work.is_wrapped else 0
         return FLOAT32 * (self.counts.block_shard * blocks_done + head)
-
-    def _shard_of(self, params: int) -> int:
-        """Return the size of this rank's shard of parameters outside the blocks."""
-        return params * self.counts.ends_shard // max(1, self.counts.ends)
 
     def _head_gradient(self) -> int:
         """Return the bytes of the head's gradient if it is reduced together with the embedding's."""

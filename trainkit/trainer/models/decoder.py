@@ -110,7 +110,8 @@ class Decoder(Model):
     """A decoder from token ids to logits, or one pipeline stage of it.
 
     `forward(tokens, sample_keys)`: tokens int64 [B, T], sample_keys int32 [B] -> logits [B, T, vocab].
-    A stage without the embedding takes the residual stream [B, T, D]; one without the head returns it.
+    A stage without the embedding takes the residual stream [B, T, D]; one without the head returns it. With
+    `loss`, the head returns that of the logits in their place, float32 [].
     """
 
     rope: Tensor
