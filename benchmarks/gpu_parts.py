@@ -42,7 +42,7 @@ from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.decoder import INIT_STD, Decoder
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.task import build_task
+from trainkit.trainer.tasks import build_task
 from trainkit.trainer.worker import build_trainer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -110,7 +110,7 @@ def worker(folder: str, num_procs: int, dtype_name: str, num_steps: int) -> None
     from trainkit.rundir import RunDir, read_json
     from trainkit.trainer.distributed import exit_process, join_world, select_device
     from trainkit.trainer.progress import Progress
-    from trainkit.trainer.task import build_task
+    from trainkit.trainer.tasks import build_task
     from trainkit.trainer.worker import build_trainer
 
     attempt = RunDir(folder).attempt(1)

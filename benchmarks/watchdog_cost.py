@@ -47,7 +47,7 @@ def build(folder: Path, overrides: list[str]):
     from trainkit.rundir import read_json
     from trainkit.trainer.distributed import World, select_device
     from trainkit.trainer.progress import Progress
-    from trainkit.trainer.task import build_task
+    from trainkit.trainer.tasks import build_task
     from trainkit.trainer.worker import build_trainer
 
     attempt = make_attempt(folder, overrides, 1)

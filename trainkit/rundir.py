@@ -301,6 +301,18 @@ def copied_file(run: RunDir, name: str) -> Path:
     return copied if copied.is_relative_to(code["code"]) and copied.is_file() else original
 
 
+def copied_folder(run: RunDir) -> Path:
+    """The folder of the code snapshot that corresponds to the current folder, else the current folder.
+
+    As for `copied_file`, that must be the folder that the run was submitted from.
+    """
+    try:
+        code = read_json(run.job_file).get("code")
+    except FileNotFoundError:
+        code = None
+    return Path(code["workdir"]) if code else Path.cwd()
+
+
 def will_resume(end: Mapping[str, Any]) -> bool:
     """Whether the run resumes automatically after this end.json."""
     return end.get("action") in RESUME_ACTIONS

@@ -46,11 +46,16 @@ class Case:
         return [*batch, *(f"parallel.{key}={value}" for key, value in values.items()), *self.overrides]
 
 
-def train(rank: int, attempt: AttemptDir) -> None:
+def train(rank: int, attempt: AttemptDir, keep_labels: bool = False) -> None:
     """Train as one rank until the end of the run."""
-    trainer = make_trainer(rank, attempt)
+    trainer = make_trainer(rank, attempt, keep_labels)
     trainer.train()
     close(trainer)
+
+
+def train_whole(rank: int, attempt: AttemptDir) -> None:
+    """Train as one rank on samples that are as long as they are."""
+    train(rank, attempt, keep_labels=True)
 
 
 def run_cases(
@@ -58,11 +63,13 @@ def run_cases(
     cases: Sequence[Case],
     common: Sequence[str],
     seed: Path | None = None,
-    function: Callable[[int, AttemptDir], None] = train,
+    function: Callable[[int, AttemptDir], None] | None = None,
+    keep_labels: bool = False,
 ) -> None:
     """Call a function as each rank of each case, in a run folder of the case's name.
 
-    `seed` is a run whose checkpoints they start from. Raises RuntimeError when one fails.
+    `seed` is a run whose checkpoints they start from; `keep_labels` leaves all samples as long as they are.
+    Raises RuntimeError when one fails.
     """
     for num_procs in sorted({case.num_procs for case in cases}):
         attempts = []
@@ -75,7 +82,7 @@ def run_cases(
             attempts.append(
                 str(make_attempt(folder / case.name, [*MODEL, *common, *case.options], num_procs).path)
             )
-        _train_all(function, attempts, num_procs)
+        _train_all(function or (train_whole if keep_labels else train), attempts, num_procs)
 
 
 def curve(run_dir: Path) -> list[tuple[int, float, float, float, int]]:
@@ -134,7 +141,7 @@ def device_of(rank: int) -> Any:
     return torch.device("cuda", rank) if os.environ.get("TEST_DEVICE") == "cuda" else torch.device("cpu")
 
 
-def make_trainer(rank: int, attempt: AttemptDir) -> Any:
+def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False) -> Any:
     """The trainer of one rank, among ranks that have met."""
     import torch
 
@@ -145,7 +152,7 @@ def make_trainer(rank: int, attempt: AttemptDir) -> Any:
     from trainkit.rundir import read_json
     from trainkit.trainer.distributed import World, make_world
     from trainkit.trainer.progress import Progress
-    from trainkit.trainer.task import build_task
+    from trainkit.trainer.tasks import build_task
     from trainkit.trainer.worker import build_trainer
 
     config = read_effective(attempt.config_file)
@@ -156,7 +163,8 @@ def make_trainer(rank: int, attempt: AttemptDir) -> Any:
         world = make_world(rank, device, plan.layout)
     torch.compiler.reset()
     trainer, _ = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())
-    trainer.batches = RaggedBatches(trainer.batches)  # type: ignore[assignment]
+    if not config.has_user_task and not keep_labels:
+        trainer.batches = RaggedBatches(trainer.batches)
     return trainer
 
 

@@ -17,7 +17,7 @@ from tests.support.runs import run_ranks
 from trainkit.config import load_config
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
 from trainkit.rundir import RunDir, write_json
-from trainkit.trainer import task
+from trainkit.trainer import tasks
 from trainkit.trainer.__main__ import exit_code_of
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models import UnsupportedArchitecture, load_architecture
@@ -104,12 +104,12 @@ def test_refused_before_the_data_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(task, "open_dataset", lambda *args: pytest.fail("the data was opened"))
+    monkeypatch.setattr(tasks, "open_dataset", lambda *args: pytest.fail("the data was opened"))
     settings, code, message = REFUSED[case]
     Path("mine.py").write_text(code)
     settings = ["model.architecture=mine.py:Mine", *settings]
     with pytest.raises(UnsupportedArchitecture) as caught:
-        task.build_task(load_config("quickstart", overrides=settings, environ={}).config)
+        tasks.build_task(load_config("quickstart", overrides=settings, environ={}).config)
     assert message in caught.value.message
     assert caught.value.hint
     assert exit_code_of(caught.value, Progress().current) == EXIT_NO_RESTART

@@ -89,6 +89,9 @@ def plan_bench(
     `config` is the file or name as typed; `keep_name` keeps the config's name. Raises ConfigError and
     UsageError.
     """
+    if loaded.config.has_user_task:
+        message = f"is {loaded.config.task}, whose possible layouts are unknown"
+        raise ConfigError([loaded.problem("task", message, "`trainkit bench layouts` needs the task causal_lm")])
     target, data = make_target(loaded), inspect_data(loaded.config.data)
     if target.backend == "submitit":
         raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")

@@ -79,6 +79,9 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
     from trainkit.plan.make_plan import OURS, inspect_data
     from trainkit.plan.model_shape import resolve_model_shape
 
+    if loaded.config.has_user_task:
+        message = f"is {loaded.config.task}, whose memory is unknown"
+        raise ConfigError([loaded.problem("task", message, "`trainkit plan` needs the task causal_lm")])
     model = loaded.config.model
     if model.architecture != OURS:
         message = f"is {model.architecture}, whose memory is unknown"

@@ -52,7 +52,13 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Device to train on; auto: CUDA if there is a GPU, else the CPU."
     )
-    task: str = Field(default="causal_lm", description="Training task.")
+    task: str = Field(
+        default="causal_lm",
+        pattern=r"^(causal_lm|multimodal_lm|[^:]+\.py:[A-Za-z_]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="causal_lm, or FILE.py:CLASS or MODULE:CLASS for your own subclass of trainkit.task.Task.",
+        json_schema_extra={"allowed": "causal_lm, FILE.py:CLASS or MODULE:CLASS"},
+    )
+    task_args: dict[str, Any] = Field(default={}, description="Keyword arguments of your own task.")
     model: ModelConfig = section("The model.")
     data: DataConfig = section("Training and validation data.")
     train: TrainConfig = section("Length of the run and batch sizes.")
@@ -66,3 +72,8 @@ class RunConfig(Section):
     requeue: RequeueConfig = section("When the run restarts automatically.")
     logging: LoggingConfig = section("Where metrics are logged.")
     profiler: ProfilerConfig = section("Steps to profile.")
+
+    @property
+    def has_user_task(self) -> bool:
+        """Whether the task is the user's own: only its code knows its model and its data."""
+        return self.task != "causal_lm"

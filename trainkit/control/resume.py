@@ -40,10 +40,20 @@ def refuse_incompatible(run: RunDir, loaded: LoadedConfig) -> None:
 def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> Iterator[Problem]:
     config = loaded.config
     hint = "use the old value, or start a new run"
+    before, now = manifest.get("task", config.task), config.task
+    # Only the class of a task counts: its path may have changed.
+    if before.rpartition(":")[2] != now.rpartition(":")[2]:
+        yield loaded.problem("task", f"is {now}, but {name} was trained with {before}", hint)
+        return
     for key in FIXED_KEYS:
         before, now = manifest.get("data", {}).get(key), _value(config, key)
         if before is not None and before != now:
             yield loaded.problem(key, f"is {now}, but {name} was trained with {before}", hint)
+    if config.train.steps is not None and config.train.steps < manifest["step"]:
+        message = f"is {config.train.steps}, but the run is already at {name}"
+        yield loaded.problem("train.steps", message, "it counts all steps of the run, from the first one")
+    if config.has_user_task:
+        return  # the trainer compares its parameters
     # Only the class of a custom architecture counts: its path may have changed.
     before = str(manifest.get("model", {}).get("architecture", "")).rpartition(":")[2]
     now = config.model.architecture.rpartition(":")[2]
@@ -54,9 +64,6 @@ def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> I
         before_shape = _shape(ModelConfig(**manifest["model"]), vocab_size)
         if before_shape != _shape(config.model, vocab_size):
             yield loaded.problem("model", f"differs in shape from the model of {name}", hint)
-    if config.train.steps is not None and config.train.steps < manifest["step"]:
-        message = f"is {config.train.steps}, but the run is already at {name}"
-        yield loaded.problem("train.steps", message, "it counts all steps of the run, from the first one")
 
 
 def _shape(model: ModelConfig, vocab_size: int) -> ModelShape:

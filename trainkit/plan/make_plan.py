@@ -153,6 +153,11 @@ def check_config(
         if plan is None:
             raise ConfigError(problems)
         return plan
+    if loaded.config.has_user_task:
+        problems += _task_problems(loaded)
+        if plan is None or problems:
+            raise ConfigError(problems)
+        return plan
     data = data or inspect_data(loaded.config.data)
     problems += [loaded.problem(key, message, hint) for key, message, hint in data.problems]
     shape = None
@@ -170,6 +175,23 @@ def check_config(
     if plan is None or problems:
         raise ConfigError(problems)
     return plan
+
+
+def _task_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+    """Yield what a task of the user does not support, and its file if it does not exist."""
+    task, parallel = loaded.config.task, loaded.config.parallel
+    file = Path(task.rpartition(":")[0])
+    if file.suffix == ".py" and not file.is_file():
+        message = f"is {task}, but there is no file {file.absolute()}"
+        yield loaded.problem("task", message, "FILE.py is relative to the current folder")
+    for key in ("tp", "pp", "cp"):
+        degree = getattr(parallel, key)
+        if degree > 1:
+            message = f"is {degree}, but {task} does not say how its model is split"
+            yield loaded.problem(f"parallel.{key}", message, f"remove parallel.{key}; use dp_shard")
+    if loaded.config.precision.float8:
+        message = f"is true, but task is {task}"
+        yield loaded.problem("precision.float8", message, "float8 requires the task causal_lm")
 
 
 def _float8_problems(loaded: LoadedConfig, plan: LaunchPlan) -> Iterator[Problem]:

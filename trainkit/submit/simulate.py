@@ -25,6 +25,9 @@ def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
     from trainkit.cluster.target import Target
     from trainkit.plan.make_plan import check_config
 
+    if loaded.config.has_user_task:
+        message = f"is {loaded.config.task}, which cannot be simulated"
+        raise ConfigError([loaded.problem("task", message, "--simulate-world needs the task causal_lm")])
     requested = loaded.config.resources.gpus_per_node
     per_node = min(world_size, GPUS_PER_NODE if requested == "auto" else requested)
     if world_size % per_node:

@@ -84,7 +84,8 @@ def plan_points(
         key = (key_without_seed(values[index]), words)
         if key not in plans:
             try:
-                facts = None if words is not None else _data_facts(loaded.config.data, data)
+                needs_facts = words is None and not loaded.config.has_user_task
+                facts = _data_facts(loaded.config.data, data) if needs_facts else None
                 plans[key] = plan_run(loaded, words, launcher, target=target, data=facts)
             except ConfigError as error:
                 plans[key] = error

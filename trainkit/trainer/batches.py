@@ -130,7 +130,7 @@ class PrefetchedBatches:
 
     def __init__(self, source: BatchSource, position: int, num_workers: int) -> None:
         self._source = source
-        self._position = position
+        self._start = self._position = position
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
         self._ahead = max(2, num_workers)
         self._queue: deque[Future[list[StepBatch]]] = deque()
@@ -142,6 +142,10 @@ class PrefetchedBatches:
         )
 
     def __iter__(self) -> Iterator[StepBatch]:
+        """Begin at the first step again."""
+        self._position = self._start
+        self._queue.clear()
+        self._ready.clear()
         return self
 
     def __next__(self) -> StepBatch:

@@ -6,8 +6,8 @@ then memory and initial values: no rank ever allocates more of the model than it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, cast
 
@@ -29,8 +29,9 @@ from trainkit.trainer.parallel.tensor import apply_tensor_parallel
 from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import fill_normal_
-from trainkit.trainer.task import Task
+from trainkit.trainer.tasks import CausalLM
 from trainkit.trainer.torch_private import shard_offset
+from trainkit.trainer.user_task import UserTask, assemble_task, build_module, persistent_buffers
 
 if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights
@@ -87,14 +88,22 @@ def init_parameters(model: Model, seed: int) -> None:
 class BuiltModel:
     """The model on this rank and its forward and backward passes."""
 
-    model_parts: Sequence[Model]
+    model_parts: Sequence[nn.Module]
     weights: Sequence[Weight]
     forward_backward: ForwardBackward
     tied_weights: TiedWeights | None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    """Buffers to save, by name: those of a `Model` are functions of its shape."""
 
 
-def build(task: Task, config: RunConfig, plan: LaunchPlan, world: World, progress: Progress) -> BuiltModel:
+def build(
+    task: CausalLM | UserTask, config: RunConfig, plan: LaunchPlan, world: World, progress: Progress
+) -> BuiltModel:
     """The model of this rank on its device: split, initialised and in training mode."""
+    if isinstance(task, UserTask):
+        module = build_module(task, config, plan, world)
+        weights, forward_backward = assemble_task(task, config, world, progress, module)
+        return BuiltModel([module], weights, forward_backward, None, persistent_buffers(module.model))
     model_parts = build_model_parts(task, config, plan, world)
     # Offloaded parameters stay on the host: FSDP copies them to the device per block, but not the buffers.
     param_device = torch.device("cpu") if config.parallel.offload else world.device
@@ -106,7 +115,7 @@ def build(task: Task, config: RunConfig, plan: LaunchPlan, world: World, progres
     return assemble(task, config, plan, world, progress, model_parts)
 
 
-def build_model_parts(task: Task, config: RunConfig, plan: LaunchPlan, world: World) -> list[Model]:
+def build_model_parts(task: CausalLM, config: RunConfig, plan: LaunchPlan, world: World) -> list[Model]:
     """The parts of the model on this rank, one per pipeline stage: split, on the meta device."""
     layout = plan.layout
     if layout.pp == 1:
@@ -118,7 +127,7 @@ def build_model_parts(task: Task, config: RunConfig, plan: LaunchPlan, world: Wo
 
 
 def assemble(
-    task: Task,
+    task: CausalLM,
     config: RunConfig,
     plan: LaunchPlan,
     world: World,
@@ -184,7 +193,7 @@ def _assemble_pipeline(
 
 
 def _build_part(
-    task: Task, config: RunConfig, plan: LaunchPlan, world: World, stage: StageSpec | None
+    task: CausalLM, config: RunConfig, plan: LaunchPlan, world: World, stage: StageSpec | None
 ) -> Model:
     layout, parallel, place = plan.layout, config.parallel, world.place
     model = task.build_model(stage)

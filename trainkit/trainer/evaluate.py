@@ -1,21 +1,20 @@
-"""Validation: the mean negative log-likelihood of the validation samples, divided among the ranks."""
+"""Validation: the mean loss of the validation samples, which are divided among the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import Batch, LaunchPlan
-from trainkit.trainer.batches import BatchSource, PrefetchedBatches
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardBackward
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.step_sync import ReportReadback, all_reduce_sum, pack_report
-from trainkit.trainer.task import Task
+from trainkit.trainer.step_sync import ReportReadback, StepReport, all_reduce_sum, pack_report
+from trainkit.trainer.tasks import Task
 
 
 class Evaluator:
@@ -23,7 +22,6 @@ class Evaluator:
 
     def __init__(self, task: Task, config: RunConfig, plan: LaunchPlan, world: World) -> None:
         self._world = world
-        self._num_workers = config.data.num_workers
         assert task.val_data is not None
         layout = plan.layout
         size = plan.batch.device_batch_size * layout.dp
@@ -33,16 +31,8 @@ class Evaluator:
             # which the plan may reduce that size.
             num_samples = min(num_samples, config.train.eval_batches * config.train.device_batch_size)
         self._num_batches = -(-num_samples // size)
-        self._source = BatchSource(
-            dataset=task.val_data,
-            batch=Batch(plan.batch.device_batch_size, 1, size, size * config.data.seq_len),
-            dp_rank=world.dp_rank,
-            dp_size=layout.dp,
-            seed=config.seed,
-            shuffle=False,
-            end_position=num_samples,
-            pin_memory=world.device.type == "cuda",
-        )
+        batch = Batch(plan.batch.device_batch_size, 1, size, size * config.data.seq_len)
+        self._batches = task.val_batches(batch, world, num_samples)
 
     @torch.no_grad()
     def run(
@@ -51,32 +41,36 @@ class Evaluator:
         forward_backward: ForwardBackward,
         stop: StopRequest,
         progress: Progress,
-    ) -> float | None:
-        """The validation loss, equal on all ranks; None if a rank was asked to stop."""
-        totals = torch.zeros(5, dtype=torch.float64, device=self._world.device)
+    ) -> StepReport | None:
+        """The loss and metrics of the validation, equal on all ranks; None if a rank was asked to stop."""
+        totals: Tensor | None = None
         no_norm = torch.zeros((), device=self._world.device)
         readback: ReportReadback | None = None
         for model in model_parts:
             model.eval()
-        batches = PrefetchedBatches(self._source, 0, self._num_workers)
         try:
+            batches = iter(self._batches)
             for _ in range(self._num_batches):
                 progress.enter("evaluate")
                 batch = next(batches)
-                nll_sum = forward_backward.nll_sum(batch.microbatches[0])
+                sums = forward_backward.loss_sums(batch.microbatches[0])
                 report = pack_report(
-                    self._world, nll_sum, batch.num_tokens, stop=bool(stop), save=False, data_wait_s=0.0
+                    self._world, sums, batch.num_tokens, stop=bool(stop), save=False, data_wait_s=0.0
                 )
-                totals += all_reduce_sum(report, self._world)
+                all_reduce_sum(report, self._world)
+                totals = report if totals is None else totals + report
                 # That of the batch before: while the host waits for it, the device computes this one.
                 if readback is not None and readback.finish().stop:
                     return None
-                readback = ReportReadback(self._world)
+                readback = ReportReadback(self._world, forward_backward.metric_names)
                 readback.start(totals, no_norm)
             assert readback is not None
             total = readback.finish()
         finally:
-            batches.close()
             for model in model_parts:
                 model.train()
-        return None if total.stop else total.loss
+        return None if total.stop else total
+
+    def close(self) -> None:
+        """End the threads or processes that read the validation data."""
+        self._batches.close()

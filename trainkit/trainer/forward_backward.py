@@ -25,15 +25,21 @@ OnLoss = Callable[[Tensor], None]
 class ForwardBackward(Protocol):
     """Computes the gradient of a step."""
 
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The names of the metrics in the sums of the last pass."""
+        ...
+
     def accumulate_gradient(self, microbatches: list[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
         """Add the gradient of the summed loss x `scale`, a float32 [] on the device.
 
-        `on_loss` gets a negative log-likelihood, float32 []; its sum over all ranks is that of the step.
+        `on_loss` gets the sums of this rank: the negative log-likelihood, float32 []; or of a user's task the
+        loss, what it is divided by, and such a pair per metric, float64 [2 + 2 x metrics].
         """
         ...
 
-    def nll_sum(self, micro: Microbatch) -> Tensor:
-        """The negative log-likelihood of one microbatch without its gradient, as `on_loss` gets it."""
+    def loss_sums(self, micro: Microbatch) -> Tensor:
+        """The sums of one microbatch, as `on_loss` gets them, without a gradient."""
         ...
 
 
@@ -99,6 +105,8 @@ class _ChunkedLoss(torch.autograd.Function):
 class SequentialForwardBackward:
     """ForwardBackward without pipeline stages: one microbatch after the other."""
 
+    metric_names = ()
+
     def __init__(
         self,
         model: nn.Module,
@@ -131,7 +139,7 @@ class SequentialForwardBackward:
                     on_loss(total)
                 (nll_sum * scale).backward()  # type: ignore[no-untyped-call]
 
-    def nll_sum(self, micro: Microbatch) -> Tensor:
+    def loss_sums(self, micro: Microbatch) -> Tensor:
         with self._context.loss_parallel():
             return self._forward(micro) * self._context.loss_share
 

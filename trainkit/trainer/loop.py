@@ -18,7 +18,6 @@ from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
-from trainkit.trainer.batches import PrefetchedBatches, StepBatch
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World, record_event
@@ -28,9 +27,11 @@ from trainkit.trainer.metrics import Metrics
 from trainkit.trainer.optimizer import ShardedAdamW, learning_rate
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
+from trainkit.trainer.tasks import Batches
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.step_sync import (
     AsyncSum,
+    copy_from_main,
     ReportReadback,
     StepReport,
     all_reduce_sum,
@@ -64,13 +65,17 @@ class Trainer:
     loss_scale: LossScale
     state: TrainingState
     total_steps: int
-    batches: PrefetchedBatches
+    batches: Batches
     evaluator: Evaluator | None
     saver: CheckpointSaver
     metrics: Metrics
     profiler: ProfileWindow
     manifest_record: dict[str, Any]
     """The fields of every checkpoint manifest of this attempt, besides the training state."""
+    nominal_count: int
+    """What the loss of a step is divided by, if every rank has as many valid tokens or samples as expected."""
+    buffers: Sequence[Tensor] = ()
+    """Buffers that a step may change, which have the values of rank 0 after it."""
     _steps_done: int = 0
     """Steps of this attempt."""
     _is_best: bool = False
@@ -111,8 +116,8 @@ class Trainer:
     def step(self) -> int | None:
         """Train one step, then validate, log and save if due; returns an exit code if training stops here."""
         report, lr = self._optimizer_step()
-        completed, val_loss = self._evaluate() if self._eval_due() else (True, None)
-        self._log_step(report, lr, val_loss)
+        completed, validation = self._evaluate() if self._eval_due() else (True, None)
+        self._log_step(report, lr, validation)
         is_last = self.state.step == self.total_steps
         if not completed or (report.stop and not is_last):
             return self._stop(f"asked to stop ({self.stop.signal_name or 'by another rank'})")
@@ -140,21 +145,21 @@ class Trainer:
             gc.collect(1)
         return report, lr
 
-    def _compute_gradient(self, batch: StepBatch, data_wait_s: float) -> tuple[Tensor, Tensor]:
-        """Compute this step's gradient, divided by the nominal number of tokens, for the optimizer.
+    def _compute_gradient(self, batch: Any, data_wait_s: float) -> tuple[Tensor, Tensor]:
+        """Compute this step's gradient, divided by the nominal count of the loss, for the optimizer.
 
-        Returns the sums of `pack_report` over all ranks, float64 [5], and the gradient's sum of squares,
-        float64 [].
+        Returns the sums of `pack_report` over all ranks, float64 [5 + 2 x metrics], and the gradient's sum of
+        squares, float64 [].
         """
         # Gradients are averaged over the dp x cp ranks, hence the factor. `_apply_gradient` corrects for the
-        # actual number of tokens, which is known only then.
+        # actual count, which is known only then.
         layout = self.plan.layout
-        scale = self.loss_scale.value * (layout.dp * layout.cp / self.plan.batch.tokens_per_step)
+        scale = self.loss_scale.value * (layout.dp * layout.cp / self.nominal_count)
         local_report = async_sum = None
 
-        def on_loss(nll_sum: Tensor) -> None:
+        def on_loss(sums: Tensor) -> None:
             nonlocal local_report, async_sum
-            local_report = self._pack_report(nll_sum, batch.num_tokens, data_wait_s)
+            local_report = self._pack_report(sums, batch.num_tokens, data_wait_s)
             if self.optimizer.has_whole_gradient:
                 # Overlaps with the last backward pass.
                 async_sum = AsyncSum(local_report, self.world)
@@ -171,17 +176,15 @@ class Trainer:
         sums = all_reduce_sum(local, self.world)
         return sums[:-1], sums[-1]
 
-    def _pack_report(self, nll_sum: Tensor, num_tokens: int, data_wait_s: float) -> Tensor:
-        return pack_report(
-            self.world, nll_sum, num_tokens, bool(self.stop), self._save_by_time(), data_wait_s
-        )
+    def _pack_report(self, sums: Tensor, num_tokens: int | None, data_wait_s: float) -> Tensor:
+        return pack_report(self.world, sums, num_tokens, bool(self.stop), self._save_by_time(), data_wait_s)
 
     def _apply_gradient(self, totals: Tensor, square_sum: Tensor, lr: float) -> StepReport:
         """Clip and apply the gradient, or skip it on all ranks if it is not finite."""
         self.progress.enter("update")
-        divisor = (totals[1] / self.plan.batch.tokens_per_step).float() * self.loss_scale.value
+        divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
-        readback = ReportReadback(self.world)
+        readback = ReportReadback(self.world, self.forward_backward.metric_names)
         readback.start(totals, grad_norm)
         skip = (~torch.isfinite(grad_norm + totals[0])).float()
         if self.config.train.grad_clip is not None:
@@ -192,14 +195,15 @@ class Trainer:
         self.optimizer.step(lr, divisor, skip)
         self.optimizer.zero_grad()
         self.loss_scale.update(skip)
+        copy_from_main(self.buffers, self.world)
         return readback.finish()
 
-    def _update_state(self, batch: StepBatch, report: StepReport) -> None:
+    def _update_state(self, batch: Any, report: StepReport) -> None:
         state = self.state
         state.step += 1
         state.samples_seen += batch.num_samples
         state.tokens_seen += report.num_tokens
-        self.metrics.count(report)
+        self.metrics.count(report, batch.num_samples)
         if report.finite:
             state.has_updated_weights = True
             state.nonfinite_in_a_row = 0
@@ -237,7 +241,7 @@ class Trainer:
             hint,
         )
 
-    def _log_step(self, report: StepReport, lr: float, val_loss: float | None) -> None:
+    def _log_step(self, report: StepReport, lr: float, validation: StepReport | None) -> None:
         step = self.state.step
         self._steps_done += 1
         if self._steps_done == 1 and self._saves_in_background:
@@ -245,8 +249,8 @@ class Trainer:
         if self._steps_done == 1 and self.world.is_main:
             record_event(self.run, self.attempt, "first_step", step=step)
         due = step % self.config.train.log_every == 0 or step in (1, self.total_steps)
-        if due or val_loss is not None:
-            self.metrics.write(self.state, report, lr, val_loss)
+        if due or validation is not None:
+            self.metrics.write(self.state, report, lr, validation)
 
     def _eval_due(self) -> bool:
         """Whether validation is due at this step and was not done yet, possibly by the previous attempt."""
@@ -257,27 +261,28 @@ class Trainer:
             return train.eval_at_start
         return step % (train.eval_every or 1) == 0 or step == self.total_steps
 
-    def _evaluate(self) -> tuple[bool, float | None]:
-        """Validate; returns (whether validation was completed, finite validation loss or None)."""
+    def _evaluate(self) -> tuple[bool, StepReport | None]:
+        """Validate; returns (whether validation was completed, its result or None if it is not finite)."""
         assert self.evaluator is not None
         started = time.monotonic()
-        val_loss = self.evaluator.run(self.model_parts, self.forward_backward, self.stop, self.progress)
+        found = self.evaluator.run(self.model_parts, self.forward_backward, self.stop, self.progress)
         self.metrics.exclude(time.monotonic() - started)
-        if val_loss is None:
+        if found is None:
             return False, None
-        state = self.state
+        state, val_loss = self.state, found.loss
         state.last_eval_step = state.step
         finite = math.isfinite(val_loss)
         if self.world.is_main:
-            shown = f"{val_loss:.4f}" if finite else "not-finite"
-            log.info(f"step={state.step}/{self.total_steps} val_loss={shown}")
+            shown = [f"val_loss={val_loss:.4f}" if finite else "val_loss=not-finite"]
+            shown += [f"val_{name}={value:.4f}" for name, value in found.metrics.items()]
+            log.info(f"step={state.step}/{self.total_steps} {' '.join(shown)}")
             record_event(
                 self.run, self.attempt, "evaluated", step=state.step, val_loss=val_loss if finite else None
             )
         if not finite:
             return True, None
         self._update_best("val_loss", val_loss)
-        return True, val_loss
+        return True, found
 
     def _update_best(self, metric: str, value: float) -> None:
         """Record the value if it is the best one so far of `checkpoint.best_metric`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from logging import getLogger
@@ -33,6 +35,11 @@ SCALARS = (
     "step_s",
 )
 
+RECORD_KEYS = frozenset(
+    (*SCALARS, "step", "time", "attempt", "tokens", "tokens_per_s_per_gpu", "samples_seen")
+)
+"""The keys that every record can have; the metrics of a user's task have others."""
+
 
 class TensorBoardLog:
     """Writes scalars in a thread, so that no step waits for the import or the disk."""
@@ -59,7 +66,7 @@ class TensorBoardLog:
 
             # purge_step hides steps that an earlier attempt computed after its last checkpoint.
             self._writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
-        for name in SCALARS:
+        for name in (*SCALARS, *(key for key in record if key not in RECORD_KEYS)):
             if record.get(name) is not None:
                 self._writer.add_scalar(name, record[name], record["step"])
 
@@ -79,6 +86,7 @@ class _Interval:
 
     started: float
     steps: int = 0
+    samples: int = 0
     tokens: int = 0
     data_wait_s: float = 0.0
     paused_s: float = 0.0
@@ -92,15 +100,17 @@ class Metrics:
         run: RunDir,
         attempt: int,
         world: World,
-        flops_per_token: float,
+        flops_per_token: float | None,
         dtype: str,
         total_steps: int,
         tensorboard: TensorBoardLog | None,
+        flops_per_sample: float | None = None,
     ) -> None:
         self._run = run
         self._attempt = attempt
         self._world = world
         self._flops_per_token = flops_per_token
+        self._flops_per_sample = flops_per_sample
         self._peak_flops = device_peak_flops(world.device, dtype)
         self._total_steps = total_steps
         self._tensorboard = tensorboard
@@ -111,9 +121,10 @@ class Metrics:
         """Start measuring; call right before the first step."""
         self._interval = _Interval(time.monotonic())
 
-    def count(self, report: StepReport) -> None:
+    def count(self, report: StepReport, num_samples: int) -> None:
         """Add a step to the current interval."""
         self._interval.steps += 1
+        self._interval.samples += num_samples
         self._interval.tokens += report.num_tokens
         self._interval.data_wait_s += report.data_wait_s
 
@@ -121,7 +132,9 @@ class Metrics:
         """Exclude time that was not training, such as validation or a blocking save, from the throughput."""
         self._interval.paused_s += pause_s
 
-    def write(self, state: TrainingState, report: StepReport, lr: float, val_loss: float | None) -> None:
+    def write(
+        self, state: TrainingState, report: StepReport, lr: float, validation: StepReport | None
+    ) -> None:
         """Write the record of the step that just ended, on rank 0, and begin a new interval."""
         interval, self._interval = self._interval, _Interval(time.monotonic())
         if not self._world.is_main:
@@ -138,24 +151,30 @@ class Metrics:
             "tokens": state.tokens_seen,
             "tokens_per_s": round(tokens_per_s, 2),
             "tokens_per_s_per_gpu": round(tokens_per_s / self._world.size, 2),
-            "mfu": self._mfu(tokens_per_s),
+            "mfu": self._mfu(interval.tokens / elapsed_s, interval.samples / elapsed_s),
             "step_s": round(elapsed_s / max(1, interval.steps), 6),
             "data_wait_s": round(interval.data_wait_s / max(1, interval.steps), 6),
             "mem_gib_peak": round(peak_memory_gib(self._world.device), 4),
             "samples_seen": state.samples_seen,
         }
-        if val_loss is not None:
-            record["val_loss"] = val_loss
+        record |= _finite(report.metrics)
+        if validation is not None:
+            record["val_loss"] = validation.loss
+            record |= {f"val_{name}": value for name, value in _finite(validation.metrics).items()}
         self._append(record)
         log.info(self._line(record))
         if self._tensorboard is not None:
             self._tensorboard.write(record)
 
-    def _mfu(self, tokens_per_s: float) -> float | None:
-        """Model FLOPs utilization, 0 to 1; None if the device's peak is unknown."""
-        if self._peak_flops is None:
+    def _mfu(self, tokens_per_s: float, samples_per_s: float) -> float | None:
+        """Model FLOPs utilization, 0 to 1; None if the device's peak or the FLOPs of the model are unknown."""
+        if self._flops_per_token is not None:
+            flops_per_s = tokens_per_s * self._flops_per_token
+        elif self._flops_per_sample is not None:
+            flops_per_s = samples_per_s * self._flops_per_sample
+        else:
             return None
-        return round(tokens_per_s * self._flops_per_token / (self._peak_flops * self._world.size), 4)
+        return None if self._peak_flops is None else round(flops_per_s / (self._peak_flops * self._world.size), 4)
 
     def _append(self, record: dict[str, Any]) -> None:
         """Write the record, after earlier ones that could not be written."""
@@ -183,6 +202,11 @@ class Metrics:
             f" mem_gib={record['mem_gib_peak']:.2f} data_wait_s={record['data_wait_s']:.4f}"
             f" step_s={record['step_s']:.3f} eta={_clock(eta_s)}"
         )
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that can be written as JSON."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _clock(seconds: float) -> str:

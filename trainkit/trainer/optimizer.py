@@ -33,6 +33,7 @@ class ShardedAdamW:
     def __init__(
         self, weights: Sequence[Weight], config: OptimizerConfig, layout: Layout = ONE_PROCESS
     ) -> None:
+        weights = [weight for weight in weights if weight.param.requires_grad]
         self._weights = weights
         self._params = [weight.param for weight in weights]
         self._locals = [nn.Parameter(local_tensor(param.detach())) for param in self._params]
@@ -40,16 +41,21 @@ class ShardedAdamW:
             (weight.cast.detach(), weight.param.detach()) for weight in weights if weight.cast is not None
         ]
         self._casts, self._masters = [cast for cast, _ in pairs], [master for _, master in pairs]
-        # One-dimensional parameters are norm weights, which have no weight decay.
-        decayed = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() > 1]
-        plain = [shard for shard, param in zip(self._locals, self._params, strict=True) if param.dim() <= 1]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+        groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+        for shard, weight in zip(self._locals, weights, strict=True):
+            decay, options = weight.options.weight_decay, weight.options
+            if decay is None:
+                # One-dimensional parameters are norm weights and biases, which have no weight decay.
+                decay = config.weight_decay if weight.param.dim() > 1 else 0.0
+            groups[options.lr_scale, decay].append(shard)
         self._adamw = torch.optim.AdamW(
-            groups,
+            [
+                {"params": shards, "lr_scale": lr_scale, "weight_decay": decay}
+                for (lr_scale, decay), shards in groups.items()
+            ],
             lr=0.0,
             betas=config.betas,
             eps=config.eps,
-            weight_decay=config.weight_decay,
             fused=True,
         )
         state_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.state_dtype]
@@ -106,7 +112,7 @@ class ShardedAdamW:
         divisor, skip: float32 [] on the device, so that the host never waits for their values.
         """
         for group in self._adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         # Offloaded parameters are on the host, to which torch would copy these asynchronously, before they
         # are computed.
         divisor, skip = (value.to(self._locals[0].device) for value in (divisor, skip))

@@ -13,8 +13,12 @@ MAX_LOSS_SCALE = 2.0**100
 """Keeps the scale finite: an infinite one could not be halved."""
 
 
-def cast_weights(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, nn.Parameter]:
+def cast_weights(
+    model: nn.Module, dtype: torch.dtype, keep: type[nn.Module] | tuple[()] = ()
+) -> dict[nn.Parameter, nn.Parameter]:
     """Replace a model's float32 parameters by casts to `dtype`; returns cast -> float32 master.
+
+    Modules of the types in `keep` stay in float32.
 
     The gradients of all passes of a step are summed in float32 in the ``grad`` of the masters, as
     `fully_shard` sums them: a run computes the same whether or not it is sharded. Unlike those of autocast,
@@ -22,9 +26,11 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, nn.
     """
     casts: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
+        if isinstance(module, keep):
+            continue
         for name, master in module.named_parameters(recurse=False, remove_duplicate=False):
             if master not in casts:
-                casts[master] = nn.Parameter(master.detach().to(dtype))
+                casts[master] = nn.Parameter(master.detach().to(dtype), requires_grad=master.requires_grad)
             setattr(module, name, casts[master])
     masters = {cast: master for master, cast in casts.items()}
 
@@ -38,7 +44,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, nn.
         else:
             master.grad += gradient
 
-    for cast in masters:
+    for cast in (cast for cast in masters if cast.requires_grad):
         cast.register_post_accumulate_grad_hook(move_gradient)  # type: ignore[no-untyped-call]
     return masters
 

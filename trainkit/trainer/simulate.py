@@ -31,7 +31,7 @@ from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.parallel.pipeline import PipelineForwardBackward
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.task import Task, build_task
+from trainkit.trainer.tasks import Task, build_task
 from trainkit.trainer.torch_private import (
     DispatchMode,
     FakeTensors,

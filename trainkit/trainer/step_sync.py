@@ -6,7 +6,8 @@ and whether a checkpoint is due. Logging, clipping and signals need no other com
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ class StepReport:
     save: bool
     data_wait_s: float
     """Mean over the ranks."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Those of a user's task, each divided by its count."""
 
 
 def all_reduce_sum(values: Tensor, world: World) -> Tensor:
@@ -51,6 +54,18 @@ class AsyncSum:
         return self._values
 
 
+def copy_from_main(tensors: Sequence[Tensor], world: World) -> None:
+    """Give tensors the values that they have on rank 0, in place, with one collective per dtype."""
+    if not world.distributed:
+        return
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.view(-1) for tensor in same])
+        dist.broadcast(flat, src=0)
+        for tensor, values in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+
 def any_rank(flag: bool, world: World) -> bool:
     """Whether the flag is set on at least one rank; a collective, so every rank must call it."""
     if not world.distributed:
@@ -59,14 +74,20 @@ def any_rank(flag: bool, world: World) -> bool:
 
 
 def pack_report(
-    world: World, nll_sum: Tensor, num_tokens: int, stop: bool, save: bool, data_wait_s: float
+    world: World, sums: Tensor, num_tokens: int | None, stop: bool, save: bool, data_wait_s: float
 ) -> Tensor:
-    """This rank's terms of the step report, float64 [5] on the device."""
-    cuda = world.device.type == "cuda"
-    numbers = (float(num_tokens * world.counts_samples), float(stop), float(save), data_wait_s)
+    """This rank's terms of the step report, float64 [5 + 2 x metrics] on the device.
+
+    `sums`: the loss, or without `num_tokens` the loss, what it is divided by, and such a pair per metric.
+    """
+    sums = sums.detach().double().view(-1)
+    numbers = [float(stop), float(save), data_wait_s]
+    if num_tokens is not None:
+        numbers.insert(0, float(num_tokens * world.counts_samples))
     # Pinned, since a copy from pageable memory would wait for all enqueued kernels.
-    rest = torch.tensor(numbers, dtype=torch.float64, pin_memory=cuda)
-    return torch.cat((nll_sum.detach().double().view(1), rest.to(world.device, non_blocking=True)))
+    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=world.device.type == "cuda")
+    rest = host.to(world.device, non_blocking=True)
+    return torch.cat((sums, rest) if num_tokens is not None else (sums[:2], rest, sums[2:]))
 
 
 class ReportReadback:
@@ -76,8 +97,9 @@ class ReportReadback:
     for the gradients, while the device computes the update.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, metric_names: Sequence[str] = ()) -> None:
         self._world = world
+        self._metric_names = metric_names
         self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -95,9 +117,10 @@ class ReportReadback:
         assert self._host is not None
         if self._event is not None:
             self._event.synchronize()
-        nll_sum, num_tokens, stop, save, data_wait_s, grad_norm = self._host.tolist()
-        loss = nll_sum / num_tokens if num_tokens else 0.0
+        total, count, stop, save, data_wait_s, *sums, grad_norm = self._host.tolist()
+        loss = total / count if count else 0.0
         finite = abs(loss) < float("inf") and abs(grad_norm) < float("inf")
-        return StepReport(
-            int(num_tokens), loss, grad_norm, finite, stop > 0, save > 0, data_wait_s / self._world.size
-        )
+        pairs = zip(self._metric_names, sums[::2], sums[1::2], strict=True)
+        metrics = {name: value / divisor for name, value, divisor in pairs if divisor}
+        wait_s = data_wait_s / self._world.size
+        return StepReport(int(count), loss, grad_norm, finite, stop > 0, save > 0, wait_s, metrics)

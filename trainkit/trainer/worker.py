@@ -26,7 +26,6 @@ from trainkit.manifest import Checkpoint
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts.rules import compiles
 from trainkit.rundir import AttemptDir
-from trainkit.trainer.batches import BatchSource, PrefetchedBatches
 from trainkit.trainer.build import build, set_determinism
 from trainkit.trainer.checkpoint.loader import broadcast_from_main, choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver
@@ -39,7 +38,8 @@ from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.task import Task, build_task
+from trainkit.trainer.tasks import CausalLM, Task, build_task
+from trainkit.trainer.user_task import UserTask
 
 log = getLogger(__name__)
 T = TypeVar("T")
@@ -85,6 +85,8 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
         return trainer.train()
     finally:
         trainer.batches.close()
+        if trainer.evaluator is not None:
+            trainer.evaluator.close()
         trainer.saver.close()
         trainer.profiler.close()
         if tensorboard is not None:
@@ -135,14 +137,14 @@ def build_trainer(
     config: RunConfig,
     plan: LaunchPlan,
     world: World,
-    task: Task,
+    task: CausalLM | UserTask,
     stop: StopRequest,
     progress: Progress,
 ) -> tuple[Trainer, TensorBoardLog | None]:
     """Build the model, load the newest checkpoint and set up the training loop."""
     built = build(task, config, plan, world, progress)
     optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
-    tensors = StateTensors.of(built.weights, optimizer)
+    tensors = StateTensors.of(built.weights, optimizer, built.buffers)
     saver = CheckpointSaver(attempt.run, attempt.number, world, tensors.tensors, config.checkpoint.keep_last)
     loss_scale = LossScale(config.precision, world.device)
     progress.enter("load")
@@ -161,7 +163,6 @@ def build_trainer(
             samples_seen=state.samples_seen,
             num_samples=num_samples,
         )
-    source = training_batches(config, plan, world, task, end)
     tensorboard = None
     if config.logging.tensorboard and world.is_main:
         tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, state.step + 1)
@@ -180,7 +181,7 @@ def build_trainer(
         loss_scale=loss_scale,
         state=state,
         total_steps=total_steps,
-        batches=PrefetchedBatches(source, state.samples_seen, config.data.num_workers),
+        batches=task.train_batches(plan, world, state.samples_seen, end),
         evaluator=None if task.val_data is None else Evaluator(task, config, plan, world),
         saver=saver,
         metrics=Metrics(
@@ -191,37 +192,15 @@ def build_trainer(
             config.precision.dtype,
             total_steps,
             tensorboard,
+            task.flops_per_sample,
         ),
         profiler=ProfileWindow(config.profiler, attempt.profile_dir, world),
         manifest_record=manifest_record(config, plan, task),
+        # Only the loss of a user's task knows what it is divided by.
+        nominal_count=plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step,
+        buffers=list(built.buffers.values()),
     )
     return trainer, tensorboard
-
-
-def training_batches(
-    config: RunConfig, plan: LaunchPlan, world: World, task: Task, end_position: int | None
-) -> BatchSource:
-    """The training batches of this rank, by position."""
-    return BatchSource(
-        dataset=task.train_data,
-        batch=plan.batch,
-        dp_rank=world.dp_rank,
-        dp_size=plan.layout.dp,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        end_position=end_position,
-        pin_memory=world.device.type == "cuda",
-    )
-
-
-def data_identity(config: RunConfig, task: Task) -> dict[str, object]:
-    """The values that determine the sample at each position; they must not change on resume."""
-    return {
-        "fingerprint": task.train_data.fingerprint,
-        "data.seq_len": config.data.seq_len,
-        "data.shuffle": config.data.shuffle,
-        "seed": config.seed,
-    }
 
 
 def val_fingerprint(task: Task) -> str:
@@ -232,7 +211,7 @@ def val_fingerprint(task: Task) -> str:
 def refuse_other_data(checkpoint: Checkpoint, manifest: dict[str, Any], identity: dict[str, object]) -> None:
     """Raise TrainkitError (exit code 78) if positions in the data no longer refer to the same samples."""
     for key, value in identity.items():
-        before = manifest["data"][key]
+        before = manifest["data"].get(key)
         if before == value:
             continue
         changed = (
@@ -262,7 +241,7 @@ def resume(
     if chosen is None:
         return TrainingState()
     checkpoint, manifest = chosen
-    refuse_other_data(checkpoint, manifest, data_identity(config, task))
+    refuse_other_data(checkpoint, manifest, task.data_identity())
     load_tensors(checkpoint, tensors.tensors, world)
     tensors.copy_duplicates()
     state = TrainingState.from_dict(manifest["progress"])
@@ -292,7 +271,8 @@ def manifest_record(config: RunConfig, plan: LaunchPlan, task: Task) -> dict[str
         "trainkit": __version__,
         "torch": torch.__version__,
         "config_fingerprint": hashlib.sha256(text.encode()).hexdigest(),
-        "data": data_identity(config, task),
+        "task": config.task,
+        "data": task.data_identity(),
         "val_fingerprint": val_fingerprint(task),
         "layout": plan.to_dict()["layout"],
         "world_size": plan.world_size,
@@ -303,17 +283,18 @@ def manifest_record(config: RunConfig, plan: LaunchPlan, task: Task) -> dict[str
 def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: Task, total_steps: int) -> None:
     """Log the model, the data and the batch."""
     log.info(
-        f"model {config.model.preset}: {task.num_params:,} parameters, {config.precision.dtype}"
+        f"model {_model_name(config)}: {task.num_params:,} parameters, {config.precision.dtype}"
         f" on {world.size} x {world.device.type}: {plan.reasons['layout']}"
     )
     uses_gpu, dropout = world.device.type == "cuda", config.model.dropout
     if dropout and uses_gpu and not compiles(config.parallel, plan.layout, "cuda"):
         log.warning(f"model.dropout is {dropout} without parallel.compile: a mask takes many small kernels")
-    log.info(
-        f"data {config.data.source}: {task.train_data.num_tokens:,} training tokens in"
-        f" {task.train_data.num_samples:,} samples of {config.data.seq_len}"
-    )
+    log.info(f"data {task.describe_data()}")
     log.info(
         f"batch {plan.batch.global_batch_size} = {plan.batch.device_batch_size} x {plan.layout.dp} ranks"
         f" x {plan.batch.accumulation_steps} accumulated; {total_steps} steps; peak lr {plan.lr:g}"
     )
+
+
+def _model_name(config: RunConfig) -> str:
+    return f"of {config.task}" if config.has_user_task else config.model.preset

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,8 +24,12 @@ class StateTensors:
     """
 
     @classmethod
-    def of(cls, weights: Sequence[Weight], optimizer: ShardedAdamW) -> StateTensors:
+    def of(
+        cls, weights: Sequence[Weight], optimizer: ShardedAdamW, buffers: Mapping[str, Tensor] | None = None
+    ) -> StateTensors:
         state = cls({}, [])
+        for name, buffer in (buffers or {}).items():
+            state._add(f"buffer.{name}", buffer)
         for weight in weights:
             state._add(f"model.{weight.name}", weight.param.detach())
             if weight.cast is not None:

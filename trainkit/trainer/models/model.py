@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainkit.plan.model_shape import ModelShape
+from trainkit.task import ParameterOptions
 from trainkit.trainer.torch_private import shard_like
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
@@ -24,6 +25,7 @@ inputs; ``whole_input`` gathers the whole sequence; a ``norm``, or another posit
 other than ``whole_input``."""
 
 
+DEFAULT_OPTIONS = ParameterOptions()
 HeadLoss = Callable[[Tensor, Tensor], Tensor]
 """The loss of hidden states [B, T, D] that the head's weight [vocab, D] projects to logits, float32 []."""
 
@@ -154,6 +156,7 @@ class Weight:
     """Whether it is tied to a parameter of another stage, which counts it."""
     cast: nn.Parameter | None = None
     """The parameter of the model where it is not `param` but a cast of it to the compute type."""
+    options: ParameterOptions = DEFAULT_OPTIONS
 
 
 def weights_of(

@@ -8,7 +8,7 @@ network; gloo reduces in its own threads, which overlap with the backward pass.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -74,24 +74,33 @@ def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 def apply_data_parallel(
-    model: Model,
+    model: nn.Module,
     mesh: DeviceMesh,
     layout: Layout,
     dtype: torch.dtype,
     *,
+    layers: list[nn.Module] | None = None,
+    float32: Sequence[nn.Module] = (),
     zero: int = 3,
     offload: bool = False,
 ) -> None:
     """Wrap the model in place, so that gradients are averaged over the data-parallel ranks.
 
     The average includes context-parallel ranks, each of which has the gradient of its slice. A model is
-    wrapped even if there is nothing to average, since wrapping casts the parameters.
+    wrapped even if there is nothing to average, since wrapping casts the parameters. `layers` are joined to
+    units, by default those of a `Model` and its ends; the modules in `float32` are not cast.
     """
-    policy = mixed_precision(dtype)
-    units = communication_units(model.layers, MIN_UNIT_BYTES)
-    first, last = end_units(model, MIN_UNIT_BYTES)
+    policy, whole = mixed_precision(dtype), mixed_precision(torch.float32)
+    first: list[nn.Module] = []
+    last: list[nn.Module] = []
+    if layers is None:
+        assert isinstance(model, Model)
+        layers, (first, last) = model.layers, end_units(model, MIN_UNIT_BYTES)
+    units = communication_units(layers, MIN_UNIT_BYTES)
     if layout.dp_shard * layout.cp == 1 and layout.dp_replicate > 1 and not offload:
         replicate_mesh = mesh["dp_replicate"]
+        for module in float32:
+            replicate(module, replicate_mesh, whole)
         for unit in units:
             for block in unit:
                 replicate(block, replicate_mesh, policy)
@@ -108,6 +117,8 @@ def apply_data_parallel(
     }
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    for module in float32:
+        fully_shard(module, **{**options, "mp_policy": whole})
     for unit in [first, *units] if first else units:
         fully_shard(unit, **options)
     # The head, and the parameters of the root, are needed again right after the forward pass.

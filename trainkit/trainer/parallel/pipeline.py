@@ -33,6 +33,8 @@ TORCH_NAMES: dict[PipelineSchedule, str] = {
 class PipelineForwardBackward:
     """ForwardBackward through the pipeline stages of this rank, in the order of a schedule."""
 
+    metric_names = ()
+
     def __init__(
         self,
         model_parts: Sequence[nn.Module],
@@ -93,7 +95,7 @@ class PipelineForwardBackward:
             self.schedule.step(*self._inputs(whole), losses=losses, return_outputs=False, **self._keys(whole))
         on_loss(self._share(losses) / scale)
 
-    def nll_sum(self, micro: Microbatch) -> Tensor:
+    def loss_sums(self, micro: Microbatch) -> Tensor:
         micro = self._context.local_batch(micro)
         tokens, labels, keys = (
             whole.chunk(self._num_evaluated) for whole in (micro.tokens, micro.labels, micro.sample_keys)

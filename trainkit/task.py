@@ -1,0 +1,141 @@
+"""Your own training task: a subclass of `Task` with a model, datasets and a loss.
+
+::
+
+    from trainkit.task import Loss, Task
+
+    class Digits(Task):
+        def build_model(self): ...
+        def train_dataset(self): ...
+        def loss(self, model, batch): ...
+
+A config selects it with ``task: digits.py:Digits``. Everything else, such as data parallelism, accumulation,
+precision, validation, checkpoints and resuming, works as for the built-in task.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from trainkit.config.schema import RunConfig
+
+Number = Tensor | float
+"""A number, or a tensor with one element."""
+
+
+class Samples(Protocol):
+    """A dataset: a list, a `torch.utils.data.Dataset`, or anything else with a length and items.
+
+    An item must be the same whenever it is read, apart from random augmentation: `random`, `numpy.random` and
+    `torch` are seeded for every item, so that it does not depend on the number of processes. An attribute
+    ``fingerprint``, a string that changes with the data, replaces the one that is made from the length and a
+    few items.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of one batch: a sum and what it is divided by.
+
+    Both are summed over the microbatches and ranks of a step and only then divided, so the result does not
+    depend on how the samples were distributed, even if one batch has more valid tokens than another.
+    """
+
+    total: Tensor
+    """The sum over the batch, a tensor with one element and a gradient."""
+    count: Number
+    """What the sum is divided by: the number of samples, tokens or answers in the batch."""
+    metrics: Mapping[str, Number | tuple[Number, Number]] = field(default_factory=dict)
+    """Further values by name, each a sum over the batch that is divided by `count`, or a pair of a sum and
+    what it is divided by. They are logged under these names, those of the validation as ``val_NAME``.
+    """
+
+
+@dataclass(frozen=True)
+class ParameterOptions:
+    """How the optimizer treats a parameter."""
+
+    lr_scale: float = 1.0
+    """Factor of the learning rate."""
+    weight_decay: float | None = None
+    """None: ``optimizer.weight_decay``, and 0 for parameters with fewer than two dimensions."""
+
+
+class Task(ABC):
+    """A training task; `config` is the config of the run, and ``task_args`` are keyword arguments.
+
+    A subclass that takes arguments defines ``__init__(self, config, *, width=64)`` and calls
+    ``super().__init__(config)``. The task is created on every rank, before the ranks are connected: neither
+    the constructor nor a method may call a collective.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """Return the model, in float32 on the CPU.
+
+        It must be the same on every rank: `random`, `numpy.random` and `torch` are seeded with ``seed``.
+        Parameters with ``requires_grad = False`` are frozen. Persistent buffers are checkpointed, and have the
+        values of rank 0 on all ranks after each step.
+        """
+
+    @abstractmethod
+    def train_dataset(self) -> Samples:
+        """Return the training samples; their order and division among the ranks are trainkit's."""
+
+    def val_dataset(self) -> Samples | None:
+        """Return the validation samples; None to train without validation."""
+        return None
+
+    def collate(self, items: list[Any]) -> Any:
+        """Join items to a batch of tensors; runs in the data workers and must not use the GPU."""
+        return default_collate(items)
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Compute the loss of a batch, whose tensors are on the model's device.
+
+        The last batch of an epoch or of the validation may be smaller than the others. For validation,
+        ``model.training`` is false and there are no gradients.
+        """
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        """Return the units of sharding, recomputation and compilation, in the order of the forward pass.
+
+        The default finds the modules of every `nn.ModuleList` and `nn.Sequential` that repeats one class.
+        """
+        return repeated_layers(model)
+
+    def parameter_options(self, name: str, parameter: nn.Parameter) -> ParameterOptions:
+        """Return how the optimizer treats a parameter of the model."""
+        return ParameterOptions()
+
+    @property
+    def flops_per_sample(self) -> float | None:
+        """FLOPs of training on one sample, forward and backward; None if unknown: then there is no MFU."""
+        return None
+
+
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of every outermost `nn.ModuleList` or `nn.Sequential` that repeats one class.
+
+    Modules without submodules, such as `nn.Linear`, are too small to be a layer.
+    """
+    items = list(model.children())
+    repeats = len(items) > 1 and len({type(item) for item in items}) == 1
+    if isinstance(model, nn.ModuleList | nn.Sequential) and repeats and list(items[0].children()):
+        return items
+    # A dictionary, since a model can use the same module several times.
+    return list(dict.fromkeys(layer for item in items for layer in repeated_layers(item)))

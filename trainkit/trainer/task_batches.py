@@ -1,0 +1,216 @@
+"""The batches of a user's task, read by the worker processes of a `DataLoader`.
+
+The samples of a step depend only on its position, as in `trainkit.trainer.batches`, and so does the state of
+the random number generators for every item: a resume on any number of processes reads the same batches.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from trainkit.data.order import sample_index
+from trainkit.plan.launch import Batch
+from trainkit.task import Samples
+from trainkit.trainer.stateless_random import stable_key
+
+PREFETCH = 2
+"""Microbatches that each worker reads ahead."""
+BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that ask a run to stop, which Slurm may send to the data workers too."""
+
+
+@dataclass(frozen=True)
+class TaskBatch:
+    """The input of one forward pass of a user's task."""
+
+    data: Any
+    """What `Task.collate` returned."""
+    seed: int
+    """Seed of the random number generators during the pass."""
+    weight: float = 1.0
+    """Factor of the loss: 0 for a batch that only lets this rank take part in the collectives of a pass."""
+
+    def to(self, device: torch.device) -> TaskBatch:
+        if device.type == "cpu":
+            return self
+        return TaskBatch(to_device(self.data, device), self.seed, self.weight)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A batch with its tensors on the device: mappings, lists, tuples, and objects with a method ``to``."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    # Such as the BatchEncoding of a tokenizer.
+    return value.to(device) if callable(getattr(value, "to", None)) else value
+
+
+@dataclass(frozen=True)
+class TaskStepBatch:
+    """This rank's share of one optimizer step."""
+
+    microbatches: list[TaskBatch]
+    num_samples: int
+    """Samples on all ranks together."""
+    num_tokens: None = None
+    """The loss says by what it is divided."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The positions of the samples of one microbatch."""
+
+    first: int
+    stop: int
+    """Not above `first` if there is no sample left for this rank."""
+    filler: int
+    """Position of the sample to read in that case."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where this rank's microbatches are in the sequence of all samples."""
+
+    batch: Batch
+    dp_rank: int
+    dp_size: int
+    end: int | None
+    """Position after the last sample; None if only the number of steps ends the training."""
+
+    def num_samples(self, start: int) -> int:
+        """Number of samples of the step that begins at `start`, over all ranks."""
+        stop = start + self.batch.global_batch_size
+        return (stop if self.end is None else min(stop, self.end)) - start
+
+    def requests(self, start: int) -> Iterator[_Request]:
+        """The microbatches of all steps from the one that begins at `start`."""
+        size = self.batch.device_batch_size
+        while self.end is None or start < self.end:
+            stop = start + self.num_samples(start)
+            for micro in range(self.batch.accumulation_steps):
+                first = start + (micro * self.dp_size + self.dp_rank) * size
+                yield _Request(first, min(first + size, stop), filler=start)
+            start += self.batch.global_batch_size
+
+
+class _From:
+    """The microbatches from a position on, as the sampler of a `DataLoader`."""
+
+    def __init__(self, positions: Positions, start: int) -> None:
+        self._positions, self._start = positions, start
+
+    def __iter__(self) -> Iterator[_Request]:
+        return self._positions.requests(self._start)
+
+
+class _Reader(Dataset[Any]):
+    """Reads a microbatch; used in the worker processes."""
+
+    def __init__(
+        self, samples: Samples, collate: Callable[[list[Any]], Any], seed: int, split: str, shuffle: bool
+    ) -> None:
+        self._samples, self._collate = samples, collate
+        self._seed, self._split, self._shuffle = seed, split, shuffle
+        self._num_samples = len(samples)
+
+    def __getitem__(self, request: _Request) -> tuple[Any, int, float]:
+        has_samples = request.first < request.stop
+        positions = range(request.first, request.stop) if has_samples else [request.filler]
+        index = sample_index(np.asarray(positions), self._num_samples, self._seed, self._shuffle)
+        items = [self._item(at, i) for at, i in zip(positions, index.tolist(), strict=True)]
+        data = self._collate(items)
+        return data, stable_key(self._seed, self._split, "pass", request.first), float(has_samples)
+
+    def _item(self, position: int, index: int) -> Any:
+        seed_generators(stable_key(self._seed, self._split, "item", position))
+        try:
+            return self._samples[index]
+        except Exception as error:
+            kind, name = type(error).__name__, {"train": "training", "val": "validation"}[self._split]
+            raise RuntimeError(f"{name} sample {index} cannot be read: {kind}: {error}") from error
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch on the CPU."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+class TaskBatches:
+    """Iterates over the steps of a user's task, read ahead by `num_workers` processes."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        collate: Callable[[list[Any]], Any],
+        positions: Positions,
+        *,
+        seed: int,
+        split: str,
+        shuffle: bool,
+        start: int,
+        num_workers: int,
+        pin_memory: bool,
+    ) -> None:
+        self._positions, self._start, self._at = positions, start, start
+        # Forked, so that the samples need not be pickled and are in memory once.
+        processes: dict[str, Any] = {"multiprocessing_context": "fork", "prefetch_factor": PREFETCH}
+        self._loader: DataLoader[Any] = DataLoader(
+            _Reader(samples, collate, seed, split, shuffle),
+            batch_size=None,  # a request is for a whole microbatch
+            sampler=_From(positions, start),
+            num_workers=num_workers,
+            collate_fn=_unchanged,  # the reader has collated it
+            pin_memory=pin_memory,
+            persistent_workers=num_workers > 0,
+            **(processes if num_workers else {}),
+        )
+        self._iterator: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[TaskStepBatch]:
+        """Begin at the first step, with the same workers."""
+        self._at = self._start
+        self._iterator = self._begin()
+        return self
+
+    def __next__(self) -> TaskStepBatch:
+        if self._iterator is None:
+            iter(self)
+        assert self._iterator is not None
+        number = self._positions.batch.accumulation_steps
+        microbatches = [TaskBatch(*next(self._iterator)) for _ in range(number)]
+        found = TaskStepBatch(microbatches, self._positions.num_samples(self._at))
+        self._at += self._positions.batch.global_batch_size
+        return found
+
+    def _begin(self) -> Iterator[Any]:
+        """Start the workers, which inherit the blocked signals: only this process decides when to stop."""
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+        try:
+            return iter(self._loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    def close(self) -> None:
+        """Let the workers end."""
+        self._iterator = None
+        self._loader = None  # type: ignore[assignment]

@@ -1,0 +1,436 @@
+"""Trains a user's own task: loads its class, builds its model and computes its loss."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainkit.config.schema import RunConfig
+from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
+from trainkit.plan.launch import Batch, LaunchPlan
+from trainkit.rundir import RunDir, copied_file, copied_folder
+from trainkit.task import Loss, Samples, Task
+from trainkit.trainer.activation_checkpointing import recompute_and_compile
+from trainkit.trainer.checkpoint.loader import gather_from_all
+from trainkit.trainer.distributed import World
+from trainkit.trainer.forward_backward import OnLoss
+from trainkit.trainer.metrics import RECORD_KEYS
+from trainkit.trainer.models.model import Weight
+from trainkit.trainer.parallel.data_parallel import (
+    GradientSwitch,
+    apply_data_parallel,
+    gradient_switch,
+    reduces_on_host,
+)
+from trainkit.trainer.precision import DTYPES, cast_weights
+from trainkit.trainer.progress import Progress
+from trainkit.trainer.stateless_random import stable_key
+from trainkit.trainer.task_batches import Positions, TaskBatch, TaskBatches, seed_generators
+
+SAMPLED_ELEMENTS = 1024
+"""Elements of every parameter that the ranks compare."""
+
+
+class TaskError(TrainkitError):
+    """A task that cannot be trained; a restart would not change that."""
+
+    exit_code = EXIT_NO_RESTART
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"{problem.key} {problem.message}", problem.hint)
+        self.problem = problem
+
+
+def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
+    """Create the task that ``task`` names: FILE.py:CLASS or MODULE:CLASS.
+
+    A run imports it from its code snapshot, so later edits have no effect.
+    Raises TaskError if it cannot be imported or created.
+    """
+    module_name, _, class_name = config.task.rpartition(":")
+    with _errors_of_user(config.task, "cannot be imported"):
+        module = _import(config.task, module_name, run)
+    found = getattr(module, class_name, None)
+    where = module.__file__ or module_name
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        names = [name for name, item in vars(module).items() if _is_task_of(item, module)]
+        hint = f"did you mean {module_name}:{names[0]}?" if names else "a task is a subclass of trainkit.task.Task"
+        raise _error(f"is {config.task}, but {where} has no class {class_name} that is a Task", hint)
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        place = f"{where}:{inspect.getsourcelines(found)[1]}"
+        raise _error(f"is {config.task}, but {class_name} does not define {', '.join(missing)}", f"see {place}")
+    _check_arguments(config, found)
+    with _errors_of_user(config.task, f"{class_name}() failed"):
+        return found(config, **config.task_args)
+
+
+def _is_task_of(item: object, module: ModuleType) -> bool:
+    return isinstance(item, type) and issubclass(item, Task) and item.__module__ == module.__name__
+
+
+def _import(task: str, name: str, run: RunDir | None) -> ModuleType:
+    if not name.endswith(".py"):
+        folder = str(Path.cwd() if run is None else copied_folder(run))
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # something that the module itself imports
+            hint = f"name a module in {folder} or an installed one, or a file: FILE.py:CLASS"
+            raise _error(f"is {task}, but there is no module {error.name}", hint) from None
+    path = Path(name).absolute() if run is None else copied_file(run, name)
+    if not path.is_file():
+        raise _error(f"is {task}, but there is no file {path}", "FILE.py is relative to the current folder")
+    # As for a script: it can import the files next to it.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module_name = path.stem if path.stem not in sys.modules else f"trainkit_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Data workers send instances of its classes by name, and dataclasses look up their module.
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_arguments(config: RunConfig, found: type[Task]) -> None:
+    """Raise TaskError if `task_args` do not fit the constructor."""
+    signature = inspect.signature(found)
+    try:
+        signature.bind(config, **config.task_args)
+    except TypeError as error:
+        known = [name for name in list(signature.parameters)[1:]]
+        takes = f"{found.__name__} takes {', '.join(known)}" if known else f"{found.__name__} takes none"
+        raise TaskError(Problem("task_args", f"do not fit: {error}", hint=takes)) from None
+
+
+def _error(message: str, hint: str = "") -> TaskError:
+    return TaskError(Problem("task", message, hint=hint))
+
+
+@contextmanager
+def _errors_of_user(task: str, failed: str) -> Iterator[None]:
+    """Raise TaskError, with file and line, for whatever the user's code raises."""
+    try:
+        yield
+    except TrainkitError:
+        raise
+    except Exception as error:
+        raise _error(f"is {task}, but {failed}: {describe(error)}", "the traceback is in the log") from error
+
+
+def describe(error: BaseException) -> str:
+    """An exception as text, with the innermost line of a file outside installed packages."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return f"{text} ({error.filename}:{error.lineno})"
+    package = str(Path(__file__).parents[1])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_installed = "site-packages" in frame.filename or frame.filename.startswith(("<", sys.prefix, package))
+        if not is_installed and not frame.filename.startswith(sys.base_prefix):
+            return f"{text} ({frame.filename}:{frame.lineno})"
+    return text
+
+
+class UserTask:
+    """A user's task, as the trainer needs it."""
+
+    def __init__(self, config: RunConfig, run: RunDir | None) -> None:
+        self.config = config
+        seed_generators(stable_key(config.seed, "task"))
+        self.task = load_task(config, run)
+        with _errors_of_user(config.task, "its datasets cannot be opened"):
+            self.train_data = _Data(self.task.train_dataset(), "train_dataset", config)
+            validation = self.task.val_dataset() if config.train.eval_every is not None else None
+            self.val_data = None if validation is None else _Data(validation, "val_dataset", config)
+            self.flops_per_sample = self.task.flops_per_sample
+        self.flops_per_token: float | None = None
+        self.num_params = 0
+        """Known once the model is built."""
+
+    def data_identity(self) -> dict[str, object]:
+        """The values that determine the sample at each position; they must not change on resume."""
+        config = self.config
+        return {
+            "fingerprint": self.train_data.fingerprint,
+            "data.shuffle": config.data.shuffle,
+            "seed": config.seed,
+        }
+
+    def train_batches(
+        self, plan: LaunchPlan, world: World, start: int, end: int | None
+    ) -> TaskBatches:
+        """The training batches of this rank from position `start` on."""
+        return self._batches(self.train_data, "train", plan.batch, world, start, end)
+
+    def val_batches(self, batch: Batch, world: World, num_samples: int) -> TaskBatches:
+        """The validation batches of this rank; can be iterated over again and again."""
+        assert self.val_data is not None
+        return self._batches(self.val_data, "val", batch, world, 0, num_samples)
+
+    def _batches(
+        self, data: _Data, split: str, batch: Batch, world: World, start: int, end: int | None
+    ) -> TaskBatches:
+        return TaskBatches(
+            data.samples,
+            self.task.collate,
+            Positions(batch, world.dp_rank, world.layout.dp, end),
+            seed=self.config.seed,
+            split=split,
+            shuffle=split == "train" and self.config.data.shuffle,
+            start=start,
+            num_workers=self.config.data.num_workers,
+            pin_memory=world.device.type == "cuda",
+        )
+
+    def describe_data(self) -> str:
+        return f"{self.train_data.num_samples:,} training samples"
+
+    def build_model(self) -> nn.Module:
+        """The model, in float32 on the CPU, with the same values on every rank."""
+        seed_generators(stable_key(self.config.seed, "model"))
+        with _errors_of_user(self.config.task, "build_model() failed"):
+            model = self.task.build_model()
+        if not isinstance(model, nn.Module):
+            raise _error(f"is {self.config.task}, but build_model() returned a {type(model).__name__}", "return an nn.Module")
+        if not any(param.requires_grad for param in model.parameters()):
+            raise _error(f"is {self.config.task}, but no parameter of its model requires a gradient", "unfreeze some")
+        self.num_params = sum(param.numel() for param in model.parameters())
+        return model
+
+
+class _Data:
+    """A dataset of the user and its fingerprint."""
+
+    def __init__(self, samples: Samples, method: str, config: RunConfig) -> None:
+        for name in ("__len__", "__getitem__"):
+            if not hasattr(samples, name):
+                kind = type(samples).__name__
+                hint = "return a list or a map-style torch.utils.data.Dataset"
+                raise _error(f"is {config.task}, but {method}() returned a {kind} without {name}", hint)
+        self.samples = samples
+        self.num_samples = len(samples)
+        if not self.num_samples:
+            raise _error(f"is {config.task}, but {method}() has no samples", "check the paths it reads from")
+        self.fingerprint: str = getattr(samples, "fingerprint", None) or self._fingerprint(config.seed)
+
+    def _fingerprint(self, seed: int) -> str:
+        digest = hashlib.sha256(str(self.num_samples).encode())
+        for index in sorted({0, self.num_samples // 2, self.num_samples - 1}):
+            seed_generators(stable_key(seed, "fingerprint", index))
+            add_to_digest(digest, self.samples[index])
+        return digest.hexdigest()
+
+
+def add_to_digest(digest: Any, value: Any) -> None:
+    """Add a tree of values; of an object whose content is not known, only its type counts."""
+    digest.update(type(value).__name__.encode())
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous()
+        digest.update(str((value.dtype, tuple(value.shape))).encode())
+        digest.update(value.view(torch.uint8).numpy().tobytes() if value.numel() and value.dim() else str(value).encode())
+    elif isinstance(value, np.ndarray):
+        digest.update(str((value.dtype, value.shape)).encode() + np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, str | bytes | int | float | bool | None):
+        digest.update(repr(value).encode())
+    elif isinstance(value, Mapping):
+        for key in value:
+            digest.update(repr(key).encode())
+            add_to_digest(digest, value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            add_to_digest(digest, item)
+
+
+class LossModule(nn.Module):
+    """The model and its loss as one module, the root of sharding.
+
+    The loss may then use any submodule of the model, since the root's parameters are gathered around all of it.
+    """
+
+    def __init__(self, model: nn.Module, task: UserTask) -> None:
+        super().__init__()
+        self.model = model
+        self._task = task
+
+    def forward(self, data: Any) -> tuple[Tensor, Any, Mapping[str, Any]]:
+        loss = self._task.task.loss(self.model, data)
+        if not isinstance(loss, Loss):
+            name = self._task.config.task
+            raise _error(f"is {name}, but loss() returned a {type(loss).__name__}", "return a trainkit.task.Loss")
+        return loss.total, loss.count, loss.metrics
+
+
+class TaskForwardBackward:
+    """ForwardBackward of a user's task: one microbatch after the other."""
+
+    def __init__(
+        self,
+        module: LossModule,
+        sync_gradients: GradientSwitch,
+        world: World,
+        dtype: torch.dtype,
+        progress: Progress,
+        task: UserTask,
+    ) -> None:
+        self._module = module
+        self._sync_gradients = sync_gradients
+        self._world = world
+        self._dtype = dtype
+        self._progress = progress
+        self._name = task.config.task
+        self._names: dict[bool, tuple[str, ...]] = {}
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The names of the metrics that the last pass returned, in training or validation."""
+        return self._names.get(self._module.training, ())
+
+    def accumulate_gradient(self, microbatches: list[TaskBatch], scale: Tensor, on_loss: OnLoss) -> None:
+        sums: Tensor | None = None
+        last = len(microbatches) - 1
+        for index, micro in enumerate(microbatches):
+            if last > 0:
+                self._sync_gradients(index == last)
+            self._progress.enter("forward")
+            total, found = self._forward(micro)
+            if not total.requires_grad:
+                raise _error(f"is {self._name}, but the total of its loss has no gradient", "do not detach it")
+            sums = found if sums is None else sums + found
+            self._progress.enter("backward")
+            if index == last:
+                on_loss(sums)
+            (total * (scale * micro.weight)).backward()  # type: ignore[no-untyped-call]
+
+    def loss_sums(self, micro: TaskBatch) -> Tensor:
+        return self._forward(micro)[1]
+
+    def _forward(self, micro: TaskBatch) -> tuple[Tensor, Tensor]:
+        """The loss with its gradient, and all sums, float64 [2 + 2 x metrics]."""
+        device = self._world.device
+        micro = micro.to(device)
+        torch.manual_seed(micro.seed)
+        with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
+            total, count, metrics = self._module(micro.data)
+        if total.numel() != 1:
+            raise _error(
+                f"is {self._name}, but the total of its loss has shape {list(total.shape)}", "sum it: total.sum()"
+            )
+        total = total.view(()).float()
+        self._check_names(metrics)
+        pairs = [metrics[name] for name in self.metric_names]
+        numbers = [total, count]
+        for value in pairs:
+            numbers += list(value) if isinstance(value, tuple) else [value, count]
+        found = torch.stack([_number(value, device) for value in numbers])
+        # Not multiplied: a filler may not be finite.
+        return total, found if micro.weight else torch.zeros_like(found)
+
+    def _check_names(self, metrics: Mapping[str, Any]) -> None:
+        names, mode = tuple(sorted(metrics)), self._module.training
+        if mode not in self._names:
+            taken = sorted(set(names) & RECORD_KEYS)
+            if taken:
+                raise _error(f"is {self._name}, but a metric is called {taken[0]}", "every record has that key")
+            others = gather_from_all(names, self._world)
+            self._names[mode] = names
+            if any(other != names for other in others):
+                listed = sorted({", ".join(other) or "none" for other in others})
+                hint = f"return the same ones for every batch: {' | '.join(listed)}"
+                raise _error(f"is {self._name}, but the ranks have different metrics", hint)
+        elif names != self._names[mode]:
+            before, now = ", ".join(self._names[mode]) or "none", ", ".join(names) or "none"
+            message = f"is {self._name}, but the metrics of its loss changed from {before} to {now}"
+            raise _error(message, "return the same ones for every batch")
+
+
+def _number(value: Any, device: torch.device) -> Tensor:
+    """A number as float64 [] on the device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device).double().view(())
+    return torch.tensor(float(value), dtype=torch.float64).to(device, non_blocking=True)
+
+
+def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: World) -> LossModule:
+    """The model of this rank on its device, wrapped for data parallelism."""
+    model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
+    check_same_weights(model, world)
+    with _errors_of_user(config.task, "layers() failed"):
+        layers = task.task.layers(model)
+    recompute_and_compile(
+        layers,
+        parallel.activation_checkpointing,
+        compiled=parallel.compile is True,
+        preserve_rng_state=True,
+    )
+    module = LossModule(model, task)
+    if world.mesh is None or reduces_on_host(world):
+        return module.to(world.device)
+    apply_data_parallel(
+        module,
+        world.mesh,
+        plan.layout,
+        dtype,
+        layers=layers,
+        float32=[item for item in model.modules() if isinstance(item, _BatchNorm)],
+        zero=parallel.zero,
+        offload=parallel.offload,
+    )
+    return module.to(world.device) if not parallel.offload else module
+
+
+def check_same_weights(model: nn.Module, world: World) -> None:
+    """Raise TaskError if the model of this rank starts with other values than that of rank 0."""
+    digest = hashlib.sha256()
+    for name, param in model.named_parameters():
+        digest.update(f"{name} {tuple(param.shape)}".encode())
+        add_to_digest(digest, param.detach().flatten()[:SAMPLED_ELEMENTS])
+    found = gather_from_all(digest.hexdigest(), world)
+    different = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+    if different is not None:
+        hint = "draw random numbers from random, numpy.random or torch without another seed, and read the same files"
+        raise _error(f"builds another model on rank {different} than on rank 0", hint)
+
+
+def assemble_task(
+    task: UserTask, config: RunConfig, world: World, progress: Progress, module: LossModule
+) -> tuple[list[Weight], TaskForwardBackward]:
+    """The weights of a built model and its forward and backward passes."""
+    model, dtype = module.model, DTYPES[config.precision.dtype]
+    module.train()
+    is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
+    masters = cast_weights(model, dtype, keep=_BatchNorm) if is_cast else {}
+    weights = []
+    for name, param in model.named_parameters():
+        master, cast_param = (masters[param], param) if param in masters else (param, None)
+        options = task.task.parameter_options(name, param)
+        weights.append(Weight(name, master, cast=cast_param, options=options))
+    forward_backward = TaskForwardBackward(
+        module, gradient_switch(module, world, masters), world, dtype, progress, task
+    )
+    return weights, forward_backward
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the state of a model, by name."""
+    state = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in state}
