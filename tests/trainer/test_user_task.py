@@ -56,3 +56,61 @@ def test_the_built_in_task_written_as_a_users(tmp_path: Path) -> None:
     run_cases(tmp_path, cases, common, keep_labels=True)
     for case in cases[1:]:
         assert worst_difference(tmp_path / case.name, tmp_path / "built-in") < 1e-5, case.name
+
+
+def losses(folder: Path) -> list[float]:
+    return [loss for _, loss, *_ in curve(folder)]
+
+
+@pytest.mark.slow
+def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
+    """To the last bit on the same layout, with the dropout of torch; without it within 1e-5 on others."""
+    dropout = (*COMMON, "task_args.dropout=0.2", "task_args.batch_norm=true")
+    same = [Case("same", 2, {"dp_shard": 2})]
+    for stop in (("train.stop_at_step=2",), ("train.stop_at_step=4",), ()):
+        run_cases(tmp_path, [Case("cut", 2, {"dp_shard": 2}, stop)], dropout)
+    run_cases(tmp_path, same, dropout)
+    assert curve(tmp_path / "cut") == curve(tmp_path / "same")
+    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "same")
+    links = [(1, {}), (4, {"dp_shard": 2, "dp_replicate": 2}), (2, {"dp_replicate": 2})]
+    for index, (num_procs, parallel) in enumerate(links, 1):
+        stop = (f"train.stop_at_step={2 * index}",)
+        run_cases(tmp_path, [Case("chain", num_procs, parallel, stop)], COMMON)
+    run_cases(tmp_path, [Case("alone", 1, {})], COMMON)
+    assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 1e-5
+
+
+@pytest.mark.slow
+def test_the_last_batch_of_the_epochs_is_smaller(tmp_path: Path) -> None:
+    """With 21 samples and 16 per step, some ranks have no sample in the last step."""
+    epochs = [*COMMON, "task_args.samples=21", "train.steps=null", "train.epochs=2"]
+    cases = [Case("fsdp", 4, {"dp_shard": 4}), Case("ddp", 4, {"dp_replicate": 4})]
+    run_cases(tmp_path, [Case("alone", 1, {}), *cases], epochs)
+    assert [seen for *_, seen in curve(tmp_path / "alone")] == [16, 32, 42]
+    for case in cases:
+        assert worst_difference(tmp_path / case.name, tmp_path / "alone") < 1e-5, case.name
+
+
+@pytest.mark.slow
+def test_bf16_and_frozen_parts(tmp_path: Path) -> None:
+    """The same types on one process and sharded; batch norms stay in float32."""
+    common = [
+        *(*COMMON, "precision.dtype=bf16", "task_args.frozen=true", "task_args.batch_norm=true"),
+        "checkpoint.every_steps=6",
+    ]
+    cases = [Case("fsdp", 2, {"dp_shard": 2}), Case("ddp", 2, {"dp_replicate": 2})]
+    run_cases(tmp_path, [Case("alone", 1, {}), Case("one", 1, {"mesh_of_one": True}), *cases], common)
+    assert losses(tmp_path / "one") == losses(tmp_path / "alone")
+    assert worst_difference(tmp_path / "fsdp", tmp_path / "ddp") < 1e-2
+    assert losses(tmp_path / "alone")[-1] < losses(tmp_path / "alone")[0]
+    saved = saved_names(tmp_path / "fsdp")
+    assert {"model.embed.weight", "buffer.blocks.0.norm.running_mean"} <= saved
+    assert "optimizer.embed.weight.exp_avg" not in saved and "optimizer.head.weight.exp_avg" in saved
+
+
+def saved_names(folder: Path) -> set[str]:
+    from trainkit.manifest import published
+    from trainkit.trainer.checkpoint.storage import SafeReader
+
+    [newest] = published(RunDir(folder).checkpoints_dir)[-1:]
+    return set(SafeReader(newest.path).read_metadata().state_dict_metadata)
