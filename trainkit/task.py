@@ -87,8 +87,8 @@ class Task(ABC):
         """Return the model, in float32 on the CPU.
 
         It must be the same on every rank: `random`, `numpy.random` and `torch` are seeded with ``seed``.
-        Parameters with ``requires_grad = False`` are frozen. Persistent buffers are checkpointed, and have the
-        values of rank 0 on all ranks after each step.
+        Parameters with ``requires_grad = False`` are frozen. Persistent buffers are saved; all ranks have the
+        values of rank 0 after each step.
         """
 
     @abstractmethod

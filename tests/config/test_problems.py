@@ -163,7 +163,10 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["task=vision"], "task: a task other than causal_lm is not in this release; task must be causal_lm"),
+        (
+            ["task=multimodal_lm"],
+            "task: multimodal_lm is not in this release; task must be causal_lm or your own",
+        ),
         (
             ["logging.wandb={project: x}"],
             "logging.wandb: logging to Weights & Biases is not in this release; logging.wandb must be null",

@@ -94,10 +94,16 @@ class Classify(Task):
         weight = batch["weight"]
         total = (F.cross_entropy(logits, batch["y"], reduction="none") * weight).sum()
         right = logits.argmax(1) == batch["y"]
-        return Loss(total, weight.sum(), {"accuracy": (right.sum(), len(right)), "right": (right * weight).sum()})
+        return Loss(
+            total, weight.sum(), {"accuracy": (right.sum(), len(right)), "right": (right * weight).sum()}
+        )
 
     def parameter_options(self, name: str, parameter: nn.Parameter) -> ParameterOptions:
-        return ParameterOptions(lr_scale=0.5, weight_decay=0.0) if name.startswith("head") else ParameterOptions()
+        return (
+            ParameterOptions(lr_scale=0.5, weight_decay=0.0)
+            if name.startswith("head")
+            else ParameterOptions()
+        )
 
 
 class Tokens(Task):
@@ -108,7 +114,9 @@ class Tokens(Task):
         self.data = open_dataset(config.data, config.data.seq_len, "train")
 
     def build_model(self) -> nn.Module:
-        model = Decoder(resolve_model_shape(self.config.model, self.data.vocab_size), self.config.data.seq_len)
+        model = Decoder(
+            resolve_model_shape(self.config.model, self.data.vocab_size), self.config.data.seq_len
+        )
         init_parameters(model, self.config.seed)
         return model
 

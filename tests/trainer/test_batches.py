@@ -23,6 +23,7 @@ from trainkit.plan.launch import Batch, Layout
 from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, Microbatch, PrefetchedBatches, StepBatch
 from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.tasks import CausalLM
 
 SEQ_LEN = 4
 DEVICE_BATCH = 2
@@ -223,6 +224,14 @@ def test_a_microbatch_stays_on_the_cpu_uncopied() -> None:
     assert cast(Any, micro).to(torch.device("cpu")) is micro
 
 
+class NumberedTask:
+    """A task of which only the validation data exists."""
+
+    val_data = NumberedSamples()
+    val_batches = CausalLM.val_batches
+    _config = RunConfig()
+
+
 @pytest.mark.parametrize(("dp", "device_batch_size"), [(1, 4), (2, 4), (16, 2)])
 def test_a_validation_has_the_same_samples_on_every_layout(dp: int, device_batch_size: int) -> None:
     config = RunConfig.model_validate({"train": {"device_batch_size": 4, "eval_batches": 3}})
@@ -231,19 +240,18 @@ def test_a_validation_has_the_same_samples_on_every_layout(dp: int, device_batch
     )
     evaluators = [
         Evaluator(
-            cast(Any, SimpleNamespace(val_data=NumberedSamples())),
+            cast(Any, NumberedTask()),
             config,
             cast(Any, plan),
             replace(ALONE, rank=rank, size=dp, layout=Layout(dp_shard=dp)),
         )
         for rank in range(dp)
     ]
-    size = dp * device_batch_size
     read = [
         token // 1000
         for evaluator in evaluators
-        for step in range(evaluator._num_batches)
-        for micro in evaluator._source.step_at(step * size).microbatches
+        for step in islice(evaluator._batches, evaluator._num_batches)
+        for micro in step.microbatches
         for token in micro.tokens[micro.labels[:, 0] != IGNORE_LABEL][:, 0].tolist()
     ]
     assert sorted(read) == list(range(12))
@@ -254,11 +262,13 @@ def test_a_validation_ends_soon_after_a_stop(stop_at: int | None) -> None:
     """One batch later at most: the ranks look at the batch before. Else it is the mean of all tokens."""
     config = RunConfig.model_validate({"train": {"device_batch_size": 4, "eval_batches": 3}})
     plan = SimpleNamespace(layout=SimpleNamespace(dp=1), batch=SimpleNamespace(device_batch_size=4))
-    task = SimpleNamespace(val_data=NumberedSamples())
+    task = NumberedTask()
     stop, tried = StopRequest(), []
 
     class Passes:
-        def nll_sum(self, micro: Microbatch) -> torch.Tensor:
+        metric_names = ()
+
+        def loss_sums(self, micro: Microbatch) -> torch.Tensor:
             tried.append(len(tried))
             if stop_at == tried[-1]:
                 stop.request("SIGTERM")
@@ -267,5 +277,5 @@ def test_a_validation_ends_soon_after_a_stop(stop_at: int | None) -> None:
     found = Evaluator(cast(Any, task), config, cast(Any, plan), ALONE).run(
         [torch.nn.Linear(1, 1)], cast(Any, Passes()), stop, Progress()
     )
-    assert found == (2.0 if stop_at is None else None)
+    assert (found and found.loss) == (2.0 if stop_at is None else None)
     assert len(tried) == (3 if stop_at is None else min(3, stop_at + 2))

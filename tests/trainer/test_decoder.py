@@ -263,7 +263,7 @@ def test_a_loss_in_parts_is_the_whole_loss(chunks: int, config: dict[str, bool])
         losses: list[Tensor] = []
         passes.accumulate_gradient(micros, torch.tensor(0.25), losses.append)
         with torch.no_grad():
-            losses.append(passes.nll_sum(micros[0]))
+            losses.append(passes.loss_sums(micros[0]))
         found.append((losses, {name: param.grad for name, param in model.named_parameters()}))
         assert max(sizes) == (SEQ_LEN if number == 1 else math.ceil(2 * SEQ_LEN / chunks))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)

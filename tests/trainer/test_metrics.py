@@ -44,8 +44,8 @@ def metrics_of(folder: Path) -> Metrics:
 
 def write(metrics: Metrics, step: int = 7, val_loss: float | None = None, **changes: Any) -> None:
     state = TrainingState(step=step, samples_seen=16 * step, tokens_seen=1000 * step)
-    metrics.count(report(**changes))
-    metrics.write(state, report(**changes), 3e-4, val_loss)
+    metrics.count(report(**changes), 16)
+    metrics.write(state, report(**changes), 3e-4, None if val_loss is None else report(loss=val_loss))
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def test_speed_is_of_the_interval_without_its_pauses(tmp_path: Path, monkeypatch
     metrics = metrics_of(tmp_path)
     metrics.start()
     for _ in range(3):
-        metrics.count(report())
+        metrics.count(report(), 16)
     now = 110.0
     metrics.exclude(4.0)
     write(metrics)
@@ -158,3 +158,15 @@ def test_a_full_disk_keeps_the_records_and_writes_them_later(
             step += 1
             write(metrics, step=step)
         assert [record["step"] for record in records(disk)] == list(range(1, step + 1)), "in order, each once"
+
+
+def test_the_metrics_of_a_users_task(tmp_path: Path) -> None:
+    """Beside the promised keys; what is not finite is left out, since it cannot be written."""
+    metrics = metrics_of(tmp_path)
+    metrics.count(report(), 16)
+    state = TrainingState(step=7)
+    found = report(metrics={"accuracy": 0.5, "worst": float("inf")})
+    metrics.write(state, found, 3e-4, report(metrics={"accuracy": 0.25}))
+    (record,) = records(tmp_path)
+    assert set(record) - PROMISED == {"accuracy", "val_loss", "val_accuracy"}
+    assert (record["accuracy"], record["val_accuracy"]) == (0.5, 0.25)

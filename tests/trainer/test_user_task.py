@@ -25,7 +25,9 @@ CASES = [
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
     names = ("accuracy", "right", "val_loss", "val_accuracy", "val_right")
-    return [{name: record[name] for name in names if name in record} for record in read_metrics(RunDir(folder))]
+    return [
+        {name: record[name] for name in names if name in record} for record in read_metrics(RunDir(folder))
+    ]
 
 
 @pytest.mark.slow
@@ -37,7 +39,8 @@ def test_every_layout_has_the_same_curve(tmp_path: Path) -> None:
     losses = [loss for _, loss, *_ in curve(tmp_path / "alone")]
     assert losses[-1] < losses[0]
     alone = metrics_of(tmp_path / "alone")
-    assert set(alone[0]) == {"accuracy", "right"} and set(alone[2]) > {"val_accuracy", "val_right"}
+    assert set(alone[0]) == {"accuracy", "right"}
+    assert set(alone[2]) > {"val_accuracy", "val_right"}
     for case in CASES:
         for mine, expected in zip(metrics_of(tmp_path / case.name), alone, strict=True):
             assert mine == pytest.approx(expected, rel=1e-5)
@@ -105,7 +108,8 @@ def test_bf16_and_frozen_parts(tmp_path: Path) -> None:
     assert losses(tmp_path / "alone")[-1] < losses(tmp_path / "alone")[0]
     saved = saved_names(tmp_path / "fsdp")
     assert {"model.embed.weight", "buffer.blocks.0.norm.running_mean"} <= saved
-    assert "optimizer.embed.weight.exp_avg" not in saved and "optimizer.head.weight.exp_avg" in saved
+    assert "optimizer.embed.weight.exp_avg" not in saved
+    assert "optimizer.head.weight.exp_avg" in saved
 
 
 def saved_names(folder: Path) -> set[str]:

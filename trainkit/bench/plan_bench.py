@@ -23,7 +23,7 @@ from trainkit.cluster.machine import detect_machine
 from trainkit.cluster.target import Target, make_target
 from trainkit.config import LoadedConfig
 from trainkit.config.changes import Change, with_values
-from trainkit.errors import UsageError
+from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, inspect_data, make_plan
 from trainkit.plan.model_shape import resolve_model_shape
@@ -91,7 +91,9 @@ def plan_bench(
     """
     if loaded.config.has_user_task:
         message = f"is {loaded.config.task}, whose possible layouts are unknown"
-        raise ConfigError([loaded.problem("task", message, "`trainkit bench layouts` needs the task causal_lm")])
+        raise ConfigError(
+            [loaded.problem("task", message, "`trainkit bench layouts` needs the task causal_lm")]
+        )
     target, data = make_target(loaded), inspect_data(loaded.config.data)
     if target.backend == "submitit":
         raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")

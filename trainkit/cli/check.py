@@ -11,7 +11,7 @@ import click
 
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import ConfigRequest, config_options, json_option
-from trainkit.errors import EXIT_OK, SlurmError, TrainkitError, UsageError
+from trainkit.errors import EXIT_OK, ConfigError, SlurmError, TrainkitError, UsageError
 
 if TYPE_CHECKING:
     from trainkit.cluster.model import Cluster
@@ -46,6 +46,12 @@ if TYPE_CHECKING:
     help="Check for N GPUs instead, and simulate a step of one of the N ranks without allocating memory.",
 )
 @click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Rank to simulate; default: 0.")
+@click.option(
+    "--task-smoke",
+    "smoke",
+    is_flag=True,
+    help="Try your own task too: a few samples forward and backward on this machine's CPU.",
+)
 @json_option
 def command(
     request: ConfigRequest,
@@ -53,6 +59,7 @@ def command(
     estimate: bool | None,
     world_size: int | None,
     rank: int | None,
+    smoke: bool,
     as_json: bool,
 ) -> int:
     """Check CONFIG against the schema, the model's shape, the data, and the cluster or this machine.
@@ -66,6 +73,7 @@ def command(
     from trainkit.submit.plan_run import plan_run
     from trainkit.submit.queue_estimate import wait_lines
     from trainkit.submit.run_folder import local_locks
+    from trainkit.submit.user_code_check import smoke_problems
 
     if world_size is None and rank is not None:
         raise UsageError("--rank requires --simulate-world", hint="add --simulate-world N")
@@ -75,8 +83,15 @@ def command(
     if world_size is not None:
         return _simulate(request.load(), world_size, rank or 0, as_json)
     loaded = request.load_to_plan()
+    if smoke and not loaded.config.has_user_task:
+        hint = "set task to FILE.py:CLASS, or remove --task-smoke"
+        raise UsageError("--task-smoke requires a task of your own; task is causal_lm", hint=hint)
     target = make_target(loaded)
     plan = plan_run(loaded, target=target)
+    if smoke:
+        problems = smoke_problems(loaded)
+        if problems:
+            raise ConfigError(problems)
     if estimate and plan.slurm is None:
         raise UsageError("--estimate requires Slurm, but this run starts here", hint="remove --estimate")
     waits = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import keyword
 import re
+import sys
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -19,20 +21,31 @@ from trainkit.errors import EXIT_OK, UsageError
 if TYPE_CHECKING:
     from trainkit.cluster.model import Cluster
 
+TASK_NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
 PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @click.command(
     cls=Command,
-    epilog=examples("trainkit init", "trainkit init --cluster big --dir experiments", "trainkit init --json"),
+    epilog=examples(
+        "trainkit init",
+        "trainkit init --task captions",
+        "trainkit init --cluster big --dir experiments",
+        "trainkit init --json",
+    ),
 )
 @click.option("--cluster", "name", metavar="NAME", help="Name of the profile; default: the cluster's name.")
 @click.option(
     "--dir", "folder", metavar="DIR", default=".", help="Folder of the run config; default: the current one."
 )
+@click.option(
+    "--task", "task", metavar="NAME", help="Write NAME.py, a task of your own, its config and its test."
+)
 @json_option
-def command(name: str | None, folder: str, as_json: bool) -> int:
+def command(name: str | None, folder: str, task: str | None, as_json: bool) -> int:
     """Write the profile of this cluster and a first run config; existing files are kept.
+
+    With --task, write a task to start from instead: a model, data and a loss, which train as they are.
 
     The profile goes to your config folder, where every command finds it. The run config, first-run.yaml, is
     the default CONFIG of commands in its folder and the only file written without Slurm. Prints the written
@@ -43,6 +56,10 @@ def command(name: str | None, folder: str, as_json: bool) -> int:
     from trainkit.cluster.profile import user_folder
     from trainkit.resources import FIRST_RUN
 
+    if task is not None:
+        if name is not None:
+            raise UsageError("--task conflicts with --cluster", hint="run `trainkit init` once for each")
+        return _write_task(task, Path(folder), as_json)
     cluster = discover_cluster()
     texts: dict[Path, str] = {}
     if cluster is not None:
@@ -78,6 +95,31 @@ def command(name: str | None, folder: str, as_json: bool) -> int:
     else:
         click.echo("\n".join(map(str, written)))
     click.echo(f"next: trainkit check {quote(str(run_config))}", err=True)
+    return EXIT_OK
+
+
+def _write_task(name: str, folder: Path, as_json: bool) -> int:
+    """Write the files of a new task, all of them or none."""
+    from trainkit.cluster.init_files import task_texts, write_new
+
+    if not TASK_NAME.fullmatch(name) or keyword.iskeyword(name):
+        hint = "use lower-case letters, digits and underscores: the name becomes NAME.py"
+        raise UsageError(f"--task {name}: not a valid name of a Python module", hint=hint)
+    if name in sys.stdlib_module_names:
+        message = f"--task {name}: Python has a module of that name, which {name}.py would hide"
+        raise UsageError(message, hint=f"for example --task my_{name}")
+    texts = {folder / file: text for file, text in task_texts(name).items()}
+    existing = [str(path) for path in texts if path.exists()]
+    if existing:
+        raise UsageError(
+            f"{existing[0]} already exists", hint="choose another name, or another folder with --dir"
+        )
+    for path, text in texts.items():
+        write_new(path, text)
+    written = list(map(str, texts))
+    click.echo(json.dumps({"written": written, "kept": []}) if as_json else "\n".join(written))
+    place = "" if folder == Path() else f"cd {quote(str(folder))} && "
+    click.echo(f"next: {place}trainkit check {name}.yaml --task-smoke", err=True)
     return EXIT_OK
 
 

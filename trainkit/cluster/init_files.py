@@ -17,7 +17,7 @@ from trainkit.cluster.resource_request import ResourceRequest
 from trainkit.cluster.units import memory_text, time_text, version_text
 from trainkit.config.yamlfile import Dumper
 from trainkit.errors import UsageError
-from trainkit.resources import FIRST_RUN
+from trainkit.resources import FIRST_RUN, shipped_templates
 from trainkit.tables import table
 
 MAX_KINDS = 20
@@ -95,6 +95,20 @@ def _with_merged_features(partition: Partition) -> Partition:
         features = tuple(dict.fromkeys((*known.features, *kind.features)))
         merged[key] = replace(known, count=known.count + kind.count, features=features)
     return replace(partition, nodes=tuple(merged.values()))
+
+
+TASK_FILES = ("{}.py", "{}.yaml", "test_{}.py")
+SHIPPED_TASK = "mine"
+
+
+def task_texts(name: str) -> dict[str, str]:
+    """The files of a new task by name: the task, its config and its test, from the shipped ones."""
+    folder, class_name = shipped_templates() / "task", "".join(part.capitalize() for part in name.split("_"))
+    texts = {file.format(name): (folder / file.format(SHIPPED_TASK)).read_text() for file in TASK_FILES}
+    return {
+        file: text.replace(SHIPPED_TASK.capitalize(), class_name).replace(SHIPPED_TASK, name)
+        for file, text in texts.items()
+    }
 
 
 def write_new(path: Path, text: str) -> bool:

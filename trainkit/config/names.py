@@ -142,6 +142,8 @@ def schema_words(schema: dict[str, Any]) -> str:
             return f"a list of {schema['minItems']}, each {schema_words(schema['prefixItems'][0])}"
         return f"a list, each {schema_words(schema['items'])}"
     if kind == "object":
+        if schema.get("additionalProperties") is True:
+            return "a mapping"
         values = schema.get("additionalProperties") or next(iter(schema["patternProperties"].values()))
         return f"a mapping, each value {schema_words(values)}"
     return {"boolean": "true or false", "string": "text", "null": "null"}[str(kind)]

@@ -55,7 +55,7 @@ class RunConfig(Section):
     task: str = Field(
         default="causal_lm",
         pattern=r"^(causal_lm|multimodal_lm|[^:]+\.py:[A-Za-z_]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
-        description="causal_lm, or FILE.py:CLASS or MODULE:CLASS for your own subclass of trainkit.task.Task.",
+        description="causal_lm, or FILE.py:CLASS or MODULE:CLASS for your subclass of trainkit.task.Task.",
         json_schema_extra={"allowed": "causal_lm, FILE.py:CLASS or MODULE:CLASS"},
     )
     task_args: dict[str, Any] = Field(default={}, description="Keyword arguments of your own task.")

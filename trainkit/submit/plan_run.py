@@ -12,7 +12,6 @@ from trainkit.config import InvalidConfig, LoadedConfig
 from trainkit.errors import ConfigError, TrainkitError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, check_config
-from trainkit.submit.architecture_check import find_architecture_problem
 from trainkit.submit.containers import container_program
 from trainkit.submit.preflight_checks import (
     check_name,
@@ -25,6 +24,7 @@ from trainkit.submit.preflight_checks import (
     refuse_secrets,
     with_local_environment,
 )
+from trainkit.submit.user_code_check import find_code_problems
 
 
 def plan_run(
@@ -46,9 +46,9 @@ def plan_run(
     target = target or make_target(loaded)
     containers = () if target.cluster is None else target.cluster.containers
     plan = _check(loaded, command, launcher, target, data)
-    problem = None if command is not None else find_architecture_problem(loaded)
-    if problem is not None:
-        raise ConfigError([problem])
+    problems = [] if command is not None else find_code_problems(loaded)
+    if problems:
+        raise ConfigError(problems)
     if launch.container is not None and target.cluster is not None:
         plan = dataclasses.replace(plan, container_program=container_program(launch, containers))
     if command is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class BuiltModel:
 
     model_parts: Sequence[nn.Module]
     weights: Sequence[Weight]
-    forward_backward: ForwardBackward
+    forward_backward: ForwardBackward[Any]
     tied_weights: TiedWeights | None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     """Buffers to save, by name: those of a `Model` are functions of its shape."""

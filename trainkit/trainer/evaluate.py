@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class Evaluator:
     def run(
         self,
         model_parts: Sequence[nn.Module],
-        forward_backward: ForwardBackward,
+        forward_backward: ForwardBackward[Any],
         stop: StopRequest,
         progress: Progress,
     ) -> StepReport | None:

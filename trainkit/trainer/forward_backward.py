@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,11 @@ OnLoss = Callable[[Tensor], None]
 """Called with this rank's share of a step's loss as soon as it is known, before the last backward pass."""
 
 
-class ForwardBackward(Protocol):
+M = TypeVar("M", contravariant=True)
+"""The type of a microbatch."""
+
+
+class ForwardBackward(Protocol[M]):
     """Computes the gradient of a step."""
 
     @property
@@ -30,7 +34,7 @@ class ForwardBackward(Protocol):
         """The names of the metrics in the sums of the last pass."""
         ...
 
-    def accumulate_gradient(self, microbatches: list[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
+    def accumulate_gradient(self, microbatches: Sequence[M], scale: Tensor, on_loss: OnLoss) -> None:
         """Add the gradient of the summed loss x `scale`, a float32 [] on the device.
 
         `on_loss` gets the sums of this rank: the negative log-likelihood, float32 []; or of a user's task the
@@ -38,7 +42,7 @@ class ForwardBackward(Protocol):
         """
         ...
 
-    def loss_sums(self, micro: Microbatch) -> Tensor:
+    def loss_sums(self, micro: M) -> Tensor:
         """The sums of one microbatch, as `on_loss` gets them, without a gradient."""
         ...
 
@@ -124,7 +128,7 @@ class SequentialForwardBackward:
         self._context = context
         self._progress = progress
 
-    def accumulate_gradient(self, microbatches: list[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
+    def accumulate_gradient(self, microbatches: Sequence[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
         total = torch.zeros((), device=self._device)
         last = len(microbatches) - 1
         for index, micro in enumerate(microbatches):

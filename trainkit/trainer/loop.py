@@ -27,17 +27,17 @@ from trainkit.trainer.metrics import Metrics
 from trainkit.trainer.optimizer import ShardedAdamW, learning_rate
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
-from trainkit.trainer.tasks import Batches
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.step_sync import (
     AsyncSum,
-    copy_from_main,
     ReportReadback,
     StepReport,
     all_reduce_sum,
     any_rank,
+    copy_from_main,
     pack_report,
 )
+from trainkit.trainer.tasks import Batches
 
 if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights
@@ -59,7 +59,7 @@ class Trainer:
     progress: Progress
     model_parts: Sequence[nn.Module]
     """The model on this rank: all of it, or some stages of a pipeline."""
-    forward_backward: ForwardBackward
+    forward_backward: ForwardBackward[Any]
     tied_weights: TiedWeights | None
     optimizer: ShardedAdamW
     loss_scale: LossScale
@@ -73,7 +73,7 @@ class Trainer:
     manifest_record: dict[str, Any]
     """The fields of every checkpoint manifest of this attempt, besides the training state."""
     nominal_count: int
-    """What the loss of a step is divided by, if every rank has as many valid tokens or samples as expected."""
+    """What the loss of a step is divided by, if all its tokens or samples are valid."""
     buffers: Sequence[Tensor] = ()
     """Buffers that a step may change, which have the values of rank 0 after it."""
     _steps_done: int = 0

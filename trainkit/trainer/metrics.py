@@ -167,14 +167,18 @@ class Metrics:
             self._tensorboard.write(record)
 
     def _mfu(self, tokens_per_s: float, samples_per_s: float) -> float | None:
-        """Model FLOPs utilization, 0 to 1; None if the device's peak or the FLOPs of the model are unknown."""
+        """Model FLOPs utilization, 0 to 1; None if the FLOPs of the model or the device are unknown."""
         if self._flops_per_token is not None:
             flops_per_s = tokens_per_s * self._flops_per_token
         elif self._flops_per_sample is not None:
             flops_per_s = samples_per_s * self._flops_per_sample
         else:
             return None
-        return None if self._peak_flops is None else round(flops_per_s / (self._peak_flops * self._world.size), 4)
+        return (
+            None
+            if self._peak_flops is None
+            else round(flops_per_s / (self._peak_flops * self._world.size), 4)
+        )
 
     def _append(self, record: dict[str, Any]) -> None:
         """Write the record, after earlier ones that could not be written."""

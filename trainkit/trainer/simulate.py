@@ -31,7 +31,7 @@ from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.parallel.pipeline import PipelineForwardBackward
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.tasks import Task, build_task
+from trainkit.trainer.tasks import CausalLM, build_task
 from trainkit.trainer.torch_private import (
     DispatchMode,
     FakeTensors,
@@ -76,13 +76,14 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> dict[str, Any]:
     """Simulate two steps of a rank; returns the peak memory, in bytes, and the collectives of the second."""
     began_s = time.monotonic()
     task = build_task(config)
+    assert isinstance(task, CausalLM)
     with simulated_world(plan, rank, mesh_of_one=config.parallel.mesh_of_one) as world:
         model_parts = build_model_parts(task, config, plan, world)
         return _measure(task, config, plan, world, model_parts, began_s)
 
 
 def _measure(
-    task: Task,
+    task: CausalLM,
     config: RunConfig,
     plan: LaunchPlan,
     world: World,

@@ -62,8 +62,10 @@ def copy_from_main(tensors: Sequence[Tensor], world: World) -> None:
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.view(-1) for tensor in same])
         dist.broadcast(flat, src=0)
-        for tensor, values in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+        start = 0
+        for tensor in same:
+            tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
 
 
 def any_rank(flag: bool, world: World) -> bool:

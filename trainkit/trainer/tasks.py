@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
-from trainkit.data.shards import TokenShards, open_dataset
+from trainkit.data.shards import open_dataset
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.rundir import RunDir
@@ -121,9 +121,7 @@ class CausalLM:
             f" {data.num_samples:,} samples of {self._seq_len}"
         )
 
-    def train_batches(
-        self, plan: LaunchPlan, world: World, start: int, end: int | None
-    ) -> PrefetchedBatches:
+    def train_batches(self, plan: LaunchPlan, world: World, start: int, end: int | None) -> PrefetchedBatches:
         source = BatchSource(
             dataset=self.train_data,
             batch=plan.batch,

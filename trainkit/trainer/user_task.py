@@ -8,11 +8,11 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,12 +69,16 @@ def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
     where = module.__file__ or module_name
     if not (isinstance(found, type) and issubclass(found, Task)):
         names = [name for name, item in vars(module).items() if _is_task_of(item, module)]
-        hint = f"did you mean {module_name}:{names[0]}?" if names else "a task is a subclass of trainkit.task.Task"
-        raise _error(f"is {config.task}, but {where} has no class {class_name} that is a Task", hint)
+        hint = (
+            f"did you mean {module_name}:{names[0]}?"
+            if names
+            else "a task is a subclass of trainkit.task.Task"
+        )
+        raise _refusal(config.task, f"{where} has no class {class_name} that is a Task", hint)
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         place = f"{where}:{inspect.getsourcelines(found)[1]}"
-        raise _error(f"is {config.task}, but {class_name} does not define {', '.join(missing)}", f"see {place}")
+        raise _refusal(config.task, f"{class_name} does not define {', '.join(missing)}", f"see {place}")
     _check_arguments(config, found)
     with _errors_of_user(config.task, f"{class_name}() failed"):
         return found(config, **config.task_args)
@@ -95,16 +99,17 @@ def _import(task: str, name: str, run: RunDir | None) -> ModuleType:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # something that the module itself imports
             hint = f"name a module in {folder} or an installed one, or a file: FILE.py:CLASS"
-            raise _error(f"is {task}, but there is no module {error.name}", hint) from None
+            raise _refusal(task, f"there is no module {error.name}", hint) from None
     path = Path(name).absolute() if run is None else copied_file(run, name)
     if not path.is_file():
-        raise _error(f"is {task}, but there is no file {path}", "FILE.py is relative to the current folder")
+        raise _refusal(task, f"there is no file {path}", "FILE.py is relative to the current folder")
     # As for a script: it can import the files next to it.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     module_name = path.stem if path.stem not in sys.modules else f"trainkit_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Data workers send instances of its classes by name, and dataclasses look up their module.
     sys.modules[module_name] = module
@@ -118,13 +123,13 @@ def _check_arguments(config: RunConfig, found: type[Task]) -> None:
     try:
         signature.bind(config, **config.task_args)
     except TypeError as error:
-        known = [name for name in list(signature.parameters)[1:]]
+        known = list(signature.parameters)[1:]
         takes = f"{found.__name__} takes {', '.join(known)}" if known else f"{found.__name__} takes none"
         raise TaskError(Problem("task_args", f"do not fit: {error}", hint=takes)) from None
 
 
-def _error(message: str, hint: str = "") -> TaskError:
-    return TaskError(Problem("task", message, hint=hint))
+def _refusal(task: str, message: str, hint: str = "") -> TaskError:
+    return TaskError(Problem("task", f"is {task}, but {message}", hint=hint))
 
 
 @contextmanager
@@ -135,7 +140,9 @@ def _errors_of_user(task: str, failed: str) -> Iterator[None]:
     except TrainkitError:
         raise
     except Exception as error:
-        raise _error(f"is {task}, but {failed}: {describe(error)}", "the traceback is in the log") from error
+        raise _refusal(
+            task, f"{failed}: {describe(error)}", "run it in a Python shell to see the traceback"
+        ) from error
 
 
 def describe(error: BaseException) -> str:
@@ -145,7 +152,9 @@ def describe(error: BaseException) -> str:
         return f"{text} ({error.filename}:{error.lineno})"
     package = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        is_installed = "site-packages" in frame.filename or frame.filename.startswith(("<", sys.prefix, package))
+        is_installed = "site-packages" in frame.filename or frame.filename.startswith(
+            ("<", sys.prefix, package)
+        )
         if not is_installed and not frame.filename.startswith(sys.base_prefix):
             return f"{text} ({frame.filename}:{frame.lineno})"
     return text
@@ -176,9 +185,7 @@ class UserTask:
             "seed": config.seed,
         }
 
-    def train_batches(
-        self, plan: LaunchPlan, world: World, start: int, end: int | None
-    ) -> TaskBatches:
+    def train_batches(self, plan: LaunchPlan, world: World, start: int, end: int | None) -> TaskBatches:
         """The training batches of this rank from position `start` on."""
         return self._batches(self.train_data, "train", plan.batch, world, start, end)
 
@@ -211,9 +218,28 @@ class UserTask:
         with _errors_of_user(self.config.task, "build_model() failed"):
             model = self.task.build_model()
         if not isinstance(model, nn.Module):
-            raise _error(f"is {self.config.task}, but build_model() returned a {type(model).__name__}", "return an nn.Module")
+            raise _refusal(
+                self.config.task,
+                f"build_model() returned a {type(model).__name__}",
+                "return an nn.Module",
+            )
+        other = next(
+            (
+                (name, p)
+                for name, p in model.named_parameters()
+                if p.dtype != torch.float32 or p.device.type != "cpu"
+            ),
+            None,
+        )
+        if other is not None:
+            name, param = other
+            raise _refusal(
+                self.config.task,
+                f"{name} of its model is {param.dtype} on {param.device.type}",
+                "build it in float32 on the CPU; precision.dtype and the layout choose type and device",
+            )
         if not any(param.requires_grad for param in model.parameters()):
-            raise _error(f"is {self.config.task}, but no parameter of its model requires a gradient", "unfreeze some")
+            raise _refusal(self.config.task, "no parameter of its model requires a gradient", "unfreeze some")
         self.num_params = sum(param.numel() for param in model.parameters())
         return model
 
@@ -226,11 +252,11 @@ class _Data:
             if not hasattr(samples, name):
                 kind = type(samples).__name__
                 hint = "return a list or a map-style torch.utils.data.Dataset"
-                raise _error(f"is {config.task}, but {method}() returned a {kind} without {name}", hint)
+                raise _refusal(config.task, f"{method}() returned a {kind} without {name}", hint)
         self.samples = samples
         self.num_samples = len(samples)
         if not self.num_samples:
-            raise _error(f"is {config.task}, but {method}() has no samples", "check the paths it reads from")
+            raise _refusal(config.task, f"{method}() has no samples", "check the paths it reads from")
         self.fingerprint: str = getattr(samples, "fingerprint", None) or self._fingerprint(config.seed)
 
     def _fingerprint(self, seed: int) -> str:
@@ -247,7 +273,11 @@ def add_to_digest(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous()
         digest.update(str((value.dtype, tuple(value.shape))).encode())
-        digest.update(value.view(torch.uint8).numpy().tobytes() if value.numel() and value.dim() else str(value).encode())
+        digest.update(
+            value.view(torch.uint8).numpy().tobytes()
+            if value.numel() and value.dim()
+            else str(value).encode()
+        )
     elif isinstance(value, np.ndarray):
         digest.update(str((value.dtype, value.shape)).encode() + np.ascontiguousarray(value).tobytes())
     elif isinstance(value, str | bytes | int | float | bool | None):
@@ -264,7 +294,7 @@ def add_to_digest(digest: Any, value: Any) -> None:
 class LossModule(nn.Module):
     """The model and its loss as one module, the root of sharding.
 
-    The loss may then use any submodule of the model, since the root's parameters are gathered around all of it.
+    The loss may then use any submodule of the model, since the parameters of the root stay gathered.
     """
 
     def __init__(self, model: nn.Module, task: UserTask) -> None:
@@ -276,7 +306,7 @@ class LossModule(nn.Module):
         loss = self._task.task.loss(self.model, data)
         if not isinstance(loss, Loss):
             name = self._task.config.task
-            raise _error(f"is {name}, but loss() returned a {type(loss).__name__}", "return a trainkit.task.Loss")
+            raise _refusal(name, f"loss() returned a {type(loss).__name__}", "return a trainkit.task.Loss")
         return loss.total, loss.count, loss.metrics
 
 
@@ -305,7 +335,7 @@ class TaskForwardBackward:
         """The names of the metrics that the last pass returned, in training or validation."""
         return self._names.get(self._module.training, ())
 
-    def accumulate_gradient(self, microbatches: list[TaskBatch], scale: Tensor, on_loss: OnLoss) -> None:
+    def accumulate_gradient(self, microbatches: Sequence[TaskBatch], scale: Tensor, on_loss: OnLoss) -> None:
         sums: Tensor | None = None
         last = len(microbatches) - 1
         for index, micro in enumerate(microbatches):
@@ -314,7 +344,7 @@ class TaskForwardBackward:
             self._progress.enter("forward")
             total, found = self._forward(micro)
             if not total.requires_grad:
-                raise _error(f"is {self._name}, but the total of its loss has no gradient", "do not detach it")
+                raise _refusal(self._name, "the total of its loss has no gradient", "do not detach it")
             sums = found if sums is None else sums + found
             self._progress.enter("backward")
             if index == last:
@@ -332,11 +362,13 @@ class TaskForwardBackward:
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
             total, count, metrics = self._module(micro.data)
         if total.numel() != 1:
-            raise _error(
-                f"is {self._name}, but the total of its loss has shape {list(total.shape)}", "sum it: total.sum()"
+            raise _refusal(
+                self._name,
+                f"the total of its loss has shape {list(total.shape)}",
+                "sum it: total.sum()",
             )
         total = total.view(()).float()
-        self._check_names(metrics)
+        self.check_names(metrics)
         pairs = [metrics[name] for name in self.metric_names]
         numbers = [total, count]
         for value in pairs:
@@ -345,22 +377,23 @@ class TaskForwardBackward:
         # Not multiplied: a filler may not be finite.
         return total, found if micro.weight else torch.zeros_like(found)
 
-    def _check_names(self, metrics: Mapping[str, Any]) -> None:
+    def check_names(self, metrics: Mapping[str, Any]) -> None:
+        """Raise TaskError unless the metrics are the same on all ranks and in all batches."""
         names, mode = tuple(sorted(metrics)), self._module.training
         if mode not in self._names:
             taken = sorted(set(names) & RECORD_KEYS)
             if taken:
-                raise _error(f"is {self._name}, but a metric is called {taken[0]}", "every record has that key")
+                raise _refusal(self._name, f"a metric is called {taken[0]}", "every record has that key")
             others = gather_from_all(names, self._world)
             self._names[mode] = names
             if any(other != names for other in others):
                 listed = sorted({", ".join(other) or "none" for other in others})
                 hint = f"return the same ones for every batch: {' | '.join(listed)}"
-                raise _error(f"is {self._name}, but the ranks have different metrics", hint)
+                raise _refusal(self._name, "the ranks have different metrics", hint)
         elif names != self._names[mode]:
             before, now = ", ".join(self._names[mode]) or "none", ", ".join(names) or "none"
-            message = f"is {self._name}, but the metrics of its loss changed from {before} to {now}"
-            raise _error(message, "return the same ones for every batch")
+            message = f"the metrics of its loss changed from {before} to {now}"
+            raise _refusal(self._name, message, "return the same ones for every batch")
 
 
 def _number(value: Any, device: torch.device) -> Tensor:
@@ -373,7 +406,7 @@ def _number(value: Any, device: torch.device) -> Tensor:
 def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: World) -> LossModule:
     """The model of this rank on its device, wrapped for data parallelism."""
     model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
-    check_same_weights(model, world)
+    check_same_weights(model, config.task, world)
     with _errors_of_user(config.task, "layers() failed"):
         layers = task.task.layers(model)
     recompute_and_compile(
@@ -398,17 +431,26 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
     return module.to(world.device) if not parallel.offload else module
 
 
-def check_same_weights(model: nn.Module, world: World) -> None:
-    """Raise TaskError if the model of this rank starts with other values than that of rank 0."""
+def digest_of(value: Any) -> str:
+    """A digest of a tree of values, or of the first elements of a model's parameters."""
     digest = hashlib.sha256()
-    for name, param in model.named_parameters():
-        digest.update(f"{name} {tuple(param.shape)}".encode())
-        add_to_digest(digest, param.detach().flatten()[:SAMPLED_ELEMENTS])
-    found = gather_from_all(digest.hexdigest(), world)
+    if isinstance(value, nn.Module):
+        value = {
+            name: (param.shape, param.detach().flatten()[:SAMPLED_ELEMENTS])
+            for name, param in value.named_parameters()
+        }
+    add_to_digest(digest, value)
+    return digest.hexdigest()
+
+
+def check_same_weights(model: nn.Module, task: str, world: World) -> None:
+    """Raise TaskError if the model of this rank starts with other values than that of rank 0."""
+    found = gather_from_all(digest_of(model), world)
     different = next((rank for rank, value in enumerate(found) if value != found[0]), None)
     if different is not None:
-        hint = "draw random numbers from random, numpy.random or torch without another seed, and read the same files"
-        raise _error(f"builds another model on rank {different} than on rank 0", hint)
+        message = f"build_model() returned another model on rank {different} than on rank 0"
+        hint = "read the same files, and do not seed random, numpy.random or torch"
+        raise _refusal(task, message, hint)
 
 
 def assemble_task(

@@ -1,7 +1,7 @@
 """Refuses layouts that an architecture of the user does not support, before any rank trains.
 
 ``python -m trainkit.trainer.models.supported_layouts`` reads a config as JSON from stdin and prints a line
-``problem: `` with its problem as JSON: ``[key, message, hint]``, or null without one.
+``problems: `` with a JSON list: empty, or with its problem ``[key, message, hint]``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.trainer.models import ARCHITECTURES, UnsupportedArchitecture, load_architecture
 from trainkit.trainer.models.model import Model, StageSpec
 
-PREFIX = "problem: "
+PREFIX = "problems: "
 
 
 def refuse_unsupported_layout(config: RunConfig, architecture: type[Model]) -> None:
@@ -100,7 +100,7 @@ def main() -> None:
     """Print the problem of the config on stdin."""
     found = find_problem(RunConfig.model_validate(json.load(sys.stdin)))
     # On a line of its own: the file of the architecture may print too.
-    print("\n" + PREFIX + json.dumps(None if found is None else [found.key, found.message, found.hint]))
+    print("\n" + PREFIX + json.dumps([] if found is None else [[found.key, found.message, found.hint]]))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class PipelineForwardBackward:
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self._context.nll_sum(logits, labels) * self._scale
 
-    def accumulate_gradient(self, microbatches: list[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
+    def accumulate_gradient(self, microbatches: Sequence[Microbatch], scale: Tensor, on_loss: OnLoss) -> None:
         self._progress.enter("forward_backward")
         whole = self._join(microbatches)
         self._scale = scale
@@ -105,7 +105,7 @@ class PipelineForwardBackward:
             losses = [self._context.nll_sum(*pair) for pair in zip(logits, labels, strict=False)]
         return self._share(losses)
 
-    def _join(self, microbatches: list[Microbatch]) -> Microbatch:
+    def _join(self, microbatches: Sequence[Microbatch]) -> Microbatch:
         """All microbatches of a step as one batch, on the device; the schedule splits it again."""
         # Copied one by one: their memory is pinned, and that of a whole batch would not be.
         local = [self._context.local_batch(micro) for micro in microbatches]

@@ -1,0 +1,54 @@
+"""A training task: its model, its data and its loss."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trainkit.task import Loss, Task
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Mine(Task):
+    # The keyword arguments come from `task_args` in the config, whose other sections are in `config`.
+    def __init__(self, config, *, width=64, depth=4):
+        super().__init__(config)
+        self.width, self.depth = width, depth
+
+    # Any nn.Module. Modules that repeat in an nn.ModuleList or nn.Sequential are sharded and recomputed one
+    # by one; define `layers` to choose others. Random numbers are seeded: do not seed them yourself.
+    def build_model(self):
+        blocks = nn.Sequential(*[Block(self.width) for _ in range(self.depth)])
+        return nn.Sequential(nn.Linear(8, self.width), blocks, nn.Linear(self.width, 2))
+
+    # Anything with a length and items. trainkit shuffles it and divides it among the ranks.
+    def train_dataset(self):
+        return self.points(4096, seed=1)
+
+    # Remove it to train without validation.
+    def val_dataset(self):
+        return self.points(512, seed=2)
+
+    # A sum over the batch, and what it is divided by: trainkit adds up both over all ranks. Metrics are
+    # divided by the same count, or by their own: {"accuracy": (right, answered)}.
+    def loss(self, model, batch):
+        x, label = batch
+        logits = model(x)
+        total = F.cross_entropy(logits, label, reduction="sum")
+        right = (logits.argmax(1) == label).sum()
+        return Loss(total, len(label), {"accuracy": right})
+
+    # Replace it with your data: is a point inside a ring?
+    def points(self, count, seed):
+        x = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+        radius = x.norm(dim=1)
+        return TensorDataset(x, ((radius > 2.3) & (radius < 3.2)).long())

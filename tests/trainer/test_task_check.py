@@ -1,0 +1,200 @@
+"""Mistakes in a task of the user's own are found with a few samples on a CPU, and named with their line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import load_config
+from trainkit.config.schema import RunConfig
+from trainkit.trainer.task_check import Smoke, definite_problem
+
+CODE = """
+import torch
+from torch import nn
+from trainkit.task import Loss, Task
+
+class Mine(Task):
+    def __init__(self, config, *, width=4):
+        super().__init__(config)
+        self.width = width
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(3, self.width), nn.Linear(self.width, 1))
+
+    def train_dataset(self):
+        return [(torch.randn(3), torch.ones(1)) for _ in range(10)]
+
+    def loss(self, model, batch):
+        x, y = batch
+        error = (model(x) - y) ** 2
+        return Loss(error.sum(), error.numel(), {"worst": error.max()})
+"""
+DATASET = "        return [(torch.randn(3), torch.ones(1)) for _ in range(10)]"
+MODEL = "        return nn.Sequential(nn.Linear(3, self.width), nn.Linear(self.width, 1))"
+LOSS = '        return Loss(error.sum(), error.numel(), {"worst": error.max()})'
+
+AT_SUBMIT = {
+    "no class": ("class Mine", "class Other", "no class Mine that is a Task", "did you mean mine.py:Other?"),
+    "no task": ("class Mine(Task)", "class Mine", "no class Mine that is a Task", "trainkit.task.Task"),
+    "syntax": (
+        "def loss(self, model, batch):",
+        "def loss(self, model, batch)",
+        "SyntaxError: expected ':'",
+        "",
+    ),
+    "import": (
+        "import torch\n",
+        "import torch\nimport not_installed\n",
+        "No module named 'not_installed'",
+        "",
+    ),
+    "name": ("super().__init__(config)", "self.depth = DEPTH", "name 'DEPTH' is not defined", ""),
+    "no loss": ("def loss(", "def losses(", "Mine does not define loss", "mine.py:6"),
+    "arguments": ("width=4", "depth=4", "got an unexpected keyword argument 'width'", "Mine takes depth"),
+}
+IN_A_SMOKE_TEST = {
+    "no model": (MODEL, "        nn.Linear(3, 1)", "build_model() returned a NoneType", ""),
+    "bf16 model": (MODEL, MODEL + ".bfloat16()", "0.weight of its model is torch.bfloat16", "in float32"),
+    "frozen model": (MODEL, MODEL + ".requires_grad_(False)", "no parameter of its model requires", ""),
+    "seeded model": (MODEL, "        torch.seed()\n" + MODEL, "builds another model when it is called", ""),
+    "no length": (
+        DATASET,
+        "        return iter([1])",
+        "returned a list_iterator without __len__",
+        "map-style",
+    ),
+    "empty": (DATASET, "        return []", "train_dataset() has no samples", "paths"),
+    "unreadable": (DATASET, "        return Broken()", "KeyError: 'column'", ""),
+    "changing": (DATASET, "        return Changing()", "item 0 differs when it is read twice", "seeding"),
+    "ragged": (DATASET, "        return [torch.ones(i % 3 + 1) for i in range(9)]", "cannot be joined", ""),
+    "unpicklable": (
+        LOSS,
+        LOSS + "\n\n    def collate(self, items):\n        return lambda: items",
+        "cannot be sent to another process",
+        "tensors",
+    ),
+    "a tensor": (LOSS, "        return error.sum()", "returned a Tensor", "trainkit.task.Loss"),
+    "mean": ("error.sum()", "error.mean()", "that is a mean", 'reduction="sum"'),
+    "batches": ("error.numel()", "1", "count 1 instead of 2", "not batches"),
+    "vector": ("error.sum()", "error", "returned a total of shape [2, 1]", "total.sum()"),
+    "detached": ("error.sum()", "error.sum().detach()", "without a gradient", "detach"),
+    "unused": ("model(x)", "model[0](x)[:, :1]", "gives no gradient to 1.weight, 1.bias", "requires_grad_"),
+    "not a number": ("error.sum()", "error.sum() / 0", "returned total inf", "finite"),
+    "wrong shape": ("model(x)", "model(x[:, :2])", "RuntimeError: mat1 and mat2", ""),
+    "taken name": ('"worst"', '"lr"', "a metric is called lr", ""),
+    "overlap": (
+        LOSS,
+        LOSS + "\n\n    def layers(self, model):\n        return [model, model[0]]",
+        "overlap",
+        "",
+    ),
+    "options": (
+        LOSS,
+        LOSS + '\n\n    def parameter_options(self, name, p):\n        return {"lr": 1}',
+        "returned a dict for 0.weight",
+        "ParameterOptions",
+    ),
+}
+HELPERS = """
+from torch.utils.data import Dataset
+
+class Broken(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return {}["column"]
+
+class Changing(Broken):
+    reads = 0
+    def __getitem__(self, index):
+        Changing.reads += 1
+        return torch.full((3,), float(Changing.reads)), torch.ones(1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in [name for name in sys.modules if name.endswith("mine")]:
+        del sys.modules[name]
+
+
+def config_of(code: str, *overrides: str) -> RunConfig:
+    Path("mine.py").write_text(code + HELPERS)
+    options = ["task=mine.py:Mine", "precision.dtype=fp32", *overrides]
+    return load_config("quickstart", overrides=options, environ={}).config
+
+
+def test_a_good_task() -> None:
+    for overrides in ((), ("task_args.width=8",), ("precision.dtype=bf16",)):
+        config = config_of(CODE, *overrides)
+        assert definite_problem(config) is None
+        assert list(Smoke(config).problems()) == []
+
+
+@pytest.mark.parametrize("case", AT_SUBMIT)
+def test_found_by_submit(case: str) -> None:
+    before, after, message, hint = AT_SUBMIT[case]
+    assert before in CODE
+    overrides = ["task_args.width=4"] if case == "arguments" else []
+    problem = definite_problem(config_of(CODE.replace(before, after), *overrides))
+    assert problem is not None
+    assert problem.key in ("task", "task_args")
+    assert message in problem.message
+    assert hint in problem.hint
+    assert "mine.py" in problem.message or case == "arguments"
+
+
+@pytest.mark.parametrize("case", IN_A_SMOKE_TEST)
+def test_found_by_a_smoke_test(case: str) -> None:
+    before, after, message, hint = IN_A_SMOKE_TEST[case]
+    assert before in CODE
+    config = config_of(CODE.replace(before, after))
+    assert definite_problem(config) is None
+    problems = list(Smoke(config).problems())
+    assert problems
+    assert message in problems[0].message, problems
+    assert hint in problems[0].hint, problems
+    assert problems[0].hint
+    assert "mine.py" in problems[0].message
+
+
+def test_no_file() -> None:
+    config = config_of(CODE, "task=nowhere.py:Mine")
+    problem = definite_problem(config)
+    assert problem is not None
+    assert "there is no file" in problem.message
+    assert problem.hint
+
+
+def test_no_module() -> None:
+    problem = definite_problem(config_of(CODE, "task=nowhere.task:Mine"))
+    assert problem is not None
+    assert "there is no module nowhere" in problem.message
+    assert problem.hint
+
+
+def test_a_module_and_the_files_next_to_it() -> None:
+    Path("package").mkdir()
+    Path("package/numbers_of_mine.py").write_text("WIDTH = 5\n")
+    code = "from package.numbers_of_mine import WIDTH\n" + CODE.replace("width=4", "width=WIDTH") + HELPERS
+    Path("package/mine.py").write_text(code)
+    config = config_of(CODE, "task=package.mine:Mine")
+    assert list(Smoke(config).problems()) == []
+
+
+def test_an_error_only_here_does_not_stop_a_submission() -> None:
+    """The files that it opens may be on the nodes only."""
+    config = config_of(
+        CODE.replace("super().__init__(config)", 'super().__init__(config); open("/nowhere/x")')
+    )
+    assert definite_problem(config) is None
+    [problem] = Smoke(config).problems()
+    assert "FileNotFoundError" in problem.message
+    assert "mine.py:8" in problem.message
