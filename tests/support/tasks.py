@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -128,3 +129,12 @@ class Tokens(Task):
         logits = model(inputs, sample_keys=torch.zeros(len(batch), dtype=torch.int32))
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         return Loss(total, labels.numel())
+
+
+def write_tutorial(folder: Path) -> Path:
+    """Write the example of docs/own-task.md into a folder; returns its config."""
+    text = (Path(__file__).parents[2] / "docs" / "own-task.md").read_text()
+    for kind, name in (("python", "curves.py"), ("yaml", "curves.yaml")):
+        block = text.partition(f"```{kind}\n")[2].partition("```")[0]
+        (folder / name).write_text(block)
+    return folder / "curves.yaml"
