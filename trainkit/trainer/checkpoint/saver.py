@@ -100,7 +100,7 @@ class CheckpointSaver:
         self._run = run
         self._attempt = attempt
         self._world = world
-        self._tensors = tensors
+        self.tensors = tensors
         self._keep_last = keep_last
         self._stager: DefaultStager | None = None
         self._staging: Future[None] | None = None
@@ -112,7 +112,7 @@ class CheckpointSaver:
 
     def allocate_buffers(self) -> None:
         """Allocate the staging buffers in the background, so that the first save is as fast as the others."""
-        allocating = self._get_stager().stage(self._tensors)
+        allocating = self._get_stager().stage(self.tensors)
         assert isinstance(allocating, Future)
         self._allocating = allocating
 
@@ -142,7 +142,7 @@ class CheckpointSaver:
         future: Future[Any] = Future()
         if blocking:
             try:
-                future.set_result(state_dict_saver.save(self._tensors, **options))
+                future.set_result(state_dict_saver.save(self.tensors, **options))
             # CheckpointException is not derived from Exception.
             except (Exception, CheckpointException) as error:
                 future.set_exception(error)
@@ -150,7 +150,7 @@ class CheckpointSaver:
             if self._world.device.type == "cuda":
                 # The stager copies on its own stream while the optimizer's kernels may still be running.
                 torch.cuda.current_stream().synchronize()
-            response = state_dict_saver.async_save(self._tensors, async_stager=self._get_stager(), **options)
+            response = state_dict_saver.async_save(self.tensors, async_stager=self._get_stager(), **options)
             assert isinstance(response, AsyncSaveResponse)
             self._staging = response.staging_completion
             future = response.upload_completion

@@ -1,0 +1,412 @@
+"""Your own training loop, with the recovery of the built-in one.
+
+::
+
+    from trainkit.loop import attach
+
+    run = attach()                                    # process group, device, run folder, signals
+    model = DistributedDataParallel(make_model().to(run.device))
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.track(model=model, optimizer=optimizer)       # what a checkpoint contains
+    for step in run.steps(1000, save_every=100):      # resumes, saves, and stops when the run is asked to
+        batch = data[run.sample_indices(step, len(data), batch_size=32)]
+        ...
+        run.log(loss=loss)
+
+Start it with ``trainkit submit -- python train.py``, through a launcher, or by hand.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from logging import INFO, Formatter, StreamHandler, getLogger
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not in `__all__`
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from trainkit import __version__
+from trainkit.data.order import sample_index
+from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
+from trainkit.job.rank_env import RankEnv, find_rank_env, own_host
+from trainkit.job.signals import StopRequest
+from trainkit.plan.launch import LaunchPlan, Layout
+from trainkit.rundir import AttemptDir, RunDir, append_jsonl, read_json, utc_now
+from trainkit.trainer.__main__ import record_failure
+from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
+from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
+from trainkit.trainer.distributed import (
+    COLLECTIVE_TIMEOUT,
+    World,
+    join_world,
+    make_world,
+    record_event,
+    select_device,
+)
+from trainkit.trainer.progress import Progress
+from trainkit.trainer.stateless_random import stable_key
+from trainkit.trainer.watchdog import RankStacks, Watchdog, watch_deadline
+
+log = getLogger(__name__)
+RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
+ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
+    """Join the other ranks and the run that this process belongs to; call once, before the model is built.
+
+    Initialises the default process group unless there is one. `run_dir` is the run folder of a process that
+    trainkit has not started, by default ``runs/attached``; its ranks must share it.
+    Raises SystemExit(75) if the run was asked to stop before all ranks had arrived.
+    """
+    stop = StopRequest()
+    stop.install()
+    env = find_rank_env()
+    _show_log(env.rank)
+    plan = None
+    if RUN_DIR_VARIABLE in os.environ:
+        run = RunDir(os.environ[RUN_DIR_VARIABLE])
+        attempt = run.attempt(int(os.environ[ATTEMPT_VARIABLE]))
+        plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    is_task = plan is not None and plan.per == "gpu"
+    wanted = "cuda" if torch.cuda.is_available() and (plan is None or plan.device == "cuda") else "cpu"
+    device = select_device(wanted, env.local_rank, is_task=is_task)
+    world = _join(env, device, stop)
+    if world is None:
+        log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
+        raise SystemExit(EXIT_STOPPED)
+    if RUN_DIR_VARIABLE not in os.environ:
+        attempt = _own_attempt(RunDir(run_dir or "runs/attached"), world)
+    return Attached(env, world, attempt, plan, stop)
+
+
+def _show_log(rank: int) -> None:
+    """Print what trainkit logs on rank 0, unless the program has set up logging itself."""
+    root = getLogger("trainkit")
+    if rank == 0 and not root.hasHandlers():
+        handler = StreamHandler(sys.stdout)
+        handler.setFormatter(Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        root.addHandler(handler)
+        root.setLevel(INFO)
+
+
+def _join(env: RankEnv, device: torch.device, stop: StopRequest) -> World | None:
+    layout = Layout(dp_replicate=env.world_size)
+    if not dist.is_initialized():
+        if env.nonce and env.world_size > 1:
+            # Names the hosts of ranks that do not arrive.
+            return join_world(env, device, layout, stop)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if env.world_size == 1:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    return make_world(env.rank, device, layout)
+
+
+def _own_attempt(run: RunDir, world: World) -> AttemptDir:
+    """The next attempt of a run that trainkit did not start, created by rank 0."""
+    number = torch.zeros((), dtype=torch.int64)
+    if world.is_main:
+        run.path.mkdir(parents=True, exist_ok=True)
+        number += (run.attempt_numbers() or [0])[-1] + 1
+        run.attempt(int(number)).create()
+    dist.broadcast(number, src=0, group=world.checkpoint_group)
+    return run.attempt(int(number))
+
+
+class Attached:
+    """A rank of a run whose loop is the user's own; made by `attach`."""
+
+    def __init__(
+        self, env: RankEnv, world: World, attempt: AttemptDir, plan: LaunchPlan | None, stop: StopRequest
+    ) -> None:
+        self.rank = env.rank
+        self.local_rank = env.local_rank
+        self.world_size = env.world_size
+        self.device = world.device
+        self.run_dir: Path = attempt.run.path
+        """The run folder, the same at every start."""
+        self.attempt = attempt.number
+        """How many times the run has started, from 1 on."""
+        self._world = world
+        self._attempt = attempt
+        self._stop = stop
+        self._progress = Progress()
+        self._tracked: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
+        self._flags = _AgreedFlags()
+        self._saver = CheckpointSaver(attempt.run, attempt.number, world, {}, keep_last=3)
+        self._rank_info = {"rank": env.rank, "node_rank": env.node_rank, "host": own_host()}
+        self._stacks = RankStacks(attempt, env.rank, self._progress)
+        self._stacks.listen(stop)
+        self._report_failures()
+        if plan is not None:
+            watch_deadline(stop, plan.grace_s, self._stacks)
+            Watchdog(attempt, self._rank_info, plan, self._progress, self._stacks).start()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def track(self, **objects: Any) -> None:
+        """Add objects to the checkpoints under their names; call before `steps`.
+
+        Modules, also in DistributedDataParallel or sharded with `fully_shard`; optimizers of a tracked
+        module; and anything else with `state_dict` and `load_state_dict`, such as a learning rate scheduler,
+        whose state consists of tensors and of what JSON can represent.
+        """
+        self._tracked |= objects
+
+    def steps(
+        self,
+        total: int,
+        *,
+        save_every: int | None = None,
+        log_every: int = 1,
+        keep_last: int = 3,
+        seed: int | None = 0,
+    ) -> Iterator[int]:
+        """Yield the numbers of the steps from 1, or after a resume from the newest checkpoint, to `total`.
+
+        After a step it writes what was logged, every `log_every` steps; saves the tracked objects, every
+        `save_every` steps and after the last; and ends the process with exit code 75 after a save if the run
+        was asked to stop: every rank after the same step, at most two after the signal.
+
+        Before each step, torch's generators are seeded by `seed`, step and rank, so that dropout is the same
+        after a resume; None leaves them alone. Raises TrainkitError if a checkpoint does not fit the tracked
+        objects, CheckpointError if the last state cannot be saved.
+        """
+        self._saver = CheckpointSaver(self._attempt.run, self.attempt, self._world, {}, keep_last)
+        self._progress.enter("load")
+        step = self._restore()
+        if self.is_main:
+            values = {"step": step, "total_steps": total, "samples_seen": None, "num_samples": None}
+            record_event(self._attempt.run, self.attempt, "training", **values)
+        first = step + 1
+        while step < total:
+            step += 1
+            self._progress.begin_step(step)
+            self._progress.enter("forward_backward")
+            if seed is not None:
+                torch.manual_seed(stable_key(seed, step, self.rank))
+            self._values = {}
+            began_s = time.monotonic()
+            yield step
+            self._progress.end_step()
+            if step == first and self.is_main:
+                record_event(self._attempt.run, self.attempt, "first_step", step=step)
+            if self._values and (step % log_every == 0 or step in (1, total)):
+                self._write(step, time.monotonic() - began_s)
+            if self._flags.any_of_last_step(bool(self._stop)) and step < total:
+                self._end(step, "stop")
+                name = self._stop.signal_name or "by another rank"
+                if self.is_main:
+                    log.info(f"stopped after step {step} of {total}: asked to stop ({name})")
+                self._leave()
+                raise SystemExit(EXIT_STOPPED)
+            if save_every is not None and step % save_every == 0 and step < total:
+                self._save(step, "every_steps", blocking=False)
+        self._end(step, "final")
+        self._leave()
+
+    def log(self, **values: Any) -> None:
+        """Set values of the current step, of which the means over the ranks are logged.
+
+        values: numbers or tensors with one element; every rank has the same names.
+        """
+        self._values |= values
+
+    def sample_indices(
+        self, step: int, num_samples: int, batch_size: int, *, seed: int = 0, shuffle: bool = True
+    ) -> list[int]:
+        """Return the indices of this rank's samples in a step, of which each rank has `batch_size`.
+
+        Every sample is used once per epoch, in another order in each. The samples of a step are a function of
+        its number, so there is no position to save; they are the same on any number of ranks if
+        ``batch_size x world_size`` is.
+        """
+        first = ((step - 1) * self.world_size + self.rank) * batch_size
+        found: list[int] = sample_index(range(first, first + batch_size), num_samples, seed, shuffle).tolist()
+        return found
+
+    def _write(self, step: int, step_s: float) -> None:
+        names = sorted(self._values)
+        numbers = [torch.as_tensor(self._values[name], device=self.device).detach() for name in names]
+        sums = torch.stack([number.double().view(()) for number in numbers])
+        dist.all_reduce(sums)
+        if not self.is_main:
+            return
+        means = dict(zip(names, (sums / self.world_size).tolist(), strict=True))
+        record = {"step": step, "time": utc_now(), "attempt": self.attempt, **means}
+        record["step_s"] = round(step_s, 6)
+        try:
+            append_jsonl(self._attempt.run.metrics_file, record)
+        except OSError as error:
+            log.error(f"cannot write metrics.jsonl ({error})")
+
+    def _save(self, step: int, reason: str, *, blocking: bool) -> None:
+        if not self._tracked:
+            return
+        with self._progress.within("save"):
+            self._saver.finish()
+            tensors, values = self._state()
+            self._saver.tensors = tensors
+            record = {
+                "trainkit": __version__,
+                "torch": torch.__version__,
+                "world_size": self.world_size,
+                "progress": {"step": step},
+                "state": values,
+            }
+            self._saver.save(SaveRequest(step, record, is_best=False, reason=reason), blocking)
+            # The next step may change the tensors at once.
+            self._saver.wait_until_staged()
+
+    def _end(self, step: int, reason: str) -> None:
+        """Save unless this step is saved already; raises CheckpointError if that fails."""
+        self._progress.enter("end")
+        self._saver.finish()
+        if self._tracked and step > 0:
+            if self._saver.last_step != step:
+                self._save(step, reason, blocking=True)
+            self._saver.require_saved(step)
+
+    def _leave(self) -> None:
+        self._saver.close()
+        self._stacks.close()
+        dist.destroy_process_group()
+        # A group that is still referenced when Python exits can end it with SIGABRT.
+        gc.collect()
+
+    def _restore(self) -> int:
+        """Load the newest intact checkpoint, if there is one; returns its step, else 0."""
+        chosen = choose_checkpoint(self._attempt.run, self.attempt, self._world)
+        if chosen is None:
+            return 0
+        checkpoint, manifest = chosen
+        tensors, _ = self._state()
+        load_tensors(checkpoint, tensors, self._world)
+        for name, item in self._tracked.items():
+            self._load(name, item, tensors, manifest["state"])
+        step: int = manifest["progress"]["step"]
+        self._saver.last_step = step
+        if self.is_main:
+            log.info(f"resumed from {checkpoint.path.name}: step={step}")
+            record_event(self._attempt.run, self.attempt, "resumed", step=step)
+        return step
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors and the other values of all tracked objects, by their paths."""
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
+        for name, item in self._tracked.items():
+            for path, value in _leaves(name, self._state_of(name, item)):
+                if isinstance(value, Tensor):
+                    tensors[path] = value.detach()
+                    continue
+                try:
+                    values[path] = json.loads(json.dumps(value))
+                except TypeError as error:
+                    raise TrainkitError(
+                        f"{path} cannot be saved: {error}",
+                        hint=f"let the state_dict of {name} consist of tensors, numbers, strings and lists",
+                        exit_code=EXIT_NO_RESTART,
+                    ) from None
+        return tensors, values
+
+    def _state_of(self, name: str, item: Any) -> Mapping[str, Any]:
+        if isinstance(item, nn.Module):
+            return get_model_state_dict(item)
+        if isinstance(item, Optimizer):
+            return get_optimizer_state_dict(self._model_of(name, item), item, options=FLAT)
+        state: Mapping[str, Any] = item.state_dict()
+        return state
+
+    def _load(self, name: str, item: Any, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        state = _replaced(name, self._state_of(name, item), {**values, **tensors})
+        if isinstance(item, nn.Module):
+            set_model_state_dict(item, state)
+        elif isinstance(item, Optimizer):
+            set_optimizer_state_dict(self._model_of(name, item), item, state, options=FLAT)
+        else:
+            item.load_state_dict(state)
+
+    def _model_of(self, name: str, optimizer: Optimizer) -> nn.Module:
+        """The tracked module whose parameters an optimizer updates."""
+        params = {param for group in optimizer.param_groups for param in group["params"]}
+        for item in self._tracked.values():
+            if isinstance(item, nn.Module) and params <= set(item.parameters()):
+                return item
+        raise TrainkitError(
+            f"the parameters of {name} are not those of one tracked module",
+            hint="track the module with it: run.track(model=model, optimizer=optimizer)",
+            exit_code=EXIT_NO_RESTART,
+        )
+
+    def _report_failures(self) -> None:
+        """Record an exception that ends this process, with its step, for the verdict of the run."""
+        show = sys.excepthook
+
+        def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if isinstance(error, Exception):
+                record_failure(self._attempt, self._rank_info, error, self._progress.current)
+            else:
+                show(kind, error, trace)
+
+        sys.excepthook = record
+
+
+class _AgreedFlags:
+    """Whether any rank had a flag at the last step: agreed on in the background, so that no step waits."""
+
+    def __init__(self) -> None:
+        # Not the group of the checkpoints, which saves use in threads.
+        self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        self._pending: tuple[Tensor, dist.Work] | None = None
+
+    def any_of_last_step(self, flag: bool) -> bool:
+        """Whether a rank had its flag in the call before this one; a collective."""
+        before, value = self._pending, torch.tensor(float(flag))
+        work = dist.all_reduce(value, group=self._group, async_op=True)
+        assert work is not None
+        self._pending = value, work
+        if before is None:
+            return False
+        before[1].wait()
+        return bool(before[0])
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The path and value of everything in nested mappings."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(f"{path}.{key}", item)
+    else:
+        yield path, value
+
+
+def _replaced(path: str, value: Any, leaves: Mapping[str, Any]) -> Any:
+    """Nested mappings with the leaves of a checkpoint instead of their own."""
+    if isinstance(value, Mapping) and value:
+        return {key: _replaced(f"{path}.{key}", item, leaves) for key, item in value.items()}
+    return leaves.get(path, value)
