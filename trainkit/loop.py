@@ -198,6 +198,7 @@ class Attached:
         """
         self._saver = CheckpointSaver(self._attempt.run, self.attempt, self._world, {}, keep_last)
         self._progress.enter("load")
+        self._check_tracked()
         step = self._restore()
         if self.is_main:
             values = {"step": step, "total_steps": total, "samples_seen": None, "num_samples": None}
@@ -323,16 +324,19 @@ class Attached:
             for path, value in _leaves(name, self._state_of(name, item)):
                 if isinstance(value, Tensor):
                     tensors[path] = value.detach()
-                    continue
-                try:
-                    values[path] = json.loads(json.dumps(value))
-                except TypeError as error:
-                    raise TrainkitError(
-                        f"{path} cannot be saved: {error}",
-                        hint=f"let the state_dict of {name} consist of tensors, numbers, strings and lists",
-                        exit_code=EXIT_NO_RESTART,
-                    ) from None
+                else:
+                    values[path] = _as_json(path, value)
         return tensors, values
+
+    def _check_tracked(self) -> None:
+        """Raise TrainkitError for what could not be saved; only optimizers have their state later."""
+        for name, item in self._tracked.items():
+            if isinstance(item, Optimizer):
+                self._model_of(name, item)
+                continue
+            for path, value in _leaves(name, self._state_of(name, item)):
+                if not isinstance(value, Tensor):
+                    _as_json(path, value)
 
     def _state_of(self, name: str, item: Any) -> Mapping[str, Any]:
         if isinstance(item, nn.Module):
@@ -394,6 +398,18 @@ class _AgreedFlags:
             return False
         before[1].wait()
         return bool(before[0])
+
+
+def _as_json(path: str, value: Any) -> Any:
+    """The value as it is read from a checkpoint; raises TrainkitError if JSON cannot represent it."""
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError as error:
+        raise TrainkitError(
+            f"{path} cannot be saved: {error}",
+            hint="let every tracked state_dict consist of tensors, numbers, strings and lists",
+            exit_code=EXIT_NO_RESTART,
+        ) from None
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -122,6 +122,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def heartbeat_file(self) -> Path:
+        """A command that prints nothing for long writes or touches it, to show that it does not hang."""
+        return self.path / "heartbeat"
+
+    @property
     def tensorboard_dir(self) -> Path:
         return self.path / "tensorboard"
 

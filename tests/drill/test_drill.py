@@ -137,6 +137,18 @@ def test_the_example_of_the_two_lines_survives(place: Place) -> None:
 
 
 @pytest.mark.slow
+def test_a_loop_of_ones_own_survives(place: Place) -> None:
+    """With dropout and a scheduler; on one rank per node, which are killed and asked to stop."""
+    example = str(ROOT / "examples" / "own_loop.py")
+    ways = [word for name in OF_A_COMMAND for word in ("--only", name)]
+    shape = ("--nodes", "2", "--gpus-per-node", "1")
+    done = place.drill(*shape, *ways, "--seed", "71", "--", sys.executable, example, "--steps", "400")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "2 of 2 passed"
+    assert all(row.split()[-2:] == ["equal", "passed"] for row in done.stdout.splitlines()[1:3])
+
+
+@pytest.mark.slow
 def test_a_trainer_that_does_not_save_is_found_out(place: Place) -> None:
     done = place.drill("--gpus-per-node", "1", "--only", "signal", "--", "python", place.trainer(saves=False))
     assert done.returncode == 1

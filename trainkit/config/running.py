@@ -191,6 +191,10 @@ class RequeueConfig(Section):
         description="A step hangs when it takes this many times the median step time; null disables this.",
     )
     hang_min_s: Positive = Field(default=300.0, description="Seconds before which no step counts as hanging.")
+    silence_s: Positive | None = Field(
+        default=None,
+        description="Seconds without output of any rank after which a COMMAND hangs; null disables this.",
+    )
     follow_ups: NotNegative = Field(
         default=0,
         description="Jobs that wait in the queue to continue the run, for nodes without scontrol.",

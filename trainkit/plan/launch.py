@@ -92,6 +92,8 @@ class RequeuePolicy:
     hang_factor: float | None = 20.0
     """A step hangs when it takes this many times the median step time; None disables this."""
     hang_min_s: float = 300.0
+    silence_s: float | None = None
+    """Seconds without output of any rank after which a command hangs; None disables this."""
 
 
 @dataclass(frozen=True)

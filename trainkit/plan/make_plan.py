@@ -107,6 +107,7 @@ def _policy(requeue: RequeueConfig) -> RequeuePolicy:
         max_crashes=requeue.max_crashes,
         hang_factor=requeue.hang_factor,
         hang_min_s=requeue.hang_min_s,
+        silence_s=requeue.silence_s,
     )
 
 

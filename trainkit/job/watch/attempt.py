@@ -30,7 +30,7 @@ from trainkit.job.processes import log_line, module_argv
 from trainkit.job.rank_env import NONCE_VARIABLE
 from trainkit.job.record import describe_superseded, find_entry, superseding_entry
 from trainkit.job.signals import is_death_by_notice, signal_exit_code
-from trainkit.job.watch.hangs import HangWatch
+from trainkit.job.watch.hangs import HangWatch, SilenceWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, log_event, read_json, read_jsonl, seconds_between
 from trainkit.slurm.control import kill_step
@@ -56,6 +56,8 @@ class AttemptWatch(ProcessGroup):
         self.superseded_by: dict[str, Any] | None = None
         """The entry of the attempt that has taken the run over; this one saves and ends."""
         self._hangs = HangWatch(attempt)
+        silence_s = plan.requeue.silence_s if plan.command is not None else None
+        self._silence = None if silence_s is None else SilenceWatch(attempt, plan, silence_s)
         self._missing_since_s: float | None = None
 
     def poll(self) -> None:
@@ -64,6 +66,8 @@ class AttemptWatch(ProcessGroup):
             self.end_all()
             return
         self._poll_processes()
+        if self._silence is not None and self.outcome.stop_signal is None:
+            self._silence.poll()
         if not self.outcome.hung and (hangs := self._hangs.poll()):
             self.outcome.hangs = hangs
             self.end_all()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainkit.errors import EXIT_STUCK
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, read_json, refresh_listing
+from trainkit.rundir import AttemptDir, read_json, refresh_listing, utc_now, write_json
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def _describe_missing(missing: Sequence[int], waiting: HangRecord) -> str:
     )
 
 
+SILENCE_POLL_S = 10.0
 GATHER_S = 5.0
 """How long to collect reports: ranks that wait for each other report within moments."""
 
@@ -166,3 +168,63 @@ class HangWatch:
             refresh_listing(self._attempt.hangs_dir)  # else the reports of other hosts may seem to be missing
             return read_hangs(self._attempt)
         return []
+
+
+class SilenceWatch:
+    """Detects that a command hangs: no rank prints anything, and no metrics and no heartbeat are written.
+
+    It then writes the reports that the ranks of the built-in trainer write themselves.
+    """
+
+    def __init__(self, attempt: AttemptDir, plan: LaunchPlan, limit_s: float) -> None:
+        self._attempt = attempt
+        self._plan = plan
+        self._limit_s = limit_s
+        # Not the files' own times, which are those of other hosts' clocks.
+        self._changed_s = self._polled_s = time.monotonic()
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def poll(self) -> None:
+        """Write the reports of all ranks once there is silence. Raises OSError."""
+        now_s, pause_s = time.monotonic(), min(SILENCE_POLL_S, self._limit_s / 4)
+        if now_s < self._polled_s + pause_s:
+            return
+        was_suspended, self._polled_s = now_s > self._polled_s + 2 * pause_s + GATHER_S, now_s
+        seen = self._files()
+        if seen != self._seen or was_suspended:
+            self._seen, self._changed_s = seen, now_s
+        elif now_s > self._changed_s + self._limit_s:
+            self._report(now_s - self._changed_s)
+            self._changed_s = now_s
+
+    def _files(self) -> dict[str, tuple[int, int]]:
+        """Size and time of what a running command changes."""
+        run, logs = self._attempt.run, self._attempt.logs_dir
+        refresh_listing(logs)
+        files = [*logs.glob("rank-*.log"), *logs.glob("node-*.log"), run.metrics_file, run.heartbeat_file]
+        found = {}
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                status = file.stat()
+                found[str(file)] = status.st_size, status.st_mtime_ns
+        return found
+
+    def _report(self, waited_s: float) -> None:
+        """One report per rank, all alike: nothing tells which one blocks the others."""
+        self._attempt.hangs_dir.mkdir(exist_ok=True)
+        plan = self._plan
+        for rank in range(plan.world_size):
+            record = HangRecord(
+                rank=rank,
+                node_rank=_node_of(plan, rank),
+                host="",
+                step=None,
+                phase="a command without output",
+                beat=0,
+                waited_s=round(waited_s, 3),
+                limit_s=self._limit_s,
+                usual_s=None,
+                time=utc_now(),
+                stack=(),
+            )
+            write_json(self._attempt.rank_hang(rank), asdict(record))
