@@ -33,7 +33,7 @@ ALLOWED = {
     "data": {"errors", "locks", "rundir", "config"},
     "slurm": {"errors"},
     "cluster": {"errors", "locks", "resources", "rundir", "tables", "config", "slurm"},
-    "plan": {"errors", "resources", "tables", "config", "cluster", "data.checks"},
+    "plan": {"errors", "resources", "rundir", "tables", "manifest", "config", "cluster", "data.checks"},
     # Inside the allocation.
     "job": {
         *("errors", "locks", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),

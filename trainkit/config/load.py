@@ -26,8 +26,14 @@ from trainkit.errors import ConfigError
 from trainkit.resources import shipped_configs
 
 PROJECT_FILE = "trainkit.yaml"
-DATA_PATHS = {"source": "stdlib", "val_source": "stdlib", "tokenizer": "bytes", "cache_dir": None}
-"""Data keys whose values are paths, each with the one value that is a name instead."""
+PATHS = {
+    ("data", "source"): "stdlib",
+    ("data", "val_source"): "stdlib",
+    ("data", "tokenizer"): "bytes",
+    ("data", "cache_dir"): None,
+    ("model", "init_from"): None,
+}
+"""Keys whose values are paths, each with the one value that is a name instead."""
 
 
 def load_config(
@@ -132,16 +138,16 @@ def _epochs_replace_default_steps(tree: Entry) -> Entry:
 
 
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
-    """Return the tree with absolute data paths."""
-    for key, name in DATA_PATHS.items():
-        found = tree.find(("data", key))
+    """Return the tree with absolute paths of data and weights."""
+    for path, name in PATHS.items():
+        found = tree.find(path)
         if found is None:
             continue
         if isinstance(found.value, list):
             value: object = [_absolute(item, name, cwd) for item in found.value]
         else:
             value = _absolute(found.value, name, cwd)
-        tree = merge(tree, entry_at(("data", key), value, found.origin))
+        tree = merge(tree, entry_at(path, value, found.origin))
     return tree
 
 

@@ -41,7 +41,12 @@ class ModelConfig(Section):
     hf: str | None = Field(
         default=None, description="Folder of a Hugging Face model to train instead of a preset."
     )
-    init_from: str | None = Field(default=None, description="Checkpoint to initialize the weights from.")
+    init_from: str | None = Field(
+        default=None, description="Run folder or checkpoint whose weights a new run starts with."
+    )
+    init_include: tuple[str, ...] = list_field(
+        (), "Patterns of the parameters to take from init_from, such as encoder.*; [] takes all."
+    )
 
 
 class DataConfig(Section):

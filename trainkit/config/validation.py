@@ -120,6 +120,9 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     yield from _float8(loaded)
     yield from _state_dtype(loaded)
     yield from _pattern(loaded)
+    if loaded.config.model.init_include and loaded.config.model.init_from is None:
+        message = "is set, but model.init_from is null"
+        yield loaded.problem("model.init_include", message, "set model.init_from to a run folder")
 
 
 def _pattern(loaded: LoadedConfig) -> Iterator[Problem]:
@@ -209,7 +212,6 @@ def _decay(loaded: LoadedConfig) -> Iterator[Problem]:
 # (key, the only supported value, the feature that other values need)
 _ROWS: tuple[tuple[str, object, str], ...] = (
     ("model.hf", None, "training Hugging Face models"),
-    ("model.init_from", None, "starting from the weights of another run"),
     ("optimizer.name", "adamw", "an optimizer other than adamw"),
     ("logging.mlflow", None, "logging to MLflow"),
     ("logging.wandb", None, "logging to Weights & Biases"),

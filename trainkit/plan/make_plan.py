@@ -14,6 +14,7 @@ from trainkit.config.running import RequeueConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
+from trainkit.manifest import MANIFEST_NAME
 from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
@@ -21,6 +22,7 @@ from trainkit.plan.layouts.rules import batch_problems, compiles, layout_problem
 from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape, vocabulary_note
 from trainkit.plan.workload import parallel_with
+from trainkit.rundir import RunDir
 
 if TYPE_CHECKING:
     from trainkit.cluster.model import Cluster
@@ -154,6 +156,7 @@ def check_config(
         if plan is None:
             raise ConfigError(problems)
         return plan
+    problems += _init_problems(loaded)
     if loaded.config.has_user_task:
         problems += _task_problems(loaded)
         if plan is None or problems:
@@ -176,6 +179,17 @@ def check_config(
     if plan is None or problems:
         raise ConfigError(problems)
     return plan
+
+
+def _init_problems(loaded: LoadedConfig) -> Iterator[Problem]:
+    """Yield the problem of ``model.init_from``; a run that others wait for may have no checkpoint yet."""
+    name = loaded.config.model.init_from
+    if name is None:
+        return
+    path = Path(name)
+    if not (path / MANIFEST_NAME).is_file() and not RunDir(path).exists():
+        message = f"is {name}, which is neither a run folder nor a checkpoint"
+        yield loaded.problem("model.init_from", message, "`trainkit ckpt ls RUN` lists those of a run")
 
 
 def _task_problems(loaded: LoadedConfig) -> Iterator[Problem]:

@@ -400,7 +400,8 @@ def _number(value: Any, device: torch.device) -> Tensor:
     """A number as float64 [] on the device."""
     if isinstance(value, Tensor):
         return value.detach().to(device).double().view(())
-    return torch.tensor(float(value), dtype=torch.float64).to(device, non_blocking=True)
+    # Filled on the device: a copy of a number would wait for all enqueued kernels.
+    return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: World) -> LossModule:

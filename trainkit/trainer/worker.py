@@ -27,6 +27,7 @@ from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts.rules import compiles
 from trainkit.rundir import AttemptDir
 from trainkit.trainer.build import build, set_determinism
+from trainkit.trainer.checkpoint.initial import load_initial_weights
 from trainkit.trainer.checkpoint.loader import broadcast_from_main, choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
@@ -239,6 +240,9 @@ def resume(
     """
     chosen = choose_checkpoint(attempt.run, attempt.number, world)
     if chosen is None:
+        if config.model.init_from is not None:
+            load_initial_weights(tensors.tensors, config.model, world)
+            tensors.copy_duplicates()
         return TrainingState()
     checkpoint, manifest = chosen
     refuse_other_data(checkpoint, manifest, task.data_identity())

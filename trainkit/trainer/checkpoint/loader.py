@@ -77,7 +77,7 @@ def choose_checkpoint(run: RunDir, attempt: int, world: World) -> tuple[Checkpoi
                 hint="resume with that version; nothing was changed",
                 exit_code=EXIT_NO_RESTART,
             )
-        damage = _agree_on_damage(candidate, world)
+        damage = agree_on_damage(candidate, world)
         if not damage:
             if world.is_main:
                 _restore_best_link(candidate)
@@ -166,7 +166,7 @@ def _restore_best_link(checkpoint: Checkpoint) -> None:
             log.error(f"cannot point `best` at {best.path.name} ({error})")
 
 
-def _agree_on_damage(candidate: Checkpoint, world: World) -> str:
+def agree_on_damage(candidate: Checkpoint, world: World) -> str:
     """The damage of a checkpoint, empty if it is intact; all ranks verify it together.
 
     Raises CheckpointError if a rank cannot read it or sees different files than rank 0: one bad node must not
