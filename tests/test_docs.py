@@ -248,7 +248,8 @@ def test_every_config_key_exists(page: Path) -> None:
     keys = config_keys()
     sections = {key.partition(".")[0] for key in keys if "." in key}
     files = {"config.yaml", "data.source"}
-    named = set(re.findall(rf"(?<![\w./])((?:{'|'.join(sections)})\.[a-z]\w*)", page.read_text()))
+    text = re.sub(r"```python\n.*?```", "", page.read_text(), flags=re.DOTALL)
+    named = set(re.findall(rf"(?<![\w./])((?:{'|'.join(sections)})\.[a-z]\w*)", text))
     unknown = {key for key in named - keys - files if not key.endswith((".json", ".yaml", ".py"))}
     assert not unknown
 

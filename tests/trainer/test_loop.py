@@ -94,6 +94,27 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
         assert mine == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_example_of_the_docs(tmp_path: Path) -> None:
+    """On one process, started by hand; it goes on where it was, which is its end."""
+    page = (Path(__file__).parents[2] / "docs" / "own-script.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "train.py").write_text(code)
+    for said in ("checkpoint step=200 reason=final", "resumed from step-00000200"):
+        done = subprocess.run(
+            [sys.executable, "train.py"],
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+    losses = [record["loss"] for record in read_metrics(RunDir(tmp_path / "runs" / "attached"))]
+    assert len(losses) == 200
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
