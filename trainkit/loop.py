@@ -45,7 +45,7 @@ from torch.optim import Optimizer
 from trainkit import __version__
 from trainkit.data.order import sample_index
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
-from trainkit.job.rank_env import RankEnv, find_rank_env, own_host
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RankEnv, find_rank_env, own_host
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.rundir import AttemptDir, RunDir, append_jsonl, read_json, utc_now
@@ -65,8 +65,6 @@ from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.watchdog import RankStacks, Watchdog, watch_deadline
 
 log = getLogger(__name__)
-RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
-ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 

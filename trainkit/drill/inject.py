@@ -24,8 +24,8 @@ from trainkit.control.jobs import (
     step_of,
 )
 from trainkit.errors import UsageError
-from trainkit.job.node.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.processes import descendants, parent_pid
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.record import Liveness, mark_cancelled, newest_entry, run_lock
 from trainkit.manifest import Checkpoint, published
 from trainkit.rundir import RunDir

@@ -10,6 +10,8 @@ from itertools import takewhile
 
 from trainkit.errors import UsageError
 
+RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
+ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 NONCE_VARIABLE = "TRAINKIT_JOB_NONCE"
 """By its value the ranks of an attempt tell its rank 0 from that of another job at the same address."""
 RANK_VARIABLES = (

@@ -20,7 +20,7 @@ from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import Decision, Outcome, RestartOptions
 from trainkit.job.node.agent import run_slurm_task
 from trainkit.job.node.slurm_step import SlurmTask
-from trainkit.job.node.worker_env import ATTEMPT_VARIABLE
+from trainkit.job.rank_env import ATTEMPT_VARIABLE
 from trainkit.job.watch.hangs import read_hangs
 from trainkit.rundir import AttemptDir, RunDir, read_jsonl, wait_for_json, write_json_in_place
 

@@ -20,19 +20,12 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem
 from trainkit.task import Loss, ParameterOptions, Task
 from trainkit.trainer.distributed import World
+from trainkit.trainer.load_task import TaskError, describe, load_task
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.task_batches import seed_generators
-from trainkit.trainer.user_task import (
-    LossModule,
-    TaskError,
-    TaskForwardBackward,
-    UserTask,
-    describe,
-    digest_of,
-    load_task,
-)
+from trainkit.trainer.user_task import LossModule, TaskForwardBackward, UserTask, digest_of
 
 PREFIX = "problems: "
 HALF = 2

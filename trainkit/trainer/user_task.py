@@ -1,17 +1,9 @@
-"""Trains a user's own task: loads its class, builds its model and computes its loss."""
+"""Trains a user's own task: opens its data, builds its model and computes its loss."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
-import inspect
-import sys
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,14 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
 from trainkit.plan.launch import Batch, LaunchPlan
-from trainkit.rundir import RunDir, copied_file, copied_folder
-from trainkit.task import Loss, Samples, Task
+from trainkit.rundir import RunDir
+from trainkit.task import Loss, Samples
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.checkpoint.loader import gather_from_all
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import OnLoss
+from trainkit.trainer.load_task import errors_of_user, load_task, refusal
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.parallel.data_parallel import (
@@ -46,120 +38,6 @@ SAMPLED_ELEMENTS = 1024
 """Elements of every parameter that the ranks compare."""
 
 
-class TaskError(TrainkitError):
-    """A task that cannot be trained; a restart would not change that."""
-
-    exit_code = EXIT_NO_RESTART
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(f"{problem.key} {problem.message}", problem.hint)
-        self.problem = problem
-
-
-def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
-    """Create the task that ``task`` names: FILE.py:CLASS or MODULE:CLASS.
-
-    A run imports it from its code snapshot, so later edits have no effect.
-    Raises TaskError if it cannot be imported or created.
-    """
-    module_name, _, class_name = config.task.rpartition(":")
-    with _errors_of_user(config.task, "cannot be imported"):
-        module = _import(config.task, module_name, run)
-    found = getattr(module, class_name, None)
-    where = module.__file__ or module_name
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        names = [name for name, item in vars(module).items() if _is_task_of(item, module)]
-        hint = (
-            f"did you mean {module_name}:{names[0]}?"
-            if names
-            else "a task is a subclass of trainkit.task.Task"
-        )
-        raise _refusal(config.task, f"{where} has no class {class_name} that is a Task", hint)
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
-    if missing:
-        place = f"{where}:{inspect.getsourcelines(found)[1]}"
-        raise _refusal(config.task, f"{class_name} does not define {', '.join(missing)}", f"see {place}")
-    _check_arguments(config, found)
-    with _errors_of_user(config.task, f"{class_name}() failed"):
-        return found(config, **config.task_args)
-
-
-def _is_task_of(item: object, module: ModuleType) -> bool:
-    return isinstance(item, type) and issubclass(item, Task) and item.__module__ == module.__name__
-
-
-def _import(task: str, name: str, run: RunDir | None) -> ModuleType:
-    if not name.endswith(".py"):
-        folder = str(Path.cwd() if run is None else copied_folder(run))
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # something that the module itself imports
-            hint = f"name a module in {folder} or an installed one, or a file: FILE.py:CLASS"
-            raise _refusal(task, f"there is no module {error.name}", hint) from None
-    path = Path(name).absolute() if run is None else copied_file(run, name)
-    if not path.is_file():
-        raise _refusal(task, f"there is no file {path}", "FILE.py is relative to the current folder")
-    # As for a script: it can import the files next to it.
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    module_name = path.stem if path.stem not in sys.modules else f"trainkit_task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Data workers send instances of its classes by name, and dataclasses look up their module.
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _check_arguments(config: RunConfig, found: type[Task]) -> None:
-    """Raise TaskError if `task_args` do not fit the constructor."""
-    signature = inspect.signature(found)
-    try:
-        signature.bind(config, **config.task_args)
-    except TypeError as error:
-        known = list(signature.parameters)[1:]
-        takes = f"{found.__name__} takes {', '.join(known)}" if known else f"{found.__name__} takes none"
-        raise TaskError(Problem("task_args", f"do not fit: {error}", hint=takes)) from None
-
-
-def _refusal(task: str, message: str, hint: str = "") -> TaskError:
-    return TaskError(Problem("task", f"is {task}, but {message}", hint=hint))
-
-
-@contextmanager
-def _errors_of_user(task: str, failed: str) -> Iterator[None]:
-    """Raise TaskError, with file and line, for whatever the user's code raises."""
-    try:
-        yield
-    except TrainkitError:
-        raise
-    except Exception as error:
-        raise _refusal(
-            task, f"{failed}: {describe(error)}", "run it in a Python shell to see the traceback"
-        ) from error
-
-
-def describe(error: BaseException) -> str:
-    """An exception as text, with the innermost line of a file outside installed packages."""
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, SyntaxError):
-        return f"{text} ({error.filename}:{error.lineno})"
-    package = str(Path(__file__).parents[1])
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        is_installed = "site-packages" in frame.filename or frame.filename.startswith(
-            ("<", sys.prefix, package)
-        )
-        if not is_installed and not frame.filename.startswith(sys.base_prefix):
-            return f"{text} ({frame.filename}:{frame.lineno})"
-    return text
-
-
 class UserTask:
     """A user's task, as the trainer needs it."""
 
@@ -167,7 +45,7 @@ class UserTask:
         self.config = config
         seed_generators(stable_key(config.seed, "task"))
         self.task = load_task(config, run)
-        with _errors_of_user(config.task, "its datasets cannot be opened"):
+        with errors_of_user(config.task, "its datasets cannot be opened"):
             self.train_data = _Data(self.task.train_dataset(), "train_dataset", config)
             validation = self.task.val_dataset() if config.train.eval_every is not None else None
             self.val_data = None if validation is None else _Data(validation, "val_dataset", config)
@@ -215,10 +93,10 @@ class UserTask:
     def build_model(self) -> nn.Module:
         """The model, in float32 on the CPU, with the same values on every rank."""
         seed_generators(stable_key(self.config.seed, "model"))
-        with _errors_of_user(self.config.task, "build_model() failed"):
+        with errors_of_user(self.config.task, "build_model() failed"):
             model = self.task.build_model()
         if not isinstance(model, nn.Module):
-            raise _refusal(
+            raise refusal(
                 self.config.task,
                 f"build_model() returned a {type(model).__name__}",
                 "return an nn.Module",
@@ -233,13 +111,13 @@ class UserTask:
         )
         if other is not None:
             name, param = other
-            raise _refusal(
+            raise refusal(
                 self.config.task,
                 f"{name} of its model is {param.dtype} on {param.device.type}",
                 "build it in float32 on the CPU; precision.dtype and the layout choose type and device",
             )
         if not any(param.requires_grad for param in model.parameters()):
-            raise _refusal(self.config.task, "no parameter of its model requires a gradient", "unfreeze some")
+            raise refusal(self.config.task, "no parameter of its model requires a gradient", "unfreeze some")
         self.num_params = sum(param.numel() for param in model.parameters())
         return model
 
@@ -252,11 +130,11 @@ class _Data:
             if not hasattr(samples, name):
                 kind = type(samples).__name__
                 hint = "return a list or a map-style torch.utils.data.Dataset"
-                raise _refusal(config.task, f"{method}() returned a {kind} without {name}", hint)
+                raise refusal(config.task, f"{method}() returned a {kind} without {name}", hint)
         self.samples = samples
         self.num_samples = len(samples)
         if not self.num_samples:
-            raise _refusal(config.task, f"{method}() has no samples", "check the paths it reads from")
+            raise refusal(config.task, f"{method}() has no samples", "check the paths it reads from")
         self.fingerprint: str = getattr(samples, "fingerprint", None) or self._fingerprint(config.seed)
 
     def _fingerprint(self, seed: int) -> str:
@@ -306,7 +184,7 @@ class LossModule(nn.Module):
         loss = self._task.task.loss(self.model, data)
         if not isinstance(loss, Loss):
             name = self._task.config.task
-            raise _refusal(name, f"loss() returned a {type(loss).__name__}", "return a trainkit.task.Loss")
+            raise refusal(name, f"loss() returned a {type(loss).__name__}", "return a trainkit.task.Loss")
         return loss.total, loss.count, loss.metrics
 
 
@@ -344,7 +222,7 @@ class TaskForwardBackward:
             self._progress.enter("forward")
             total, found = self._forward(micro)
             if not total.requires_grad:
-                raise _refusal(self._name, "the total of its loss has no gradient", "do not detach it")
+                raise refusal(self._name, "the total of its loss has no gradient", "do not detach it")
             sums = found if sums is None else sums + found
             self._progress.enter("backward")
             if index == last:
@@ -362,7 +240,7 @@ class TaskForwardBackward:
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
             total, count, metrics = self._module(micro.data)
         if total.numel() != 1:
-            raise _refusal(
+            raise refusal(
                 self._name,
                 f"the total of its loss has shape {list(total.shape)}",
                 "sum it: total.sum()",
@@ -383,17 +261,17 @@ class TaskForwardBackward:
         if mode not in self._names:
             taken = sorted(set(names) & RECORD_KEYS)
             if taken:
-                raise _refusal(self._name, f"a metric is called {taken[0]}", "every record has that key")
+                raise refusal(self._name, f"a metric is called {taken[0]}", "every record has that key")
             others = gather_from_all(names, self._world)
             self._names[mode] = names
             if any(other != names for other in others):
                 listed = sorted({", ".join(other) or "none" for other in others})
                 hint = f"return the same ones for every batch: {' | '.join(listed)}"
-                raise _refusal(self._name, "the ranks have different metrics", hint)
+                raise refusal(self._name, "the ranks have different metrics", hint)
         elif names != self._names[mode]:
             before, now = ", ".join(self._names[mode]) or "none", ", ".join(names) or "none"
             message = f"the metrics of its loss changed from {before} to {now}"
-            raise _refusal(self._name, message, "return the same ones for every batch")
+            raise refusal(self._name, message, "return the same ones for every batch")
 
 
 def _number(value: Any, device: torch.device) -> Tensor:
@@ -408,7 +286,7 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
     """The model of this rank on its device, wrapped for data parallelism."""
     model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
     check_same_weights(model, config.task, world)
-    with _errors_of_user(config.task, "layers() failed"):
+    with errors_of_user(config.task, "layers() failed"):
         layers = task.task.layers(model)
     recompute_and_compile(
         layers,
@@ -451,7 +329,7 @@ def check_same_weights(model: nn.Module, task: str, world: World) -> None:
     if different is not None:
         message = f"build_model() returned another model on rank {different} than on rank 0"
         hint = "read the same files, and do not seed random, numpy.random or torch"
-        raise _refusal(task, message, hint)
+        raise refusal(task, message, hint)
 
 
 def assemble_task(

@@ -36,9 +36,9 @@ from trainkit.job.node.rendezvous import (
     slurm_rendezvous,
 )
 from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task
-from trainkit.job.node.worker_env import ATTEMPT_VARIABLE, worker_argv, worker_environ, worker_rank
+from trainkit.job.node.worker_env import worker_argv, worker_environ, worker_rank
 from trainkit.job.processes import log_line, redirect_output
-from trainkit.job.rank_env import NONCE_VARIABLE
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE
 from trainkit.job.signals import (
     combine_exit_codes,
     describe_exit,

@@ -11,15 +11,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from trainkit.job.processes import module_argv
-from trainkit.job.rank_env import NONCE_VARIABLE, RANK_VARIABLES, RankEnv
+from trainkit.job.rank_env import (
+    ATTEMPT_VARIABLE,
+    NONCE_VARIABLE,
+    RANK_VARIABLES,
+    RUN_DIR_VARIABLE,
+    RankEnv,
+)
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
 
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 """Where a user may have set up torch's allocator, under its present name and former ones."""
-RUN_DIR_VARIABLE = "TRAINKIT_JOB_RUN_DIR"
-ATTEMPT_VARIABLE = "TRAINKIT_JOB_ATTEMPT"
 DONE_FILE_VARIABLE = "TRAINKIT_JOB_DONE_FILE"
 """Path of a file that a command creates when it is done: exit code 0 after a notice then means finished."""
 

@@ -25,9 +25,8 @@ from trainkit.job.node.preflight import SUPERVISOR_VIEW_VARIABLE
 from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
 from trainkit.job.node.rendezvous import new_nonce
 from trainkit.job.node.slurm_step import slurm_job_id
-from trainkit.job.node.worker_env import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.processes import log_line, module_argv
-from trainkit.job.rank_env import NONCE_VARIABLE
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARIABLE
 from trainkit.job.record import describe_superseded, find_entry, superseding_entry
 from trainkit.job.signals import is_death_by_notice, signal_exit_code
 from trainkit.job.watch.hangs import HangWatch, SilenceWatch

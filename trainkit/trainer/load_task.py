@@ -1,0 +1,133 @@
+"""Loads the class of a user's task from a file or a module."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from trainkit.config.schema import RunConfig
+from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
+from trainkit.rundir import RunDir, copied_file, copied_folder
+from trainkit.task import Task
+
+
+class TaskError(TrainkitError):
+    """A task that cannot be trained; a restart would not change that."""
+
+    exit_code = EXIT_NO_RESTART
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"{problem.key} {problem.message}", problem.hint)
+        self.problem = problem
+
+
+def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
+    """Create the task that ``task`` names: FILE.py:CLASS or MODULE:CLASS.
+
+    A run imports it from its code snapshot, so later edits have no effect.
+    Raises TaskError if it cannot be imported or created.
+    """
+    module_name, _, class_name = config.task.rpartition(":")
+    with errors_of_user(config.task, "cannot be imported"):
+        module = _import(config.task, module_name, run)
+    found = getattr(module, class_name, None)
+    where = module.__file__ or module_name
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        names = [name for name, item in vars(module).items() if _is_task_of(item, module)]
+        hint = (
+            f"did you mean {module_name}:{names[0]}?"
+            if names
+            else "a task is a subclass of trainkit.task.Task"
+        )
+        raise refusal(config.task, f"{where} has no class {class_name} that is a Task", hint)
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        place = f"{where}:{inspect.getsourcelines(found)[1]}"
+        raise refusal(config.task, f"{class_name} does not define {', '.join(missing)}", f"see {place}")
+    _check_arguments(config, found)
+    with errors_of_user(config.task, f"{class_name}() failed"):
+        return found(config, **config.task_args)
+
+
+def _is_task_of(item: object, module: ModuleType) -> bool:
+    return isinstance(item, type) and issubclass(item, Task) and item.__module__ == module.__name__
+
+
+def _import(task: str, name: str, run: RunDir | None) -> ModuleType:
+    if not name.endswith(".py"):
+        folder = str(Path.cwd() if run is None else copied_folder(run))
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # something that the module itself imports
+            hint = f"name a module in {folder} or an installed one, or a file: FILE.py:CLASS"
+            raise refusal(task, f"there is no module {error.name}", hint) from None
+    path = Path(name).absolute() if run is None else copied_file(run, name)
+    if not path.is_file():
+        raise refusal(task, f"there is no file {path}", "FILE.py is relative to the current folder")
+    # As for a script: it can import the files next to it.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module_name = path.stem if path.stem not in sys.modules else f"trainkit_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Data workers send instances of its classes by name, and dataclasses look up their module.
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_arguments(config: RunConfig, found: type[Task]) -> None:
+    """Raise TaskError if `task_args` do not fit the constructor."""
+    signature = inspect.signature(found)
+    try:
+        signature.bind(config, **config.task_args)
+    except TypeError as error:
+        known = list(signature.parameters)[1:]
+        takes = f"{found.__name__} takes {', '.join(known)}" if known else f"{found.__name__} takes none"
+        raise TaskError(Problem("task_args", f"do not fit: {error}", hint=takes)) from None
+
+
+def refusal(task: str, message: str, hint: str = "") -> TaskError:
+    """The error of a task that cannot be trained, for its `message` after "but"."""
+    return TaskError(Problem("task", f"is {task}, but {message}", hint=hint))
+
+
+@contextmanager
+def errors_of_user(task: str, failed: str) -> Iterator[None]:
+    """Raise TaskError, with file and line, for whatever the user's code raises."""
+    try:
+        yield
+    except TrainkitError:
+        raise
+    except Exception as error:
+        raise refusal(
+            task, f"{failed}: {describe(error)}", "run it in a Python shell to see the traceback"
+        ) from error
+
+
+def describe(error: BaseException) -> str:
+    """An exception as text, with the innermost line of a file outside installed packages."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return f"{text} ({error.filename}:{error.lineno})"
+    package = str(Path(__file__).parents[1])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_installed = "site-packages" in frame.filename or frame.filename.startswith(
+            ("<", sys.prefix, package)
+        )
+        if not is_installed and not frame.filename.startswith(sys.base_prefix):
+            return f"{text} ({frame.filename}:{frame.lineno})"
+    return text
