@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import tasks
 from tests.support.two_lines import two_lines
 from trainkit.drill.inject import find_processes
 from trainkit.drill.scenarios import NAMES
@@ -121,6 +122,33 @@ def test_the_built_in_trainer_survives_all_that_can_be_tried_here(
     # What the user has is as it was.
     assert {path.name for path in place.folder.iterdir()} == {"small.yaml", "text.txt", "runs", "cache"}
     assert read_json(Path(value["folder"]) / "drill.json") == value
+
+
+USER_TASK = """
+name: small
+device: cpu
+task: {file}:Classify
+task_args: {{width: 64, dropout: 0.2, batch_norm: true}}
+data: {{num_workers: 1}}
+train: {{device_batch_size: 8, global_batch_size: 16}}
+precision: {{dtype: fp32}}
+requeue: {{grace_s: 20}}
+logging: {{tensorboard: false}}
+"""
+
+
+@pytest.mark.slow
+def test_a_task_of_ones_own_survives(place: Place) -> None:
+    """With torch's dropout, batch norms, random augmentation, and data workers that die with their rank."""
+    (place.folder / "small.yaml").write_text(USER_TASK.format(file=tasks.__file__))
+    names = ("signal", "rank", "mid-save", "damaged-checkpoint")
+    shape = ("--nodes", "2", "--gpus-per-node", "1", "--seed", "16", "--steps", "80")
+    done = place.drill(*shape, "--json", *(word for name in names for word in ("--only", name)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = results(json.loads(done.stdout))
+    assert {name: (result["state"], result["curve"]) for name, result in found.items()} == dict.fromkeys(
+        names, ("passed", "equal")
+    )
 
 
 @pytest.mark.slow
