@@ -87,7 +87,7 @@ def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
     is_task = plan is not None and plan.per == "gpu"
     wanted = "cuda" if torch.cuda.is_available() and (plan is None or plan.device == "cuda") else "cpu"
     device = select_device(wanted, env.local_rank, is_task=is_task)
-    world = _join(env, device, stop)
+    world = _join(env, device, stop, has_launcher=plan is None or plan.launcher != "python")
     if world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
         raise SystemExit(EXIT_STOPPED)
@@ -106,10 +106,14 @@ def _show_log(rank: int) -> None:
         root.setLevel(INFO)
 
 
-def _join(env: RankEnv, device: torch.device, stop: StopRequest) -> World | None:
+def _join(env: RankEnv, device: torch.device, stop: StopRequest, *, has_launcher: bool) -> World | None:
+    """The world of this rank; None if the ranks agreed to stop.
+
+    A launcher such as torchrun listens at the address itself.
+    """
     layout = Layout(dp_replicate=env.world_size)
     if not dist.is_initialized():
-        if env.nonce and env.world_size > 1:
+        if env.world_size > 1 and not has_launcher:
             # Names the hosts of ranks that do not arrive.
             return join_world(env, device, layout, stop)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

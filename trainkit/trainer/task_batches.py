@@ -132,6 +132,7 @@ class _Reader(Dataset[Any]):
         positions = range(request.first, request.stop) if has_samples else [request.filler]
         index = sample_index(np.asarray(positions), self._num_samples, self._seed, self._shuffle)
         items = [self._item(at, i) for at, i in zip(positions, index.tolist(), strict=True)]
+        seed_generators(stable_key(self._seed, self._split, "collate", request.first))
         data = self._collate(items)
         return data, stable_key(self._seed, self._split, "pass", request.first), float(has_samples)
 
