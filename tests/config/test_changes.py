@@ -32,6 +32,15 @@ def test_the_others_stay_as_they_are(loaded: LoadedConfig) -> None:
     assert loaded.config.name == "mine"
 
 
+def test_arguments_of_a_task(loaded: LoadedConfig) -> None:
+    """Which may have any name; the config they come from keeps its own."""
+    first = with_values(loaded, {"task_args.width": 32, "task_args.depth": 2}, "a test")
+    second = with_values(first, {"task_args.width": 64}, "a test")
+    assert second.config.task_args == {"width": 64, "depth": 2}
+    assert first.config.task_args == {"width": 32, "depth": 2}
+    assert loaded.config.task_args == {}
+
+
 @pytest.mark.parametrize(
     ("values", "problem"),
     [

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from trainkit.config.layers import EMPTY
 from trainkit.config.loaded import LoadedConfig
+from trainkit.config.names import FREE_MAPPING
 from trainkit.config.schema import RunConfig
 from trainkit.config.validation import contradictions, validation_problems
 from trainkit.config.yamlfile import entry_at, merge
@@ -68,8 +69,10 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, Any], origin: str) ->
             content[key] = value
             continue
         section = content[path[0]]
-        if not isinstance(section, dict):
-            section = content[path[0]] = section.model_dump(mode="json", by_alias=True)
+        if section is getattr(loaded.config, path[0]):  # not copied yet
+            is_section = path[0] != FREE_MAPPING
+            section = section.model_dump(mode="json", by_alias=True) if is_section else dict(section)
+            content[path[0]] = section
         section[path[-1]] = value
     try:
         config = RunConfig.model_validate(content)

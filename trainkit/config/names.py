@@ -34,6 +34,10 @@ def near_yaml(name: str, names: Iterable[str]) -> str | None:
     return by_stem[match] if match else None
 
 
+FREE_MAPPING = "task_args"
+"""The key that is not a section but a mapping with any keys."""
+
+
 @cache
 def sections() -> dict[str, tuple[str, ...]]:
     """Return the keys of every section."""
@@ -63,6 +67,8 @@ def flatten(dumped: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def is_known(path: tuple[str, ...]) -> bool:
     """Whether a path names a section, a key, or an entry of a free mapping."""
+    if path[0] == FREE_MAPPING:
+        return True
     if path[0] not in sections():
         return path[0] in RunConfig.model_fields and len(path) == 1
     return len(path) == 1 or path[1] in sections()[path[0]]
