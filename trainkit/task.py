@@ -18,12 +18,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from trainkit.config.schema import RunConfig
+from trainkit.config.training import DataConfig
+from trainkit.data.shards import open_dataset
 
 Number = Tensor | float
 """A number, or a tensor with one element."""
@@ -126,6 +129,34 @@ class Task(ABC):
     def flops_per_sample(self) -> float | None:
         """FLOPs of training on one sample, forward and backward; None if unknown: then there is no MFU."""
         return None
+
+
+class TokenSamples:
+    """The text of the config's ``data`` section as samples, for a language model of your own.
+
+    Sample i is a tensor of ``data.seq_len`` + 1 token ids, int64, whose last token is the first of the next
+    sample. The text is tokenised once and kept, as for the built-in task. Raises UsageError for data that
+    cannot be used, and for a split shorter than one sample.
+    """
+
+    def __init__(self, data: DataConfig, split: Literal["train", "val"] = "train") -> None:
+        self._shards = open_dataset(data, data.seq_len, split)
+
+    def __len__(self) -> int:
+        return self._shards.num_samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self._shards.read([index])[0])
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the text and the tokenizer."""
+        return self._shards.fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids: the largest one plus one."""
+        return self._shards.vocab_size
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:

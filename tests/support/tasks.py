@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from trainkit.config.schema import RunConfig
-from trainkit.data.shards import open_dataset
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.task import Loss, ParameterOptions, Samples, Task
+from trainkit.task import Loss, ParameterOptions, Samples, Task, TokenSamples
 from trainkit.trainer.build import init_parameters
 from trainkit.trainer.models.decoder import Decoder
 
@@ -112,7 +111,7 @@ class Tokens(Task):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.data = open_dataset(config.data, config.data.seq_len, "train")
+        self.data = TokenSamples(config.data)
 
     def build_model(self) -> nn.Module:
         model = Decoder(
@@ -122,7 +121,7 @@ class Tokens(Task):
         return model
 
     def train_dataset(self) -> Samples:
-        return [torch.from_numpy(row) for row in self.data.read(np.arange(self.data.num_samples))]
+        return self.data
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         inputs, labels = batch[:, :-1], batch[:, 1:]
