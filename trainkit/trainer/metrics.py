@@ -168,17 +168,11 @@ class Metrics:
 
     def _mfu(self, tokens_per_s: float, samples_per_s: float) -> float | None:
         """Model FLOPs utilization, 0 to 1; None if the FLOPs of the model or the device are unknown."""
-        if self._flops_per_token is not None:
-            flops_per_s = tokens_per_s * self._flops_per_token
-        elif self._flops_per_sample is not None:
-            flops_per_s = samples_per_s * self._flops_per_sample
-        else:
+        per_token, per_sample, peak = self._flops_per_token, self._flops_per_sample, self._peak_flops
+        if peak is None or (per_token is None and per_sample is None):
             return None
-        return (
-            None
-            if self._peak_flops is None
-            else round(flops_per_s / (self._peak_flops * self._world.size), 4)
-        )
+        flops_per_s = tokens_per_s * (per_token or 0.0) + samples_per_s * (per_sample or 0.0)
+        return round(flops_per_s / (peak * self._world.size), 4)
 
     def _append(self, record: dict[str, Any]) -> None:
         """Write the record, after earlier ones that could not be written."""
