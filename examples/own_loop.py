@@ -28,7 +28,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     run.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
-    for step in run.steps(args.steps, save_every=20):
+    for step in run.steps(args.steps, save_every=20, log_every=1):
         at = run.sample_indices(step, len(inputs), batch_size=256)
         loss = nn.functional.mse_loss(model(inputs[at].to(run.device)), targets[at].to(run.device))
         optimizer.zero_grad()

@@ -18,12 +18,13 @@ Start it with ``trainkit submit -- python train.py``, through a launcher, or by 
 
 from __future__ import annotations
 
+import atexit
 import gc
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from logging import INFO, Formatter, StreamHandler, getLogger
 from pathlib import Path
 from types import TracebackType
@@ -52,6 +53,7 @@ from trainkit.rundir import AttemptDir, RunDir, append_jsonl, read_json, utc_now
 from trainkit.trainer.__main__ import record_failure
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
+from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import (
     COLLECTIVE_TIMEOUT,
     World,
@@ -87,13 +89,14 @@ def attach(run_dir: str | os.PathLike[str] | None = None) -> Attached:
     is_task = plan is not None and plan.per == "gpu"
     wanted = "cuda" if torch.cuda.is_available() and (plan is None or plan.device == "cuda") else "cpu"
     device = select_device(wanted, env.local_rank, is_task=is_task)
+    owns_group = not dist.is_initialized()
     world = _join(env, device, stop, has_launcher=plan is None or plan.launcher != "python")
     if world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
         raise SystemExit(EXIT_STOPPED)
     if RUN_DIR_VARIABLE not in os.environ:
         attempt = _own_attempt(RunDir(run_dir or "runs/attached"), world)
-    return Attached(env, world, attempt, plan, stop)
+    return Attached(env, world, attempt, plan, stop, owns_group=owns_group)
 
 
 def _show_log(rank: int) -> None:
@@ -139,7 +142,14 @@ class Attached:
     """A rank of a run whose loop is the user's own; made by `attach`."""
 
     def __init__(
-        self, env: RankEnv, world: World, attempt: AttemptDir, plan: LaunchPlan | None, stop: StopRequest
+        self,
+        env: RankEnv,
+        world: World,
+        attempt: AttemptDir,
+        plan: LaunchPlan | None,
+        stop: StopRequest,
+        *,
+        owns_group: bool,
     ) -> None:
         self.rank = env.rank
         self.local_rank = env.local_rank
@@ -155,12 +165,14 @@ class Attached:
         self._progress = Progress()
         self._tracked: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
-        self._flags = _AgreedFlags()
+        self._control = _Control()
         self._saver = CheckpointSaver(attempt.run, attempt.number, world, {}, keep_last=3)
         self._rank_info = {"rank": env.rank, "node_rank": env.node_rank, "host": own_host()}
         self._stacks = RankStacks(attempt, env.rank, self._progress)
         self._stacks.listen(stop)
+        self._owns_group = owns_group
         self._report_failures()
+        atexit.register(self._close)
         if plan is not None:
             watch_deadline(stop, plan.grace_s, self._stacks)
             Watchdog(attempt, self._rank_info, plan, self._progress, self._stacks).start()
@@ -184,15 +196,16 @@ class Attached:
         total: int,
         *,
         save_every: int | None = None,
-        log_every: int = 1,
+        log_every: int = 10,
         keep_last: int = 3,
         seed: int | None = 0,
     ) -> Iterator[int]:
         """Yield the numbers of the steps from 1, or after a resume from the newest checkpoint, to `total`.
 
-        After a step it writes what was logged, every `log_every` steps; saves the tracked objects, every
-        `save_every` steps and after the last; and ends the process with exit code 75 after a save if the run
-        was asked to stop: every rank after the same step, at most two after the signal.
+        After a step it writes what was logged, every `log_every` steps, which waits for the device; saves the
+        tracked objects, every `save_every` steps and after the last; and ends the process with exit code 75
+        after a save if the run was asked to stop: every rank after the same step, at most two after the
+        signal. A loop that is left with ``break`` is not saved: call `save` first.
 
         Before each step, torch's generators are seeded by `seed`, step and rank, so that dropout is the same
         after a resume; None leaves them alone. Raises TrainkitError if a checkpoint does not fit the tracked
@@ -218,19 +231,31 @@ class Attached:
             self._progress.end_step()
             if step == first and self.is_main:
                 record_event(self._attempt.run, self.attempt, "first_step", step=step)
-            if self._values and (step % log_every == 0 or step in (1, total)):
+            if step % log_every == 0 or step in (1, total):
                 self._write(step, time.monotonic() - began_s)
-            if self._flags.any_of_last_step(bool(self._stop)) and step < total:
+            if self._control.any_of_last_step(bool(self._stop)) and step < total:
                 self._end(step, "stop")
                 name = self._stop.signal_name or "by another rank"
                 if self.is_main:
                     log.info(f"stopped after step {step} of {total}: asked to stop ({name})")
-                self._leave()
                 raise SystemExit(EXIT_STOPPED)
             if save_every is not None and step % save_every == 0 and step < total:
                 self._save(step, "every_steps", blocking=False)
         self._end(step, "final")
-        self._leave()
+
+    def save(self, step: int) -> None:
+        """Save the tracked objects as the state after `step`, and wait for it; on every rank.
+
+        Raises CheckpointError if that fails.
+        """
+        self._save(step, "asked", blocking=True)
+        self._saver.require_saved(step)
+
+    @contextmanager
+    def without_hang_detection(self) -> Iterator[None]:
+        """Let a part of a step, such as a validation, take longer than steps usually do; on every rank."""
+        with self._progress.within("unwatched"):
+            yield
 
     def log(self, **values: Any) -> None:
         """Set values of the current step, of which the means over the ranks are logged.
@@ -253,10 +278,14 @@ class Attached:
         return found
 
     def _write(self, step: int, step_s: float) -> None:
+        """Write the means of the logged values; a collective, also for a rank that has logged nothing."""
         names = sorted(self._values)
+        hint = "log the same names on every rank, not on rank 0 alone"
+        self._control.require_equal(", ".join(names), "run.log()", hint)
+        if not names:
+            return
         numbers = [torch.as_tensor(self._values[name], device=self.device).detach() for name in names]
-        sums = torch.stack([number.double().view(()) for number in numbers])
-        dist.all_reduce(sums)
+        sums = self._control.sum(torch.stack([number.double().view(()) for number in numbers]).cpu())
         if not self.is_main:
             return
         means = dict(zip(names, (sums / self.world_size).tolist(), strict=True))
@@ -293,11 +322,14 @@ class Attached:
             if self._saver.last_step != step:
                 self._save(step, reason, blocking=True)
             self._saver.require_saved(step)
+        self._progress.enter("unwatched")  # what the program does next takes as long as it takes
 
-    def _leave(self) -> None:
+    def _close(self) -> None:
+        """Release what this process holds; when Python exits."""
         self._saver.close()
         self._stacks.close()
-        dist.destroy_process_group()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
         # A group that is still referenced when Python exits can end it with SIGABRT.
         gc.collect()
 
@@ -307,10 +339,20 @@ class Attached:
         if chosen is None:
             return 0
         checkpoint, manifest = chosen
-        tensors, _ = self._state()
+        saved = SafeReader(checkpoint.path).read_metadata().state_dict_metadata
+        values: dict[str, Any] = manifest["state"]
+        tensors: dict[str, Tensor] = {}
+        for name, item in self._tracked.items():
+            if name not in values:
+                raise TrainkitError(
+                    f"{name} is tracked, but not in {checkpoint.path.name}",
+                    hint="track what the run tracked before, or start a new run",
+                    exit_code=EXIT_NO_RESTART,
+                )
+            tensors |= self._wanted(name, item, saved)
         load_tensors(checkpoint, tensors, self._world)
         for name, item in self._tracked.items():
-            self._load(name, item, tensors, manifest["state"])
+            self._load(item, name, _decoded(values[name], tensors))
         step: int = manifest["progress"]["step"]
         self._saver.last_step = step
         if self.is_main:
@@ -318,16 +360,26 @@ class Attached:
             record_event(self._attempt.run, self.attempt, "resumed", step=step)
         return step
 
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors and the other values of all tracked objects, by their paths."""
+    def _wanted(self, name: str, item: Any, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of an object to load, in place if they exist."""
+        if not isinstance(item, nn.Module | Optimizer):
+            # Its state may have grown since it was created.
+            found = {path: saved[path] for path in saved if path.startswith(f"{name}.")}
+            return {path: torch.empty(at.size, dtype=at.properties.dtype) for path, at in found.items()}
         tensors: dict[str, Tensor] = {}
-        values: dict[str, Any] = {}
+        _encoded(name, self._state_of(name, item), tensors)
+        if isinstance(item, Optimizer):
+            for path in [path for path in tensors if path not in saved]:
+                # Of a parameter that never had a gradient: there is no state, which torch creates to load it.
+                tensors.pop(path).zero_()
+        return tensors
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors of all tracked objects by their paths, and the rest of their states by name."""
+        tensors: dict[str, Tensor] = {}
+        values = {}
         for name, item in self._tracked.items():
-            for path, value in _leaves(name, self._state_of(name, item)):
-                if isinstance(value, Tensor):
-                    tensors[path] = value.detach()
-                else:
-                    values[path] = _as_json(path, value)
+            values[name] = _encoded(name, self._state_of(name, item), tensors)
         return tensors, values
 
     def _check_tracked(self) -> None:
@@ -335,10 +387,8 @@ class Attached:
         for name, item in self._tracked.items():
             if isinstance(item, Optimizer):
                 self._model_of(name, item)
-                continue
-            for path, value in _leaves(name, self._state_of(name, item)):
-                if not isinstance(value, Tensor):
-                    _as_json(path, value)
+            else:
+                _encoded(name, self._state_of(name, item), {})
 
     def _state_of(self, name: str, item: Any) -> Mapping[str, Any]:
         if isinstance(item, nn.Module):
@@ -348,11 +398,12 @@ class Attached:
         state: Mapping[str, Any] = item.state_dict()
         return state
 
-    def _load(self, name: str, item: Any, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        state = _replaced(name, self._state_of(name, item), {**values, **tensors})
+    def _load(self, item: Any, name: str, state: Any) -> None:
         if isinstance(item, nn.Module):
             set_model_state_dict(item, state)
         elif isinstance(item, Optimizer):
+            # With the zeros of what the checkpoint does not have.
+            state = {**self._state_of(name, item), **state}
             set_optimizer_state_dict(self._model_of(name, item), item, state, options=FLAT)
         else:
             item.load_state_dict(state)
@@ -382,16 +433,15 @@ class Attached:
         sys.excepthook = record
 
 
-class _AgreedFlags:
-    """Whether any rank had a flag at the last step: agreed on in the background, so that no step waits."""
+class _Control:
+    """Small collectives between the ranks, on a group of their own: saves use that of the checkpoints."""
 
     def __init__(self) -> None:
-        # Not the group of the checkpoints, which saves use in threads.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._pending: tuple[Tensor, dist.Work] | None = None
 
     def any_of_last_step(self, flag: bool) -> bool:
-        """Whether a rank had its flag in the call before this one; a collective."""
+        """Whether a rank had its flag in the call before this one; in the background: no step waits."""
         before, value = self._pending, torch.tensor(float(flag))
         work = dist.all_reduce(value, group=self._group, async_op=True)
         assert work is not None
@@ -401,30 +451,51 @@ class _AgreedFlags:
         before[1].wait()
         return bool(before[0])
 
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        dist.all_reduce(values, group=self._group)
+        return values
 
-def _as_json(path: str, value: Any) -> Any:
-    """The value as it is read from a checkpoint; raises TrainkitError if JSON cannot represent it."""
-    try:
-        return json.loads(json.dumps(value))
-    except TypeError as error:
-        raise TrainkitError(
-            f"{path} cannot be saved: {error}",
-            hint="let every tracked state_dict consist of tensors, numbers, strings and lists",
-            exit_code=EXIT_NO_RESTART,
-        ) from None
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The path and value of everything in nested mappings."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(f"{path}.{key}", item)
-    else:
-        yield path, value
+    def require_equal(self, text: str, what: str, hint: str) -> None:
+        """Raise TrainkitError on all ranks unless they have the same text."""
+        key = stable_key(text)
+        extremes = torch.tensor([key, -key])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group)
+        if int(extremes[0]) != -int(extremes[1]):
+            message = f"the ranks differ in {what}: this one has {text or 'nothing'}"
+            raise TrainkitError(message, hint, exit_code=EXIT_NO_RESTART)
 
 
-def _replaced(path: str, value: Any, leaves: Mapping[str, Any]) -> Any:
-    """Nested mappings with the leaves of a checkpoint instead of their own."""
-    if isinstance(value, Mapping) and value:
-        return {key: _replaced(f"{path}.{key}", item, leaves) for key, item in value.items()}
-    return leaves.get(path, value)
+def _encoded(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """A state as JSON, in which a tensor is its path; the tensors are added to `tensors`.
+
+    Raises TrainkitError for what JSON cannot represent.
+    """
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {"tensor": path}
+    if isinstance(value, Mapping):
+        return {"items": [[key, _encoded(f"{path}.{key}", item, tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        items = [_encoded(f"{path}.{index}", item, tensors) for index, item in enumerate(value)]
+        return {type(value).__name__ if type(value) in (list, tuple) else "list": items}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TrainkitError(
+        f"{path} cannot be saved: it is a {type(value).__name__}",
+        hint="let every tracked state_dict consist of tensors, numbers, strings, lists and dictionaries",
+        exit_code=EXIT_NO_RESTART,
+    )
+
+
+def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The state that `_encoded` wrote."""
+    if not isinstance(value, dict):
+        return value
+    [(kind, content)] = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "items":
+        return {key: _decoded(item, tensors) for key, item in content}
+    items = [_decoded(item, tensors) for item in content]
+    return tuple(items) if kind == "tuple" else items

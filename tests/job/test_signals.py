@@ -73,3 +73,29 @@ def test_second_ctrl_c_ends_at_once():
         worker.send_signal(signal.SIGINT)
         worker.communicate(timeout=5)
     assert worker.returncode == 130
+
+
+FORKS = """
+import multiprocessing, os, signal, time
+from trainkit.job.signals import StopRequest
+stop = StopRequest()
+stop.install()
+context = multiprocessing.get_context("fork")
+with context.Pool(2) as pool:
+    assert pool.map(abs, [-1, -2]) == [1, 2]
+pool.join()
+child = context.Process(target=time.sleep, args=(100,))
+child.start()
+os.kill(child.pid, signal.SIGUSR2)
+child.terminate()
+child.join(60)
+print(child.exitcode, bool(stop), flush=True)
+"""
+
+
+def test_a_process_that_a_worker_forks_has_signals_of_its_own():
+    """Ending it, as a pool does, does not ask the worker to stop; a notice does not end it."""
+    argv = [sys.executable, "-c", FORKS]
+    folder = Path(trainkit.__file__).parents[1]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=150)
+    assert done.stdout == f"{-signal.SIGTERM} False\n", done.stderr

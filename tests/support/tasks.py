@@ -36,13 +36,19 @@ class Points(Dataset[Any]):
 
 
 class Block(nn.Module):
+    average: Tensor | None
+
     def __init__(self, width: int, dropout: float, batch_norm: bool) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(width) if batch_norm else nn.LayerNorm(width)
+        self.register_buffer("average", torch.zeros(width, 2).T if batch_norm else None)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        if self.average is not None:
+            # Replaced, not changed in place; and not contiguous.
+            self.average = 0.9 * self.average + 0.1 * x.detach().float().mean(0)
         return x + scale * self.dropout(self.mlp(self.norm(x)))
 
 

@@ -14,7 +14,7 @@ from trainkit.manifest import published
 from trainkit.rundir import RunDir, read_metrics
 
 SCRIPT = """
-import os, sys
+import os, sys, time
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +29,13 @@ model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2 if kind == "ddp" else 0.0
 model = fully_shard(model) or model if kind == "fsdp" else DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+if kind == "grows":
+    class Grows:
+        seen = {}
+        def state_dict(self): return {"seen": dict(self.seen), "at": [torch.ones(1) * len(self.seen)]}
+        def load_state_dict(self, state): self.seen, self.at = state["seen"], state["at"]
+    grows = Grows()
+    model.unused = nn.Parameter(torch.zeros(3))
 tracked = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 if kind == "no-model":
     del tracked["model"]
@@ -36,17 +43,30 @@ if kind == "unserializable":
     class Odd:
         def state_dict(self): return {"when": object()}
     tracked["odd"] = Odd()
+if kind == "grows":
+    tracked["grows"] = grows
 run.track(**tracked)
-for step in run.steps(total, save_every=4):
+for step in run.steps(total, save_every=4, log_every=1):
     at = run.sample_indices(step, len(inputs), batch_size=16 // run.world_size)
     loss = (model(inputs[at]) - inputs[at].sum(1, keepdim=True)).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     scheduler.step()
-    run.log(loss=loss, lr=scheduler.get_last_lr()[0])
+    if kind == "grows":
+        grows.seen[step] = float(loss)
+    if kind != "main-logs" or run.is_main:
+        run.log(loss=loss, lr=scheduler.get_last_lr()[0])
+    if kind == "raises" and step == 3:
+        {}["column"]
     if step == dies_after:
+        time.sleep(1)  # for the last save, which is written in the background
         os.kill(os.getpid(), 15 if kind == "asked" else 9)
+if kind == "grows":
+    print("seen", sorted(grows.seen), flush=True)
+import torch.distributed as dist
+dist.barrier()  # the group is the program's until it exits
+dist.destroy_process_group()
 """
 
 
@@ -111,8 +131,33 @@ def test_the_example_of_the_docs(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert said in done.stdout
     losses = [record["loss"] for record in read_metrics(RunDir(tmp_path / "runs" / "attached"))]
-    assert len(losses) == 200
+    assert len(losses) == 21
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_states_that_grow_and_parameters_without_gradient(tmp_path: Path) -> None:
+    """A mapping with integers as keys is what it was; an unused parameter has no optimizer state."""
+    assert start(tmp_path, 1, 6, 5, "grows") == [-9]
+    assert start(tmp_path, 1, 6, 0, "grows") == [0]
+    log = (tmp_path / "log-0").read_text()
+    assert "resumed from step-00000004" in log
+    assert "seen [1, 2, 3, 4, 5, 6]" in log
+
+
+def test_an_exception_is_shown_and_recorded_with_its_line(tmp_path: Path) -> None:
+    assert start(tmp_path, 1, 12, 0, "raises") == [1]
+    line = SCRIPT.partition('{}["column"]')[0].count("\n") + 1
+    record = json.loads((tmp_path / "run" / "attempts" / "001" / "errors" / "rank-0000.json").read_text())
+    assert (record["type"], record["step"]) == ("KeyError", 3)
+    for text in (record["traceback"], (tmp_path / "log-0").read_text()):
+        assert f'train.py", line {line}' in text
+
+
+def test_a_value_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
+    """Else its sum over the ranks would be mixed up with the next gradient."""
+    assert start(tmp_path, 2, 12, 0, "main-logs") == [1, 1]
+    assert "the ranks differ in run.log(): this one has loss, lr" in (tmp_path / "log-0").read_text()
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,14 @@ def command(
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     with submission_folder(source, new_code or fork is not None) as code_dir:
         target = None if place is None else hosts_target(place)
-        plan = plan_run(loaded, before.command, before.launcher, target=target, code_dir=code_dir)
+        plan = plan_run(
+            loaded,
+            before.command,
+            before.launcher,
+            target=target,
+            code_dir=code_dir,
+            resumes=bool(published(source.checkpoints_dir)),
+        )
         refuse_incompatible(source, loaded)
         if is_first:
             click.echo(describe_plan(plan, loaded.config.name), err=True)

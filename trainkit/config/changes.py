@@ -73,6 +73,9 @@ def with_values(loaded: LoadedConfig, values: Mapping[str, Any], origin: str) ->
             is_section = path[0] != FREE_MAPPING
             section = section.model_dump(mode="json", by_alias=True) if is_section else dict(section)
             content[path[0]] = section
+        for name in path[1:-1]:
+            section[name] = dict(section.get(name) or {})
+            section = section[name]
         section[path[-1]] = value
     try:
         config = RunConfig.model_validate(content)

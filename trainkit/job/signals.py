@@ -53,6 +53,8 @@ class StopRequest:
         # The agent starts workers with these signals blocked, so that a signal during interpreter startup is
         # not fatal; it is delivered here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
+        # A signal to a process that the program forks, such as by `Pool.terminate`, would arrive here.
+        os.register_at_fork(after_in_child=_restore_in_child)
 
     def request(self, reason: str) -> None:
         """Request a stop, as if a signal named `reason` had been received; only the first request counts."""
@@ -73,6 +75,14 @@ class StopRequest:
                 if interrupts > 1:
                     os._exit(EXIT_INTERRUPTED)
                 self.request(signal.Signals(number).name)
+
+
+def _restore_in_child() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Notices are for ranks, but Slurm may send them to all processes of a step.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -141,6 +141,8 @@ def check_config(
     command: Sequence[str] | None = None,
     launcher: str = "python",
     data: DataFacts | None = None,
+    *,
+    resumes: bool = False,
 ) -> LaunchPlan:
     """Make the plan of a config and check its layout, model, memory and data.
 
@@ -156,7 +158,8 @@ def check_config(
         if plan is None:
             raise ConfigError(problems)
         return plan
-    problems += _init_problems(loaded)
+    if not resumes:  # from its own checkpoint: others may be gone
+        problems += _init_problems(loaded)
     if loaded.config.has_user_task:
         problems += _task_problems(loaded)
         if plan is None or problems:

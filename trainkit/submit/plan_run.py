@@ -35,17 +35,19 @@ def plan_run(
     target: Target | None = None,
     data: DataFacts | None = None,
     code_dir: Path | None = None,
+    resumes: bool = False,
 ) -> LaunchPlan:
     """The launch plan of a config on this machine or the cluster.
 
     `target` and `data` skip the detection of the cluster and the data; `code_dir` is the working directory of
-    the command, by default the current one. Raises ConfigError with all problems.
+    the command, by default the current one; `resumes`, whether the run has a checkpoint of its own. Raises
+    ConfigError with all problems.
     """
     check_name(loaded.config.name)
     launch, cwd = loaded.config.launch, Path.cwd()
     target = target or make_target(loaded)
     containers = () if target.cluster is None else target.cluster.containers
-    plan = _check(loaded, command, launcher, target, data)
+    plan = _check(loaded, command, launcher, target, data, resumes=resumes)
     problems = [] if command is not None else find_code_problems(loaded)
     if problems:
         raise ConfigError(problems)
@@ -85,6 +87,8 @@ def _check(
     launcher: str,
     target: Target,
     data: DataFacts | None,
+    *,
+    resumes: bool = False,
 ) -> LaunchPlan:
     """The plan of a config; raises ConfigError with all problems, those of its launch section included."""
     if target.backend in ("sbatch", "submitit"):
@@ -96,7 +100,7 @@ def _check(
         found = find_local_problems(loaded.config.launch, Path.cwd(), is_command=command is not None)
     problems = [loaded.problem(*item) for item in found]
     try:
-        plan = check_config(loaded, detect_machine(), target, command, launcher, data)
+        plan = check_config(loaded, detect_machine(), target, command, launcher, data, resumes=resumes)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
     torch_problem = find_torch_problem(plan, loaded.config.launch, Path.cwd())

@@ -76,6 +76,8 @@ def record_failure(
 ) -> int:
     """Write the error record of this rank and log the error; returns the exit code."""
     code = exit_code_of(error, current)
+    # Not of the exception that is being handled: in `sys.excepthook` there is none.
+    trace = "".join(traceback.format_exception(error))
     record = {
         **rank_info,
         "time": utc_now(),
@@ -84,11 +86,11 @@ def record_failure(
         "type": type(error).__name__,
         "message": str(error),
         "hint": getattr(error, "hint", ""),
-        "traceback": traceback.format_exc(),
+        "traceback": trace,
         "exit_code": code,
         "final": code == EXIT_NO_RESTART,
     }
-    shown = error.render() if isinstance(error, TrainkitError) else traceback.format_exc()
+    shown = error.render() if isinstance(error, TrainkitError) else trace
     try:
         write_json(attempt.rank_error(rank_info["rank"]), record)
     except OSError as unwritable:

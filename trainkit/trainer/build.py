@@ -6,8 +6,8 @@ then memory and initial values: no rank ever allocates more of the model than it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,7 +31,7 @@ from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import fill_normal_
 from trainkit.trainer.tasks import CausalLM
 from trainkit.trainer.torch_private import shard_offset
-from trainkit.trainer.user_task import UserTask, assemble_task, build_module, persistent_buffers
+from trainkit.trainer.user_task import StateBuffers, UserTask, assemble_task, build_module
 
 if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights
@@ -92,8 +92,8 @@ class BuiltModel:
     weights: Sequence[Weight]
     forward_backward: ForwardBackward[Any]
     tied_weights: TiedWeights | None
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    """Buffers to save, by name: those of a `Model` are functions of its shape."""
+    buffers: StateBuffers | None = None
+    """Buffers to save: those of a `Model` are functions of its shape."""
 
 
 def build(
@@ -103,7 +103,7 @@ def build(
     if isinstance(task, UserTask):
         module = build_module(task, config, plan, world)
         weights, forward_backward = assemble_task(task, config, world, progress, module)
-        return BuiltModel([module], weights, forward_backward, None, persistent_buffers(module.model))
+        return BuiltModel([module], weights, forward_backward, None, StateBuffers.of(module.model))
     model_parts = build_model_parts(task, config, plan, world)
     # Offloaded parameters stay on the host: FSDP copies them to the device per block, but not the buffers.
     param_device = torch.device("cpu") if config.parallel.offload else world.device

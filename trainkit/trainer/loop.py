@@ -34,10 +34,10 @@ from trainkit.trainer.step_sync import (
     StepReport,
     all_reduce_sum,
     any_rank,
-    copy_from_main,
     pack_report,
 )
 from trainkit.trainer.tasks import Batches
+from trainkit.trainer.user_task import StateBuffers
 
 if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights
@@ -74,8 +74,7 @@ class Trainer:
     """The fields of every checkpoint manifest of this attempt, besides the training state."""
     nominal_count: int
     """What the loss of a step is divided by, if all its tokens or samples are valid."""
-    buffers: Sequence[Tensor] = ()
-    """Buffers that a step may change, which have the values of rank 0 after it."""
+    buffers: StateBuffers | None = None
     _steps_done: int = 0
     """Steps of this attempt."""
     _is_best: bool = False
@@ -135,6 +134,9 @@ class Trainer:
         started = time.monotonic()
         batch = next(self.batches)
         data_wait_s = time.monotonic() - started
+        if self.buffers is not None:
+            # A forward pass may change them.
+            self._await_staging()
         totals, square_sum = self._compute_gradient(batch, data_wait_s)
         report = self._apply_gradient(totals, square_sum, lr)
         self._update_state(batch, report)
@@ -189,14 +191,19 @@ class Trainer:
         skip = (~torch.isfinite(grad_norm + totals[0])).float()
         if self.config.train.grad_clip is not None:
             divisor = divisor * (grad_norm / self.config.train.grad_clip).clamp(min=1.0)
-        if self.saver.is_staging:
-            with self.progress.within("save"):
-                self.saver.wait_until_staged()
+        self._await_staging()
         self.optimizer.step(lr, divisor, skip)
         self.optimizer.zero_grad()
         self.loss_scale.update(skip)
-        copy_from_main(self.buffers, self.world)
+        if self.buffers is not None:
+            self.buffers.settle(self.world)
         return readback.finish()
+
+    def _await_staging(self) -> None:
+        """Wait until the save in progress, if any, has copied the state."""
+        if self.saver.is_staging:
+            with self.progress.within("save"):
+                self.saver.wait_until_staged()
 
     def _update_state(self, batch: Any, report: StepReport) -> None:
         state = self.state

@@ -27,10 +27,12 @@ Phase = Literal[
     "evaluate",
     "save",
     "end",
+    "unwatched",
 ]
 """The phases of a rank, in order.
 
-A pipeline alternates forward and backward passes: `forward_backward` covers both. `record` writes metrics.
+A pipeline alternates forward and backward passes: `forward_backward` covers both. `record` writes metrics. A
+loop of the user's own is `unwatched` where it says so, and after its last step.
 """
 
 NUM_RECENT = 64

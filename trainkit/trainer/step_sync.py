@@ -60,7 +60,7 @@ def copy_from_main(tensors: Sequence[Tensor], world: World) -> None:
         return
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.view(-1) for tensor in same])
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
         dist.broadcast(flat, src=0)
         start = 0
         for tensor in same:

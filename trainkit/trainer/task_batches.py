@@ -6,10 +6,12 @@ the random number generators for every item: a resume on any number of processes
 
 from __future__ import annotations
 
+import copy
 import random
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from trainkit.config.schema import RunConfig
 from trainkit.data.order import sample_index
 from trainkit.plan.launch import Batch
 from trainkit.task import Samples
@@ -46,17 +49,27 @@ class TaskBatch:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A batch with its tensors on the device: mappings, lists, tuples, and objects with a method ``to``."""
+    """A batch on the device: tensors, also in mappings, lists, tuples, dataclasses, objects with ``to``."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
+    # Such as the BatchEncoding of a tokenizer, or a PackedSequence, whose batch sizes stay on the CPU.
+    if callable(getattr(value, "to", None)):
+        return value.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(to_device(item, device) for item in value)
-    if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
-    # Such as the BatchEncoding of a tokenizer.
-    return value.to(device) if callable(getattr(value, "to", None)) else value
+    if isinstance(value, MutableMapping):
+        moved = copy.copy(value)
+        for key, item in value.items():
+            moved[key] = to_device(item, device)
+        return moved
+    if is_dataclass(value) and not isinstance(value, type):
+        instance: Any = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(instance, field.name, to_device(getattr(value, field.name), device))
+        return instance
+    return value
 
 
 @dataclass(frozen=True)
@@ -77,8 +90,8 @@ class _Request:
     first: int
     stop: int
     """Not above `first` if there is no sample left for this rank."""
-    filler: int
-    """Position of the sample to read in that case."""
+    filler: range
+    """Positions of the samples to read in that case."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +116,7 @@ class Positions:
             stop = start + self.num_samples(start)
             for micro in range(self.batch.accumulation_steps):
                 first = start + (micro * self.dp_size + self.dp_rank) * size
-                yield _Request(first, min(first + size, stop), filler=start)
+                yield _Request(first, min(first + size, stop), filler=range(start, min(start + size, stop)))
             start += self.batch.global_batch_size
 
 
@@ -129,7 +142,7 @@ class _Reader(Dataset[Any]):
 
     def __getitem__(self, request: _Request) -> tuple[Any, int, float]:
         has_samples = request.first < request.stop
-        positions = range(request.first, request.stop) if has_samples else [request.filler]
+        positions = range(request.first, request.stop) if has_samples else request.filler
         index = sample_index(np.asarray(positions), self._num_samples, self._seed, self._shuffle)
         items = [self._item(at, i) for at, i in zip(positions, index.tolist(), strict=True)]
         seed_generators(stable_key(self._seed, self._split, "collate", request.first))
@@ -150,6 +163,31 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Block the signals in processes that are started: only this one decides when to stop."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def read_in_worker(dataset: Dataset[Any], indices: Sequence[int], config: RunConfig) -> Iterator[Any]:
+    """The items of a dataset, read in a process of its own if the config has data workers."""
+    forked: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+    with signals_blocked():
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=indices,
+            collate_fn=_unchanged,
+            **(forked if config.data.num_workers else {}),
+        )
+        items = iter(loader)
+    yield from items
 
 
 def _unchanged(batch: Any) -> Any:
@@ -204,12 +242,8 @@ class TaskBatches:
         return found
 
     def _begin(self) -> Iterator[Any]:
-        """Start the workers, which inherit the blocked signals: only this process decides when to stop."""
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-        try:
+        with signals_blocked():
             return iter(self._loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def close(self) -> None:
         """Let the workers end."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import Dataset
 
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import Batch, LaunchPlan
@@ -20,7 +22,7 @@ from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.checkpoint.loader import gather_from_all
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import OnLoss
-from trainkit.trainer.load_task import errors_of_user, load_task, refusal
+from trainkit.trainer.load_task import describe, errors_of_user, load_task, refusal
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.parallel.data_parallel import (
@@ -32,7 +34,14 @@ from trainkit.trainer.parallel.data_parallel import (
 from trainkit.trainer.precision import DTYPES, cast_weights
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
-from trainkit.trainer.task_batches import Positions, TaskBatch, TaskBatches, seed_generators
+from trainkit.trainer.step_sync import copy_from_main
+from trainkit.trainer.task_batches import (
+    Positions,
+    TaskBatch,
+    TaskBatches,
+    read_in_worker,
+    seed_generators,
+)
 
 SAMPLED_ELEMENTS = 1024
 """Elements of every parameter that the ranks compare."""
@@ -135,14 +144,40 @@ class _Data:
         self.num_samples = len(samples)
         if not self.num_samples:
             raise refusal(config.task, f"{method}() has no samples", "check the paths it reads from")
-        self.fingerprint: str = getattr(samples, "fingerprint", None) or self._fingerprint(config.seed)
+        self.fingerprint: str = getattr(samples, "fingerprint", None) or self._fingerprint(method, config)
 
-    def _fingerprint(self, seed: int) -> str:
+    def _fingerprint(self, method: str, config: RunConfig) -> str:
+        """A digest of the length and a few items.
+
+        Read in a process of its own, as all items are: a dataset may open a file with its first item, and
+        processes that inherit it would share its position.
+        """
+        indices = sorted({0, self.num_samples // 2, self.num_samples - 1})
         digest = hashlib.sha256(str(self.num_samples).encode())
-        for index in sorted({0, self.num_samples // 2, self.num_samples - 1}):
-            seed_generators(stable_key(seed, "fingerprint", index))
-            add_to_digest(digest, self.samples[index])
+        for found, problem in read_in_worker(_Digests(self.samples, config.seed), indices, config):
+            if problem:
+                raise refusal(
+                    config.task, f"{method}() has a sample that cannot be read: {problem}", READ_HINT
+                )
+            digest.update(found.encode())
         return digest.hexdigest()
+
+
+class _Digests(Dataset[Any]):
+    """The digest of an item, or why there is none."""
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self._samples, self._seed = samples, seed
+
+    def __getitem__(self, index: int) -> tuple[str, str]:
+        seed_generators(stable_key(self._seed, "fingerprint", index))
+        try:
+            return digest_of(self._samples[index]), ""
+        except Exception as error:  # whatever the user's code raises
+            return "", describe(error)
+
+
+READ_HINT = "read it in a Python shell to see the traceback"
 
 
 def add_to_digest(digest: Any, value: Any) -> None:
@@ -157,7 +192,11 @@ def add_to_digest(digest: Any, value: Any) -> None:
             else str(value).encode()
         )
     elif isinstance(value, np.ndarray):
-        digest.update(str((value.dtype, value.shape)).encode() + np.ascontiguousarray(value).tobytes())
+        digest.update(str((value.dtype, value.shape)).encode())
+        if value.dtype == object:
+            add_to_digest(digest, value.tolist())
+        else:
+            digest.update(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, str | bytes | int | float | bool | None):
         digest.update(repr(value).encode())
     elif isinstance(value, Mapping):
@@ -207,6 +246,8 @@ class TaskForwardBackward:
         self._progress = progress
         self._name = task.config.task
         self._names: dict[bool, tuple[str, ...]] = {}
+        # Not the group of the checkpoints, which a save may be using in its thread.
+        self._group = dist.new_group(backend="gloo") if world.distributed else None
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -236,6 +277,7 @@ class TaskForwardBackward:
         """The loss with its gradient, and all sums, float64 [2 + 2 x metrics]."""
         device = self._world.device
         micro = micro.to(device)
+        seed_generators(micro.seed)
         torch.manual_seed(micro.seed)
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
             total, count, metrics = self._module(micro.data)
@@ -262,7 +304,9 @@ class TaskForwardBackward:
             taken = sorted(set(names) & RECORD_KEYS)
             if taken:
                 raise refusal(self._name, f"a metric is called {taken[0]}", "every record has that key")
-            others = gather_from_all(names, self._world)
+            others = [names] * self._world.size
+            if self._group is not None:
+                dist.all_gather_object(others, names, group=self._group)
             self._names[mode] = names
             if any(other != names for other in others):
                 listed = sorted({", ".join(other) or "none" for other in others})
@@ -307,6 +351,9 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
         zero=parallel.zero,
         offload=parallel.offload,
     )
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # from PyTorch 2.13 on
+        # The ranks reduce the gradients of all parameters, also of those that a batch does not use.
+        cast(Any, module).set_reduce_scatter_unused_params(True)
     return module.to(world.device) if not parallel.offload else module
 
 
@@ -351,7 +398,31 @@ def assemble_task(
     return weights, forward_backward
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the state of a model, by name."""
-    state = model.state_dict()
-    return {name: buffer for name, buffer in model.named_buffers() if name in state}
+class StateBuffers:
+    """The persistent buffers of a model, which a forward pass may change or replace."""
+
+    def __init__(self, owners: dict[str, tuple[nn.Module, str]]) -> None:
+        self._owners = owners
+        self.tensors = {name: module.get_buffer(key) for name, (module, key) in owners.items()}
+        """What a checkpoint contains, by name."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> StateBuffers | None:
+        """Those of a model; None if it has none."""
+        state = model.state_dict()
+        owners = {}
+        for name, _ in model.named_buffers():
+            if name in state:
+                path, _, key = name.rpartition(".")
+                owners[name] = model.get_submodule(path), key
+        return cls(owners) if owners else None
+
+    @torch.no_grad()
+    def settle(self, world: World) -> None:
+        """Keep the new values of replaced buffers, and those of rank 0 on all ranks; after each step."""
+        for name, (module, key) in self._owners.items():
+            saved, now = self.tensors[name], module.get_buffer(key)
+            if now is not saved:
+                saved.copy_(now)
+                setattr(module, key, saved)
+        copy_from_main(list(self.tensors.values()), world)

@@ -36,7 +36,7 @@ EXIT_AFTER_S = 60.0
 SLOW_PHASE_LIMIT_S = 30 * 60.0
 """Minimum time limit of slow phases: saving, and the first run of any phase, which may compile."""
 SLOW_PHASES: tuple[Phase, ...] = ("save", "end")
-UNWATCHED_PHASES: tuple[Phase, ...] = ("start", "rendezvous")
+UNWATCHED_PHASES: tuple[Phase, ...] = ("start", "rendezvous", "unwatched")
 """Tokenising the data may take hours, and the startup barrier has its own timeout."""
 SUSPENDED_S = 10.0
 """A longer gap between two checks means that the process was suspended; that time does not count."""

@@ -145,7 +145,8 @@ def build_trainer(
     """Build the model, load the newest checkpoint and set up the training loop."""
     built = build(task, config, plan, world, progress)
     optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
-    tensors = StateTensors.of(built.weights, optimizer, built.buffers)
+    buffers = {} if built.buffers is None else built.buffers.tensors
+    tensors = StateTensors.of(built.weights, optimizer, buffers)
     saver = CheckpointSaver(attempt.run, attempt.number, world, tensors.tensors, config.checkpoint.keep_last)
     loss_scale = LossScale(config.precision, world.device)
     progress.enter("load")
@@ -199,7 +200,7 @@ def build_trainer(
         manifest_record=manifest_record(config, plan, task),
         # Only the loss of a user's task knows what it is divided by.
         nominal_count=plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step,
-        buffers=list(built.buffers.values()),
+        buffers=built.buffers,
     )
     return trainer, tensorboard
 

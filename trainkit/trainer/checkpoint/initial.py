@@ -72,8 +72,10 @@ def load_initial_weights(tensors: Mapping[str, Tensor], config: ModelConfig, wor
 def _find(path: Path) -> tuple[str, int] | None:
     """The checkpoint that a path names: itself, or of a run folder the best one, else the newest."""
     if (path / MANIFEST_NAME).is_file():
-        target = path.resolve()
-        return str(target), int(target.name.rpartition("-")[2])
+        try:
+            return str(path.resolve()), int(Checkpoint(path, 0).manifest()["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
     folder = RunDir(path).checkpoints_dir
     if (folder / BEST_LINK / MANIFEST_NAME).is_file():
         return _find(folder / BEST_LINK)
