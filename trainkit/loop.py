@@ -51,6 +51,7 @@ from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan, Layout
 from trainkit.rundir import AttemptDir, RunDir, append_jsonl, read_json, utc_now
 from trainkit.trainer.__main__ import record_failure
+from trainkit.trainer.checkpoint.encoding import decode, encode
 from trainkit.trainer.checkpoint.loader import choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.checkpoint.storage import SafeReader
@@ -352,7 +353,7 @@ class Attached:
             tensors |= self._wanted(name, item, saved)
         load_tensors(checkpoint, tensors, self._world)
         for name, item in self._tracked.items():
-            self._load(item, name, _decoded(values[name], tensors))
+            self._load(item, name, decode(values[name], tensors))
         step: int = manifest["progress"]["step"]
         self._saver.last_step = step
         if self.is_main:
@@ -367,7 +368,7 @@ class Attached:
             found = {path: saved[path] for path in saved if path.startswith(f"{name}.")}
             return {path: torch.empty(at.size, dtype=at.properties.dtype) for path, at in found.items()}
         tensors: dict[str, Tensor] = {}
-        _encoded(name, self._state_of(name, item), tensors)
+        encode(name, self._state_of(name, item), tensors)
         if isinstance(item, Optimizer):
             for path in [path for path in tensors if path not in saved]:
                 # Of a parameter that never had a gradient: there is no state, which torch creates to load it.
@@ -379,7 +380,7 @@ class Attached:
         tensors: dict[str, Tensor] = {}
         values = {}
         for name, item in self._tracked.items():
-            values[name] = _encoded(name, self._state_of(name, item), tensors)
+            values[name] = encode(name, self._state_of(name, item), tensors)
         return tensors, values
 
     def _check_tracked(self) -> None:
@@ -388,7 +389,7 @@ class Attached:
             if isinstance(item, Optimizer):
                 self._model_of(name, item)
             else:
-                _encoded(name, self._state_of(name, item), {})
+                encode(name, self._state_of(name, item), {})
 
     def _state_of(self, name: str, item: Any) -> Mapping[str, Any]:
         if isinstance(item, nn.Module):
@@ -464,38 +465,3 @@ class _Control:
         if int(extremes[0]) != -int(extremes[1]):
             message = f"the ranks differ in {what}: this one has {text or 'nothing'}"
             raise TrainkitError(message, hint, exit_code=EXIT_NO_RESTART)
-
-
-def _encoded(path: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """A state as JSON, in which a tensor is its path; the tensors are added to `tensors`.
-
-    Raises TrainkitError for what JSON cannot represent.
-    """
-    if isinstance(value, Tensor):
-        tensors[path] = value.detach()
-        return {"tensor": path}
-    if isinstance(value, Mapping):
-        return {"items": [[key, _encoded(f"{path}.{key}", item, tensors)] for key, item in value.items()]}
-    if isinstance(value, list | tuple):
-        items = [_encoded(f"{path}.{index}", item, tensors) for index, item in enumerate(value)]
-        return {type(value).__name__ if type(value) in (list, tuple) else "list": items}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TrainkitError(
-        f"{path} cannot be saved: it is a {type(value).__name__}",
-        hint="let every tracked state_dict consist of tensors, numbers, strings, lists and dictionaries",
-        exit_code=EXIT_NO_RESTART,
-    )
-
-
-def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that `_encoded` wrote."""
-    if not isinstance(value, dict):
-        return value
-    [(kind, content)] = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "items":
-        return {key: _decoded(item, tensors) for key, item in content}
-    items = [_decoded(item, tensors) for item in content]
-    return tuple(items) if kind == "tuple" else items

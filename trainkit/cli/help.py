@@ -8,7 +8,7 @@ SECTIONS = {
     "What": (
         *("--set", "--profile", "--name", "--sweep", "--array", "--step", "--steps", "--seed", "--only"),
         *("--layout", "--collect", "--rank", "--node", "--attempt", "--all", "--list", "--keep-last"),
-        *("--tokenizer", "--text-key", "--val-fraction", "--simulate-world"),
+        *("--tokenizer", "--text-key", "--val-fraction", "--task", "--simulate-world"),
     ),
     "Where": (
         *("--nodes", "--gpus-per-node", "--gpus", "--gpu-type", "--backend", "--per", "--cluster"),
@@ -17,7 +17,7 @@ SECTIONS = {
     ),
     "How": (
         *("--launcher", "--no-snapshot", "--new-code", "--after", "--workers", "--warmup", "--at-once"),
-        *("--now", "--wait", "--estimate", "--test-only", "--dry-run"),
+        *("--now", "--wait", "--estimate", "--task-smoke", "--test-only", "--dry-run"),
     ),
     "Output": ("--follow", "--lines", "--limit", "--show-origin", "--out", "--json", "--help"),
 }
