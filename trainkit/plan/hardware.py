@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.model import NodeKind
-from trainkit.cluster.resource_request import matching_nodes
 from trainkit.cluster.target import Target
 from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
 from trainkit.plan.gpus import Gpu, find_gpu, known_gpus
+
+if TYPE_CHECKING:
+    from trainkit.cluster.model import NodeKind
 
 EXAMPLE = "h100"
 """The GPU type that messages give as an example."""
@@ -71,11 +73,15 @@ def find_hardware(
 
 def _nodes(config: RunConfig, target: Target) -> tuple[NodeKind, ...]:
     """Return the kinds of GPU nodes that a job may get."""
+    if target.cluster is None:
+        return ()
+    # Imported only for Slurm: a dry run on this machine needs no model of a cluster.
+    from trainkit.cluster.resource_request import matching_nodes
+
     resources = config.resources
-    partitions = () if target.cluster is None else target.cluster.requested_partitions(resources.partition)
     return tuple(
         node
-        for partition in partitions
+        for partition in target.cluster.requested_partitions(resources.partition)
         for node in matching_nodes(partition, resources.constraint, resources.gpu_type)
         if node.num_gpus()
     )
