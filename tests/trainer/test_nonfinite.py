@@ -38,7 +38,7 @@ def trainer(precision: PrecisionConfig, max_nonfinite_steps: int = 3) -> Trainer
         "world": ALONE,
         "progress": Progress(),
         "state": TrainingState(),
-        "metrics": SimpleNamespace(count=lambda report: None),
+        "metrics": SimpleNamespace(count=lambda report, num_samples: None),
         "saver": SimpleNamespace(finish=lambda: None),
         "loss_scale": LossScale(precision, ALONE.device),
         "config": SimpleNamespace(

@@ -54,7 +54,9 @@ class StopRequest:
         # not fatal; it is delivered here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICE_SIGNALS)
         # A signal to a process that the program forks, such as by `Pool.terminate`, would arrive here.
-        os.register_at_fork(after_in_child=_restore_in_child)
+        os.register_at_fork(
+            before=_block_at_fork, after_in_parent=_unblock_after_fork, after_in_child=_restore_in_child
+        )
 
     def request(self, reason: str) -> None:
         """Request a stop, as if a signal named `reason` had been received; only the first request counts."""
@@ -77,12 +79,26 @@ class StopRequest:
                 self.request(signal.Signals(number).name)
 
 
+_at_fork = threading.local()
+
+
+def _block_at_fork() -> None:
+    """Block signals until the child has handlers of its own: a signal to it would arrive in this process."""
+    _at_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*NOTICE_SIGNALS, STACKS_SIGNAL))
+
+
+def _unblock_after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _at_fork.mask)
+
+
 def _restore_in_child() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Notices are for ranks, but Slurm may send them to all processes of a step.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
+    _unblock_after_fork()
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -14,7 +14,7 @@ MAX_LOSS_SCALE = 2.0**100
 
 
 def cast_weights(
-    model: nn.Module, dtype: torch.dtype, keep: type[nn.Module] | tuple[()] = ()
+    model: nn.Module, dtype: torch.dtype, keep: tuple[type[nn.Module], ...] = ()
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Replace a model's float32 parameters by casts to `dtype`; returns cast -> float32 master.
 

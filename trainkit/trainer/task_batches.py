@@ -55,10 +55,10 @@ def to_device(value: Any, device: torch.device) -> Any:
     # Such as the BatchEncoding of a tokenizer, or a PackedSequence, whose batch sizes stay on the CPU.
     if callable(getattr(value, "to", None)):
         return value.to(device)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(to_device(item, device) for item in value)
+        items = [to_device(item, device) for item in value]
+        is_named = isinstance(value, tuple) and type(value) is not tuple
+        return type(value)(*items) if is_named else type(value)(items)
     if isinstance(value, MutableMapping):
         moved = copy.copy(value)
         for key, item in value.items():

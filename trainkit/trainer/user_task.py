@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset
 
 from trainkit.config.schema import RunConfig
@@ -43,6 +42,8 @@ from trainkit.trainer.task_batches import (
     seed_generators,
 )
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules whose weights have the type of their statistics, float32."""
 SAMPLED_ELEMENTS = 1024
 """Elements of every parameter that the ranks compare."""
 
@@ -347,7 +348,7 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
         plan.layout,
         dtype,
         layers=layers,
-        float32=[item for item in model.modules() if isinstance(item, _BatchNorm)],
+        float32=[item for item in model.modules() if isinstance(item, BATCH_NORMS)],
         zero=parallel.zero,
         offload=parallel.offload,
     )
@@ -386,7 +387,7 @@ def assemble_task(
     model, dtype = module.model, DTYPES[config.precision.dtype]
     module.train()
     is_cast = dtype != torch.float32 and not isinstance(module, FSDPModule)
-    masters = cast_weights(model, dtype, keep=_BatchNorm) if is_cast else {}
+    masters = cast_weights(model, dtype, keep=BATCH_NORMS) if is_cast else {}
     weights = []
     for name, param in model.named_parameters():
         master, cast_param = (masters[param], param) if param in masters else (param, None)
