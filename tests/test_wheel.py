@@ -107,6 +107,7 @@ def test_wheel_contains_all_modules_configs_and_templates(wheel: Path) -> None:
         licences = [name for name in packed.namelist() if name.endswith("/LICENSE")]
     modules = {path.relative_to(ROOT) for path in (ROOT / "trainkit").rglob("*.py")}
     shipped = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "templates").rglob("*.j2")]
+    shipped += [path for path in (ROOT / "templates" / "task").iterdir() if path.is_file()]
     expected = {str(path) for path in modules}
     expected |= {f"trainkit/_shipped/{path.relative_to(ROOT)}" for path in shipped}
     assert packed_files == expected | {"trainkit/py.typed"}
@@ -117,6 +118,13 @@ def test_every_module_can_be_imported(installed: Path, outside: Path) -> None:
     origin, count = command(installed / "python", "-c", IMPORT_ALL, cwd=outside).split()
     assert Path(origin).is_relative_to(installed.parent)
     assert int(count) > 100
+
+
+def test_a_task_to_start_from(installed: Path, outside: Path) -> None:
+    written = command(installed / "trainkit", "init", "--task", "ring", cwd=outside).split()
+    assert written == ["ring.py", "ring.yaml", "test_ring.py"]
+    assert "class Ring(Task)" in (outside / "ring.py").read_text()
+    assert "task: ring.py:Ring" in (outside / "ring.yaml").read_text()
 
 
 def test_help(installed: Path, outside: Path) -> None:
