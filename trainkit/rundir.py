@@ -295,12 +295,8 @@ def copied_file(run: RunDir, name: str) -> Path:
 
     A relative `name` refers to the current folder, which must be the one that the run was submitted from.
     """
-    original = Path(name).absolute()
-    try:
-        code = read_json(run.job_file).get("code")
-    except FileNotFoundError:
-        code = None
-    if not code:
+    original, code = Path(name).absolute(), _snapshot(run)
+    if code is None:
         return original
     copied = Path(os.path.normpath(Path(code["workdir"]) / os.path.relpath(original)))
     return copied if copied.is_relative_to(code["code"]) and copied.is_file() else original
@@ -311,11 +307,16 @@ def copied_folder(run: RunDir) -> Path:
 
     As for `copied_file`, that must be the folder that the run was submitted from.
     """
+    code = _snapshot(run)
+    return Path.cwd() if code is None else Path(code["workdir"])
+
+
+def _snapshot(run: RunDir) -> dict[str, Any] | None:
+    """Where the code snapshot of a run is; None if it has none."""
     try:
-        code = read_json(run.job_file).get("code")
+        return read_json(run.job_file).get("code") or None
     except FileNotFoundError:
-        code = None
-    return Path(code["workdir"]) if code else Path.cwd()
+        return None
 
 
 def will_resume(end: Mapping[str, Any]) -> bool:

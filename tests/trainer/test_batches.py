@@ -228,7 +228,7 @@ class NumberedTask:
     """A task of which only the validation data exists."""
 
     val_data = NumberedSamples()
-    val_batches = CausalLM.val_batches
+    val_batches, _batches = CausalLM.val_batches, CausalLM._batches
     _config = RunConfig()
 
 

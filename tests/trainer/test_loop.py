@@ -115,7 +115,7 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_docs(tmp_path: Path) -> None:
-    """On one process, started by hand; it goes on where it was, which is its end."""
+    """On one process, started by hand; the second start resumes after the last step and ends."""
     page = (Path(__file__).parents[2] / "docs" / "own-script.md").read_text()
     code = page.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "train.py").write_text(code)

@@ -52,11 +52,11 @@ AT_SUBMIT = {
         "No module named 'not_installed'",
         "",
     ),
-    "name": ("super().__init__(config)", "self.depth = DEPTH", "name 'DEPTH' is not defined", ""),
     "no loss": ("def loss(", "def losses(", "Mine does not define loss", "mine.py:6"),
     "arguments": ("width=4", "depth=4", "got an unexpected keyword argument 'width'", "Mine takes depth"),
 }
 IN_A_SMOKE_TEST = {
+    "name": ("super().__init__(config)", "self.depth = DEPTH", "name 'DEPTH' is not defined", ""),
     "no model": (MODEL, "        nn.Linear(3, 1)", "build_model() returned a NoneType", ""),
     "bf16 model": (MODEL, MODEL + ".bfloat16()", "0.weight of its model is torch.bfloat16", "in float32"),
     "frozen model": (MODEL, MODEL + ".requires_grad_(False)", "no parameter of its model requires", ""),

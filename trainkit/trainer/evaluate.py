@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardBackward
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.step_sync import ReportReadback, StepReport, all_reduce_sum, pack_report
-from trainkit.trainer.tasks import Task
+from trainkit.trainer.tasks import AnyTask
 
 
 class Evaluator:
     """Computes the validation loss of a model."""
 
-    def __init__(self, task: Task, config: RunConfig, plan: LaunchPlan, world: World) -> None:
+    def __init__(self, task: AnyTask, config: RunConfig, plan: LaunchPlan, world: World) -> None:
         self._world = world
         assert task.val_data is not None
         layout = plan.layout
@@ -50,7 +50,7 @@ class Evaluator:
         for model in model_parts:
             model.eval()
         try:
-            batches = iter(self._batches)
+            batches: Iterator[Any] = iter(self._batches)
             for _ in range(self._num_batches):
                 progress.enter("evaluate")
                 batch = next(batches)

@@ -17,6 +17,8 @@ from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
 from trainkit.rundir import RunDir, copied_file, copied_folder
 from trainkit.task import Task
 
+TRACEBACK_HINT = "run it in a Python shell to see the traceback"
+
 
 class TaskError(TrainkitError):
     """A task that cannot be trained; a restart would not change that."""
@@ -29,10 +31,17 @@ class TaskError(TrainkitError):
 
 
 def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
-    """Create the task that ``task`` names: FILE.py:CLASS or MODULE:CLASS.
+    """Create the task of a config; raises TaskError if it cannot be imported or created."""
+    found = load_task_class(config, run)
+    with errors_of_user(config.task, f"{found.__name__}() failed"):
+        return found(config, **config.task_args)
 
-    A run imports it from its code snapshot, so later edits have no effect.
-    Raises TaskError if it cannot be imported or created.
+
+def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
+    """The class that ``task`` names: FILE.py:CLASS or MODULE:CLASS.
+
+    A run imports it from its code snapshot, so later edits have no effect. Raises TaskError if it cannot be
+    imported, is not a complete Task, or does not take ``task_args``.
     """
     module_name, _, class_name = config.task.rpartition(":")
     with errors_of_user(config.task, "cannot be imported"):
@@ -41,19 +50,15 @@ def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
     where = module.__file__ or module_name
     if not (isinstance(found, type) and issubclass(found, Task)):
         names = [name for name, item in vars(module).items() if _is_task_of(item, module)]
-        hint = (
-            f"did you mean {module_name}:{names[0]}?"
-            if names
-            else "a task is a subclass of trainkit.task.Task"
-        )
+        meant = f"did you mean {module_name}:{names[0]}?" if names else ""
+        hint = meant or "a task is a subclass of trainkit.task.Task"
         raise refusal(config.task, f"{where} has no class {class_name} that is a Task", hint)
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         place = f"{where}:{inspect.getsourcelines(found)[1]}"
         raise refusal(config.task, f"{class_name} does not define {', '.join(missing)}", f"see {place}")
     _check_arguments(config, found)
-    with errors_of_user(config.task, f"{class_name}() failed"):
-        return found(config, **config.task_args)
+    return found
 
 
 def _is_task_of(item: object, module: ModuleType) -> bool:
@@ -113,9 +118,7 @@ def errors_of_user(task: str, failed: str) -> Iterator[None]:
     except TrainkitError:
         raise
     except Exception as error:
-        raise refusal(
-            task, f"{failed}: {describe(error)}", "run it in a Python shell to see the traceback"
-        ) from error
+        raise refusal(task, f"{failed}: {describe(error)}", TRACEBACK_HINT) from error
 
 
 def describe(error: BaseException) -> str:

@@ -21,13 +21,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.order import sample_index
+from trainkit.job.signals import NOTICE_SIGNALS
 from trainkit.plan.launch import Batch
 from trainkit.task import Samples
 from trainkit.trainer.stateless_random import stable_key
 
 PREFETCH = 2
 """Microbatches that each worker reads ahead."""
-BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+BLOCKED = (*NOTICE_SIGNALS, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to stop, which Slurm may send to the data workers too."""
 
 

@@ -1,7 +1,7 @@
 """Tries a user's task on the CPU, with a few samples, before it costs time on a cluster.
 
 ``python -m trainkit.trainer.task_check [--smoke]`` reads a config as JSON from stdin and prints a line
-``problems: `` with a JSON list of ``[key, message, hint]``. Without ``--smoke`` it only creates the task.
+``problems: `` with a JSON list of ``[key, message, hint]``. Without ``--smoke`` it only imports its class.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import pickle
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem
 from trainkit.task import Loss, ParameterOptions, Task
 from trainkit.trainer.distributed import World
-from trainkit.trainer.load_task import TaskError, describe, load_task
+from trainkit.trainer.load_task import TRACEBACK_HINT, TaskError, describe, load_task_class
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
@@ -36,9 +37,9 @@ DEFINITE = (SyntaxError, ImportError, NameError, TypeError, AttributeError)
 
 
 def definite_problem(config: RunConfig) -> Problem | None:
-    """The problem of a task that certainly cannot be created; None without one."""
+    """The problem of a task whose class certainly cannot be used; None without one."""
     try:
-        load_task(config)
+        load_task_class(config)
     except TaskError as error:
         cause = error.__cause__
         return error.problem if cause is None or isinstance(cause, DEFINITE) else None
@@ -84,7 +85,7 @@ class Smoke:
             self._user,
         )
         for index, batches in enumerate(halves):
-            yield from self._losses(model, passes, batches, validates=index > 0)
+            yield from self._losses(model, batches, validates=index > 0)
         yield from self._gradients(model, passes, halves[0])
 
     def _batches(self, method: str, data: Any) -> tuple[list[Any], list[Problem]]:
@@ -138,9 +139,7 @@ class Smoke:
                 yield self._problem("parameter_options", message, "return a ParameterOptions")
                 return
 
-    def _losses(
-        self, model: nn.Module, passes: TaskForwardBackward, batches: list[Any], *, validates: bool
-    ) -> Iterator[Problem]:
+    def _losses(self, model: nn.Module, batches: list[Any], *, validates: bool) -> Iterator[Problem]:
         """The loss of two batches must be that of both as one, in evaluation mode, without dropout."""
         model.eval()
         found = []
@@ -209,8 +208,16 @@ class Smoke:
             yield self._problem("loss", message, hint)
         passes.check_names(loss.metrics)
 
-    def _errors(self, method: str, failed: str) -> Any:
-        return _Errors(self, method, failed)
+    @contextmanager
+    def _errors(self, method: str, failed: str) -> Iterator[None]:
+        """Raise TaskError, with file and line, for whatever a method of the task raises."""
+        try:
+            yield
+        except TaskError:
+            raise
+        except Exception as error:
+            message = f"{failed}: {describe(error)}"
+            raise TaskError(self._problem(method, message, TRACEBACK_HINT)) from error
 
     def _problem(self, method: str, message: str, hint: str, of: object = None) -> Problem:
         """A problem of a method, with the line where it, or the item of a dataset, is defined."""
@@ -219,24 +226,6 @@ class Smoke:
             function = getattr(type(of), "__getitem__", None)
         place = "" if function is getattr(Task, method, None) else line_of(function)
         return Problem("task", f"is {self._name}, but {method}(){place} {message}", hint=hint)
-
-
-class _Errors:
-    """Turns what a method of the task raises into a TaskError with its file and line."""
-
-    def __init__(self, smoke: Smoke, method: str, failed: str) -> None:
-        self._smoke, self._method, self._failed = smoke, method, failed
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TaskError):
-            message = f"{self._failed}: {describe(error)}"
-            problem = self._smoke._problem(
-                self._method, message, "run it in a Python shell to see the traceback"
-            )
-            raise TaskError(problem) from error
 
 
 def line_of(function: object) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
-from trainkit.data.shards import open_dataset
+from trainkit.data.shards import TokenShards, open_dataset
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.rundir import RunDir
@@ -21,57 +18,8 @@ from trainkit.trainer.distributed import World
 from trainkit.trainer.models import load_architecture
 from trainkit.trainer.models.model import Model, StageSpec
 from trainkit.trainer.models.supported_layouts import refuse_unsupported_layout
+from trainkit.trainer.task_batches import TaskBatches
 from trainkit.trainer.user_task import UserTask
-
-
-class Data(Protocol):
-    """The training or validation data of a task."""
-
-    @property
-    def num_samples(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with the samples."""
-        ...
-
-
-class Batches(Protocol):
-    """An iterator over the batches of consecutive steps."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __next__(self) -> Any: ...
-
-    def close(self) -> None: ...
-
-
-class Task(Protocol):
-    """The model, the data and the loss of a training run: `CausalLM` or `UserTask`."""
-
-    @property
-    def train_data(self) -> Data: ...
-
-    @property
-    def val_data(self) -> Data | None: ...
-
-    num_params: int
-    flops_per_token: float | None
-    flops_per_sample: float | None
-
-    def data_identity(self) -> dict[str, object]:
-        """The values that determine the sample at each position; they must not change on resume."""
-        ...
-
-    def describe_data(self) -> str: ...
-
-    def train_batches(self, plan: LaunchPlan, world: World, start: int, end: int | None) -> Batches:
-        """The training batches of this rank from position `start` on, up to `end` if it is not None."""
-        ...
-
-    def val_batches(self, batch: Batch, world: World, num_samples: int) -> Batches:
-        """The validation batches of this rank."""
-        ...
 
 
 class CausalLM:
@@ -122,34 +70,36 @@ class CausalLM:
         )
 
     def train_batches(self, plan: LaunchPlan, world: World, start: int, end: int | None) -> PrefetchedBatches:
+        """The training batches of this rank from position `start` on, up to `end` if it is not None."""
+        return self._batches(self.train_data, plan.batch, world, start, end, self._config.data.shuffle)
+
+    def val_batches(self, batch: Batch, world: World, num_samples: int) -> PrefetchedBatches:
+        """The validation batches of this rank; can be iterated over again and again."""
+        assert self.val_data is not None
+        return self._batches(self.val_data, batch, world, 0, num_samples, shuffle=False)
+
+    def _batches(
+        self, data: TokenShards, batch: Batch, world: World, start: int, end: int | None, shuffle: bool
+    ) -> PrefetchedBatches:
         source = BatchSource(
-            dataset=self.train_data,
-            batch=plan.batch,
+            dataset=data,
+            batch=batch,
             dp_rank=world.dp_rank,
-            dp_size=plan.layout.dp,
+            dp_size=world.layout.dp,
             seed=self._config.seed,
-            shuffle=self._config.data.shuffle,
+            shuffle=shuffle,
             end_position=end,
             pin_memory=world.device.type == "cuda",
         )
         return PrefetchedBatches(source, start, self._config.data.num_workers)
 
-    def val_batches(self, batch: Batch, world: World, num_samples: int) -> PrefetchedBatches:
-        assert self.val_data is not None
-        source = BatchSource(
-            dataset=self.val_data,
-            batch=batch,
-            dp_rank=world.dp_rank,
-            dp_size=world.layout.dp,
-            seed=self._config.seed,
-            shuffle=False,
-            end_position=num_samples,
-            pin_memory=world.device.type == "cuda",
-        )
-        return PrefetchedBatches(source, 0, self._config.data.num_workers)
+
+AnyTask = CausalLM | UserTask
+Batches = PrefetchedBatches | TaskBatches
+"""The batches of consecutive steps."""
 
 
-def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool = True) -> CausalLM | UserTask:
+def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool = True) -> AnyTask:
     """The task of a config; a run loads the user's own code from its code snapshot.
 
     With `checks_data` this rank looks at the size of every shard, which one of a job does.

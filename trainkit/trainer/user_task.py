@@ -21,7 +21,7 @@ from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.checkpoint.loader import gather_from_all
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import OnLoss
-from trainkit.trainer.load_task import describe, errors_of_user, load_task, refusal
+from trainkit.trainer.load_task import TRACEBACK_HINT, describe, errors_of_user, load_task, refusal
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.parallel.data_parallel import (
@@ -158,7 +158,7 @@ class _Data:
         for found, problem in read_in_worker(_Digests(self.samples, config.seed), indices, config):
             if problem:
                 raise refusal(
-                    config.task, f"{method}() has a sample that cannot be read: {problem}", READ_HINT
+                    config.task, f"{method}() has a sample that cannot be read: {problem}", TRACEBACK_HINT
                 )
             digest.update(found.encode())
         return digest.hexdigest()
@@ -176,9 +176,6 @@ class _Digests(Dataset[Any]):
             return digest_of(self._samples[index]), ""
         except Exception as error:  # whatever the user's code raises
             return "", describe(error)
-
-
-READ_HINT = "read it in a Python shell to see the traceback"
 
 
 def add_to_digest(digest: Any, value: Any) -> None:
@@ -279,7 +276,7 @@ class TaskForwardBackward:
         device = self._world.device
         micro = micro.to(device)
         seed_generators(micro.seed)
-        torch.manual_seed(micro.seed)
+        torch.manual_seed(micro.seed)  # on the device too
         with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
             total, count, metrics = self._module(micro.data)
         if total.numel() != 1:

@@ -39,8 +39,7 @@ from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.tasks import CausalLM, Task, build_task
-from trainkit.trainer.user_task import UserTask
+from trainkit.trainer.tasks import AnyTask, build_task
 
 log = getLogger(__name__)
 T = TypeVar("T")
@@ -122,7 +121,7 @@ def run_unless_stopped(stop: StopRequest, work: Callable[[], T]) -> T | None:
     return future.result()
 
 
-def check_same_data(task: Task, world: World) -> None:
+def check_same_data(task: AnyTask, world: World) -> None:
     """Raise TrainkitError (exit code 78) on ranks whose data differs from that of rank 0."""
     identity = (task.train_data.fingerprint, val_fingerprint(task))
     if broadcast_from_main(identity, world) != identity:
@@ -138,7 +137,7 @@ def build_trainer(
     config: RunConfig,
     plan: LaunchPlan,
     world: World,
-    task: CausalLM | UserTask,
+    task: AnyTask,
     stop: StopRequest,
     progress: Progress,
 ) -> tuple[Trainer, TensorBoardLog | None]:
@@ -205,7 +204,7 @@ def build_trainer(
     return trainer, tensorboard
 
 
-def val_fingerprint(task: Task) -> str:
+def val_fingerprint(task: AnyTask) -> str:
     """The fingerprint of the validation data; empty without any."""
     return "" if task.val_data is None else task.val_data.fingerprint
 
@@ -230,7 +229,7 @@ def resume(
     config: RunConfig,
     attempt: AttemptDir,
     world: World,
-    task: Task,
+    task: AnyTask,
     saver: CheckpointSaver,
     tensors: StateTensors,
     loss_scale: LossScale,
@@ -269,7 +268,7 @@ def count_steps(config: RunConfig, plan: LaunchPlan, state: TrainingState, end: 
     return state.step + math.ceil(max(0, end - state.samples_seen) / plan.batch.global_batch_size)
 
 
-def manifest_record(config: RunConfig, plan: LaunchPlan, task: Task) -> dict[str, object]:
+def manifest_record(config: RunConfig, plan: LaunchPlan, task: AnyTask) -> dict[str, object]:
     """The fields of a checkpoint's manifest besides the training state."""
     text = json.dumps(config.model_dump(mode="json", by_alias=True), sort_keys=True)
     return {
@@ -285,7 +284,7 @@ def manifest_record(config: RunConfig, plan: LaunchPlan, task: Task) -> dict[str
     }
 
 
-def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: Task, total_steps: int) -> None:
+def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask, total_steps: int) -> None:
     """Log the model, the data and the batch."""
     log.info(
         f"model {_model_name(config)}: {task.num_params:,} parameters, {config.precision.dtype}"
