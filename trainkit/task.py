@@ -16,7 +16,8 @@ precision, validation, checkpoints and resuming, works as for the built-in task.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -92,7 +93,17 @@ class Task(ABC):
         It must be the same on every rank: `random`, `numpy.random` and `torch` are seeded with ``seed``.
         Parameters with ``requires_grad = False`` are frozen. Persistent buffers are saved; all ranks have the
         values of rank 0 after each step.
+
+        A large model is built with `parameters_on_meta`; `read_weight` then has its initial values.
         """
+
+    def read_weight(self, name: str, rows: slice) -> Tensor:
+        """Return some rows of the initial value of a parameter that `build_model` left on the meta device.
+
+        Each rank asks for the rows of its own shard. A frozen parameter is not in the checkpoints: it is read
+        again whenever the run starts, so its file must not change.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no read_weight, but {name} is on the meta device")
 
     @abstractmethod
     def train_dataset(self) -> Samples:
@@ -129,6 +140,26 @@ class Task(ABC):
     def flops_per_sample(self) -> float | None:
         """FLOPs of training on one sample, forward and backward; None if unknown: then there is no MFU."""
         return None
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Give the parameters of modules created within the block no memory; buffers have their values.
+
+    For models that do not fit into the memory of a host once per process. Not for several threads at once.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 class TokenSamples:

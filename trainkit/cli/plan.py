@@ -85,7 +85,7 @@ def _shape(loaded: LoadedConfig) -> ModelShape:
     model = loaded.config.model
     if model.architecture != OURS:
         message = f"is {model.architecture}, whose memory is unknown"
-        hint = "`trainkit check --simulate-world N` simulates a step of any architecture"
+        hint = "`trainkit check --simulate-world N` simulates a step of your own architecture"
         raise ConfigError([loaded.problem("model.architecture", message, hint)])
     vocab_size = model.vocab_size
     if vocab_size is None:

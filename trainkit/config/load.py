@@ -9,10 +9,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from trainkit.config import yamlfile
+from trainkit.config.hf_model import CONFIG_NAME, find_hf_model
 from trainkit.config.layers import EMPTY, Layers, refuse_newer, without_empty_sections
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
 from trainkit.config.names import flatten, meant
 from trainkit.config.schema import RunConfig
+from trainkit.config.training import TRANSFORMERS
 from trainkit.config.validation import (
     contradictions,
     unknown_keys,
@@ -22,7 +24,7 @@ from trainkit.config.validation import (
     without,
 )
 from trainkit.config.yamlfile import Entry, entry_at, merge, read_yaml_file
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.resources import shipped_configs
 
 PROJECT_FILE = "trainkit.yaml"
@@ -89,6 +91,11 @@ def _merged(reader: Layers, trees: Sequence[Entry]) -> tuple[LoadedConfig, Inval
         causes |= {problem.key for problem in found}
         merged = without(merged, [tuple(problem.key.split(".")) for problem in found])
         config = RunConfig.model_validate(_absolute_paths(merged, reader.cwd).plain())
+    if config.model.hf is not None:
+        merged, found = _with_hf_model(merged, config, reader.cwd)
+        problems += found
+        causes |= {problem.key for problem in found}
+        config = RunConfig.model_validate(_absolute_paths(merged, reader.cwd).plain())
     if reader.problems:
         raise ConfigError(problems)
     origins = _origins(config, merged)
@@ -135,6 +142,44 @@ def _epochs_replace_default_steps(tree: Entry) -> Entry:
     if epochs is None or epochs.value is None or tree.find(("train", "steps")) is not None:
         return tree
     return merge(tree, entry_at(("train", "steps"), None, DEFAULT))
+
+
+def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path) -> tuple[Entry, list[Problem]]:
+    """Return the tree with what the config.json of `model.hf` sets, and the problems of that model."""
+    name = config.model.hf
+    assert name is not None
+    origin = tree.find(("model", "hf"))
+    assert origin is not None
+    try:
+        model = find_hf_model(name, cwd)
+    except UsageError as error:
+        return tree, [Problem("model.hf", error.message, origin.origin, error.hint)]
+    tree = merge(tree, entry_at(("model", "hf"), str(model.folder), origin.origin))
+    if config.has_user_task:
+        return tree, []  # the task reads it
+    architecture, problems = tree.find(("model", "architecture")), []
+    if architecture is not None and architecture.value == "llama" and model.reason:
+        message = f"is llama, which cannot be {model.folder}: {model.reason}"
+        hint = "remove it, or set it to transformers"
+        problems.append(Problem("model.architecture", message, architecture.origin, hint))
+    chosen = model.architecture if architecture is None else architecture.value
+    if config.model.lora is not None and architecture is None:
+        chosen = TRANSFORMERS
+    values = model.values
+    if chosen == TRANSFORMERS:
+        values = {key: value for key, value in values.items() if key == "vocab_size"}
+    derived = {("model", key): value for key, value in values.items()}
+    derived["model", "architecture"] = chosen
+    if model.tokenizer is not None:
+        derived["data", "tokenizer"] = str(model.tokenizer)
+    for path, value in derived.items():
+        found = tree.find(path)
+        if found is None or found.value is None:
+            tree = merge(tree, entry_at(path, value, str(model.folder / CONFIG_NAME)))
+        elif path[0] == "model" and found.plain() != value:
+            message = f"is {found.plain()}, but {model.folder / CONFIG_NAME} says {value}"
+            problems.append(Problem(".".join(path), message, found.origin, "remove it"))
+    return tree, problems
 
 
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:

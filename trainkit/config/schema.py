@@ -15,6 +15,7 @@ from trainkit.config.running import (
 )
 from trainkit.config.section import NotNegative, Section, section
 from trainkit.config.training import (
+    TRANSFORMERS,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -77,3 +78,8 @@ class RunConfig(Section):
     def has_user_task(self) -> bool:
         """Whether the task is the user's own: only its code knows its model and its data."""
         return self.task != "causal_lm"
+
+    @property
+    def uses_transformers(self) -> bool:
+        """Whether the transformers library has the code of the model."""
+        return not self.has_user_task and self.model.architecture == TRANSFORMERS

@@ -1,11 +1,14 @@
 """Config sections for what a run computes: model, data, training, optimizer, schedule, precision."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from trainkit.config.section import AtLeastOne, BelowOne, Fraction, NotNegative, Positive, Section, list_field
 
+TRANSFORMERS = "transformers"
+"""The architecture of models whose code is that of the transformers library."""
+RopeKey = Literal["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
 Preset = Literal["nano", "tiny", "mini", "60m", "125m", "350m", "1b", "3b", "7b", "8b", "13b", "70b"]
 
 
@@ -14,9 +17,10 @@ class ModelConfig(Section):
 
     architecture: str = Field(
         default="llama",
-        pattern=r"^(llama|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
-        description="llama, or FILE.py:CLASS for your own subclass of trainkit.trainer.models.model.Model.",
-        json_schema_extra={"allowed": "llama or FILE.py:CLASS"},
+        pattern=r"^(llama|transformers|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
+        description="llama, FILE.py:CLASS for your own subclass of trainkit.trainer.models.model.Model, or"
+        " transformers; a model of hf that is no Llama needs transformers and gets it unless this is set.",
+        json_schema_extra={"allowed": "llama, transformers or FILE.py:CLASS"},
     )
     preset: Preset = Field(default="tiny", description="Named model size; it sets every size that is null.")
     vocab_size: AtLeastOne | None = Field(
@@ -32,6 +36,10 @@ class ModelConfig(Section):
     ffn_dim: AtLeastOne | None = Field(default=None, description="Hidden size of the feed-forward network.")
     norm_eps: Positive | None = Field(default=None, description="Epsilon of every RMSNorm.")
     rope_theta: Positive | None = Field(default=None, description="Base of the rotary position embedding.")
+    rope_scaling: dict[RopeKey, Positive] | None = Field(
+        default=None, description="How Llama 3.1 stretches the rotary position embedding to longer contexts."
+    )
+    qkv_bias: bool = Field(default=False, description="Biases of queries, keys and values, as in Qwen2.")
     dropout: BelowOne = Field(
         default=0.0, description="Dropout probability at the output of each residual branch."
     )
@@ -39,7 +47,16 @@ class ModelConfig(Section):
         default=False, description="Share the weights of the embedding and the output projection."
     )
     hf: str | None = Field(
-        default=None, description="Folder of a Hugging Face model to train instead of a preset."
+        default=None,
+        description="Hugging Face model to train instead of a preset: its folder, or the name of a"
+        " downloaded one.",
+    )
+    from_scratch: bool = Field(
+        default=False, description="Use only the architecture of hf, and initialise the weights."
+    )
+    lora: dict[str, Any] | None = Field(
+        default=None,
+        description="Train low-rank adapters of hf only: the arguments of peft's LoraConfig, such as r.",
     )
     init_from: str | None = Field(
         default=None, description="Run folder or checkpoint whose weights a new run starts with."

@@ -40,16 +40,8 @@ def without(entry: Entry, paths: list[tuple[str, ...]]) -> Entry:
     return Entry(kept, entry.origin)
 
 
-FUTURE = ("lora",)
-"""Keys and sections that users expect but this release does not support."""
-
-
 def unknown_problem(path: tuple[str, ...], entry: Entry) -> Problem:
     """Return the problem of an unknown key, with the closest key as the hint."""
-    if any(part in FUTURE for part in path):
-        return Problem(
-            ".".join(path), "is not in this release", entry.origin, "`trainkit schema` prints every key"
-        )
     match = meant(path)
     hint = f"did you mean {match}?" if match else "`trainkit schema` prints every key"
     if path[-1] in all_keys():
@@ -123,6 +115,32 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     if loaded.config.model.init_include and loaded.config.model.init_from is None:
         message = "is set, but model.init_from is null"
         yield loaded.problem("model.init_include", message, "set model.init_from to a run folder")
+    yield from _hf(loaded)
+
+
+def _hf(loaded: LoadedConfig) -> Iterator[Problem]:
+    config, model = loaded.config, loaded.config.model
+    needs_hf = {
+        "model.from_scratch": model.from_scratch,
+        "model.lora": model.lora is not None,
+        "model.architecture": config.uses_transformers,
+    }
+    for key, is_used in needs_hf.items():
+        if is_used and model.hf is None:
+            yield loaded.problem(key, "is set, but model.hf is null", "set model.hf to the model's folder")
+        elif is_used and config.has_user_task:
+            message = f"is set, but task is {config.task}, which builds its model itself"
+            yield loaded.problem(key, message, f"remove {key}")
+    if model.hf is None or config.has_user_task:
+        return
+    if model.lora is not None and not config.uses_transformers:
+        message = f"is set, but model.architecture is {model.architecture}"
+        yield loaded.problem("model.lora", message, "adapters need model.architecture: transformers")
+    if model.lora is not None and model.from_scratch:
+        yield loaded.problem("model.lora", "is set, but model.from_scratch is true", "remove one of them")
+    if model.dropout and config.uses_transformers:
+        message = f"is {model.dropout:g}, which models of transformers do not use"
+        yield loaded.problem("model.dropout", message, f"set the dropout in config.json of {model.hf}")
 
 
 def _pattern(loaded: LoadedConfig) -> Iterator[Problem]:
@@ -211,7 +229,6 @@ def _decay(loaded: LoadedConfig) -> Iterator[Problem]:
 
 # (key, the only supported value, the feature that other values need)
 _ROWS: tuple[tuple[str, object, str], ...] = (
-    ("model.hf", None, "training Hugging Face models"),
     ("optimizer.name", "adamw", "an optimizer other than adamw"),
     ("logging.mlflow", None, "logging to MLflow"),
     ("logging.wandb", None, "logging to Weights & Biases"),

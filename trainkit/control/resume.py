@@ -59,6 +59,8 @@ def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> I
     now = config.model.architecture.rpartition(":")[2]
     if before not in ("", now):
         yield loaded.problem("model.architecture", f"is {now}, but {name} was trained with {before}", hint)
+    if config.uses_transformers:
+        return  # the trainer compares its parameters
     vocab_size = tokenizer_vocab_size(config.data)
     if "model" in manifest:
         before_shape = _shape(ModelConfig(**manifest["model"]), vocab_size)

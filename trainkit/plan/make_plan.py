@@ -167,6 +167,11 @@ def check_config(
         return plan
     data = data or inspect_data(loaded.config.data)
     problems += [loaded.problem(key, message, hint) for key, message, hint in data.problems]
+    if loaded.config.uses_transformers:
+        problems += _transformers_problems(loaded, data)
+        if plan is None or problems:
+            raise ConfigError(problems)
+        return plan
     shape = None
     try:
         shape = resolve_model_shape(loaded.config.model, data.vocab_size)
@@ -197,19 +202,35 @@ def _init_problems(loaded: LoadedConfig) -> Iterator[Problem]:
 
 def _task_problems(loaded: LoadedConfig) -> Iterator[Problem]:
     """Yield what a task of the user does not support, and its file if it does not exist."""
-    task, parallel = loaded.config.task, loaded.config.parallel
+    task = loaded.config.task
     file = Path(task.rpartition(":")[0])
     if file.suffix == ".py" and not file.is_file():
         message = f"is {task}, but there is no file {file.absolute()}"
         yield loaded.problem("task", message, "FILE.py is relative to the current folder")
-    for key in ("tp", "pp", "cp"):
-        degree = getattr(parallel, key)
-        if degree > 1:
-            message = f"is {degree}, but {task} does not say how its model is split"
-            yield loaded.problem(f"parallel.{key}", message, f"remove parallel.{key}; use dp_shard")
+    yield from _only_data_parallel(loaded, f"{task} does not say how its model is split")
     if loaded.config.precision.float8:
         message = f"is true, but task is {task}"
         yield loaded.problem("precision.float8", message, "float8 requires the task causal_lm")
+
+
+def _only_data_parallel(loaded: LoadedConfig, why: str) -> Iterator[Problem]:
+    for key in ("tp", "pp", "cp"):
+        degree = getattr(loaded.config.parallel, key)
+        if degree > 1:
+            hint = f"remove parallel.{key}; use dp_shard"
+            yield loaded.problem(f"parallel.{key}", f"is {degree}, but {why}", hint)
+
+
+def _transformers_problems(loaded: LoadedConfig, data: DataFacts) -> Iterator[Problem]:
+    """Yield what models of the transformers library do not support."""
+    model = loaded.config.model
+    yield from _only_data_parallel(loaded, "only trainkit's own decoder can be split so, not transformers'")
+    if loaded.config.precision.float8:
+        message = "is true, but model.architecture is transformers"
+        yield loaded.problem("precision.float8", message, "float8 requires trainkit's own decoder")
+    if model.vocab_size is not None and not data.problems and data.vocab_size > model.vocab_size:
+        message = f"has {data.vocab_size} tokens, but {model.hf} only {model.vocab_size}"
+        yield loaded.problem("data.tokenizer", message, "use the tokenizer of the model")
 
 
 def _float8_problems(loaded: LoadedConfig, plan: LaunchPlan) -> Iterator[Problem]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from trainkit.config.training import ModelConfig
 from trainkit.errors import ConfigError, Problem
 
 VOCAB_MULTIPLE = 64
 """Vocabulary sizes are rounded up to a multiple of this, for faster matrix kernels."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 stretches the rotary embedding: long wavelengths by `factor`, short ones not at all."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,8 @@ class ModelShape:
     rope_theta: float
     tie_embeddings: bool
     dropout: float
+    qkv_bias: bool = False
+    rope_scaling: RopeScaling | None = None
 
     @property
     def head_dim(self) -> int:
@@ -86,6 +98,8 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
     Raises ConfigError with every size that is incompatible with another.
     """
     preset = PRESETS[model.preset]
+    scaling: dict[str, float] = {**(model.rope_scaling or {})}
+    missing = [item.name for item in fields(RopeScaling) if scaling and item.name not in scaling]
     shape = ModelShape(
         vocab_size=model.vocab_size or max(_padded(tokenizer_vocab_size), preset.vocab_size or 0),
         dim=model.dim or preset.dim,
@@ -97,8 +111,12 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
         rope_theta=model.rope_theta or preset.rope_theta,
         tie_embeddings=model.tie_embeddings,
         dropout=model.dropout,
+        qkv_bias=model.qkv_bias,
+        rope_scaling=None if missing or not scaling else RopeScaling(**scaling),
     )
     problems = _shape_problems(shape, tokenizer_vocab_size)
+    if missing:
+        problems.append(Problem("model.rope_scaling", f"has no {missing[0]}", hint="it has four keys"))
     if problems:
         raise ConfigError(problems)
     return shape
@@ -135,7 +153,8 @@ def num_params_between_embeddings(shape: ModelShape) -> int:
     attention = 2 * shape.dim * shape.dim + 2 * shape.dim * shape.num_kv_heads * shape.head_dim
     feed_forward = 3 * shape.dim * shape.ffn_dim
     norms = 2 * shape.dim
-    return shape.num_layers * (attention + feed_forward + norms) + shape.dim
+    biases = (shape.dim + 2 * shape.num_kv_heads * shape.head_dim) if shape.qkv_bias else 0
+    return shape.num_layers * (attention + biases + feed_forward + norms) + shape.dim
 
 
 def flops_per_token(shape: ModelShape, seq_len: int) -> float:

@@ -28,6 +28,10 @@ def simulated_plan(loaded: LoadedConfig, world_size: int) -> LaunchPlan:
     if loaded.config.has_user_task:
         message = f"is {loaded.config.task}, which cannot be simulated"
         raise ConfigError([loaded.problem("task", message, "--simulate-world needs the task causal_lm")])
+    if loaded.config.uses_transformers:
+        message = "is transformers, whose models cannot be simulated"
+        hint = "--simulate-world needs trainkit's own decoder"
+        raise ConfigError([loaded.problem("model.architecture", message, hint)])
     requested = loaded.config.resources.gpus_per_node
     per_node = min(world_size, GPUS_PER_NODE if requested == "auto" else requested)
     if world_size % per_node:

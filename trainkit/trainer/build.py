@@ -22,7 +22,15 @@ from trainkit.plan.layouts.rules import compiles, loss_chunks
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardBackward, ForwardContext, SequentialForwardBackward
-from trainkit.trainer.models.model import Model, StageSpec, Weight, local_tensor, weights_of
+from trainkit.trainer.models.model import (
+    Model,
+    ReadWeight,
+    StageSpec,
+    Weight,
+    local_tensor,
+    move_buffers,
+    weights_of,
+)
 from trainkit.trainer.parallel.context import apply_context_parallel, position_slice
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
@@ -94,24 +102,31 @@ class BuiltModel:
     tied_weights: TiedWeights | None
     buffers: StateBuffers | None = None
     """Buffers to save: those of a `Model` are functions of its shape."""
+    read_weight: ReadWeight | None = None
+    """The initial values of the weights with `is_read`."""
 
 
 def build(
     task: CausalLM | UserTask, config: RunConfig, plan: LaunchPlan, world: World, progress: Progress
 ) -> BuiltModel:
-    """The model of this rank on its device: split, initialised and in training mode."""
+    """The model of this rank on its device: split, in training mode, and with its initial values.
+
+    Only the weights with `is_read` have no values yet.
+    """
     if isinstance(task, UserTask):
         module = build_module(task, config, plan, world)
         weights, forward_backward = assemble_task(task, config, world, progress, module)
-        return BuiltModel([module], weights, forward_backward, None, StateBuffers.of(module.model))
+        buffers = StateBuffers.of(module.model)
+        return BuiltModel([module], weights, forward_backward, None, buffers, task.read_weight)
     model_parts = build_model_parts(task, config, plan, world)
     # Offloaded parameters stay on the host: FSDP copies them to the device per block, but not the buffers.
     param_device = torch.device("cpu") if config.parallel.offload else world.device
     for model in model_parts:
         model.to_empty(device=param_device)
         model.rebuild_buffers()
-        _move_buffers(model, world.device)
-        init_parameters(model, config.seed)
+        move_buffers(model, world.device)
+        if task.stored is None:
+            init_parameters(model, config.seed)
     return assemble(task, config, plan, world, progress, model_parts)
 
 
@@ -148,7 +163,7 @@ def assemble(
         positions=positions if layout.cp > 1 else None,
     )
     if layout.pp > 1:
-        return _assemble_pipeline(config, plan, world, progress, model_parts, context)
+        return _assemble_pipeline(task, config, plan, world, progress, model_parts, context)
     [model] = model_parts
     dtype = DTYPES[config.precision.dtype]
     is_cast = dtype != torch.float32 and not isinstance(model, FSDPModule)
@@ -158,16 +173,12 @@ def assemble(
     forward_backward = SequentialForwardBackward(
         model, gradient_switch(model, world, masters), world, context, progress, chunks
     )
-    return BuiltModel(model_parts, weights_of(model_parts, masters), forward_backward, None)
-
-
-def _move_buffers(model: Model, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+    weights = weights_of(model_parts, masters, is_read=task.stored is not None)
+    return BuiltModel(model_parts, weights, forward_backward, None, None, task.read_weight)
 
 
 def _assemble_pipeline(
+    task: CausalLM,
     config: RunConfig,
     plan: LaunchPlan,
     world: World,
@@ -178,7 +189,8 @@ def _assemble_pipeline(
     # Imported only if needed: it adds a quarter to the start-up time of the trainer.
     from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, TiedWeights
 
-    parallel, weights = config.parallel, weights_of(model_parts)
+    parallel = config.parallel
+    weights = weights_of(model_parts, is_read=task.stored is not None)
     forward_backward = PipelineForwardBackward(
         model_parts,
         world,
@@ -189,7 +201,8 @@ def _assemble_pipeline(
         plan.batch.accumulation_steps,
     )
     tied = [weight.param for weight in weights if weight.name in model_parts[0].tied_names]
-    return BuiltModel(model_parts, weights, forward_backward, TiedWeights(tied, world))
+    tied_weights = TiedWeights(tied, world)
+    return BuiltModel(model_parts, weights, forward_backward, tied_weights, None, task.read_weight)
 
 
 def _build_part(

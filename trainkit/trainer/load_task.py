@@ -32,6 +32,10 @@ class TaskError(TrainkitError):
 
 def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
     """Create the task of a config; raises TaskError if it cannot be imported or created."""
+    if config.uses_transformers:
+        from trainkit.trainer.hf_task import HFCausalLM
+
+        return HFCausalLM(config)
     found = load_task_class(config, run)
     with errors_of_user(config.task, f"{found.__name__}() failed"):
         return found(config, **config.task_args)

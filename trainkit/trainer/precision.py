@@ -18,7 +18,7 @@ def cast_weights(
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Replace a model's float32 parameters by casts to `dtype`; returns cast -> float32 master.
 
-    Modules of the types in `keep` stay in float32.
+    Modules of the types in `keep` stay in float32, and parameters of type `dtype` need no master.
 
     The gradients of all passes of a step are summed in float32 in the ``grad`` of the masters, as
     `fully_shard` sums them: a run computes the same whether or not it is sharded. Unlike those of autocast,
@@ -29,6 +29,8 @@ def cast_weights(
         if isinstance(module, keep):
             continue
         for name, master in module.named_parameters(recurse=False, remove_duplicate=False):
+            if master.dtype == dtype:
+                continue
             if master not in casts:
                 casts[master] = nn.Parameter(master.detach().to(dtype), requires_grad=master.requires_grad)
             setattr(module, name, casts[master])

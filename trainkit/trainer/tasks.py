@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +18,7 @@ from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.rundir import RunDir
 from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches
 from trainkit.trainer.distributed import World
+from trainkit.trainer.hf_weights import StoredWeights, read_decoder_weight
 from trainkit.trainer.models import load_architecture
 from trainkit.trainer.models.model import Model, StageSpec
 from trainkit.trainer.models.supported_layouts import refuse_unsupported_layout
@@ -38,6 +42,10 @@ class CausalLM:
         self.num_params = self._model_class.num_params(self.shape)
         self.flops_per_token: float | None = self._model_class.flops_per_token(self.shape, seq_len)
         self.flops_per_sample: float | None = None
+        self.stored = None
+        """The files with the initial weights; None if they are random."""
+        if config.model.hf is not None and not config.model.from_scratch:
+            self.stored = StoredWeights(Path(config.model.hf))
         self._config = config
         self._seq_len = seq_len
 
@@ -45,6 +53,11 @@ class CausalLM:
         """The model, or one pipeline stage of it, on the meta device."""
         with torch.device("meta"):
             return self._model_class(self.shape, self._seq_len, stage)
+
+    def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
+        """Read a part of the initial value of a parameter."""
+        assert self.stored is not None
+        return read_decoder_weight(self.stored, name, index)
 
     def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The negative log-likelihood, summed over all valid labels, float32 []."""
@@ -104,4 +117,6 @@ def build_task(config: RunConfig, run: RunDir | None = None, checks_data: bool =
 
     With `checks_data` this rank looks at the size of every shard, which one of a job does.
     """
-    return UserTask(config, run) if config.has_user_task else CausalLM(config, run, checks_data)
+    if config.has_user_task or config.uses_transformers:
+        return UserTask(config, run)
+    return CausalLM(config, run, checks_data)

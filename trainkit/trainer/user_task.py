@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -16,14 +17,14 @@ from torch.utils.data import Dataset
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.rundir import RunDir
-from trainkit.task import Loss, Samples
+from trainkit.task import Loss, Samples, Task
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.checkpoint.loader import gather_from_all
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import OnLoss
 from trainkit.trainer.load_task import TRACEBACK_HINT, describe, errors_of_user, load_task, refusal
 from trainkit.trainer.metrics import RECORD_KEYS
-from trainkit.trainer.models.model import Weight
+from trainkit.trainer.models.model import Weight, local_tensor, move_buffers
 from trainkit.trainer.parallel.data_parallel import (
     GradientSwitch,
     apply_data_parallel,
@@ -67,11 +68,13 @@ class UserTask:
     def data_identity(self) -> dict[str, object]:
         """The values that determine the sample at each position; they must not change on resume."""
         config = self.config
-        return {
+        identity = {
             "fingerprint": self.train_data.fingerprint,
             "data.shuffle": config.data.shuffle,
             "seed": config.seed,
         }
+        base = getattr(self.task, "base_fingerprint", None)
+        return identity if base is None else {**identity, "the fingerprint of model.hf": base}
 
     def train_batches(self, plan: LaunchPlan, world: World, start: int, end: int | None) -> TaskBatches:
         """The training batches of this rank from position `start` on."""
@@ -115,7 +118,7 @@ class UserTask:
             (
                 (name, p)
                 for name, p in model.named_parameters()
-                if p.dtype != torch.float32 or p.device.type != "cpu"
+                if p.dtype != torch.float32 or p.device.type not in ("cpu", "meta")
             ),
             None,
         )
@@ -128,8 +131,25 @@ class UserTask:
             )
         if not any(param.requires_grad for param in model.parameters()):
             raise refusal(self.config.task, "no parameter of its model requires a gradient", "unfreeze some")
+        on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
+        if on_meta is not None and type(self.task).read_weight is Task.read_weight:
+            raise refusal(
+                self.config.task,
+                f"{on_meta} of its model is on the meta device",
+                "define read_weight(), which returns its initial value",
+            )
         self.num_params = sum(param.numel() for param in model.parameters())
         return model
+
+    def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
+        """Read some rows of the initial value of a parameter."""
+        rows, *rest = index or (slice(0, 1),)
+        with errors_of_user(self.config.task, f"read_weight({name!r}) failed"):
+            value = self.task.read_weight(name, rows)
+        if not isinstance(value, Tensor):
+            raise refusal(self.config.task, f"read_weight() returned a {type(value).__name__}", "return a Tensor")
+        assert not rest or value[(slice(None), *rest)].shape == value.shape
+        return value
 
 
 class _Data:
@@ -215,6 +235,8 @@ class LossModule(nn.Module):
     def __init__(self, model: nn.Module, task: UserTask) -> None:
         super().__init__()
         self.model = model
+        self.read_names = frozenset(name for name, param in model.named_parameters() if param.is_meta)
+        """The parameters whose initial values are read, once each rank has its shard."""
         self._task = task
 
     def forward(self, data: Any) -> tuple[Tensor, Any, Mapping[str, Any]]:
@@ -338,6 +360,9 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
     )
     module = LossModule(model, task)
     if world.mesh is None or reduces_on_host(world):
+        if dtype != torch.float32:
+            _cast_frozen(model, dtype)
+        allocate(module, world.device)
         return module.to(world.device)
     apply_data_parallel(
         module,
@@ -352,7 +377,47 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
     if hasattr(module, "set_reduce_scatter_unused_params"):  # from PyTorch 2.13 on
         # The ranks reduce the gradients of all parameters, also of those that a batch does not use.
         cast(Any, module).set_reduce_scatter_unused_params(True)
-    return module.to(world.device) if not parallel.offload else module
+    allocate(module, torch.device("cpu") if parallel.offload else world.device)
+    if parallel.offload:
+        move_buffers(module, world.device)
+        return module
+    return module.to(world.device)
+
+
+def _cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give parameters that are read and never change the type in which they are used: they need no master."""
+    casts: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, BATCH_NORMS):
+            continue
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param.is_meta and not param.requires_grad:
+                cast = casts.setdefault(param, nn.Parameter(param.to(dtype), requires_grad=False))
+                setattr(module, name, cast)
+
+
+@torch.no_grad()
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give memory to the parameters that are on the meta device; all other tensors keep their values."""
+    if not any(param.is_meta for param in module.parameters()):
+        return
+    values = {name: param for name, param in module.named_parameters() if not param.is_meta}
+    kept = {name: local_tensor(param).clone() for name, param in values.items()}
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names[param].append(name)
+    module.to_empty(device=device)
+    for first, *others in names.values():  # tied parameters are separate now
+        for other in others:
+            path, _, key = other.rpartition(".")
+            setattr(module.get_submodule(path), key, module.get_parameter(first))
+    for name, param in module.named_parameters():
+        if name in kept:
+            local_tensor(param).copy_(kept[name])
+    for name, buffer in buffers.items():
+        path, _, key = name.rpartition(".")
+        setattr(module.get_submodule(path), key, buffer)
 
 
 def digest_of(value: Any) -> str:
@@ -360,7 +425,7 @@ def digest_of(value: Any) -> str:
     digest = hashlib.sha256()
     if isinstance(value, nn.Module):
         value = {
-            name: (param.shape, param.detach().flatten()[:SAMPLED_ELEMENTS])
+            name: (param.shape, None if param.is_meta else param.detach().flatten()[:SAMPLED_ELEMENTS])
             for name, param in value.named_parameters()
         }
     add_to_digest(digest, value)
@@ -389,7 +454,8 @@ def assemble_task(
     for name, param in model.named_parameters():
         master, cast_param = (masters[param], param) if param in masters else (param, None)
         options = task.task.parameter_options(name, param)
-        weights.append(Weight(name, master, cast=cast_param, options=options))
+        is_read = name in module.read_names
+        weights.append(Weight(name, master, cast=cast_param, options=options, is_read=is_read))
     forward_backward = TaskForwardBackward(
         module, gradient_switch(module, world, masters), world, dtype, progress, task
     )

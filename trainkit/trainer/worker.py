@@ -26,8 +26,8 @@ from trainkit.manifest import Checkpoint
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts.rules import compiles
 from trainkit.rundir import AttemptDir
-from trainkit.trainer.build import build, set_determinism
-from trainkit.trainer.checkpoint.initial import load_initial_weights
+from trainkit.trainer.build import BuiltModel, build, set_determinism
+from trainkit.trainer.checkpoint.initial import load_initial_weights, read_initial_weights
 from trainkit.trainer.checkpoint.loader import broadcast_from_main, choose_checkpoint, load_tensors
 from trainkit.trainer.checkpoint.saver import CheckpointSaver
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
@@ -149,7 +149,7 @@ def build_trainer(
     saver = CheckpointSaver(attempt.run, attempt.number, world, tensors.tensors, config.checkpoint.keep_last)
     loss_scale = LossScale(config.precision, world.device)
     progress.enter("load")
-    state = resume(config, attempt, world, task, saver, tensors, loss_scale)
+    state = resume(config, attempt, world, task, built, saver, tensors, loss_scale)
     num_samples = task.train_data.num_samples
     end = None if config.train.epochs is None else round(config.train.epochs * num_samples)
     total_steps = count_steps(config, plan, state, end)
@@ -230,6 +230,7 @@ def resume(
     attempt: AttemptDir,
     world: World,
     task: AnyTask,
+    built: BuiltModel,
     saver: CheckpointSaver,
     tensors: StateTensors,
     loss_scale: LossScale,
@@ -239,10 +240,12 @@ def resume(
     Raises TrainkitError (exit code 78) if the training data has changed since it was saved.
     """
     chosen = choose_checkpoint(attempt.run, attempt.number, world)
+    if built.read_weight is not None:
+        read_initial_weights(built.weights, built.read_weight, resumed=chosen is not None)
     if chosen is None:
         if config.model.init_from is not None:
             load_initial_weights(tensors.tensors, config.model, world)
-            tensors.copy_duplicates()
+        tensors.copy_duplicates()
         return TrainingState()
     checkpoint, manifest = chosen
     refuse_other_data(checkpoint, manifest, task.data_identity())
@@ -301,4 +304,6 @@ def log_summary(config: RunConfig, plan: LaunchPlan, world: World, task: AnyTask
 
 
 def _model_name(config: RunConfig) -> str:
-    return f"of {config.task}" if config.has_user_task else config.model.preset
+    if config.has_user_task:
+        return f"of {config.task}"
+    return config.model.preset if config.model.hf is None else config.model.hf

@@ -1,4 +1,4 @@
-"""Starts a run from the weights of another one: ``model.init_from``."""
+"""The weights that a run starts with: those of ``model.hf``, and of another run with ``model.init_from``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from fnmatch import fnmatchcase
 from logging import getLogger
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.tensor import DTensor
 
 from trainkit.config.training import ModelConfig
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
@@ -17,6 +19,8 @@ from trainkit.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import agree_on_damage, broadcast_from_main, gather_from_all
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World
+from trainkit.trainer.models.model import ReadWeight, Weight, local_tensor
+from trainkit.trainer.torch_private import shard_offset
 
 log = getLogger(__name__)
 PARTS = ("model.", "buffer.")
@@ -28,6 +32,29 @@ class InitError(TrainkitError):
     """The weights of another run that do not fit; a restart would not change that."""
 
     exit_code = EXIT_NO_RESTART
+
+
+@torch.no_grad()
+def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed: bool) -> None:
+    """Fill the weights whose initial values are in files; a resumed run needs those that are never saved.
+
+    Raises InitError if a file has another shape than the model.
+    """
+    for weight in weights:
+        if not weight.is_read or (resumed and weight.is_saved):
+            continue
+        param = weight.param
+        shard, offset = local_tensor(param), (0,) * param.dim()
+        if isinstance(param, DTensor):
+            offset = tuple(shard_offset(param))
+        index = [slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True)]
+        value = read(weight.name, index)
+        if value.shape != shard.shape:
+            raise InitError(
+                f"the file has {list(value.shape)} for {weight.name} {[(i.start, i.stop) for i in index]}",
+                hint="the model and its files do not belong together",
+            )
+        shard.copy_(value)
 
 
 def load_initial_weights(tensors: Mapping[str, Tensor], config: ModelConfig, world: World) -> None:

@@ -31,7 +31,8 @@ class StateTensors:
         for name, buffer in (buffers or {}).items():
             state._add(f"buffer.{name}", buffer)
         for weight in weights:
-            state._add(f"model.{weight.name}", weight.param.detach())
+            if weight.is_saved:
+                state._add(f"model.{weight.name}", weight.param.detach())
             if weight.cast is not None:
                 state.duplicates.append((weight.param.detach(), weight.cast.detach()))
         for name, tensor in optimizer.state_tensors():

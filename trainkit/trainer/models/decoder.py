@@ -13,19 +13,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainkit.plan.model_shape import ModelShape, flops_per_token, num_params
+from trainkit.plan.model_shape import ModelShape, RopeScaling, flops_per_token, num_params
 from trainkit.trainer.models.model import HeadLoss, Model, PositionSlice, Role, StageSpec
 from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
 
 
-def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+def rope_table(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> Tensor:
     """Cosines and sines of the rotation angles, float32 [2, T, C / 2] (RoFormer, arXiv 2104.09864)."""
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = theta ** (-pairs / head_dim)
+    if scaling is not None:
+        frequencies = _stretched(frequencies, scaling)
     angles = torch.outer(positions.float(), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
+
+
+def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Frequencies of a longer context, as in Llama 3.1: low ones are divided, between both they blend."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
@@ -47,9 +59,9 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         kv_dim = shape.num_kv_heads * shape.head_dim
-        self.wq = nn.Linear(shape.dim, shape.dim, bias=False)
-        self.wk = nn.Linear(shape.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(shape.dim, kv_dim, bias=False)
+        self.wq = nn.Linear(shape.dim, shape.dim, bias=shape.qkv_bias)
+        self.wk = nn.Linear(shape.dim, kv_dim, bias=shape.qkv_bias)
+        self.wv = nn.Linear(shape.dim, kv_dim, bias=shape.qkv_bias)
         self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         """Replaced by context parallelism, and where keys and values have to be repeated."""
@@ -178,7 +190,9 @@ class Decoder(Model):
         self.rope, self.positions = self.make_rope(), position_slice.stream.clone()
 
     def make_rope(self) -> Tensor:
-        return rope_table(self.position_slice.attention, self.shape.head_dim, self.shape.rope_theta)
+        shape = self.shape
+        positions = self.position_slice.attention
+        return rope_table(positions, shape.head_dim, shape.rope_theta, shape.rope_scaling)
 
     def make_site_keys(self) -> Tensor:
         """One key per dropout of the model, int32 [1 + 2 x layers].
@@ -213,6 +227,8 @@ class Decoder(Model):
         """
         if "norm" in name:
             return None
+        if name.endswith(".bias"):
+            return 0.0
         if name.endswith(("wo.weight", "down.weight")):
             return INIT_STD / math.sqrt(2 * self.shape.num_layers)
         return INIT_STD

@@ -30,6 +30,10 @@ HeadLoss = Callable[[Tensor, Tensor], Tensor]
 """The loss of hidden states [B, T, D] that the head's weight [vocab, D] projects to logits, float32 []."""
 
 
+ReadWeight = Callable[[str, Sequence[slice]], Tensor]
+"""The initial value of a parameter by its name, of which it returns the part at the slices."""
+
+
 @dataclass(frozen=True)
 class StageSpec:
     """The modules of one pipeline stage."""
@@ -157,10 +161,19 @@ class Weight:
     cast: nn.Parameter | None = None
     """The parameter of the model where it is not `param` but a cast of it to the compute type."""
     options: ParameterOptions = DEFAULT_OPTIONS
+    is_read: bool = False
+    """Whether its initial value is read from files, by `BuiltModel.read_weight`."""
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a checkpoint has it: what never changes is read from the files again."""
+        return self.param.requires_grad or not self.is_read
 
 
 def weights_of(
-    model_parts: Sequence[Model], masters: Mapping[nn.Parameter, nn.Parameter] | None = None
+    model_parts: Sequence[Model],
+    masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    is_read: bool = False,
 ) -> list[Weight]:
     """The weights of all model parts of this rank; `masters` has the float32 master of every cast."""
     found = []
@@ -169,10 +182,17 @@ def weights_of(
             canonical = model.canonical(name)
             is_copy = canonical != name
             if masters:
-                found.append(Weight(canonical, masters[param], is_copy, cast=param))
+                found.append(Weight(canonical, masters[param], is_copy, cast=param, is_read=is_read))
             else:
-                found.append(Weight(canonical, param, is_copy))
+                found.append(Weight(canonical, param, is_copy, is_read=is_read))
     return found
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a model, but not its parameters, in place."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -1,0 +1,146 @@
+"""The folder of a Hugging Face model, and what its config.json sets in the config of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.config.training import TRANSFORMERS
+from trainkit.errors import UsageError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+CONFIG_NAME = "config.json"
+TOKENIZER_NAME = "tokenizer.json"
+SIZES = {
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+}
+"""Keys of the `model` section -> keys of config.json, for the models that trainkit's decoder can be."""
+ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """A Hugging Face model on disk."""
+
+    folder: Path
+    architecture: str
+    """``llama`` if trainkit's decoder computes the same, else ``transformers``."""
+    values: dict[str, Any]
+    """Keys of the `model` section and the values that config.json gives them."""
+    reason: str
+    """Why trainkit's decoder cannot be this model; empty if it can."""
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Its tokenizer.json, if there is one."""
+        file = self.folder / TOKENIZER_NAME
+        return file if file.is_file() else None
+
+
+def find_hf_model(name: str, cwd: Path) -> HFModel:
+    """Find a model by its folder, or by its hub name among the downloaded ones; nothing is downloaded.
+
+    Raises UsageError if there is none or its config.json cannot be read.
+    """
+    folder = _find_folder(name, cwd)
+    file = folder / CONFIG_NAME
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"is {name}, but {folder} has no {CONFIG_NAME}",
+            hint="name a folder that `save_pretrained` wrote, or `hf download` filled",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"is {name}, but {file} cannot be read: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise UsageError(f"is {name}, but {file} does not name a model_type")
+    reason = _unlike_decoder(content)
+    values = _decoder_values(content) if not reason else {}
+    if isinstance(content.get("vocab_size"), int):
+        values["vocab_size"] = content["vocab_size"]
+    return HFModel(folder, TRANSFORMERS if reason else "llama", values, reason)
+
+
+def _find_folder(name: str, cwd: Path) -> Path:
+    folder = cwd / Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if not HUB_NAME.fullmatch(name):
+        hint = "name a folder, or a model of the hub such as org/model that `hf download` has fetched"
+        raise UsageError(f"is {name}, but there is no such folder", hint=hint)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise UsageError(
+            f"is {name}, which is neither a folder nor a downloaded model",
+            hint=f"fetch it where there is internet: hf download {name}; compute nodes read the same HF_HOME",
+        ) from None
+
+
+def _rope(content: Mapping[str, Any]) -> tuple[float | None, Mapping[str, Any]]:
+    """The base of the rotary embedding, and its scaling, as written by transformers 4 and 5."""
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    return rope.get("rope_theta", content.get("rope_theta", 10_000.0)), rope
+
+
+def _unlike_decoder(content: Mapping[str, Any]) -> str:
+    """What trainkit's decoder does not compute; empty if it computes this model."""
+    model_type = content["model_type"]
+    if model_type not in ("llama", "mistral", "qwen2"):
+        return f"model_type is {model_type}"
+    missing = [key for key in SIZES.values() if key not in content]
+    if missing:
+        return f"config.json has no {missing[0]}"
+    theta, rope = _rope(content)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    has_windows = any(item != "full_attention" for item in content.get("layer_types") or ())
+    if model_type == "mistral":
+        has_windows = has_windows or content.get("sliding_window") is not None
+    expected = {
+        "hidden_act": (content.get("hidden_act", "silu"), "silu"),
+        "head_dim": (
+            content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"],
+            content["hidden_size"] / content["num_attention_heads"],
+        ),
+        "attention_dropout": (content.get("attention_dropout", 0.0), 0.0),
+        "mlp_bias": (content.get("mlp_bias", False), False),
+        # Qwen2 has biases for queries, keys and values, but Llama's option has one for the output too.
+        "attention_bias": (content.get("attention_bias", False) and model_type != "qwen2", False),
+        "use_sliding_window": (content.get("use_sliding_window", False), False),
+        "sliding_window": (has_windows, False),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
+    }
+    for key, (found, needed) in expected.items():
+        if found != needed:
+            return f"{key} is {found}"
+    if not isinstance(theta, int | float):
+        return "it has several rotary embeddings"
+    if kind == "llama3":
+        absent = [key for key in ROPE_KEYS if key not in rope]
+        return f"rope_scaling has no {absent[0]}" if absent else ""
+    return "" if kind == "default" else f"rope_type is {kind}"
+
+
+def _decoder_values(content: Mapping[str, Any]) -> dict[str, Any]:
+    theta, rope = _rope(content)
+    is_scaled = rope.get("rope_type", rope.get("type")) == "llama3"
+    return {
+        **{key: content[theirs] for key, theirs in SIZES.items()},
+        "num_kv_heads": content.get("num_key_value_heads") or content["num_attention_heads"],
+        "rope_theta": float(theta or 0.0),
+        "rope_scaling": {key: float(rope[key]) for key in ROPE_KEYS} if is_scaled else None,
+        "qkv_bias": content["model_type"] == "qwen2",
+        "tie_embeddings": bool(content.get("tie_word_embeddings", False)),
+    }

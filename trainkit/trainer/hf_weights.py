@@ -1,0 +1,238 @@
+"""The weights of Hugging Face models: reads parts of safetensors files, and names parameters as they do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+
+INDEX_NAME = "model.safetensors.index.json"
+FILE_NAME = "model.safetensors"
+HEADER_LENGTH = struct.Struct("<Q")
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the format."""
+TAIL_BYTES = 1 << 16
+"""Bytes at the end of each file that count for the fingerprint."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class WeightsError(TrainkitError):
+    """Weights of a Hugging Face model that cannot be used; a restart would not change that."""
+
+    exit_code = EXIT_NO_RESTART
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor is."""
+
+    file: Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class StoredWeights:
+    """The tensors in the safetensors files of a folder, of which any part can be read by itself."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the headers of all files; raises WeightsError if there are none or one is damaged."""
+        self.folder = folder
+        self.num_bytes_read = 0
+        """Bytes of tensors read so far."""
+        self._digest = hashlib.sha256()
+        self._tensors: dict[str, _Stored] = {}
+        for file in _files(folder):
+            self._add_file(file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the names, shapes, sizes and last bytes of the files."""
+        return self._digest.hexdigest()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str, index: Sequence[slice] = ()) -> Tensor:
+        """Read a tensor, or the part at `index`, one slice for each of the first dimensions.
+
+        Only the rows in the first slice are read from the file. Raises WeightsError if it is too short.
+        """
+        stored = self._tensors[name]
+        start, num_rows, shape = 0, None, stored.shape
+        if index and shape:
+            first, last, step = index[0].indices(shape[0])
+            assert step == 1
+            start, num_rows = first, last - first
+            shape = (num_rows, *shape[1:])
+        row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+        data = bytearray(math.prod(shape) * stored.dtype.itemsize)
+        _read_exactly(stored.file, data, stored.start + start * row_bytes)
+        self.num_bytes_read += len(data)
+        tensor = torch.frombuffer(data, dtype=stored.dtype).view(shape) if data else torch.empty(shape)
+        return tensor[(slice(None), *index[1:])] if len(index) > 1 else tensor
+
+    def _add_file(self, file: Path) -> None:
+        try:
+            size = file.stat().st_size
+            length = bytearray(HEADER_LENGTH.size)
+            _read_exactly(file, length, 0)
+            [num_bytes] = HEADER_LENGTH.unpack(length)
+            if num_bytes > min(MAX_HEADER_BYTES, size):
+                raise WeightsError(f"{file} is not a safetensors file, or it is damaged")
+            header = bytearray(num_bytes)
+            _read_exactly(file, header, len(length))
+            found = json.loads(header)
+            found.pop("__metadata__", None)
+            data_start = len(length) + num_bytes
+            for name, item in found.items():
+                first, last = item["data_offsets"]
+                dtype, shape = DTYPES.get(item["dtype"]), tuple(item["shape"])
+                if dtype is None:
+                    raise WeightsError(
+                        f"{file} has {name} as {item['dtype']}",
+                        hint="save the model in bfloat16 or float32",
+                    )
+                if last - first != math.prod(shape) * dtype.itemsize or data_start + last > size:
+                    raise WeightsError(f"{file} is damaged: {name} is incomplete", hint="download it again")
+                self._tensors[name] = _Stored(file, data_start + first, dtype, shape)
+            tail = bytearray(min(TAIL_BYTES, size - data_start))
+            _read_exactly(file, tail, size - len(tail))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightsError(f"{file} is not a safetensors file, or it is damaged: {error}") from None
+        except OSError as error:
+            raise WeightsError(f"{file} cannot be read: {error.strerror}") from None
+        for part in (str(size).encode(), header, tail):
+            self._digest.update(part)
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        if (folder / FILE_NAME).is_file():
+            return [folder / FILE_NAME]
+        raise WeightsError(
+            f"{folder} has no {FILE_NAME}",
+            hint="save the model with `save_pretrained`, or set model.from_scratch to train without its weights",
+        )
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index} cannot be read: {error}") from None
+    files = [folder / name for name in names]
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing is not None:
+        raise WeightsError(f"{index} names {missing.name}, which is missing", hint="download it again")
+    return files
+
+
+def _read_exactly(file: Path, buffer: bytearray, offset: int) -> None:
+    """Fill a buffer from a position of a file; mapped files are slow on network filesystems."""
+    view = memoryview(buffer)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        while view:
+            # Linux reads at most 2 GiB at a time.
+            num_bytes = os.preadv(descriptor, [view], offset)
+            if not num_bytes:
+                raise WeightsError(f"{file} is damaged: it ends too early", hint="download it again")
+            view, offset = view[num_bytes:], offset + num_bytes
+    finally:
+        os.close(descriptor)
+
+
+def write_safetensors(
+    file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], values: Iterator[Tensor]
+) -> None:
+    """Write a safetensors file, one tensor after the other; `values` are in the order of `tensors`."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, (dtype, shape) in tensors.items():
+        end = position + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % HEADER_LENGTH.size)
+    with file.open("xb") as stream:
+        stream.write(HEADER_LENGTH.pack(len(text)))
+        stream.write(text)
+        for (dtype, shape), value in zip(tensors.values(), values, strict=True):
+            assert value.shape == shape
+            flat = value.to(dtype).contiguous().flatten()
+            stream.write(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
+
+
+def llama_name(name: str) -> str:
+    """The name in a Llama or Qwen2 model of transformers for a parameter of trainkit's decoder."""
+    module, _, kind = name.rpartition(".")
+    match = _BLOCK_NAME.fullmatch(module)
+    if match is None:
+        return f"{_ENDS[module]}.{kind}"
+    return f"model.layers.{match[1]}.{_BLOCK[match[2]]}.{kind}"
+
+
+def read_decoder_weight(weights: StoredWeights, name: str, index: Sequence[slice]) -> Tensor:
+    """Read a part of a parameter of trainkit's decoder from a Llama or Qwen2 model.
+
+    Raises WeightsError if the files do not have it.
+    """
+    stored = llama_name(name)
+    if stored not in weights:
+        raise WeightsError(
+            f"{weights.folder} has no {stored}",
+            hint="set model.architecture: transformers to train the model with the code of that library",
+        )
+    return weights.read(stored, index)
