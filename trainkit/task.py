@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from torch.utils.data import default_collate
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.shards import open_dataset
+from trainkit.trainer.hf_weights import write_safetensors
 
 Number = Tensor | float
 """A number, or a tensor with one element."""
@@ -103,7 +105,7 @@ class Task(ABC):
         Each rank asks for the rows of its own shard. A frozen parameter is not in the checkpoints: it is read
         again whenever the run starts, so its file must not change.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no read_weight, but {name} is on the meta device")
+        raise NotImplementedError(f"{type(self).__name__} does not say the value of {name}")
 
     @abstractmethod
     def train_dataset(self) -> Samples:
@@ -136,6 +138,18 @@ class Task(ABC):
         """Return how the optimizer treats a parameter of the model."""
         return ParameterOptions()
 
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write the model, with the weights of a checkpoint, into an empty folder: `trainkit ckpt export`.
+
+        The default writes ``model.safetensors`` with the names of ``model.state_dict()``; tied parameters are
+        in it once.
+        """
+        tensors: dict[str, Tensor] = dict(model.named_parameters())
+        saved = model.state_dict()
+        tensors |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+        sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        write_safetensors(folder / "model.safetensors", sizes, (item.detach() for item in tensors.values()))
+
     @property
     def flops_per_sample(self) -> float | None:
         """FLOPs of training on one sample, forward and backward; None if unknown: then there is no MFU."""
@@ -155,7 +169,7 @@ def parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

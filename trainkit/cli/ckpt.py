@@ -1,8 +1,12 @@
-"""`trainkit ckpt`: list, verify and prune the checkpoints of a run."""
+"""`trainkit ckpt`: list, verify, prune and export the checkpoints of a run."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -26,10 +30,11 @@ HEADING = ["CHECKPOINT", "STATE", "TIME", "SIZE", "LAYOUT", "BEST", "REASON"]
         "trainkit ckpt ls last",
         "trainkit ckpt verify last",
         "trainkit ckpt prune last --keep-last 1 --dry-run",
+        "trainkit ckpt export last --out exported",
     ),
 )
 def command() -> None:
-    """List, verify and prune the checkpoints of a run."""
+    """List, verify, prune and export the checkpoints of a run."""
 
 
 @command.command(epilog=examples("trainkit ckpt ls last", "trainkit ckpt ls last --json"))
@@ -125,6 +130,92 @@ def prune(run_name: str, keep_last: int, dry_run: bool, as_json: bool) -> int:
     else:
         click.echo(f"kept: {', '.join(item.path.name for item in kept) or 'nothing was there'}", err=True)
     return EXIT_OK
+
+
+@command.command(
+    epilog=examples(
+        "trainkit ckpt export last --out exported", "trainkit ckpt export last --out exported --dtype bf16"
+    )
+)
+@run_argument
+@click.option("--out", "out_name", type=click.Path(path_type=Path), required=True, help="Folder to create.")
+@click.option("--step", type=click.IntRange(min=0), metavar="N", help="The checkpoint of this step.")
+@click.option(
+    "--format",
+    "format_name",
+    type=click.Choice(["hf"]),
+    default="hf",
+    show_default=True,
+    help="Files that transformers loads; a task of your own writes what it wants.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="Data type of the weights.",
+)
+@click.option("--merge", is_flag=True, help="Add the adapters of model.lora to the model.")
+@json_option
+def export(
+    run_name: str, out_name: Path, step: int | None, format_name: str, dtype: str, merge: bool, as_json: bool
+) -> int:
+    """Write the model of a checkpoint of RUN for other programs: the best one, else the newest.
+
+    With model.lora only the adapters are written, as peft does, unless --merge is given.
+    """
+    from trainkit.control.run_registry import find_run
+    from trainkit.job.processes import module_argv
+
+    run = find_run(run_name)
+    checkpoint = _chosen(run, step)
+    if out_name.exists() and not (out_name.is_dir() and not any(out_name.iterdir())):
+        raise UsageError(f"--out {out_name} exists already", hint="name a new or an empty folder")
+    number = run.latest_number()
+    config_file = run.config_file if number is None else run.attempt(number).config_file
+    partial = out_name.absolute().with_name(f".{out_name.name}.partial-{os.getpid()}")
+    request = {
+        "run": str(run.path.absolute()),
+        "config_file": str(config_file.absolute()),
+        "checkpoint": str(checkpoint.path.absolute()),
+        "out": str(partial),
+        "dtype": dtype,
+        "merge": merge,
+    }
+    try:
+        partial.mkdir(parents=True)
+        # Another process: only the trainer may import torch.
+        argv = module_argv("trainkit.trainer.export")
+        code = subprocess.run(argv, input=json.dumps(request), text=True).returncode
+        if code:
+            return code if code > 0 else EXIT_FAILED
+        partial.rename(out_name)
+    except OSError as error:
+        raise UsageError(f"cannot write {out_name}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    files = sorted(item.name for item in out_name.iterdir())
+    if as_json:
+        value = {"out": str(out_name), "checkpoint": str(checkpoint.path), "files": files}
+        click.echo(json.dumps(value, ensure_ascii=False))
+    else:
+        click.echo(f"exported {checkpoint.path.name} to {out_name}: {', '.join(files)}")
+    return EXIT_OK
+
+
+def _chosen(run: RunDir, step: int | None) -> Checkpoint:
+    """The checkpoint of a step, else the best one, else the newest intact one."""
+    from trainkit.manifest import best_step, find_damage, newest_intact
+
+    there = _wanted(run, step)
+    best = [item for item in there if item.step == best_step(run.checkpoints_dir)]
+    chosen = newest_intact(best) or newest_intact(there)
+    if chosen is None:
+        raise UsageError(f"{there[-1].path} is damaged: {find_damage(there[-1])}", hint="name another --step")
+    if "model" not in chosen.manifest():
+        hint = "export the model in your own code"
+        raise UsageError(f"{chosen.path} is of a training loop of your own", hint=hint)
+    return chosen
 
 
 def _wanted(run: RunDir, step: int | None) -> list[Checkpoint]:

@@ -9,6 +9,7 @@ SECTIONS = {
         *("--set", "--profile", "--name", "--sweep", "--array", "--step", "--steps", "--seed", "--only"),
         *("--layout", "--collect", "--rank", "--node", "--attempt", "--all", "--list", "--keep-last"),
         *("--tokenizer", "--text-key", "--val-fraction", "--task", "--simulate-world"),
+        *("--format", "--dtype", "--merge"),
     ),
     "Where": (
         *("--nodes", "--gpus-per-node", "--gpus", "--gpu-type", "--backend", "--per", "--cluster"),

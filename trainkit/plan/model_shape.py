@@ -98,7 +98,7 @@ def resolve_model_shape(model: ModelConfig, tokenizer_vocab_size: int) -> ModelS
     Raises ConfigError with every size that is incompatible with another.
     """
     preset = PRESETS[model.preset]
-    scaling: dict[str, float] = {**(model.rope_scaling or {})}
+    scaling = {str(key): value for key, value in (model.rope_scaling or {}).items()}
     missing = [item.name for item in fields(RopeScaling) if scaling and item.name not in scaling]
     shape = ModelShape(
         vocab_size=model.vocab_size or max(_padded(tokenizer_vocab_size), preset.vocab_size or 0),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
 from trainkit.trainer.hf_weights import StoredWeights, WeightsError
 
@@ -74,7 +74,8 @@ class HFCausalLM(Task):
             return self._counted(create())
         with parameters_on_meta():
             model = create()
-        found = {name: self._stored_name(name, model.base_model_prefix) for name, _ in model.named_parameters()}
+        prefix = model.base_model_prefix
+        found = {name: self._stored_name(name, prefix) for name, _ in model.named_parameters()}
         absent = [name for name, stored in found.items() if stored is None]
         lora = self.config.model.lora
         if absent or (lora is not None and not _is_independent(lora)):
@@ -108,7 +109,7 @@ class HFCausalLM(Task):
 
         try:
             settings = peft.LoraConfig(task_type="CAUSAL_LM", **lora)
-            adapted: nn.Module = peft.get_peft_model(model, settings)  # type: ignore[arg-type]
+            adapted: nn.Module = peft.get_peft_model(model, settings)
         except (TypeError, ValueError) as error:
             raise TrainkitError(
                 f"model.lora does not fit {self._folder}: {error}",
@@ -129,7 +130,7 @@ class HFCausalLM(Task):
         heads = model.get_output_embeddings()  # type: ignore[operator]
         counted = [p for p in model.parameters() if id(p) not in embeddings or p is heads.weight]
         is_sparse = any("expert" in name for name, _ in model.named_modules())
-        sizes = [getattr(settings, name, None) for name in ("num_hidden_layers", "hidden_size")]
+        sizes: Any = [getattr(settings, name, None) for name in ("num_hidden_layers", "hidden_size")]
         if not is_sparse and all(isinstance(size, int) for size in sizes):
             # Frozen weights have no gradient of their own, a third of the work.
             per_token = sum((6 if p.requires_grad else 4) * p.numel() for p in counted)
@@ -162,3 +163,14 @@ def _is_independent(lora: dict[str, Any]) -> bool:
     """Whether the initial values of adapters do not depend on the weights that they adapt."""
     is_random = lora.get("init_lora_weights", True) in (True, False, "gaussian")
     return is_random and not any(lora.get(key) for key in NEEDS_WEIGHTS)
+
+
+def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
+    """Write a model as transformers does, or its adapters as peft does; `merge` adds them to the model."""
+    is_adapted = hasattr(model, "merge_and_unload")
+    if merge and not is_adapted:
+        raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
+    if merge:
+        model = model.merge_and_unload()
+    model.config.use_cache = True
+    model.to(dtype).save_pretrained(folder)

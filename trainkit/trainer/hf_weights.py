@@ -102,7 +102,8 @@ class StoredWeights:
         _read_exactly(stored.file, data, stored.start + start * row_bytes)
         self.num_bytes_read += len(data)
         tensor = torch.frombuffer(data, dtype=stored.dtype).view(shape) if data else torch.empty(shape)
-        return tensor[(slice(None), *index[1:])] if len(index) > 1 else tensor
+        columns = (slice(None), *index[1:])
+        return tensor[columns] if len(index) > 1 else tensor
 
     def _add_file(self, file: Path) -> None:
         try:
@@ -145,7 +146,7 @@ def _files(folder: Path) -> list[Path]:
             return [folder / FILE_NAME]
         raise WeightsError(
             f"{folder} has no {FILE_NAME}",
-            hint="save the model with `save_pretrained`, or set model.from_scratch to train without its weights",
+            hint="save it with `save_pretrained`; model.from_scratch: true needs no weights",
         )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -195,7 +196,7 @@ def write_safetensors(
         for (dtype, shape), value in zip(tensors.values(), values, strict=True):
             assert value.shape == shape
             flat = value.to(dtype).contiguous().flatten()
-            stream.write(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
+            stream.write(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
         stream.flush()
         os.fsync(stream.fileno())
 

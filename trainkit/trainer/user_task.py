@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -52,18 +53,33 @@ SAMPLED_ELEMENTS = 1024
 class UserTask:
     """A user's task, as the trainer needs it."""
 
-    def __init__(self, config: RunConfig, run: RunDir | None) -> None:
+    def __init__(self, config: RunConfig, run: RunDir | None, *, opens_data: bool = True) -> None:
         self.config = config
+        self.flops_per_token: float | None = None
+        self.num_params = 0
+        """Known once the model is built."""
         seed_generators(stable_key(config.seed, "task"))
         self.task = load_task(config, run)
+        if opens_data:
+            self._open_data()
+
+    def _open_data(self) -> None:
+        config = self.config
         with errors_of_user(config.task, "its datasets cannot be opened"):
             self.train_data = _Data(self.task.train_dataset(), "train_dataset", config)
             validation = self.task.val_dataset() if config.train.eval_every is not None else None
             self.val_data = None if validation is None else _Data(validation, "val_dataset", config)
-            self.flops_per_sample = self.task.flops_per_sample
-        self.flops_per_token: float | None = None
-        self.num_params = 0
-        """Known once the model is built."""
+
+    @property
+    def flops_per_sample(self) -> float | None:
+        """FLOPs of training on one sample; call once the model is built."""
+        with errors_of_user(self.config.task, "flops_per_sample failed"):
+            return self.task.flops_per_sample
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Let the task write its model into an empty folder."""
+        with errors_of_user(self.config.task, "export() failed"):
+            self.task.export(model, folder)
 
     def data_identity(self) -> dict[str, object]:
         """The values that determine the sample at each position; they must not change on resume."""
@@ -147,8 +163,11 @@ class UserTask:
         with errors_of_user(self.config.task, f"read_weight({name!r}) failed"):
             value = self.task.read_weight(name, rows)
         if not isinstance(value, Tensor):
-            raise refusal(self.config.task, f"read_weight() returned a {type(value).__name__}", "return a Tensor")
-        assert not rest or value[(slice(None), *rest)].shape == value.shape
+            raise refusal(
+                self.config.task, f"read_weight() returned a {type(value).__name__}", "return a Tensor"
+            )
+        whole = (slice(None), *rest)
+        assert not rest or value[whole].shape == value.shape  # only rows are divided
         return value
 
 

@@ -20,9 +20,7 @@ from trainkit.trainer.stateless_random import dropout, stable_key
 INIT_STD = 0.02
 
 
-def rope_table(
-    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
-) -> Tensor:
+def rope_table(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
     """Cosines and sines of the rotation angles, float32 [2, T, C / 2] (RoFormer, arXiv 2104.09864)."""
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = theta ** (-pairs / head_dim)

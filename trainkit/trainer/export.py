@@ -1,0 +1,267 @@
+"""Exports the model in a checkpoint for other programs: `trainkit ckpt export`.
+
+``python -m trainkit.trainer.export`` reads an `ExportRequest` as JSON from stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from trainkit.config import read_effective
+from trainkit.config.hf_model import CONFIG_NAME, TOKENIZER_NAME
+from trainkit.config.schema import RunConfig
+from trainkit.data.tokenizer_identity import BYTES, BYTES_IDENTITY, identify
+from trainkit.errors import TrainkitError, UsageError
+from trainkit.plan.model_shape import ModelShape, resolve_model_shape
+from trainkit.rundir import RunDir
+from trainkit.trainer.checkpoint.storage import SafeReader
+from trainkit.trainer.hf_weights import FILE_NAME, INDEX_NAME, llama_name, write_safetensors
+from trainkit.trainer.precision import DTYPES
+from trainkit.trainer.user_task import StateBuffers, UserTask, allocate
+
+MAX_FILE_BYTES = 5_000_000_000
+GROUP_BYTES = 1 << 30
+"""Bytes of tensors that are read from the checkpoint at a time."""
+TOKENIZER_FILES = (
+    *(TOKENIZER_NAME, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
+)
+Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export, and where to."""
+
+    run: str
+    config_file: str
+    checkpoint: str
+    out: str
+    dtype: str
+    merge: bool
+
+
+def export(request: ExportRequest) -> list[str]:
+    """Write the files of a model into the empty folder `out`; returns remarks for the user."""
+    config, out = read_effective(request.config_file), Path(request.out)
+    reader = SafeReader(request.checkpoint)
+    if config.has_user_task or config.uses_transformers:
+        return _export_task(config, RunDir(Path(request.run)), reader, out, request)
+    if config.model.architecture != "llama":
+        raise UsageError(
+            f"model.architecture is {config.model.architecture}, which has no Hugging Face format",
+            hint="read the checkpoint with torch.distributed.checkpoint",
+        )
+    if request.merge:
+        raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
+    _export_decoder(config, reader, out, DTYPES[request.dtype])
+    return _export_tokenizer(config, out)
+
+
+def _saved(reader: SafeReader, prefix: str) -> dict[str, TensorStorageMetadata]:
+    """The tensors of a checkpoint whose names start with a prefix, without it."""
+    items = reader.read_metadata().state_dict_metadata.items()
+    found = {name.removeprefix(prefix): item for name, item in items if name.startswith(prefix)}
+    return {name: item for name, item in found.items() if isinstance(item, TensorStorageMetadata)}
+
+
+def _load(reader: SafeReader, tensors: dict[str, Tensor]) -> None:
+    state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
+
+
+def _export_decoder(config: RunConfig, reader: SafeReader, out: Path, dtype: torch.dtype) -> None:
+    """Write trainkit's decoder as a Llama or Qwen2 model of transformers, a few tensors at a time."""
+    saved = _saved(reader, "model.")
+    rows = saved["embedding.weight"].size[0]
+    shape = resolve_model_shape(config.model.model_copy(update={"vocab_size": rows}), 1)
+    settings = decoder_settings(shape, config, dtype)
+    (out / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n")
+    sizes = {name: (dtype, tuple(item.size)) for name, item in saved.items()}
+    _write_files(out, sizes, reader)
+
+
+def _write_files(out: Path, sizes: Sizes, reader: SafeReader) -> None:
+    """Write parameters of the decoder, under the names of transformers, to files of limited size."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, (dtype, shape) in sizes.items():
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if parts[-1] and size + num_bytes > MAX_FILE_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += num_bytes
+    index: dict[str, str] = {}
+    for number, names in enumerate(parts, 1):
+        file = FILE_NAME if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        theirs = {llama_name(name): sizes[name] for name in names}
+        write_safetensors(out / file, theirs, _values(names, sizes, reader))
+        index |= dict.fromkeys(theirs, file)
+    if len(parts) > 1:
+        total = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in sizes.values())
+        record = {"metadata": {"total_size": total}, "weight_map": index}
+        (out / INDEX_NAME).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _values(names: list[str], sizes: Sizes, reader: SafeReader) -> Iterator[Tensor]:
+    group: dict[str, Tensor] = {}
+    for index, name in enumerate(names):
+        group[name] = torch.empty(sizes[name][1])
+        if sum(value.nbytes for value in group.values()) >= GROUP_BYTES or index + 1 == len(names):
+            _load(reader, {f"model.{key}": value for key, value in group.items()})
+            yield from group.values()
+            group = {}
+
+
+def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of trainkit's decoder as a model of transformers."""
+    kind, name = ("qwen2", "Qwen2ForCausalLM") if shape.qkv_bias else ("llama", "LlamaForCausalLM")
+    scaling = shape.rope_scaling
+    settings: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "hidden_size": shape.dim,
+        "intermediate_size": shape.ffn_dim,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "max_position_embeddings": config.data.seq_len,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **vars(scaling)},
+        "tie_word_embeddings": shape.tie_embeddings,
+        "vocab_size": shape.vocab_size,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": None,
+    }
+    if config.model.hf is not None:
+        # Its other settings, such as the ids of special tokens, still apply.
+        original = json.loads((Path(config.model.hf) / CONFIG_NAME).read_text(encoding="utf-8"))
+        original.pop("dtype", None)
+        return {**original, "torch_dtype": settings["torch_dtype"]}
+    try:
+        settings["eos_token_id"] = identify(config.data.tokenizer).eos_id
+    except UsageError:
+        settings["eos_token_id"] = None  # the tokenizer is gone, see `_export_tokenizer`
+    return settings
+
+
+def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:
+    """Write the tokenizer's files; returns a remark if there are none."""
+    name = config.data.tokenizer
+    if name == BYTES:
+        if config.model.hf is not None or is_prepared(config):
+            return [f"{out} has no tokenizer: add that of the prepared data"]
+        _write_byte_tokenizer(out)
+        return []
+    source = Path(name)
+    if not source.is_file():
+        return [f"{out} has no tokenizer: {source} is gone"]
+    for item in TOKENIZER_FILES:
+        file = source.with_name(item)
+        if file.is_file():
+            shutil.copyfile(file, out / item)
+    if source.name != TOKENIZER_NAME:
+        shutil.copyfile(source, out / TOKENIZER_NAME)
+    if not source.with_name("tokenizer_config.json").is_file():
+        _write_tokenizer_config(out, identify(name).eos_token)
+    return []
+
+
+def is_prepared(config: RunConfig) -> bool:
+    """Whether the data has its own tokenizer, of which only the name is known."""
+    from trainkit.data.sources import prepared_folder
+
+    return prepared_folder(config.data) is not None
+
+
+def _write_tokenizer_config(out: Path, eos_token: str) -> None:
+    record = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
+    (out / "tokenizer_config.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _write_byte_tokenizer(out: Path) -> None:
+    """Write the tokenizer `bytes` as a tokenizer.json: byte-level BPE without merges."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    # Byte-level BPE shows bytes that are no printable Latin-1 characters as those from 256 on.
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    characters = {byte: chr(byte) for byte in shown} | {
+        byte: chr(256 + position) for position, byte in enumerate(hidden)
+    }
+    vocab = {characters[byte]: byte for byte in range(256)}
+    eos = BYTES_IDENTITY.eos_token
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(eos, special=True)])
+    tokenizer.save(str(out / TOKENIZER_NAME))
+    _write_tokenizer_config(out, eos)
+
+
+def _export_task(
+    config: RunConfig, run: RunDir, reader: SafeReader, out: Path, request: ExportRequest
+) -> list[str]:
+    """Let a task write its model, with the weights of a checkpoint, on the CPU."""
+    task = UserTask(config, run, opens_data=False)
+    model = task.build_model()
+    on_meta = {name for name, param in model.named_parameters() if param.is_meta}
+    allocate(model, torch.device("cpu"))
+    saved = _saved(reader, "model.")
+    tensors: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        if name in saved:
+            tensors[f"model.{name}"] = param.detach()
+        elif name in on_meta:
+            param.data.copy_(task.read_weight(name, [slice(0, size) for size in param.shape]))
+        else:
+            raise UsageError(
+                f"{reader.path} has no {name}", hint="export with the code that the run was trained with"
+            )
+    buffers = StateBuffers.of(model)
+    for name, buffer in ({} if buffers is None else buffers.tensors).items():
+        tensors[f"buffer.{name}"] = buffer
+    _load(reader, tensors)
+    model.eval()
+    if config.uses_transformers:
+        from trainkit.trainer.hf_task import save_pretrained
+
+        save_pretrained(model, out, DTYPES[request.dtype], merge=request.merge)
+        return _export_tokenizer(config, out)
+    if request.merge:
+        raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
+    task.export(_cast(model, DTYPES[request.dtype]), out)
+    return []
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return model if dtype == torch.float32 else model.to(dtype)
+
+
+def main() -> int:
+    """Export what the request on stdin names; returns the exit code."""
+    try:
+        remarks = export(ExportRequest(**json.load(sys.stdin)))
+    except TrainkitError as error:
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    for remark in remarks:
+        print(remark, file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
