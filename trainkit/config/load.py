@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from trainkit.config import yamlfile
-from trainkit.config.hf_model import CONFIG_NAME, find_hf_model
+from trainkit.config.hf_model import CONFIG_NAME, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Layers, refuse_newer, without_empty_sections
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
 from trainkit.config.names import flatten, meant
@@ -167,6 +167,7 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path) -> tuple[Entry, li
         chosen = TRANSFORMERS
     values = model.values
     if chosen == TRANSFORMERS:
+        problems += _sizes_of_transformers(tree, model)
         values = {key: value for key, value in values.items() if key == "vocab_size"}
     derived = {("model", key): value for key, value in values.items()}
     derived["model", "architecture"] = chosen
@@ -180,6 +181,15 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path) -> tuple[Entry, li
             message = f"is {found.plain()}, but {model.folder / CONFIG_NAME} says {value}"
             problems.append(Problem(".".join(path), message, found.origin, "remove it"))
     return tree, problems
+
+
+def _sizes_of_transformers(tree: Entry, model: HFModel) -> Iterator[Problem]:
+    """Yield the sizes in a config that are not those of a model which has its own."""
+    for key in (*SIZES, "num_kv_heads", "rope_theta", "rope_scaling"):
+        found = tree.find(("model", key))
+        if found is not None and found.value is not None and found.plain() != model.values.get(key):
+            message = f"is {found.plain()}, but {model.folder / CONFIG_NAME} sets the sizes of the model"
+            yield Problem(f"model.{key}", message, found.origin, "remove it")
 
 
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:

@@ -26,9 +26,11 @@ from trainkit.errors import TrainkitError, UsageError
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.rundir import RunDir
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.hf_weights import FILE_NAME, INDEX_NAME, llama_name, write_safetensors
+from trainkit.trainer.models.decoder import llama_name
+from trainkit.trainer.models.model import allocate
 from trainkit.trainer.precision import DTYPES
-from trainkit.trainer.user_task import StateBuffers, UserTask, allocate
+from trainkit.trainer.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
+from trainkit.trainer.user_task import StateBuffers, UserTask
 
 MAX_FILE_BYTES = 5_000_000_000
 GROUP_BYTES = 1 << 30

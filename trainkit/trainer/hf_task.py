@@ -16,7 +16,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
-from trainkit.trainer.hf_weights import StoredWeights, WeightsError
+from trainkit.trainer.safetensors import StoredWeights, WeightsError
 
 log = getLogger(__name__)
 ADAPTER = "default"

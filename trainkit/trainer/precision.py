@@ -51,6 +51,18 @@ def cast_weights(
     return masters
 
 
+def cast_frozen(model: nn.Module, dtype: torch.dtype, keep: tuple[type[nn.Module], ...]) -> None:
+    """Give parameters that are read and never change the type in which they are used: they need no master."""
+    casts: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, keep):
+            continue
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param.is_meta and not param.requires_grad:
+                cast = casts.setdefault(param, nn.Parameter(param.to(dtype), requires_grad=False))
+                setattr(module, name, cast)
+
+
 class LossScale:
     """A loss factor that keeps fp16 gradients from underflowing; halved when they overflow.
 

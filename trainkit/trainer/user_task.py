@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -25,14 +24,14 @@ from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import OnLoss
 from trainkit.trainer.load_task import TRACEBACK_HINT, describe, errors_of_user, load_task, refusal
 from trainkit.trainer.metrics import RECORD_KEYS
-from trainkit.trainer.models.model import Weight, local_tensor, move_buffers
+from trainkit.trainer.models.model import Weight, allocate, move_buffers
 from trainkit.trainer.parallel.data_parallel import (
     GradientSwitch,
     apply_data_parallel,
     gradient_switch,
     reduces_on_host,
 )
-from trainkit.trainer.precision import DTYPES, cast_weights
+from trainkit.trainer.precision import DTYPES, cast_frozen, cast_weights
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.step_sync import copy_from_main
@@ -380,7 +379,7 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
     module = LossModule(model, task)
     if world.mesh is None or reduces_on_host(world):
         if dtype != torch.float32:
-            _cast_frozen(model, dtype)
+            cast_frozen(model, dtype, BATCH_NORMS)
         allocate(module, world.device)
         return module.to(world.device)
     apply_data_parallel(
@@ -401,42 +400,6 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
         move_buffers(module, world.device)
         return module
     return module.to(world.device)
-
-
-def _cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters that are read and never change the type in which they are used: they need no master."""
-    casts: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        if isinstance(module, BATCH_NORMS):
-            continue
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param.is_meta and not param.requires_grad:
-                cast = casts.setdefault(param, nn.Parameter(param.to(dtype), requires_grad=False))
-                setattr(module, name, cast)
-
-
-@torch.no_grad()
-def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give memory to the parameters that are on the meta device; all other tensors keep their values."""
-    if not any(param.is_meta for param in module.parameters()):
-        return
-    values = {name: param for name, param in module.named_parameters() if not param.is_meta}
-    kept = {name: local_tensor(param).clone() for name, param in values.items()}
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, param in module.named_parameters(remove_duplicate=False):
-        names[param].append(name)
-    module.to_empty(device=device)
-    for first, *others in names.values():  # tied parameters are separate now
-        for other in others:
-            path, _, key = other.rpartition(".")
-            setattr(module.get_submodule(path), key, module.get_parameter(first))
-    for name, param in module.named_parameters():
-        if name in kept:
-            local_tensor(param).copy_(kept[name])
-    for name, buffer in buffers.items():
-        path, _, key = name.rpartition(".")
-        setattr(module.get_submodule(path), key, buffer)
 
 
 def digest_of(value: Any) -> str:

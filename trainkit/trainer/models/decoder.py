@@ -6,7 +6,8 @@ Shapes: B samples, T positions, D model width, H query heads, K key/value heads,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import ClassVar, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from trainkit.plan.model_shape import ModelShape, RopeScaling, flops_per_token, num_params
 from trainkit.trainer.models.model import HeadLoss, Model, PositionSlice, Role, StageSpec
+from trainkit.trainer.safetensors import StoredWeights, WeightsError
 from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
@@ -230,3 +232,41 @@ class Decoder(Model):
         if name.endswith(("wo.weight", "down.weight")):
             return INIT_STD / math.sqrt(2 * self.shape.num_layers)
         return INIT_STD
+
+
+_HF_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+_HF_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
+
+
+def llama_name(name: str) -> str:
+    """The name in a Llama or Qwen2 model of transformers for a parameter of trainkit's decoder."""
+    module, _, kind = name.rpartition(".")
+    match = _BLOCK_NAME.fullmatch(module)
+    if match is None:
+        return f"{_HF_ENDS[module]}.{kind}"
+    return f"model.layers.{match[1]}.{_HF_BLOCK[match[2]]}.{kind}"
+
+
+def read_decoder_weight(weights: StoredWeights, name: str, index: Sequence[slice]) -> Tensor:
+    """Read a part of a parameter of trainkit's decoder from a Llama or Qwen2 model.
+
+    Raises WeightsError if the files do not have it.
+    """
+    stored = llama_name(name)
+    if stored not in weights:
+        raise WeightsError(
+            f"{weights.folder} has no {stored}",
+            hint="set model.architecture: transformers to train the model with the code of that library",
+        )
+    return weights.read(stored, index)

@@ -6,6 +6,7 @@ An architecture is one file with a subclass of `Model`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -193,6 +194,30 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
+
+
+@torch.no_grad()
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give memory to the parameters that are on the meta device; all other tensors keep their values."""
+    if not any(param.is_meta for param in module.parameters()):
+        return
+    values = {name: param for name, param in module.named_parameters() if not param.is_meta}
+    kept = {name: local_tensor(param).clone() for name, param in values.items()}
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names[param].append(name)
+    module.to_empty(device=device)
+    for first, *others in names.values():  # tied parameters are separate now
+        for other in others:
+            path, _, key = other.rpartition(".")
+            setattr(module.get_submodule(path), key, module.get_parameter(first))
+    for name, param in module.named_parameters():
+        if name in kept:
+            local_tensor(param).copy_(kept[name])
+    for name, buffer in buffers.items():
+        path, _, key = name.rpartition(".")
+        setattr(module.get_submodule(path), key, buffer)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The weights of Hugging Face models: reads parts of safetensors files, and names parameters as they do."""
+"""Reads parts of the tensors in safetensors files, and writes such files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -199,41 +198,3 @@ def write_safetensors(
             stream.write(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
         stream.flush()
         os.fsync(stream.fileno())
-
-
-_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn.gate": "mlp.gate_proj",
-    "ffn.up": "mlp.up_proj",
-    "ffn.down": "mlp.down_proj",
-}
-_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
-
-
-def llama_name(name: str) -> str:
-    """The name in a Llama or Qwen2 model of transformers for a parameter of trainkit's decoder."""
-    module, _, kind = name.rpartition(".")
-    match = _BLOCK_NAME.fullmatch(module)
-    if match is None:
-        return f"{_ENDS[module]}.{kind}"
-    return f"model.layers.{match[1]}.{_BLOCK[match[2]]}.{kind}"
-
-
-def read_decoder_weight(weights: StoredWeights, name: str, index: Sequence[slice]) -> Tensor:
-    """Read a part of a parameter of trainkit's decoder from a Llama or Qwen2 model.
-
-    Raises WeightsError if the files do not have it.
-    """
-    stored = llama_name(name)
-    if stored not in weights:
-        raise WeightsError(
-            f"{weights.folder} has no {stored}",
-            hint="set model.architecture: transformers to train the model with the code of that library",
-        )
-    return weights.read(stored, index)

@@ -1,0 +1,167 @@
+"""What the config.json of a Hugging Face model sets, and what contradicts it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.config import LoadedConfig, dump_effective, load_config, read_effective
+from trainkit.config.hf_model import find_hf_model
+from trainkit.errors import ConfigError
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000.0,
+    "vocab_size": 320,
+}
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def write(folder: Path, without: str = "", **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    content = {key: value for key, value in {**LLAMA, **changes}.items() if key != without}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def load(tmp_path: Path, *overrides: str) -> LoadedConfig:
+    (tmp_path / "run.yaml").write_text("name: x\nmodel:\n  hf: model\n")
+    return load_config("run.yaml", overrides=overrides, cwd=tmp_path, environ={})
+
+
+def problem(tmp_path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, *overrides)
+    [found] = caught.value.problems
+    return found.render()
+
+
+def test_the_sizes_of_a_llama(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", rope_scaling=SCALING)
+    (folder / "tokenizer.json").write_text("{}")
+    loaded = load(tmp_path)
+    model = loaded.config.model
+    assert (model.architecture, model.hf) == ("llama", str(folder))
+    assert (model.dim, model.num_layers, model.num_heads, model.num_kv_heads) == (64, 3, 4, 2)
+    assert (model.ffn_dim, model.norm_eps, model.rope_theta) == (96, 1e-6, 500000.0)
+    assert (model.vocab_size, model.qkv_bias, model.tie_embeddings) == (320, False, False)
+    assert model.rope_scaling == {key: float(SCALING[key]) for key in SCALING if key != "rope_type"}
+    assert loaded.config.data.tokenizer == str(folder / "tokenizer.json")
+    assert loaded.origins["model.dim"] == str(folder / "config.json")
+
+    (tmp_path / "effective.yaml").write_text(dump_effective(loaded.config))
+    assert read_effective(tmp_path / "effective.yaml") == loaded.config
+    assert load_config("effective.yaml", cwd=tmp_path, environ={}).config == loaded.config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "without": "rope_theta"},
+        {"rope_scaling": None, "head_dim": 16, "num_key_value_heads": 2},
+    ],
+)
+def test_both_ways_to_write_the_rotary_embedding(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write(tmp_path / "model", **changes)
+    model = load(tmp_path).config.model
+    assert (model.rope_theta, model.rope_scaling) == (500000.0, None)
+
+
+def test_qwen2_has_biases(tmp_path: Path) -> None:
+    write(
+        tmp_path / "model", model_type="qwen2", tie_word_embeddings=True, layer_types=["full_attention"] * 3
+    )
+    model = load(tmp_path).config.model
+    assert (model.architecture, model.qkv_bias, model.tie_embeddings) == ("llama", True, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gpt2"}, "model_type is gpt2"),
+        ({"without": "hidden_size"}, "config.json has no hidden_size"),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu"),
+        ({"head_dim": 32}, "head_dim is 32"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is True"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is linear"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling has no low_freq_factor"),
+    ],
+)
+def test_other_models_need_transformers(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    folder = write(tmp_path / "model", **changes)
+    assert find_hf_model(str(folder), tmp_path).reason == reason
+    model = load(tmp_path).config.model
+    assert (model.architecture, model.vocab_size, model.dim) == ("transformers", 320, None)
+    found = problem(tmp_path, "model.architecture=llama")
+    assert f"model.architecture: is llama, which cannot be {folder}: {reason}" in found
+
+
+def test_lora_needs_transformers(tmp_path: Path) -> None:
+    write(tmp_path / "model")
+    assert load(tmp_path, "model.lora={r: 8}").config.model.architecture == "transformers"
+    assert "model.lora: is set, but model.architecture is llama" in problem(
+        tmp_path, "model.lora={r: 8}", "model.architecture=llama"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model.dim=128"], "--set model.dim=128: model.dim: is 128, but "),
+        (["model.hf=org/absent"], "is org/absent, which is neither a folder nor a downloaded model"),
+        (["model.hf=absent"], "model.hf: is absent, but there is no such folder"),
+        (["model.hf=."], "has no config.json"),
+        (["model.hf=null", "model.from_scratch=true"], "model.from_scratch: is set, but model.hf is null"),
+        (
+            ["model.from_scratch=true", "model.lora={r: 8}"],
+            "model.lora: is set, but model.from_scratch is true",
+        ),
+        (["model.architecture=transformers", "model.dropout=0.1"], "model.dropout: is 0.1, which models of"),
+        (["model.architecture=transformers", "model.dim=96"], "model.dim: is 96, but "),
+    ],
+)
+def test_contradictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    write(tmp_path / "model")
+    assert expected in problem(tmp_path, *overrides)
+
+
+def test_a_downloaded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    hub = tmp_path / "hub"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
+    snapshot = hub / "models--org--name" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    write(snapshot)
+    refs = hub / "models--org--name" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123abc")
+    assert load(tmp_path, "model.hf=org/name").config.model.hf == str(snapshot)
+
+
+def test_a_damaged_config_json(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    (folder / "config.json").write_text("{")
+    assert f"{folder / 'config.json'} cannot be read: " in problem(tmp_path)
+    (folder / "config.json").write_text("{}")
+    assert "does not name a model_type" in problem(tmp_path)
