@@ -8,7 +8,7 @@ SLURM := $(BIN)/python -m tools.slurm_cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-rest test-smoke test-oldest lint parity bench gpu cluster clean slurm venv venv-test
+.PHONY: help demo test test-all test-fast test-rest test-smoke test-oldest lint parity bench gpu cluster clean slurm venv venv-test venv-rest
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -26,7 +26,7 @@ test-fast: venv-test ## Unit tests only.
 	$(PYTEST) 2 -m "not slow"
 
 # Many of these wait for Slurm: three at a time keep two cores busy.
-test-rest: slurm ## The slow tests that `make test` leaves out.
+test-rest: slurm venv-rest ## The slow tests that `make test` leaves out.
 	@$(SLURM) install --slurm 24.11
 	$(PYTEST) 3 -m "slow and not smoke"
 
@@ -75,3 +75,7 @@ venv:
 
 venv-test:
 	@.ci/make-venv test
+
+# Not for `make test`: transformers takes longer to install than its unit tests to run.
+venv-rest: venv-test
+	@.ci/make-venv test,hf,peft

@@ -29,7 +29,7 @@ from torch.utils.data import default_collate
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.shards import open_dataset
-from trainkit.trainer.safetensors import write_safetensors
+from trainkit.safetensors import write_safetensors
 
 Number = Tensor | float
 """A number, or a tensor with one element."""

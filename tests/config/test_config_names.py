@@ -89,12 +89,3 @@ def test_the_default_of_a_folder(tmp_path: Path) -> None:
 def test_every_name_that_is_listed_is_found() -> None:
     assert shipped_config_names()[0] == "quickstart"
     assert all(find_shipped_config(name) is not None for name in shipped_config_names())
-
-
-@pytest.mark.parametrize("typed", ["model.lora=8", "model.lora={rank: 8}"])
-def test_a_key_that_is_not_in_this_release_gets_no_suggestion(typed: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config("quickstart", overrides=[typed], cwd=tmp_path, environ={})
-    (found,) = error.value.problems
-    assert (found.key, found.message) == ("model.lora", "is not in this release")
-    assert found.hint == "`trainkit schema` prints every key"

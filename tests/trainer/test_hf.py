@@ -15,8 +15,8 @@ from tests.support.runs import make_attempt
 from trainkit.cli.main import main
 from trainkit.manifest import published
 from trainkit.rundir import AttemptDir, RunDir, read_json, read_metrics, write_json
+from trainkit.safetensors import StoredWeights
 from trainkit.trainer.checkpoint.storage import SafeReader
-from trainkit.trainer.safetensors import StoredWeights
 
 for _module in ("transformers", "peft"):
     if not os.environ.get("CI"):

@@ -59,6 +59,12 @@ IN_A_SMOKE_TEST = {
     "name": ("super().__init__(config)", "self.depth = DEPTH", "name 'DEPTH' is not defined", ""),
     "no model": (MODEL, "        nn.Linear(3, 1)", "build_model() returned a NoneType", ""),
     "bf16 model": (MODEL, MODEL + ".bfloat16()", "0.weight of its model is torch.bfloat16", "in float32"),
+    "meta model": (
+        MODEL,
+        "        with torch.device('meta'):\n    " + MODEL,
+        "0.weight of its model is on the meta device",
+        "define read_weight()",
+    ),
     "frozen model": (MODEL, MODEL + ".requires_grad_(False)", "no parameter of its model requires", ""),
     "seeded model": (MODEL, "        torch.seed()\n" + MODEL, "builds another model when it is called", ""),
     "no length": (

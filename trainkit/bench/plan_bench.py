@@ -94,6 +94,10 @@ def plan_bench(
         raise ConfigError(
             [loaded.problem("task", message, "`trainkit bench layouts` needs the task causal_lm")]
         )
+    if loaded.config.uses_transformers:
+        message = "is transformers, whose memory is unknown"
+        hint = "`trainkit bench layouts` needs trainkit's own decoder"
+        raise ConfigError([loaded.problem("model.architecture", message, hint)])
     target, data = make_target(loaded), inspect_data(loaded.config.data)
     if target.backend == "submitit":
         raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")

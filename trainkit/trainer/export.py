@@ -25,11 +25,10 @@ from trainkit.data.tokenizer_identity import BYTES, BYTES_IDENTITY, identify
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
 from trainkit.rundir import RunDir
+from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.models.decoder import llama_name
-from trainkit.trainer.models.model import allocate
 from trainkit.trainer.precision import DTYPES
-from trainkit.trainer.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
 from trainkit.trainer.user_task import StateBuffers, UserTask
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -219,20 +218,13 @@ def _export_task(
 ) -> list[str]:
     """Let a task write its model, with the weights of a checkpoint, on the CPU."""
     task = UserTask(config, run, opens_data=False)
-    model = task.build_model()
-    on_meta = {name for name, param in model.named_parameters() if param.is_meta}
-    allocate(model, torch.device("cpu"))
+    model = task.build_whole_model()
     saved = _saved(reader, "model.")
-    tensors: dict[str, Tensor] = {}
-    for name, param in model.named_parameters():
-        if name in saved:
-            tensors[f"model.{name}"] = param.detach()
-        elif name in on_meta:
-            param.data.copy_(task.read_weight(name, [slice(0, size) for size in param.shape]))
-        else:
-            raise UsageError(
-                f"{reader.path} has no {name}", hint="export with the code that the run was trained with"
-            )
+    absent = [name for name, param in model.named_parameters() if param.requires_grad and name not in saved]
+    if absent:
+        hint = "export with the code that the run was trained with"
+        raise UsageError(f"{reader.path} has no {absent[0]}", hint=hint)
+    tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters() if name in saved}
     buffers = StateBuffers.of(model)
     for name, buffer in ({} if buffers is None else buffers.tensors).items():
         tensors[f"buffer.{name}"] = buffer

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
+from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
-from trainkit.trainer.safetensors import StoredWeights, WeightsError
 
 log = getLogger(__name__)
 ADAPTER = "default"

@@ -16,13 +16,13 @@ from trainkit.data.shards import TokenShards, open_dataset
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.rundir import RunDir
+from trainkit.safetensors import StoredWeights
 from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models import load_architecture
 from trainkit.trainer.models.decoder import read_decoder_weight
 from trainkit.trainer.models.model import Model, StageSpec
 from trainkit.trainer.models.supported_layouts import refuse_unsupported_layout
-from trainkit.trainer.safetensors import StoredWeights
 from trainkit.trainer.task_batches import TaskBatches
 from trainkit.trainer.user_task import UserTask
 

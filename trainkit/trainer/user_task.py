@@ -156,6 +156,17 @@ class UserTask:
         self.num_params = sum(param.numel() for param in model.parameters())
         return model
 
+    @torch.no_grad()
+    def build_whole_model(self) -> nn.Module:
+        """The model with all its initial values, on the CPU."""
+        model = self.build_model()
+        on_meta = [name for name, param in model.named_parameters() if param.is_meta]
+        allocate(model, torch.device("cpu"))
+        for name in on_meta:
+            param = model.get_parameter(name)
+            param.copy_(self.read_weight(name, [slice(0, size) for size in param.shape]))
+        return model
+
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
         """Read some rows of the initial value of a parameter."""
         rows, *rest = index or (slice(0, 1),)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.plan.model_shape import ModelShape, RopeScaling, flops_per_token, num_params
+from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.trainer.models.model import HeadLoss, Model, PositionSlice, Role, StageSpec
-from trainkit.trainer.safetensors import StoredWeights, WeightsError
 from trainkit.trainer.stateless_random import dropout, stable_key
 
 INIT_STD = 0.02
