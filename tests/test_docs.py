@@ -233,7 +233,10 @@ def test_the_readme_links_every_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_config_in_yaml_is_valid(page: Path, tmp_path: Path) -> None:
+def test_every_config_in_yaml_is_valid(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Llama-3.2-1B").mkdir()
+    (tmp_path / "Llama-3.2-1B" / "config.json").write_text('{"model_type": "llama"}')
     for block in blocks(page, "yaml"):
         (tmp_path / "shown.yaml").write_text(block)
         load_config(tmp_path / "shown.yaml", layers=False)
@@ -247,7 +250,7 @@ def config_keys() -> set[str]:
 def test_every_config_key_exists(page: Path) -> None:
     keys = config_keys()
     sections = {key.partition(".")[0] for key in keys if "." in key}
-    files = {"config.yaml", "data.source"}
+    files = {"config.yaml", "data.source", "model.safetensors"}
     text = re.sub(r"```python\n.*?```", "", page.read_text(), flags=re.DOTALL)
     named = set(re.findall(rf"(?<![\w./])((?:{'|'.join(sections)})\.[a-z]\w*)", text))
     unknown = {key for key in named - keys - files if not key.endswith((".json", ".yaml", ".py"))}
