@@ -40,7 +40,8 @@ CHAIN: list[tuple[int, dict[str, object]]] = [
 )
 def test_resumes_bit_for_bit(tmp_path: Path, num_procs: int, options: list[str]) -> None:
     options = [EIGHT_BIT, *options, "model.dropout=0.1", "train.steps=8"]
-    train(tmp_path / "whole", options, num_procs)
+    attempt = train(tmp_path / "whole", options, num_procs)
+    assert ("skipped" in log_text(attempt)) == ("precision.dtype=fp16" in options)
     train(tmp_path / "cut", [*options, "train.stop_at_step=4"], num_procs, expect=75)
     train(tmp_path / "cut", options, num_procs)
     assert len(losses(tmp_path / "whole")) == 8
