@@ -99,13 +99,13 @@ def test_a_chain_of_layouts(tmp_path: Path) -> None:
             tmp_path, [Case("chain", num_procs, parallel, (f"train.stop_at_step={STEPS * index}",))], common
         )
     run_cases(tmp_path, [Case("alone", 1, {})], common)
-    assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 1e-4
+    assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 1e-5
 
 
 def test_a_task_of_ones_own(tmp_path: Path) -> None:
     common = [EIGHT_BIT, f"task={tasks.__file__}:Tokens", "train.steps=6", "train.eval_every=null"]
     run_cases(tmp_path, [Case("alone", 1, {}), Case("fsdp", 2, {"dp_shard": 2})], common)
-    assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-4
+    assert worst_difference(tmp_path / "fsdp", tmp_path / "alone") < 1e-5
     assert any(name.endswith(".codes") for name in state(tmp_path / "fsdp"))
 
 
@@ -115,7 +115,6 @@ def test_learns_as_in_float32(tmp_path: Path, beta2: float) -> None:
     train(tmp_path / "fp32", options)
     train(tmp_path / "8bit", [*options, EIGHT_BIT])
     expected, found = ([*losses(tmp_path / name).values()] for name in ("fp32", "8bit"))
-    print(expected[0], sum(expected[-20:]) / 20, sum(found[-20:]) / 20)
     assert sum(expected[-20:]) / 20 < 0.7 * expected[0]
     assert sum(found[-20:]) == pytest.approx(sum(expected[-20:]), rel=0.01)
 
