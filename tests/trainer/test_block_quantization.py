@@ -91,7 +91,8 @@ def test_a_shard_that_cuts_a_block_is_refused() -> None:
     with pytest.raises(TrainkitError) as error:
         rounded(whole, shard=whole[:, :768])
     assert error.value.message == (
-        "optimizer.name is adamw_8bit, but 768 of the 4096 elements of a row of w on a rank cut a block"
+        "optimizer.name is adamw_8bit, but tensor parallelism cuts a block: a rank has 768 of the 4096 "
+        "elements of a row of w"
     )
     assert error.value.hint == "shard its rows into parts of a multiple of 512 elements, or use adamw"
 

@@ -70,8 +70,8 @@ class QuantizedAverage:
         part, num_blocks = row_blocks(whole_row)
         if row % part:
             raise TrainkitError(
-                f"optimizer.name is adamw_8bit, but {row} of the {whole_row} elements of a row of {name}"
-                " on a rank cut a block",
+                f"optimizer.name is adamw_8bit, but tensor parallelism cuts a block: a rank has {row} of the"
+                f" {whole_row} elements of a row of {name}",
                 hint=f"shard its rows into parts of a multiple of {part} elements, or use adamw",
                 exit_code=EXIT_NO_RESTART,
             )
@@ -92,12 +92,10 @@ class QuantizedAverage:
         """The average in float32, of the shape and strides of the shard."""
         relative = self.values.index_select(0, self.codes.flatten().int())
         average = self._without_blocks(self._in_blocks(relative) * self.scales.view(-1, 1))
+        if self.codes.is_contiguous():
+            return average
         # The fused kernel assumes the strides of the parameter.
-        return (
-            average
-            if self.codes.is_contiguous()
-            else torch.empty_like(self.codes, dtype=torch.float32).copy_(average)
-        )
+        return torch.empty_like(self.codes, dtype=torch.float32).copy_(average)
 
     def quantize(self, average: Tensor, skip: Tensor) -> None:
         """Round a float32 average of the shape of the shard to 8 bits, or change nothing if `skip` is 1."""
