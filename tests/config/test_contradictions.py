@@ -66,6 +66,29 @@ def test_decay_longer_than_the_run(tmp_path: Path) -> None:
     )
 
 
+def test_averages_in_8_bits_have_no_other_type(tmp_path: Path) -> None:
+    eight_bit = "optimizer.name=adamw_8bit"
+    assert load(tmp_path, eight_bit, "optimizer.state_dtype=fp32").config.optimizer.name == "adamw_8bit"
+    assert load(tmp_path, eight_bit, "optimizer.betas=[0.9, 0.999]")
+    assert problem(tmp_path, eight_bit, "optimizer.state_dtype=bf16") == (
+        "--set optimizer.state_dtype=bf16: optimizer.state_dtype: is bf16, but optimizer.name is adamw_8bit, "
+        "which keeps the running averages in 8 bits\n  hint: remove it, or set optimizer.name to adamw"
+    )
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_tensor_parallelism_that_cuts_no_block(tmp_path: Path, tp: int) -> None:
+    assert load(tmp_path, "optimizer.name=adamw_8bit", f"parallel.tp={tp}").config.parallel.tp == tp
+
+
+@pytest.mark.parametrize("tp", [3, 16])
+def test_tensor_parallelism_that_cuts_blocks(tmp_path: Path, tp: int) -> None:
+    assert problem(tmp_path, "optimizer.name=adamw_8bit", f"parallel.tp={tp}") == (
+        "--set optimizer.name=adamw_8bit: optimizer.name: is adamw_8bit, which does not support "
+        f"parallel.tp {tp}\n  hint: parallel.tp can be 1, 2, 4 or 8"
+    )
+
+
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "MY_PASSWORD"])
 def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
     assert problem(tmp_path, f"launch.env.{name}=abc") == (

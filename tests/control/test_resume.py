@@ -62,6 +62,10 @@ def test_what_may_change(run: RunDir, tmp_path: Path, overrides: list[str]) -> N
             "model.architecture: is Mine, but step-00000100 was trained with llama",
         ),
         ("model.preset=nano", "model: differs in shape from the model of step-00000100"),
+        (
+            "optimizer.name=adamw_8bit",
+            "optimizer.name: is adamw_8bit, but step-00000100 was trained with adamw",
+        ),
         ("train.steps=99", "train.steps: is 99, but the run is already at step-00000100"),
     ],
 )

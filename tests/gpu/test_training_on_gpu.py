@@ -54,11 +54,13 @@ def wait_for_checkpoint(run: RunDir, attempt: AttemptDir, step: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("mesh", [(), MESH], ids=["alone", "mesh"])
-def test_resumes_exactly_after_sigkill(tmp_path: Path, mesh: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "own", [(), MESH, (*MESH, "optimizer.name=adamw_8bit")], ids=["alone", "mesh", "8bit"]
+)
+def test_resumes_exactly_after_sigkill(tmp_path: Path, own: tuple[str, ...]) -> None:
     options = [
         *(ON_DEVICE, "precision.dtype=bf16", "model.dropout=0.1", "train.deterministic=true"),
-        *("train.steps=20000", "checkpoint.every_steps=5", *mesh),
+        *("train.steps=20000", "checkpoint.every_steps=5", *own),
     ]
     run = RunDir(tmp_path / "killed")
     attempt = make_attempt(run.path, options)

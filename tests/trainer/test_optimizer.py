@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from tests.support.models import nano, sample_keys, tokens
 from trainkit.config.training import OptimizerConfig
+from trainkit.trainer.block_quantization import QuantizedAverage, code_values, is_quantized
 from trainkit.trainer.models.model import Weight
 from trainkit.trainer.optimizer import ShardedAdamW
 
 CONFIG = OptimizerConfig(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
-KINDS = ("exp_avg", "exp_avg_sq", "step")
+EIGHT_BIT = CONFIG.model_copy(update={"name": "adamw_8bit"})
 ONE, ZERO = torch.ones(()), torch.zeros(())
 
 
@@ -27,6 +28,14 @@ def reference(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
 
 def weights(model: nn.Module) -> list[Weight]:
     return [Weight(name, param) for name, param in model.named_parameters()]
+
+
+def kinds(param: Tensor, config: OptimizerConfig) -> list[str]:
+    """The tensors of the state of a parameter."""
+    parts = ("codes", "scales")
+    if config.name == "adamw_8bit" and param.dim() > 1 and param.numel() >= 4096:
+        return ["step", *(f"{kind}.{part}" for kind in ("exp_avg", "exp_avg_sq") for part in parts)]
+    return ["step", "exp_avg", "exp_avg_sq"]
 
 
 def gradient_norm(optimizer: ShardedAdamW) -> Tensor:
@@ -82,9 +91,10 @@ def test_divides_the_gradient() -> None:
         assert torch.equal(a, b)
 
 
-def test_skip_leaves_every_bit() -> None:
+@pytest.mark.parametrize("config", [CONFIG, EIGHT_BIT], ids=["fp32", "8bit"])
+def test_skip_leaves_every_bit(config: OptimizerConfig) -> None:
     model = nano()
-    optimizer = ShardedAdamW(weights(model), CONFIG)
+    optimizer = ShardedAdamW(weights(model), config)
     backward(model, 0)
     optimizer.collect_gradients()
     optimizer.step(1e-2, ONE, ZERO)
@@ -154,7 +164,8 @@ def test_zero_grad_forgets_the_gradients() -> None:
     assert gradient_norm(optimizer).item() == 0.0
 
 
-def test_state_goes_round() -> None:
+@pytest.mark.parametrize("config", [CONFIG, EIGHT_BIT], ids=["fp32", "8bit"])
+def test_state_goes_round(config: OptimizerConfig) -> None:
     """Loading fills the tensors in place, so they must be the optimizer's own, not copies."""
 
     def train(model: nn.Module, optimizer: ShardedAdamW, steps: range) -> None:
@@ -165,15 +176,15 @@ def test_state_goes_round() -> None:
             optimizer.zero_grad()
 
     model = nano()
-    optimizer = ShardedAdamW(weights(model), CONFIG)
+    optimizer = ShardedAdamW(weights(model), config)
     train(model, optimizer, range(2))
     other = nano(seed=5)
-    restored = ShardedAdamW(weights(other), CONFIG)
+    restored = ShardedAdamW(weights(other), config)
     with torch.no_grad():
         for target, saved in zip(other.parameters(), model.parameters(), strict=True):
             target.copy_(saved)
         state = dict(optimizer.state_tensors())
-        assert set(state) == {f"{n}.{k}" for n, _ in model.named_parameters() for k in KINDS}
+        assert set(state) == {f"{n}.{kind}" for n, p in model.named_parameters() for kind in kinds(p, config)}
         for name, tensor in restored.state_tensors():
             tensor.copy_(state[name])
     train(model, optimizer, range(2, 4))
@@ -209,3 +220,62 @@ def test_running_averages_in_bf16_are_rounded_once_a_step(monkeypatch: pytest.Mo
     }
     for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_running_averages_in_8_bits_are_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's AdamW whose averages are rounded after every step, whatever the size of a piece."""
+    mine, in_pieces, theirs = nano(), nano(), nano()
+    optimizer, expected = ShardedAdamW(weights(mine), EIGHT_BIT), reference(theirs)
+    pieces = ShardedAdamW(weights(in_pieces), EIGHT_BIT)
+    for step in range(6):
+        for model in (mine, in_pieces, theirs):
+            backward(model, step)
+        optimizer.collect_gradients()
+        optimizer.step(1e-2, ONE, ZERO)
+        optimizer.zero_grad()
+        with monkeypatch.context() as patch:
+            patch.setattr("trainkit.trainer.optimizer.PIECE_ELEMENTS", 1000)
+            pieces.collect_gradients()
+            pieces.step(1e-2, ONE, ZERO)
+            pieces.zero_grad()
+        expected.step()
+        expected.zero_grad()
+        for param, state in expected.state.items():
+            for kind in ("exp_avg", "exp_avg_sq") if is_quantized(param) else ():
+                values = code_values(is_signed=kind == "exp_avg")
+                average = QuantizedAverage.zeros(param, param, "", values)
+                average.quantize(state[kind], ZERO)
+                state[kind].copy_(average.dequantize())
+    for (name, a), b in zip(optimizer.state_tensors(), dict(pieces.state_tensors()).values(), strict=True):
+        assert torch.equal(a, b), name
+    for (name, a), b, c in zip(
+        mine.named_parameters(), in_pieces.parameters(), theirs.parameters(), strict=True
+    ):
+        assert torch.equal(a, b), name
+        # Between two values of a code, the last bit of torch's average decides.
+        differs = (a - c).abs() > 1e-5 + 1e-3 * c.abs()
+        assert differs.float().mean() < 2e-3, name
+
+
+def test_the_state_in_8_bits_takes_2_bytes_per_element() -> None:
+    model = nn.Linear(4096, 512)
+    state = dict(ShardedAdamW(weights(model), EIGHT_BIT).state_tensors())
+    num_bytes = sum(tensor.nbytes for name, tensor in state.items() if name.startswith("weight."))
+    assert num_bytes / model.weight.numel() == pytest.approx(2.03, abs=0.002)
+    assert state["weight.exp_avg.codes"].dtype == torch.uint8
+    assert state["bias.exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("config", [EIGHT_BIT, CONFIG.model_copy(update={"state_dtype": "bf16"})])
+def test_scalars_and_empty_shards_are_updated_too(config: OptimizerConfig) -> None:
+    """A rank without a row of a parameter counts its steps: the checkpoint may have its count."""
+    model = nn.Module()
+    model.scalar = nn.Parameter(torch.tensor(1.0))
+    model.empty = nn.Parameter(torch.empty(0, 4096))
+    optimizer = ShardedAdamW(weights(model), config)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.collect_gradients()
+    optimizer.step(0.5, ONE, ZERO)
+    assert model.scalar.item() == pytest.approx(0.5)
+    assert {t.item() for name, t in optimizer.state_tensors() if name.endswith("step")} == {1.0}

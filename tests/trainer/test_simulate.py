@@ -68,6 +68,16 @@ def test_a_shard_of_32(tmp_path: Path) -> None:
     assert shard["collectives"] == {"all_gather": 1, "all_reduce": 1, "reduce_scatter": 1}
 
 
+@pytest.mark.parametrize("options", [["parallel.dp_shard=2"], ["parallel.tp=2"]])
+def test_averages_in_8_bits(tmp_path: Path, options: list[str]) -> None:
+    found = found_for(tmp_path, 2, *WIDE, *options, "optimizer.name=adamw_8bit")
+    assert found["peak_bytes"]["total"] == pytest.approx(foretold(tmp_path, 0), rel=0.03)
+    in_float32 = found_for(tmp_path, 2, *WIDE, *options)
+    # Rows of 1,024 elements have a scale for each 128, those of 2,816 for each 176.
+    saved = in_float32["peak_bytes"]["total"] - found["peak_bytes"]["total"]
+    assert saved == pytest.approx(found["num_params"] * (8 - 2 - 8 / 128), rel=0.01)
+
+
 def test_every_rank_of_a_pipeline_has_its_stages(tmp_path: Path) -> None:
     options = ("parallel.pp=2", "parallel.dp_shard=2", "train.device_batch_size=4")
     found = [found_for(tmp_path, 4, *options, rank=rank) for rank in (0, 2)]

@@ -136,7 +136,9 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "adamw_8bit"] = Field(default="adamw", description="Optimizer.")
+    name: Literal["adamw", "adamw_8bit"] = Field(
+        default="adamw", description="Optimizer; adamw_8bit is AdamW with running averages in 8 bits."
+    )
     lr: Positive = Field(default=3.0e-4, description="Peak learning rate, before scaling by lr_scale.")
     lr_scale: Literal["none", "linear", "sqrt"] = Field(
         default="none", description="How the learning rate scales with the data-parallel size."

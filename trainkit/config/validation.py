@@ -111,6 +111,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     yield from _secrets(loaded)
     yield from _float8(loaded)
     yield from _state_dtype(loaded)
+    yield from _adamw_8bit(loaded)
     yield from _pattern(loaded)
     if loaded.config.model.init_include and loaded.config.model.init_from is None:
         message = "is set, but model.init_from is null"
@@ -184,6 +185,23 @@ def _state_dtype(loaded: LoadedConfig) -> Iterator[Problem]:
         yield loaded.problem("optimizer.betas", message, hint)
 
 
+ROW_PARTS = 8
+"""adamw_8bit divides each row of a matrix into 8 parts and these into blocks, so that tensor parallelism over
+2, 4 or 8 ranks cuts no block."""
+
+
+def _adamw_8bit(loaded: LoadedConfig) -> Iterator[Problem]:
+    config = loaded.config
+    if config.optimizer.name != "adamw_8bit":
+        return
+    if config.optimizer.state_dtype == "bf16":
+        message = "is bf16, but optimizer.name is adamw_8bit, which keeps the running averages in 8 bits"
+        yield loaded.problem("optimizer.state_dtype", message, "remove it, or set optimizer.name to adamw")
+    if ROW_PARTS % config.parallel.tp:
+        message = f"is adamw_8bit, which does not support parallel.tp {config.parallel.tp}"
+        yield loaded.problem("optimizer.name", message, "parallel.tp can be 1, 2, 4 or 8")
+
+
 def _secrets(loaded: LoadedConfig) -> Iterator[Problem]:
     launch = loaded.config.launch
     for name in launch.env:
@@ -229,7 +247,6 @@ def _decay(loaded: LoadedConfig) -> Iterator[Problem]:
 
 # (key, the only supported value, the feature that other values need)
 _ROWS: tuple[tuple[str, object, str], ...] = (
-    ("optimizer.name", "adamw", "an optimizer other than adamw"),
     ("logging.mlflow", None, "logging to MLflow"),
     ("logging.wandb", None, "logging to Weights & Biases"),
 )

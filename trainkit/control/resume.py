@@ -49,6 +49,10 @@ def _problems(manifest: Mapping[str, Any], loaded: LoadedConfig, name: str) -> I
         before, now = manifest.get("data", {}).get(key), _value(config, key)
         if before is not None and before != now:
             yield loaded.problem(key, f"is {now}, but {name} was trained with {before}", hint)
+    # Manifests of older versions do not say it.
+    before, now = manifest.get("optimizer", "adamw"), config.optimizer.name
+    if before != now:
+        yield loaded.problem("optimizer.name", f"is {now}, but {name} was trained with {before}", hint)
     if config.train.steps is not None and config.train.steps < manifest["step"]:
         message = f"is {config.train.steps}, but the run is already at {name}"
         yield loaded.problem("train.steps", message, "it counts all steps of the run, from the first one")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from trainkit.config.running import ParallelConfig
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import OptimizerConfig
+from trainkit.config.validation import ROW_PARTS
 from trainkit.plan.launch import Batch, Layout
 from trainkit.plan.layouts.rules import loss_chunks
 from trainkit.plan.layouts.schedules import SPLIT_BACKWARD
@@ -25,7 +27,7 @@ class Workload:
     device_batch_size: int
     accumulation_steps: int
     dtype: str = "bf16"
-    optimizer_bytes: int = 8
+    optimizer_bytes: float = 8
     """Bytes of optimizer state per parameter."""
     device: str = "cuda"
     """CPU kernels keep more activations; a memory tracker without a GPU measures those."""
@@ -120,10 +122,26 @@ class Workload:
         return replace(self, parallel=self.parallel.model_copy(update=changes))
 
 
-def optimizer_bytes(optimizer: OptimizerConfig) -> int:
+MAX_BLOCK = 256
+"""Most elements that share a scale in 8 bits."""
+
+
+def row_blocks(row_size: int) -> tuple[int, int]:
+    """Return the elements of each part of a matrix row and the number of blocks per part, for adamw_8bit.
+
+    They depend on nothing but the row, so that a checkpoint does not depend on the layout.
+    """
+    part = row_size // math.gcd(row_size, ROW_PARTS)
+    return part, -(-part // MAX_BLOCK)
+
+
+def optimizer_bytes(optimizer: OptimizerConfig, shape: ModelShape) -> float:
     """Return the bytes of optimizer state per parameter."""
     if optimizer.name == "adamw_8bit":
-        return 2
+        # For both averages a code per element and a float32 scale per block. Vectors and small matrices,
+        # whose averages are in float32, do not count.
+        blocks = (num_blocks / part for part, num_blocks in map(row_blocks, (shape.dim, shape.ffn_dim)))
+        return 2 * (1 + 4 * max(blocks))
     return 4 if optimizer.state_dtype == "bf16" else 8
 
 
@@ -146,6 +164,6 @@ def workload_of(
         device_batch_size=batch.device_batch_size,
         accumulation_steps=batch.accumulation_steps,
         dtype=config.precision.dtype,
-        optimizer_bytes=optimizer_bytes(config.optimizer),
+        optimizer_bytes=optimizer_bytes(config.optimizer, shape),
         device=device,
     )

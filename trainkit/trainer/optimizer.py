@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,14 @@ from torch.optim.adamw import adamw
 
 from trainkit.config.training import OptimizerConfig, ScheduleConfig
 from trainkit.plan.launch import Layout
+from trainkit.trainer.block_quantization import QuantizedAverage, code_values, is_quantized
 from trainkit.trainer.distributed import ONE_PROCESS
 from trainkit.trainer.models.model import Weight, as_shard_of, local_tensor
 from trainkit.trainer.torch_private import copy_each, norm_of_each, scale_next_step
 
 NORM_CHUNK = 1 << 16
-PIECE_ELEMENTS = 1 << 26
-"""Elements whose running averages are in float32 at a time, where they are kept in bf16."""
+PIECE_ELEMENTS = 1 << 24
+"""Elements whose running averages are in float32 at a time, where they are kept in bf16 or 8 bits."""
 
 
 class ShardedAdamW:
@@ -57,13 +59,12 @@ class ShardedAdamW:
             eps=config.eps,
             fused=True,
         )
-        state_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.state_dtype]
-        self._updates_pieces = state_dtype != torch.float32
-        for shard in self._locals:
+        self._updates_pieces = config.name == "adamw_8bit" or config.state_dtype != "fp32"
+        values = {"exp_avg": code_values(is_signed=True), "exp_avg_sq": code_values(is_signed=False)}
+        for shard, weight in zip(self._locals, weights, strict=True):
             self._adamw.state[shard] = {
                 "step": torch.zeros((), dtype=torch.float32, device=shard.device),
-                "exp_avg": torch.zeros_like(shard, dtype=state_dtype),
-                "exp_avg_sq": torch.zeros_like(shard, dtype=state_dtype),
+                **{kind: _zero_average(shard, weight, config, values[kind]) for kind in values},
             }
         self._by_share = self._group_by_share(layout.world_size // layout.pp)
         self.has_whole_gradient = set(self._by_share) == {1.0 / layout.world_size}
@@ -126,18 +127,18 @@ class ShardedAdamW:
     def _update_pieces(self, divisor: Tensor, skip: Tensor) -> None:
         """Update as the fused kernel does, in float32, of whose results only the averages are rounded.
 
-        The kernel needs weights, gradients and averages of one dtype, so it gets some rows at a time.
+        The kernel needs weights, gradients and averages of one dtype, so it gets some rows at a time. The
+        averages of a step that is skipped are not rounded again.
         """
         for group in self._adamw.param_groups:
             beta1, beta2 = group["betas"]
             for shard in group["params"]:
-                if shard.grad is None or not shard.numel():
+                if shard.grad is None:
                     continue
                 state = self._adamw.state[shard]
-                rows = max(1, PIECE_ELEMENTS // max(1, shard[0].numel()))
                 tensors = (shard, shard.grad, state["exp_avg"], state["exp_avg_sq"])
-                for weight, grad, *averages in zip(*(whole.split(rows) for whole in tensors), strict=True):
-                    exp_avg, exp_avg_sq = (average.float() for average in averages)
+                for weight, grad, *averages in _pieces(*tensors):
+                    exp_avg, exp_avg_sq = (_in_float32(average) for average in averages)
                     step = state["step"].clone()
                     adamw(
                         *([weight], [grad], [exp_avg], [exp_avg_sq], [], [step]),
@@ -152,8 +153,11 @@ class ShardedAdamW:
                         eps=group["eps"],
                         maximize=False,
                     )
-                    averages[0].copy_(exp_avg)
-                    averages[1].copy_(exp_avg_sq)
+                    for average, updated in zip(averages, (exp_avg, exp_avg_sq), strict=True):
+                        if isinstance(average, QuantizedAverage):
+                            average.quantize(updated, skip)
+                        else:
+                            average.copy_(updated)
                 state["step"].copy_(step)
 
     def zero_grad(self) -> None:
@@ -165,9 +169,37 @@ class ShardedAdamW:
         """(name, tensor) of the optimizer state, sharded like the parameters; loading fills them in place."""
         for weight, shard in zip(self._weights, self._locals, strict=True):
             state, name = self._adamw.state[shard], weight.name
-            yield f"{name}.exp_avg", as_shard_of(state["exp_avg"], weight.param)
-            yield f"{name}.exp_avg_sq", as_shard_of(state["exp_avg_sq"], weight.param)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                average = state[kind]
+                if isinstance(average, QuantizedAverage):
+                    yield f"{name}.{kind}.codes", as_shard_of(average.codes, weight.param)
+                    yield f"{name}.{kind}.scales", as_shard_of(average.scales, weight.param)
+                else:
+                    yield f"{name}.{kind}", as_shard_of(average, weight.param)
             yield f"{name}.step", state["step"]
+
+
+def _zero_average(
+    shard: Tensor, weight: Weight, config: OptimizerConfig, values: Tensor
+) -> Tensor | QuantizedAverage:
+    """A running average at the start of training; `values` are those of its codes in 8 bits."""
+    if config.name == "adamw_8bit" and is_quantized(weight.param):
+        return QuantizedAverage.zeros(shard, weight.param, weight.name, values.to(shard.device))
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.state_dtype]
+    return torch.zeros_like(shard, dtype=dtype)
+
+
+def _pieces(shard: Tensor, *others: Tensor | QuantizedAverage) -> Iterator[tuple[Any, ...]]:
+    """Views of a shard, and of others that are split like it, of at most `PIECE_ELEMENTS` or one row."""
+    if shard.numel() <= PIECE_ELEMENTS:
+        yield shard, *others
+        return
+    rows = max(1, PIECE_ELEMENTS // shard[0].numel())
+    yield from zip(*(whole.split(rows) for whole in (shard, *others)), strict=True)
+
+
+def _in_float32(average: Tensor | QuantizedAverage) -> Tensor:
+    return average.dequantize() if isinstance(average, QuantizedAverage) else average.float()
 
 
 def _in_chunks(tensors: list[Tensor]) -> list[Tensor]:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -84,10 +85,16 @@ def shard_offset(param: DTensor) -> Sequence[int]:
 def shard_like(shard: Tensor, whole: DTensor) -> DTensor:
     """A shard as a DTensor that is split like `whole`, for the optimizer's state in a checkpoint.
 
+    It has as many rows as `whole`, but may have other columns: [rows, columns], in shards of equal width.
     `DTensor.from_local` copies an offloaded tensor to the device of the mesh. When the constructor changes:
     use `from_local`, and save offloaded tensors under a mesh of the CPU.
     """
-    return DTensor(shard, whole._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    spec = whole._spec
+    if shard.shape[1:] != whole.to_local().shape[1:]:
+        columns = shard.shape[1] * whole.shape[1:].numel() // whole.to_local().shape[1:].numel()
+        meta = TensorMeta(torch.Size((whole.shape[0], columns)), (columns, 1), shard.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 with_params = _reparametrize_module

@@ -225,6 +225,17 @@ def refuse_other_data(checkpoint: Checkpoint, manifest: dict[str, Any], identity
         )
 
 
+def refuse_other_optimizer(checkpoint: Checkpoint, manifest: dict[str, Any], name: str) -> None:
+    """Raise TrainkitError (exit code 78) if another optimizer wrote the checkpoint."""
+    before = manifest.get("optimizer", "adamw")  # manifests of older versions do not say it
+    if before != name:
+        raise TrainkitError(
+            f"optimizer.name is {name}, was {before}: checkpoint {checkpoint.path.name} cannot be resumed",
+            hint=f"set optimizer.name to {before}, or start a new run with model.init_from",
+            exit_code=EXIT_NO_RESTART,
+        )
+
+
 def resume(
     config: RunConfig,
     attempt: AttemptDir,
@@ -237,7 +248,7 @@ def resume(
 ) -> TrainingState:
     """Load the newest intact checkpoint, if there is one, and return its training state.
 
-    Raises TrainkitError (exit code 78) if the training data has changed since it was saved.
+    Raises TrainkitError (exit code 78) if the training data or the optimizer has changed since it was saved.
     """
     chosen = choose_checkpoint(attempt.run, attempt.number, world)
     if built.read_weight is not None:
@@ -249,6 +260,7 @@ def resume(
         return TrainingState()
     checkpoint, manifest = chosen
     refuse_other_data(checkpoint, manifest, task.data_identity())
+    refuse_other_optimizer(checkpoint, manifest, config.optimizer.name)
     load_tensors(checkpoint, tensors.tensors, world)
     tensors.copy_duplicates()
     state = TrainingState.from_dict(manifest["progress"])
@@ -279,6 +291,7 @@ def manifest_record(config: RunConfig, plan: LaunchPlan, task: AnyTask) -> dict[
         "torch": torch.__version__,
         "config_fingerprint": hashlib.sha256(text.encode()).hexdigest(),
         "task": config.task,
+        "optimizer": config.optimizer.name,
         "data": task.data_identity(),
         "val_fingerprint": val_fingerprint(task),
         "layout": plan.to_dict()["layout"],

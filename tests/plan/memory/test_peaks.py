@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from workloads import llama, workload
 
 from trainkit.cluster.units import GIB
+from trainkit.config.training import OptimizerConfig, Preset
 from trainkit.plan.launch import Layout
 from trainkit.plan.memory.activations import block_bytes, head_bytes, kept_bytes, loss_bytes
 from trainkit.plan.memory.peaks import memory_of, rank_memory, receive_buffers
 from trainkit.plan.memory.weights import stage_params
 from trainkit.plan.model_shape import ModelShape, num_params
-from trainkit.plan.workload import Workload
+from trainkit.plan.workload import Workload, optimizer_bytes
 
 SMALL = ModelShape(64, 8, 2, 2, 1, 12, 1e-5, 1e4, False, 0.0)
 """Width 8, 2 layers, one key and value head of width 4, 12 hidden units: sizes to count by hand."""
@@ -32,6 +33,25 @@ def test_sixteen_bytes_a_parameter(shards: int) -> None:
     assert (update.params, update.gradients) == (update.params, update.params)
     assert update.optimizer == 2 * update.params
     assert (update.activations, update.loss, update.buffers) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "expected"),
+    [
+        ("8b", {}, 8),
+        ("8b", {"state_dtype": "bf16"}, 4),
+        ("8b", {"name": "adamw_8bit"}, 2 + 8 / 256),
+        ("7b", {"name": "adamw_8bit"}, 2 + 8 * 6 / 1376),  # rows of 11,008 are 8 parts of 6 blocks
+        ("nano", {"name": "adamw_8bit"}, 2 + 8 / 8),
+    ],
+)
+def test_bytes_of_the_averages(preset: Preset, options: dict[str, Any], expected: float) -> None:
+    shape = llama(preset)
+    assert optimizer_bytes(OptimizerConfig(**options), shape) == pytest.approx(expected)
+    work = replace(workload(shape), optimizer_bytes=expected)
+    update, in_float32 = (memory_of(each).phases["update"] for each in (work, workload(shape)))
+    assert in_float32.optimizer * expected == pytest.approx(8 * update.optimizer)
+    assert (update.params, update.gradients) == (in_float32.params, in_float32.gradients)
 
 
 def test_every_way_of_splitting_splits_the_state() -> None:

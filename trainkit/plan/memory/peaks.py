@@ -163,7 +163,7 @@ class MemoryPeaks:
         is_cast = not self.work.is_wrapped and self.work.dtype != "fp32"
         return Parts(
             params=(FLOAT32 + (self.work.itemsize if is_cast else 0)) * on_device,
-            optimizer=self.work.optimizer_bytes * on_device,
+            optimizer=round(self.work.optimizer_bytes * on_device),
             buffers=receive_buffers(self.work, self.stage_params),
         )
 

@@ -133,15 +133,15 @@ def _shard(rows: int, shards: int) -> int:
     return -(-rows // shards)
 
 
-def state_bytes(shape: ModelShape, optimizer_bytes: int) -> int:
+def state_bytes(shape: ModelShape, optimizer_bytes: float) -> int:
     """Return the unsharded bytes of a model's weights and gradients, both float32, and optimizer state.
 
     `optimizer_bytes` are those of the optimizer per parameter.
     """
-    return num_params(shape) * (2 * FLOAT32 + optimizer_bytes)
+    return round(num_params(shape) * (2 * FLOAT32 + optimizer_bytes))
 
 
-def staged_bytes(shape: ModelShape, optimizer_bytes: int, plan: LaunchPlan) -> float:
+def staged_bytes(shape: ModelShape, optimizer_bytes: float, plan: LaunchPlan) -> float:
     """Return the bytes of host memory per node for the copies of asynchronous saves."""
     layout = plan.layout
     ranks_of_a_model = layout.dp_shard * layout.cp * layout.tp * layout.pp
@@ -153,7 +153,8 @@ def staging_problem(
     loaded: LoadedConfig, plan: LaunchPlan, shape: ModelShape, machine: Machine
 ) -> Problem | None:
     """Return the problem if a node has too little memory for asynchronous saves."""
-    config, need = loaded.config, staged_bytes(shape, optimizer_bytes(loaded.config.optimizer), plan)
+    config = loaded.config
+    need = staged_bytes(shape, optimizer_bytes(config.optimizer, shape), plan)
     if not config.checkpoint.async_save:
         return None
     if plan.slurm is None:
@@ -178,7 +179,7 @@ def host_problem(
     Only the weights, gradients and optimizer state count, which the run certainly needs: running out of
     memory would also take down other processes.
     """
-    state = state_bytes(shape, optimizer_bytes(loaded.config.optimizer)) * plan.layout.dp_replicate
+    state = state_bytes(shape, optimizer_bytes(loaded.config.optimizer, shape)) * plan.layout.dp_replicate
     if plan.backend != "local":
         state //= plan.num_nodes  # the others are other machines
     if plan.slurm is not None or machine.memory is None or state <= machine.memory:

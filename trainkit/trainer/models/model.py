@@ -226,5 +226,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:
-    """A shard as a DTensor that is split like `whole`; unchanged if `whole` is not a DTensor."""
+    """A shard as a DTensor that is split like `whole`; unchanged if `whole` is not a DTensor.
+
+    It may have another number of columns than `whole`, if every rank's share of them is the same.
+    """
     return shard_like(shard, whole) if isinstance(whole, DTensor) else shard
