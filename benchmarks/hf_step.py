@@ -1,0 +1,210 @@
+"""Measures a step of a Hugging Face model against the Trainer of transformers, accelerate and Fabric.
+
+    pip install -e '.[hf]' accelerate lightning
+    python -m benchmarks.hf_step
+
+All four train a Llama with the same weights and batch size in one process; they take turns step by step, so
+that changes in machine speed affect all alike. The batch of the others stays in memory, while trainkit reads
+and tokenises its own. AdamW is fused and the gradient is clipped everywhere; nothing is logged or saved. The
+first fifth of the steps is warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.training_loop import make_attempt
+
+SEQ_LEN = 256
+BATCH_SIZE = 8
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 320,
+    "max_position_embeddings": SEQ_LEN,
+}
+LR = 1e-4
+TURN_TIMEOUT_S = 600.0
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Step = Callable[[], None]
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def new_optimizer(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
+
+
+def trainkit_step(folder: Path, dtype: str, architecture: str) -> Step:
+    """A step of trainkit's trainer."""
+    from trainkit.config import read_effective
+    from trainkit.job.signals import StopRequest
+    from trainkit.plan.launch import LaunchPlan
+    from trainkit.rundir import read_json
+    from trainkit.trainer.distributed import World
+    from trainkit.trainer.progress import Progress
+    from trainkit.trainer.tasks import build_task
+    from trainkit.trainer.worker import build_trainer
+
+    overrides = [
+        *(f"model.hf={folder}", f"model.architecture={architecture}", "data.tokenizer=bytes"),
+        *(f"data.seq_len={SEQ_LEN}", f"train.device_batch_size={BATCH_SIZE}", "train.global_batch_size=null"),
+        *("train.steps=100000", "train.eval_every=null", "checkpoint.every_steps=null", f"optimizer.lr={LR}"),
+        *("logging.tensorboard=false", f"precision.dtype={dtype}", "device=cpu", "train.log_every=100000"),
+    ]
+    attempt = make_attempt(Path(tempfile.mkdtemp(dir=folder.parent)), overrides, 1)
+    config = read_effective(attempt.config_file)
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    world = World(0, 1, torch.device("cpu"), None, None)
+    trainer, _ = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())
+    return trainer.step
+
+
+def accelerate_step(folder: Path, dtype: str, tokens: Tensor) -> Step:
+    """A step of a loop with accelerate."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="no" if dtype == "fp32" else dtype, cpu=True)
+    model = load(folder)
+    model, optimizer = accelerator.prepare(model, new_optimizer(model))
+
+    def step() -> None:
+        accelerator.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def fabric_step(folder: Path, dtype: str, tokens: Tensor) -> Step:
+    """A step of a loop with Lightning Fabric."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1, precision="32-true" if dtype == "fp32" else "bf16-mixed")
+    model = load(folder)
+    model, optimizer = fabric.setup(model, new_optimizer(model))
+
+    def step() -> None:
+        fabric.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def trainer_step(folder: Path, dtype: str, tokens: Tensor, num_steps: int) -> Step:
+    """A step of the Trainer of transformers, whose own loop runs in a thread and waits for its turn."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    begin, done = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Turns(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            begin.acquire()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            done.release()
+
+    samples = [{"input_ids": row, "labels": row} for row in tokens.repeat(num_steps, 1)]
+    options = TrainingArguments(
+        output_dir=str(folder.parent / "trainer"),
+        max_steps=num_steps,
+        per_device_train_batch_size=BATCH_SIZE,
+        learning_rate=LR,
+        bf16=dtype == "bf16",
+        use_cpu=True,
+        optim="adamw_torch_fused",
+        max_grad_norm=1.0,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model=load(folder), args=options, train_dataset=samples, callbacks=[Turns()])
+    threading.Thread(target=trainer.train, daemon=True).start()
+
+    def step() -> None:
+        begin.release()
+        if not done.acquire(timeout=TURN_TIMEOUT_S):
+            raise SystemExit("the Trainer did not finish its step")
+
+    return step
+
+
+def measure(folder: Path, dtype: str, num_steps: int) -> dict[str, list[float]]:
+    """Seconds of the steps of each, after the warm-up."""
+    tokens = torch.randint(0, 256, (BATCH_SIZE, SEQ_LEN))
+    steps: dict[str, Step] = {
+        "trainkit, transformers": trainkit_step(folder, dtype, "transformers"),
+        "trainkit, its own decoder": trainkit_step(folder, dtype, "llama"),
+        "accelerate": accelerate_step(folder, dtype, tokens),
+        "Fabric": fabric_step(folder, dtype, tokens),
+        "Trainer": trainer_step(folder, dtype, tokens, num_steps),
+    }
+    times_s: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for number in range(num_steps):
+        # Every one of them follows every other.
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            started = time.perf_counter()
+            steps[name]()
+            times_s[name].append(time.perf_counter() - started)
+    return {name: values[num_steps // 5 :] for name, values in times_s.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=30, help="steps of each (a fifth is warm-up)")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=list(DTYPES))
+    args = parser.parse_args()
+    print("| type | loop | median ms | min | max | speed of trainkit with transformers |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for dtype in args.dtype:
+        # In a process of its own, since accelerate keeps its precision as long as the process lives.
+        process = multiprocessing.get_context("spawn").Process(target=report, args=(dtype, args.steps))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(process.exitcode)
+
+
+def report(dtype: str, num_steps: int) -> None:
+    """Print the rows of one data type."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        config = AutoConfig.for_model("llama", **SIZES)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        times_s = measure(folder, dtype, num_steps)
+    ours = statistics.median(times_s["trainkit, transformers"])
+    for name, values in times_s.items():
+        found = statistics.median(values)
+        row = [f"{1e3 * value:.0f}" for value in (found, min(values), max(values))]
+        print(f"| {dtype} | {name} | {' | '.join(row)} | {found / ours:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
