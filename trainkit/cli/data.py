@@ -19,7 +19,7 @@ _text_key_option = click.option(
     "--text-key",
     default="text",
     metavar="KEY",
-    help="Field of a .jsonl row that contains the text (default: text).",
+    help="Field of a .jsonl row, or column of a table, that contains the text (default: text).",
 )
 
 
@@ -66,9 +66,9 @@ def prepare(
 ) -> None:
     """Tokenise text files into the shards that training reads.
 
-    SRC is a .txt, .jsonl, .txt.gz or .jsonl.gz file, a folder of them, or stdlib for the Python sources
-    of the interpreter. Run the same command again to resume an interrupted preparation. The result does not
-    depend on interruptions or on the number of processes.
+    SRC is a .txt, .jsonl, .txt.gz, .jsonl.gz or .parquet file, a Hugging Face dataset saved on disk, a
+    folder of them, or stdlib for the Python sources of the interpreter. Run the same command again to resume
+    an interrupted preparation. The result does not depend on interruptions or on the number of processes.
     """
     from trainkit.data.prepare import prepare as prepare_folder
     from trainkit.data.prepare import show_progress

@@ -54,7 +54,8 @@ class DataConfig(Section):
 
     source: str | list[str] = Field(
         default="stdlib",
-        description="Files or folders of .txt, .jsonl or prepared shards; stdlib: Python's standard library.",
+        description="Files or folders of .txt, .jsonl or .parquet, saved Hugging Face datasets, or prepared"
+        " shards; stdlib: Python's standard library.",
     )
     val_source: str | list[str] | None = Field(
         default=None, description="Validation files; null holds out val_fraction of the source."
@@ -63,7 +64,9 @@ class DataConfig(Section):
         default="bytes", description="bytes, or the path of a Hugging Face tokenizer.json."
     )
     text_key: str = Field(
-        default="text", min_length=1, description="Key of the text in each line of a .jsonl file."
+        default="text",
+        min_length=1,
+        description="Key of the text in each line of a .jsonl file, or column of the text in a table.",
     )
     seq_len: AtLeastOne = Field(default=256, description="Tokens per sample.")
     num_workers: NotNegative = Field(default=2, description="Prefetch threads per training process.")
