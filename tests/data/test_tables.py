@@ -12,7 +12,9 @@ from trainkit.data.checks import data_problems
 from trainkit.data.prepare import prepare
 from trainkit.data.sources import DatasetSpec, find_inputs
 from trainkit.data.tables import read_column
+from trainkit.data.tokenize import Tokenizer
 from trainkit.data.units import plan_units
+from trainkit.data.validate import LONG_ROW_BYTES, validate_texts
 from trainkit.errors import UsageError
 
 FORMS = ["parquet", "arrow"]
@@ -256,6 +258,43 @@ def test_first_rows_of_big_tables_are_checked(data_config, write, form, monkeypa
     assert ':2: column "text" (data.text_key) is null' in found[1]
     (found,) = data_problems(data_config(source=source, text_key="body"))
     assert 'no column "body"' in found[1]
+
+
+def validated(source, key="text"):
+    problems = []
+    texts = find_inputs(DatasetSpec((str(source),)))
+    summaries = [validate_texts(text, key, Tokenizer("bytes"), problems.append) for text in texts]
+    assert [sum(problem.file == one.file for problem in problems) for one in summaries] == [
+        one.problems for one in summaries
+    ]
+    return summaries, [(problem.line, problem.message) for problem in problems]
+
+
+def test_validate_a_parquet_file(tmp_path, write):
+    source = write("parquet", ["good", None, "", "x" * LONG_ROW_BYTES, *["more"] * 300, None], group=50)
+    (summary,), problems = validated(source)
+    assert (summary.lines, summary.documents, summary.empty, summary.long) == (305, 302, 1, 1)
+    assert (summary.first_empty, summary.first_long) == ([3], [4])
+    assert summary.tokens == len("good") + LONG_ROW_BYTES + 4 * 300 + 302
+    null = 'column "text" (data.text_key) is null, not a string'
+    assert problems == [(2, null), (305, null)]
+
+
+def test_validate_a_saved_dataset(tmp_path, write):
+    source = write("arrow", ["", "a", "b", None])
+    summaries, problems = validated(source)
+    assert [(one.lines, one.first_empty) for one in summaries] == [(2, [1]), (2, [])]
+    assert [line for line, _ in problems] == [2]
+
+
+def test_validate_names_a_missing_column_and_a_damaged_file(tmp_path, write):
+    source = write("parquet", ["a"])
+    _, problems = validated(source, key="body")
+    assert problems == [(None, 'no column "body" (data.text_key); the columns are: id, text, url')]
+    source.write_bytes(source.read_bytes()[:-5])
+    _, [(line, message)] = validated(source)
+    assert line is None
+    assert "not a complete Parquet file" in message
 
 
 def test_pyarrow_is_missing(data_config, tmp_path, monkeypatch):

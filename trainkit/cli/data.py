@@ -119,10 +119,11 @@ def prepare(
 @_text_key_option
 @json_option
 def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: bool) -> int:
-    """Read the texts completely and report every line that `prepare` would refuse.
+    """Read the texts completely and report every line or row that `prepare` would refuse.
 
-    SRC is a source of `trainkit data prepare`, or a folder that it wrote, whose shards are checked
-    against their hashes. Exits with 1 if there are problems.
+    Also counts the rows that are empty or longer than 1 MiB, and lists the first of them. SRC is a source of
+    `trainkit data prepare`, or a folder that it wrote, whose shards are checked against their hashes. Exits
+    with 1 if there are problems.
     """
     from trainkit.data.dataset_file import is_dataset
     from trainkit.data.sources import DatasetSpec, find_inputs
@@ -142,7 +143,10 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
     texts = find_inputs(DatasetSpec(tuple(path for path in paths if Path(path) not in folders)))
     used = Tokenizer(tokenizer if tokenizer == "bytes" else str(Path(tokenizer).absolute()))
     summaries = [validate_shards(folder, on_problem) for folder in folders]
-    summaries += [validate_texts(text, text_key, used, on_problem) for text in texts]
+    for text in texts:
+        summaries.append(validate_texts(text, text_key, used, on_problem))
+        if not as_json:
+            click.echo("".join(f"{note}\n" for note in summaries[-1].notes()), nl=False)
     if as_json:
         value = {"files": [asdict(one) for one in summaries], "problems": [asdict(one) for one in problems]}
         click.echo(json.dumps(value, ensure_ascii=False))
