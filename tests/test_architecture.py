@@ -68,7 +68,7 @@ ALLOWED = {
         *("control", "submit", "observe", "job.record"),
     },
     # What a user's own task is a subclass of: the public face of the trainer.
-    "task": {"config", "data.shards"},
+    "task": {"errors", "config", "data.shards"},
     # The only one with torch, with its public face. It is named in argv, never imported.
     "trainer": {
         *("errors", "rundir", "manifest", "config", "data", "plan", "task"),

@@ -22,7 +22,7 @@ from trainkit.config.validation import (
     without,
 )
 from trainkit.config.yamlfile import Entry, entry_at, merge, read_yaml_file
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, Problem
 from trainkit.resources import shipped_configs
 
 PROJECT_FILE = "trainkit.yaml"
@@ -138,13 +138,21 @@ def _epochs_replace_default_steps(tree: Entry) -> Entry:
 
 
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
-    """Return the tree with absolute paths of data and weights."""
+    """Return the tree with absolute paths of data and weights; raises ConfigError for one named twice."""
     for path, name in PATHS.items():
         found = tree.find(path)
         if found is None:
             continue
         if isinstance(found.value, list):
             value: object = [_absolute(item, name, cwd) for item in found.value]
+        elif found.is_mapping:
+            names = [_absolute(item, name, cwd) for item in found.value]
+            twice = next((item for item in names if names.count(item) > 1), None)
+            if twice is not None:
+                raise ConfigError(
+                    [Problem(".".join(path), f"names {twice} twice", found.origin, "add its weights")]
+                )
+            value = dict(zip(names, found.plain().values(), strict=True))
         else:
             value = _absolute(found.value, name, cwd)
         tree = merge(tree, entry_at(path, value, found.origin))

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.names import all_keys, allowed_values, is_known, meant, sections, show_value
 from trainkit.config.schema import RunConfig
-from trainkit.config.yamlfile import Entry
+from trainkit.config.yamlfile import WHOLE, Entry
 from trainkit.errors import Problem
 
 
@@ -87,6 +87,8 @@ def _hint(kind: str, path: tuple[str, ...], value: Any, origin: str) -> str:
         if origin.startswith("--set"):
             return f"put it in quotes: --set '{'.'.join(path)}={quoted}'"
         return f"put it in quotes: {quoted}"
+    if path == WHOLE and isinstance(value, dict):
+        return "give each source a weight, such as {web: 0.7, code: 0.3}; their sum does not matter"
     return ""
 
 

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key, cannot_be_written
-from trainkit.data.dataset_file import SPLITS, TRAIN, VAL, check_shard_sizes, is_dataset, read_dataset_file
+from trainkit.data.dataset_file import (
+    SPLITS,
+    TRAIN,
+    VAL,
+    TokenizerIdentity,
+    check_shard_sizes,
+    is_dataset,
+    read_dataset_file,
+)
+from trainkit.data.mixture import components, describe_weights, is_mixture
 from trainkit.data.sources import (
     BOTH,
     TABLES,
@@ -26,7 +35,7 @@ from trainkit.data.sources import (
     prepared_folder,
     refuse_val_source,
 )
-from trainkit.data.tokenizer_identity import check_made_by, identify, vocab_size
+from trainkit.data.tokenizer_identity import check_made_by, identify, refuse_several, vocab_size
 from trainkit.errors import UsageError
 
 DataProblem = tuple[str, str, str]
@@ -45,6 +54,35 @@ def data_problems(config: DataConfig) -> list[DataProblem]:
 
     `trainkit data validate` reads all of the data.
     """
+    if not is_mixture(config):
+        return _source_problems(config)
+    found: list[DataProblem] = []
+    for part in components(config):
+        name = _named(part.source)
+        for key, message, hint in _source_problems(part):
+            about_source = key in ("data.seq_len", "data.val_fraction")
+            found.append((key, f"{name}: {message}" if about_source else message, hint))
+    if not found:
+        _collect(found, "data.source", lambda: refuse_several(_tokenizers(config)))
+    return list(dict.fromkeys(found))
+
+
+def mixture_note(config: DataConfig) -> str | None:
+    """The weights of a mixture as they are used; None if there is no mixture."""
+    return describe_weights(config) if is_mixture(config) else None
+
+
+def _tokenizers(config: DataConfig) -> list[tuple[str, TokenizerIdentity]]:
+    """The sources of a mixture, each with its tokenizer."""
+    used = []
+    for part in components(config):
+        folder = prepared_folder(part)
+        identity = identify(part.tokenizer) if folder is None else read_dataset_file(folder).tokenizer
+        used.append((_named(part.source), identity))
+    return used
+
+
+def _source_problems(config: DataConfig) -> list[DataProblem]:
     problems: list[DataProblem] = []
     folder = prepared_folder(config)
     if folder is not None:
@@ -81,7 +119,7 @@ def tokenizer_vocab_size(config: DataConfig) -> int:
 
     Raises UsageError if the tokenizer or the prepared dataset cannot be read.
     """
-    folder = prepared_folder(config)
+    folder = prepared_folder(components(config)[0])
     return vocab_size(config.tokenizer) if folder is None else read_dataset_file(folder).tokenizer.vocab_size
 
 
@@ -199,5 +237,5 @@ def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted
     return [("data.val_fraction", f"{config.val_fraction:g}: {message}", enough)]
 
 
-def _named(source: str | Sequence[str]) -> str:
+def _named(source: str | Iterable[str]) -> str:
     return source if isinstance(source, str) else ", ".join(source)

@@ -10,7 +10,7 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +27,7 @@ class DataConfig(Protocol):
     """The keys of `trainkit.config.schema.DataConfig` that this package reads; paths are absolute."""
 
     @property
-    def source(self) -> str | Sequence[str]: ...
+    def source(self) -> str | Sequence[str] | Mapping[str, float]: ...
     @property
     def val_source(self) -> str | Sequence[str] | None: ...
     @property
@@ -89,9 +89,10 @@ def refuse_val_source(config: DataConfig, folder: Path) -> None:
         )
 
 
-def _listed(source: str | Sequence[str] | None) -> tuple[str, ...]:
+def _listed(source: str | Sequence[str] | Mapping[str, float] | None) -> tuple[str, ...]:
     if source is None:
         return ()
+    assert not isinstance(source, Mapping), "a mixture has one config per source"
     return (source,) if isinstance(source, str) else tuple(source)
 
 
@@ -193,7 +194,8 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     if is_dataset(path):
         raise UsageError(
             f"{path} is a prepared dataset and cannot be mixed with other sources",
-            hint="make it the only data.source, or prepare all texts into one dataset",
+            hint="make it the only data.source, or give each source a weight: "
+            "{" + f"{path.name}: 0.5, …" + "}",
         )
     found = [(name, entry) for name, entry in _files_below(path, _is_shown) if _is_shown(entry.name)]
     inputs = [

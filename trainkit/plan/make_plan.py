@@ -12,7 +12,7 @@ from trainkit.cluster.target import LOCAL, Target
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import RequeueConfig
 from trainkit.config.training import DataConfig
-from trainkit.data.checks import data_problems, tokenizer_vocab_size
+from trainkit.data.checks import data_problems, mixture_note, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
 from trainkit.manifest import MANIFEST_NAME
 from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
@@ -167,6 +167,9 @@ def check_config(
         return plan
     data = data or inspect_data(loaded.config.data)
     problems += [loaded.problem(key, message, hint) for key, message, hint in data.problems]
+    mixture = mixture_note(loaded.config.data)
+    if plan is not None and mixture is not None:
+        plan = replace(plan, reasons={**plan.reasons, "mixture": mixture})
     shape = None
     try:
         shape = resolve_model_shape(loaded.config.model, data.vocab_size)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
-from trainkit.data.shards import TokenShards, open_dataset
+from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.rundir import RunDir
@@ -64,10 +64,10 @@ class CausalLM:
 
     def describe_data(self) -> str:
         data = self.train_data
-        return (
-            f"{self._config.data.source}: {data.num_tokens:,} training tokens in"
-            f" {data.num_samples:,} samples of {self._seq_len}"
-        )
+        counts = f"{data.num_tokens:,} training tokens in {data.num_samples:,} samples of {self._seq_len}"
+        if isinstance(data, TokenShards):
+            return f"{self._config.data.source}: {counts}"
+        return f"mixture: {counts}; {'; '.join(data.describe(self._config.data.source))}"
 
     def train_batches(self, plan: LaunchPlan, world: World, start: int, end: int | None) -> PrefetchedBatches:
         """The training batches of this rank from position `start` on, up to `end` if it is not None."""
@@ -79,7 +79,13 @@ class CausalLM:
         return self._batches(self.val_data, batch, world, 0, num_samples, shuffle=False)
 
     def _batches(
-        self, data: TokenShards, batch: Batch, world: World, start: int, end: int | None, shuffle: bool
+        self,
+        data: TokenShards | TokenMixture,
+        batch: Batch,
+        world: World,
+        start: int,
+        end: int | None,
+        shuffle: bool,
     ) -> PrefetchedBatches:
         source = BatchSource(
             dataset=data,
