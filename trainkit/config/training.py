@@ -74,6 +74,9 @@ class DataConfig(Section):
     val_fraction: BelowOne = Field(
         default=0.01, description="Fraction of the source held out for validation."
     )
+    document_mask: bool = Field(
+        default=False, description="Let tokens attend only to tokens of their own document."
+    )
     shuffle: bool = Field(default=True, description="Shuffle the samples of each epoch.")
     cache_dir: str | None = Field(
         default=None, description="Folder for tokenized data; null uses your cache folder."

@@ -16,6 +16,7 @@ from trainkit.rundir import RunDir
 from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models import load_architecture
+from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import Model, StageSpec
 from trainkit.trainer.models.supported_layouts import refuse_unsupported_layout
 from trainkit.trainer.task_batches import TaskBatches
@@ -44,7 +45,11 @@ class CausalLM:
     def build_model(self, stage: StageSpec | None = None) -> Model:
         """The model, or one pipeline stage of it, on the meta device."""
         with torch.device("meta"):
-            return self._model_class(self.shape, self._seq_len, stage)
+            model = self._model_class(self.shape, self._seq_len, stage)
+        if self._config.data.document_mask:
+            assert isinstance(model, Decoder)
+            model.eos_id = self.train_data.eos_id
+        return model
 
     def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The negative log-likelihood, summed over all valid labels, float32 []."""
