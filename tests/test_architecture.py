@@ -69,7 +69,7 @@ ALLOWED = {
     },
     # What a user's own task is a subclass of: the public face of the trainer.
     "safetensors": {"errors"},
-    "task": {"config", "data.shards", "safetensors"},
+    "task": {"errors", "config", "data.shards", "safetensors"},
     # The only one with torch, with its public face. It is named in argv, never imported.
     "trainer": {
         *("errors", "rundir", "manifest", "config", "data", "plan", "task", "safetensors"),

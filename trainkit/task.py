@@ -29,6 +29,7 @@ from torch.utils.data import default_collate
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.shards import open_dataset
+from trainkit.errors import UsageError
 from trainkit.safetensors import write_safetensors
 
 Number = Tensor | float
@@ -181,10 +182,15 @@ class TokenSamples:
 
     Sample i is a tensor of ``data.seq_len`` + 1 token ids, int64, whose last token is the first of the next
     sample. The text is tokenised once and kept, as for the built-in task. Raises UsageError for data that
-    cannot be used, and for a split shorter than one sample.
+    cannot be used, for a mixture, and for a split shorter than one sample.
     """
 
     def __init__(self, data: DataConfig, split: Literal["train", "val"] = "train") -> None:
+        if isinstance(data.source, dict):
+            raise UsageError(
+                "data.source is a mixture, whose order only the task causal_lm knows",
+                hint="give data.source one path or a list, or make TokenSamples of each source yourself",
+            )
         self._shards = open_dataset(data, data.seq_len, split)
 
     def __len__(self) -> int:

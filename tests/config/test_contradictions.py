@@ -121,3 +121,21 @@ def test_what_is_no_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None
 )
 def test_a_pattern_that_finds_no_step(tmp_path: Path, pattern: str, words: str) -> None:
     assert words in (problem(tmp_path, f"logging.pattern={pattern}") or "")
+
+
+@pytest.mark.parametrize(
+    ("other", "message", "hint"),
+    [
+        ("parallel.cp=2", "but parallel.cp is 2", "context parallelism splits a sample over ranks"),
+        ("parallel.pp=2", "but parallel.pp is 2", "only the first stage of a pipeline gets the tokens"),
+        ("model.architecture=mine.py:Mine", "but model.architecture is mine.py:Mine", "remove"),
+        ("task=mine.py:Mine", "but task is mine.py:Mine", "remove"),
+    ],
+)
+def test_document_mask(tmp_path: Path, other: str, message: str, hint: str) -> None:
+    found = problem(tmp_path, "data.document_mask=true", other)
+    assert found.startswith("--set data.document_mask=true: data.document_mask: is true, ")
+    assert message in found
+    assert hint in found
+    load(tmp_path, "data.document_mask=true", "parallel.tp=2")
+    load(tmp_path, other)

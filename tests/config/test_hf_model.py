@@ -126,6 +126,7 @@ def test_lora_needs_transformers(tmp_path: Path) -> None:
     [
         (["model.dim=128"], "--set model.dim=128: model.dim: is 128, but "),
         (["model.hf=org/absent"], "is org/absent, which is neither a folder nor a downloaded model"),
+        (["model.architecture=mine.py:Mine"], "model.architecture: is mine.py:Mine, but model.hf is model"),
         (["model.hf=absent"], "model.hf: is absent, but there is no such folder"),
         (["model.hf=."], "has no config.json"),
         (["model.hf=null", "model.from_scratch=true"], "model.from_scratch: is set, but model.hf is null"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.config import LoadedConfig, load_config
+from trainkit.config import LoadedConfig, RunConfig, dump_effective, load_config, read_effective
 from trainkit.errors import ConfigError
 
 LAYERS = ["user file", "project file", "run file", "profile", "environment", "flag"]
@@ -166,3 +166,46 @@ def test_data_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert load_config(
         None, cwd=tmp_path, environ={}, overrides=["data.source=bytes"]
     ).config.data.source == (f"{tmp_path}/bytes")
+
+
+def test_a_mixture_is_one_value_with_absolute_paths(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", "data: {source: {a.txt: 0.7, /b.txt: 0.3, stdlib: 1}}\n")
+    write(tmp_path / "run.yaml", "extends: base.yaml\nseed: 1\n")
+    write(tmp_path / "other.yaml", "extends: base.yaml\ndata:\n  source:\n    c.txt: 1\n")
+    loaded = load_config("run.yaml", cwd=tmp_path, environ={})
+    assert loaded.config.data.source == {f"{tmp_path}/a.txt": 0.7, "/b.txt": 0.3, "stdlib": 1}
+    assert loaded.origins["data.source"] == "base.yaml:1"
+    assert read_effective_of(loaded, tmp_path) == loaded.config
+    replaced = load_config("other.yaml", cwd=tmp_path, environ={})
+    assert replaced.config.data.source == {f"{tmp_path}/c.txt": 1}
+    flag = ["data.source={d.txt: 2, /b.txt: 1}"]
+    by_flag = load_config("run.yaml", cwd=tmp_path, environ={}, overrides=flag)
+    assert by_flag.config.data.source == {f"{tmp_path}/d.txt": 2, "/b.txt": 1}
+    single = load_config("run.yaml", cwd=tmp_path, environ={}, overrides=["data.source=stdlib"])
+    assert single.config.data.source == "stdlib"
+
+
+def read_effective_of(loaded: LoadedConfig, folder: Path) -> RunConfig:
+    (folder / "effective.yaml").write_text(dump_effective(loaded.config))
+    return read_effective(folder / "effective.yaml")
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "hint"),
+    [
+        ("{a: 0}", 'not {"a": 0}', "give each source a weight"),
+        ("{a: -1, b: 2}", 'not {"a": -1, "b": 2}', "give each source a weight"),
+        ("{a: .inf}", "not {", "give each source a weight"),
+        ("{a: true}", 'not {"a": true}', "give each source a weight"),
+        ("{a: [1]}", 'not {"a": [1]}', "give each source a weight"),
+        ("{}", "not {}", "give each source a weight"),
+        ("{a: 1, ./a: 2}", "names /work-folder/a twice", "add its weights"),
+    ],
+)
+def test_wrong_weights(source: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, cwd=Path("/work-folder"), environ={}, overrides=[f"data.source={source}"])
+    [problem] = caught.value.problems
+    assert problem.key == "data.source"
+    assert message in problem.message
+    assert hint in problem.hint

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.data.order import sample_index
+from trainkit.data.order import Schedule, sample_index
 
 SIZES = [*range(1, 40), 97, 127, 128, 129, 997, 1023, 1024, 1025, 9973, 65535, 65536, 65537, 100_000]
 
@@ -81,6 +81,46 @@ def test_golden_values():
         17133517769404,
         33672430598796,
     ]
+
+
+weights_lists = st.lists(st.integers(1, 60), min_size=1, max_size=9)
+
+
+@settings(max_examples=300, deadline=None)
+@given(weights_lists)
+def test_every_prefix_has_the_share_of_each_source_rounded_up_or_down(weights):
+    period = sum(weights)
+    sources, items = Schedule(weights).at(np.arange(3 * period))
+    places = np.arange(1, 3 * period + 1)
+    for number, weight in enumerate(weights):
+        counts = np.cumsum(sources == number)
+        assert (np.abs(counts * period - places * weight) < period).all()
+        assert items[sources == number].tolist() == list(range(3 * weight))
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights_lists, st.lists(st.integers(0, 2**50), min_size=1, max_size=9))
+def test_a_position_has_one_source_whatever_it_is_asked_with(weights, positions):
+    schedule = Schedule(weights)
+    together = schedule.at(positions)
+    alone = [schedule.at([position]) for position in positions]
+    assert [source.tolist() for source, _ in alone] == [[source] for source in together[0]]
+    assert [item.tolist() for _, item in alone] == [[item] for item in together[1]]
+
+
+def test_shares_of_a_long_period():
+    weights = [99_991, 7, 1, 1]
+    sources, _ = Schedule(weights).at(np.arange(100_000))
+    for number, weight in enumerate(weights):
+        deviation = np.cumsum(sources == number) - np.arange(1, 100_001) * weight / 100_000
+        assert np.abs(deviation).max() < 1
+
+
+def test_golden_schedule():
+    """Changing this changes the data order of runs that are resumed: raise a format version first."""
+    sources, items = Schedule([5, 3, 2]).at(np.arange(12))
+    assert "".join(map(str, sources)) == "010201010201"
+    assert items.tolist() == [0, 0, 1, 0, 2, 1, 3, 2, 4, 1, 5, 3]
 
 
 @pytest.mark.parametrize(("positions", "num_samples"), [([-1], 3), ([0], 0)])

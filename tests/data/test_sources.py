@@ -81,9 +81,10 @@ def test_missing_folder_is_named(tmp_path):
 
 
 def test_wrong_kind_and_empty_folder(tmp_path):
-    (tmp_path / "a.parquet").write_text("x")
-    with pytest.raises(UsageError, match="of an unsupported kind"):
-        find_inputs(DatasetSpec((str(tmp_path / "a.parquet"),)))
+    for name in ("a.csv", "a.parquet.gz", "a.arrow"):
+        (tmp_path / name).write_text("x")
+        with pytest.raises(UsageError, match="of an unsupported kind"):
+            find_inputs(DatasetSpec((str(tmp_path / name),)))
     with pytest.raises(UsageError, match=r"contains no \.txt"):
         find_inputs(DatasetSpec((str(tmp_path),)))
 

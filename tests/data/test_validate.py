@@ -8,7 +8,7 @@ from dataset_content import rows
 from trainkit.data.prepare import prepare
 from trainkit.data.sources import DatasetSpec, find_inputs
 from trainkit.data.tokenize import Tokenizer
-from trainkit.data.validate import validate_shards, validate_texts
+from trainkit.data.validate import LONG_ROW_BYTES, validate_shards, validate_texts
 from trainkit.errors import UsageError
 
 
@@ -30,6 +30,19 @@ def test_rows(tmp_path):
     assert summary.tokens == len("good") + len("café".encode()) + len("last") + 3
     assert [line for line, _ in problems] == [5, 6, 7]
     assert "not UTF-8: byte 0xff" in problems[2][1]
+
+
+def test_empty_and_long_rows_are_counted_and_the_first_listed(tmp_path):
+    long = "x" * LONG_ROW_BYTES
+    content = rows("a", *[""] * 7, long, "b", long, long[1:]).encode() + b"\n"
+    summary, problems = validated(tmp_path / "a.jsonl", content)
+    assert problems == []
+    assert (summary.empty, summary.first_empty) == (8, [2, 3, 4, 5, 6])
+    assert (summary.long, summary.first_long) == (2, [9, 11])
+    assert list(summary.notes()) == [
+        f"{tmp_path}/a.jsonl: 8 rows without text, which are skipped: 2, 3, 4, 5, 6, …",
+        f"{tmp_path}/a.jsonl: 2 rows of at least 1 MiB: 9, 11",
+    ]
 
 
 def test_text(tmp_path):

@@ -35,6 +35,22 @@ def test_problems_of_layout_data_and_model_together(tmp_path: Path) -> None:
     ]
 
 
+def test_plan_prints_the_weights_of_a_mixture(tmp_path: Path) -> None:
+    for name in ("web", "code"):
+        (tmp_path / f"{name}.txt").write_text("hello world\n" * 10_000)
+    overrides = ["data.source={web.txt: 3, code.txt: 1}"]
+    loaded = load_config(None, overrides=overrides, environ={}, cwd=tmp_path)
+    plan = check_config(loaded, CPU)
+    assert plan.reasons["mixture"] == f"75% {tmp_path}/web.txt, 25% {tmp_path}/code.txt"
+    (tmp_path / "code.txt").unlink()
+    with pytest.raises(ConfigError) as error:
+        check_config(loaded, CPU)
+    [problem] = error.value.problems
+    assert problem.render().startswith(
+        f"--set {overrides[0]}: data.source: data source {tmp_path}/code.txt does not exist"
+    )
+
+
 def test_float8_where_the_plan_finds_no_gpu(tmp_path: Path) -> None:
     overrides = ["precision.float8=true", "precision.dtype=bf16"]
     loaded = load_config(None, overrides=overrides, environ={}, cwd=tmp_path)

@@ -38,6 +38,11 @@ class NumberedSamples:
     num_samples: int = 50
     seq_len: int = SEQ_LEN
 
+    def sample_index(
+        self, positions: npt.NDArray[np.int64], seed: int, shuffle: bool
+    ) -> npt.NDArray[np.int64]:
+        return sample_index(positions, self.num_samples, seed, shuffle)
+
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
         return 1000 * np.asarray(indices)[:, None] + 1 + np.arange(self.seq_len + 1)
 

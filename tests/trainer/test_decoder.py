@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from trainkit.plan.layouts.rules import loss_chunks
 from trainkit.plan.model_shape import PRESETS, num_params
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.batches import IGNORE_LABEL, Microbatch
+from trainkit.trainer.build import repeat_kv_heads
 from trainkit.trainer.forward_backward import ForwardContext, SequentialForwardBackward, _ChunkedLoss
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.progress import Progress
@@ -289,3 +291,82 @@ def test_when_a_loss_is_split() -> None:
     assert loss_chunks(Layout(tp=2), shape, 4096) == loss_chunks(Layout(pp=2), shape, 4096) == 1
     wide = nano_shape(vocab_size=2**17, dim=4096, num_heads=32)
     assert [loss_chunks(Layout(), wide, tokens) for tokens in (8191, 8192)] == [1, 8]
+
+
+EOS = 256
+
+
+def masked(**config: int) -> Decoder:
+    model = nano(**config)
+    model.eos_id = EOS
+    return model
+
+
+@pytest.mark.parametrize("config", [{}, {"num_heads": 4, "num_kv_heads": 2}])
+@pytest.mark.parametrize("lengths", [(6, 10), (1, 15), (5, 1, 1, 9), (16,)])
+def test_packed_documents_have_the_logits_of_each_alone(
+    config: dict[str, int], lengths: tuple[int, ...]
+) -> None:
+    """Alone, a document begins at position 0: only the distance of two positions matters to rotation."""
+    packed = tokens(2) % EOS
+    ends = torch.tensor(lengths).cumsum(0)
+    packed[0, ends[:-1] - 1] = EOS  # the other sample is one document
+    found = masked(**config)(packed, sample_keys())
+    plain = nano(**config)
+    start = 0
+    for end in ends.tolist():
+        alone = plain(packed[:1, start:end], sample_keys(1))
+        torch.testing.assert_close(found[:1, start:end], alone, rtol=1e-4, atol=1e-5)
+        start = end
+    torch.testing.assert_close(found[1:], plain(packed[1:], sample_keys(1)), rtol=1e-4, atol=1e-5)
+
+
+def test_document_mask_is_what_separates_documents() -> None:
+    """The test above could not fail if this did not: without the mask, the first document changes others."""
+    packed, other = tokens(1) % EOS, tokens(1, seed=1) % EOS
+    packed[0, 5] = other[0, 5] = EOS
+    other[0, 6:] = packed[0, 6:]
+    results = {
+        kind: [model(x, sample_keys(1))[0, 6:] for x in (packed, other)]
+        for kind, model in (("masked", masked()), ("plain", nano()))
+    }
+    torch.testing.assert_close(*results["masked"])
+    assert (results["plain"][0] - results["plain"][1]).abs().max() > 1e-3
+
+
+def test_no_gradient_crosses_a_document() -> None:
+    model = masked()
+    packed = tokens(1) % EOS
+    packed[0, 7] = EOS
+    packed[0, 8:] = torch.arange(8)
+    packed[0, :7] = torch.arange(20, 27)
+    model(packed, sample_keys(1))[0, 8:].sum().backward()
+    assert model.embedding is not None
+    grad = model.embedding.weight.grad
+    assert grad is not None
+    assert grad[20:27].abs().max() == 0
+    assert grad[EOS].abs().max() == 0
+    assert (grad[:8].abs().amax(1) > 0).all()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_document_mask_with_recomputation(mode: Any) -> None:
+    packed = tokens() % EOS
+    packed[:, 6] = EOS
+    grads = []
+    for recomputes in (False, True):
+        model = masked(dropout=0.1)
+        if recomputes:
+            recompute_and_compile(model.layers, mode, compiled=False)
+        model(packed, sample_keys()).square().sum().backward()
+        grads.append([param.grad for param in model.parameters()])
+    torch.testing.assert_close(*grads)
+
+
+def test_repeated_kv_heads_keep_the_mask() -> None:
+    packed = tokens() % EOS
+    packed[:, 6] = EOS
+    model = masked(num_heads=4, num_kv_heads=2)
+    expected = model(packed, sample_keys())
+    repeat_kv_heads(model.attentions)
+    torch.testing.assert_close(model(packed, sample_keys()), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,22 @@ def test_the_reference_has_a_ragged_end_and_validates(alone: list[dict[str, Any]
     assert alone[-1]["samples_seen"] % 16 in range(1, 4), "less than one sample a rank on four"
     assert [record["step"] for record in alone if "val_loss" in record] == [2, 4]
     assert alone[-1]["loss"] < alone[0]["loss"]
+
+
+def test_document_mask(tmp_path: Path) -> None:
+    """Tensor parallelism and shards see the documents of a sample, and validation masks too."""
+    rows = "".join(json.dumps({"text": f"line {n} " * (n % 9)}) + "\n" for n in range(300))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    common = [f"data.source={tmp_path}/rows.jsonl", "data.val_fraction=0.2", "train.steps=4"]
+    common += ["train.eval_every=2", "model.dropout=0.1"]
+    masked = [*common, "data.document_mask=true"]
+    expected = curve(tmp_path / "alone", masked)
+    assert expected[-1]["loss"] != pytest.approx(curve(tmp_path / "plain", common)[-1]["loss"], abs=1e-5)
+    full = "parallel.activation_checkpointing=full"
+    assert_same(curve(tmp_path / "tp", [*masked, "parallel.tp=2", full], 2), expected)
+    assert_same(
+        curve(tmp_path / "shard", [*masked, "parallel.activation_checkpointing=selective"], 2), expected
+    )
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,37 @@ def test_other_data_is_refused(tmp_path: Path, corpus: str) -> None:
     )
 
 
+@pytest.fixture
+def mixture(tmp_path: Path) -> str:
+    """Two texts of 30 and 20 samples, which a run reads more than once."""
+    for name, samples in (("a", 30), ("b", 20)):
+        words = "".join(f"line {number} of {name}\n" for number in range(1000))
+        (tmp_path / f"{name}.txt").write_text(words[: 64 * samples + 1])
+    return f"data.source={{{tmp_path}/a.txt: 0.25, {tmp_path}/b.txt: 0.75}}"
+
+
+def test_a_mixture(tmp_path: Path, mixture: str) -> None:
+    """An epoch is as many samples as all sources have; another layout reads the same ones."""
+    common = [mixture, DROPOUT, "data.val_fraction=0.2", "train.epochs=3", "train.eval_every=4"]
+    whole = train(tmp_path / "whole", common)
+    assert "25% " in whole.rank_log(0).read_text()
+    train(tmp_path / "cut", [*common, "train.stop_at_step=3"], expect=75)
+    train(tmp_path / "cut", common)
+    assert_same_curve(tmp_path / "whole", tmp_path / "cut")
+    train(tmp_path / "moved", [*common, "train.stop_at_step=3"], expect=75)
+    train(tmp_path / "moved", common, num_procs=2)
+    assert samples_seen(tmp_path / "moved") == samples_seen(tmp_path / "whole")
+    moved, expected = losses(tmp_path / "moved"), losses(tmp_path / "whole")
+    assert moved == pytest.approx(expected, abs=1e-4)
+
+
+def test_other_weights_are_refused(tmp_path: Path, mixture: str) -> None:
+    train(tmp_path / "run", [mixture, "train.steps=4", "train.stop_at_step=2"], expect=75)
+    other = mixture.replace("0.25", "0.3")
+    attempt = train(tmp_path / "run", [other, "train.steps=4"], expect=78)
+    assert "the training data has changed" in attempt.rank_log(0).read_text()
+
+
 @pytest.mark.parametrize("change", ["data.seq_len=32", "seed=7", "data.shuffle=false"])
 def test_another_order_of_the_data_is_refused(tmp_path: Path, change: str) -> None:
     train(tmp_path / "run", ["train.steps=4", "train.stop_at_step=2"], expect=75)

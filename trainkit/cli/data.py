@@ -19,7 +19,7 @@ _text_key_option = click.option(
     "--text-key",
     default="text",
     metavar="KEY",
-    help="Field of a .jsonl row that contains the text (default: text).",
+    help="Field of a .jsonl row, or column of a table, that contains the text (default: text).",
 )
 
 
@@ -66,9 +66,9 @@ def prepare(
 ) -> None:
     """Tokenise text files into the shards that training reads.
 
-    SRC is a .txt, .jsonl, .txt.gz or .jsonl.gz file, a folder of them, or stdlib for the Python sources
-    of the interpreter. Run the same command again to resume an interrupted preparation. The result does not
-    depend on interruptions or on the number of processes.
+    SRC is a .txt, .jsonl, .txt.gz, .jsonl.gz or .parquet file, a Hugging Face dataset saved on disk, a
+    folder of them, or stdlib for the Python sources of the interpreter. Run the same command again to resume
+    an interrupted preparation. The result does not depend on interruptions or on the number of processes.
     """
     from trainkit.data.prepare import prepare as prepare_folder
     from trainkit.data.prepare import show_progress
@@ -119,10 +119,11 @@ def prepare(
 @_text_key_option
 @json_option
 def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: bool) -> int:
-    """Read the texts completely and report every line that `prepare` would refuse.
+    """Read the texts completely and report every line or row that `prepare` would refuse.
 
-    SRC is a source of `trainkit data prepare`, or a folder that it wrote, whose shards are checked
-    against their hashes. Exits with 1 if there are problems.
+    Also counts the rows that are empty or longer than 1 MiB, and lists the first of them. SRC is a source of
+    `trainkit data prepare`, or a folder that it wrote, whose shards are checked against their hashes. Exits
+    with 1 if there are problems.
     """
     from trainkit.data.dataset_file import is_dataset
     from trainkit.data.sources import DatasetSpec, find_inputs
@@ -142,7 +143,10 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
     texts = find_inputs(DatasetSpec(tuple(path for path in paths if Path(path) not in folders)))
     used = Tokenizer(tokenizer if tokenizer == "bytes" else str(Path(tokenizer).absolute()))
     summaries = [validate_shards(folder, on_problem) for folder in folders]
-    summaries += [validate_texts(text, text_key, used, on_problem) for text in texts]
+    for text in texts:
+        summaries.append(validate_texts(text, text_key, used, on_problem))
+        if not as_json:
+            click.echo("".join(f"{note}\n" for note in summaries[-1].notes()), nl=False)
     if as_json:
         value = {"files": [asdict(one) for one in summaries], "problems": [asdict(one) for one in problems]}
         click.echo(json.dumps(value, ensure_ascii=False))

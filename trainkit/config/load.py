@@ -162,6 +162,10 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path) -> tuple[Entry, li
         message = f"is llama, which cannot be {model.folder}: {model.reason}"
         hint = "remove it, or set it to transformers"
         problems.append(Problem("model.architecture", message, architecture.origin, hint))
+    if architecture is not None and architecture.value not in ("llama", TRANSFORMERS):
+        message = f"is {architecture.value}, but model.hf is {name}"
+        hint = "remove one of them: your own architecture reads no weights of other models"
+        return tree, [Problem("model.architecture", message, architecture.origin, hint)]
     chosen = model.architecture if architecture is None else architecture.value
     if config.model.lora is not None and architecture is None:
         chosen = TRANSFORMERS
@@ -193,13 +197,21 @@ def _sizes_of_transformers(tree: Entry, model: HFModel) -> Iterator[Problem]:
 
 
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
-    """Return the tree with absolute paths of data and weights."""
+    """Return the tree with absolute paths of data and weights; raises ConfigError for one named twice."""
     for path, name in PATHS.items():
         found = tree.find(path)
         if found is None:
             continue
         if isinstance(found.value, list):
             value: object = [_absolute(item, name, cwd) for item in found.value]
+        elif found.is_mapping:
+            names = [_absolute(item, name, cwd) for item in found.value]
+            twice = next((item for item in names if names.count(item) > 1), None)
+            if twice is not None:
+                raise ConfigError(
+                    [Problem(".".join(path), f"names {twice} twice", found.origin, "add its weights")]
+                )
+            value = dict(zip(names, found.plain().values(), strict=True))
         else:
             value = _absolute(found.value, name, cwd)
         tree = merge(tree, entry_at(path, value, found.origin))

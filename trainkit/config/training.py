@@ -1,6 +1,6 @@
 """Config sections for what a run computes: model, data, training, optimizer, schedule, precision."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -69,9 +69,11 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The training and validation data."""
 
-    source: str | list[str] = Field(
+    source: str | list[str] | Annotated[dict[str, Positive], Field(min_length=1)] = Field(
         default="stdlib",
-        description="Files or folders of .txt, .jsonl or prepared shards; stdlib: Python's standard library.",
+        description="Files or folders of .txt, .jsonl or .parquet, saved Hugging Face datasets, or prepared"
+        " shards; stdlib: Python's standard library. A mapping mixes them: {web: 0.7, code: 0.3}.",
+        json_schema_extra={"allowed": "a path, a list of paths, or a mapping of paths to weights above 0"},
     )
     val_source: str | list[str] | None = Field(
         default=None, description="Validation files; null holds out val_fraction of the source."
@@ -80,12 +82,17 @@ class DataConfig(Section):
         default="bytes", description="bytes, or the path of a Hugging Face tokenizer.json."
     )
     text_key: str = Field(
-        default="text", min_length=1, description="Key of the text in each line of a .jsonl file."
+        default="text",
+        min_length=1,
+        description="Key of the text in each line of a .jsonl file, or column of the text in a table.",
     )
     seq_len: AtLeastOne = Field(default=256, description="Tokens per sample.")
     num_workers: NotNegative = Field(default=2, description="Prefetch threads per training process.")
     val_fraction: BelowOne = Field(
         default=0.01, description="Fraction of the source held out for validation."
+    )
+    document_mask: bool = Field(
+        default=False, description="Let tokens attend only to tokens of their own document."
     )
     shuffle: bool = Field(default=True, description="Shuffle the samples of each epoch.")
     cache_dir: str | None = Field(

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.names import all_keys, allowed_values, is_known, meant, sections, show_value
 from trainkit.config.schema import RunConfig
-from trainkit.config.yamlfile import Entry
+from trainkit.config.yamlfile import WHOLE, Entry
 from trainkit.errors import Problem
 
 
@@ -79,6 +79,8 @@ def _hint(kind: str, path: tuple[str, ...], value: Any, origin: str) -> str:
         if origin.startswith("--set"):
             return f"put it in quotes: --set '{'.'.join(path)}={quoted}'"
         return f"put it in quotes: {quoted}"
+    if path == WHOLE and isinstance(value, dict):
+        return "give each source a weight, such as {web: 0.7, code: 0.3}; their sum does not matter"
     return ""
 
 
@@ -112,6 +114,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     yield from _float8(loaded)
     yield from _state_dtype(loaded)
     yield from _adamw_8bit(loaded)
+    yield from _document_mask(loaded)
     yield from _pattern(loaded)
     if loaded.config.model.init_include and loaded.config.model.init_from is None:
         message = "is set, but model.init_from is null"
@@ -171,6 +174,25 @@ def _float8(loaded: LoadedConfig) -> Iterator[Problem]:
         message = f"is true, but parallel.tp is {config.parallel.tp}"
         hint = "float8 with tensor parallelism is not supported yet"
         yield loaded.problem("precision.float8", message, hint)
+
+
+def _document_mask(loaded: LoadedConfig) -> Iterator[Problem]:
+    config = loaded.config
+    if not config.data.document_mask:
+        return
+    reasons = {
+        "cp": "context parallelism splits a sample over ranks; use parallel.dp_shard or parallel.tp",
+        "pp": "only the first stage of a pipeline gets the tokens; use parallel.dp_shard or parallel.tp",
+    }
+    for key, reason in reasons.items():
+        degree = getattr(config.parallel, key)
+        if degree > 1:
+            yield loaded.problem("data.document_mask", f"is true, but parallel.{key} is {degree}", reason)
+    if config.model.architecture != "llama" or config.has_user_task:
+        key = "task" if config.has_user_task else "model.architecture"
+        name = config.task if config.has_user_task else config.model.architecture
+        message = f"is true, but {key} is {name}, which masks attention itself"
+        yield loaded.problem("data.document_mask", message, "remove data.document_mask")
 
 
 MAX_BF16_BETA = 0.99

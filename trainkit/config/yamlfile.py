@@ -104,13 +104,20 @@ class Entry:
         return entry
 
 
-def merge(low: Entry, high: Entry) -> Entry:
-    """Merge two mappings recursively; scalars and lists of `high` replace those of `low`."""
-    if not (low.is_mapping and high.is_mapping):
+WHOLE = ("data", "source")
+"""The mapping that is one value, a mixture: it is replaced rather than merged."""
+
+
+def merge(low: Entry, high: Entry, path: tuple[str, ...] = ()) -> Entry:
+    """Merge two mappings recursively; scalars and lists of `high` replace those of `low`.
+
+    `path` is the place of both in the config.
+    """
+    if not (low.is_mapping and high.is_mapping) or path == WHOLE:
         return high
     merged = dict(low.value)
     for key, entry in high.value.items():
-        merged[key] = merge(merged[key], entry) if key in merged else entry
+        merged[key] = merge(merged[key], entry, (*path, key)) if key in merged else entry
     return Entry(merged, high.origin)
 
 

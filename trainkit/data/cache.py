@@ -23,6 +23,7 @@ from trainkit.data.dataset_file import (
     is_dataset,
     read_dataset_file,
 )
+from trainkit.data.mixture import components
 from trainkit.data.sources import (
     STDLIB,
     DataConfig,
@@ -76,11 +77,12 @@ _PARTIAL_SUFFIX = ".partial"
 
 def has_validation(config: DataConfig, checks_sizes: bool = True) -> bool:
     """Whether the data of a config has a `val` split; prepares the data first if necessary."""
-    return read_dataset_file(ensure_prepared(config, checks_sizes)).num_tokens(VAL) > 0
+    folders = [ensure_prepared(part, checks_sizes) for part in components(config)]
+    return any(read_dataset_file(folder).num_tokens(VAL) > 0 for folder in folders)
 
 
 def ensure_prepared(config: DataConfig, checks_sizes: bool = True) -> Path:
-    """The folder with the token shards of a config.
+    """The folder with the token shards of a config without a mixture, or of a component of one.
 
     A prepared `data.source` is used directly, with its own tokenizer; other sources are tokenised into the
     cache once. If several processes call this, one prepares the data and the others wait. With `checks_sizes`

@@ -7,15 +7,26 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trainkit.data.cache import CACHE_HINT, cache_folder, cache_key, cannot_be_written
-from trainkit.data.dataset_file import SPLITS, TRAIN, VAL, check_shard_sizes, is_dataset, read_dataset_file
+from trainkit.data.dataset_file import (
+    SPLITS,
+    TRAIN,
+    VAL,
+    TokenizerIdentity,
+    check_shard_sizes,
+    is_dataset,
+    read_dataset_file,
+)
+from trainkit.data.mixture import components, describe_weights, is_mixture
 from trainkit.data.sources import (
     BOTH,
-    ROWS,
+    TABLES,
+    TEXT,
     DataConfig,
     DatasetSpec,
     Input,
@@ -24,7 +35,7 @@ from trainkit.data.sources import (
     prepared_folder,
     refuse_val_source,
 )
-from trainkit.data.tokenizer_identity import check_made_by, identify, vocab_size
+from trainkit.data.tokenizer_identity import check_made_by, identify, refuse_several, vocab_size
 from trainkit.errors import UsageError
 
 DataProblem = tuple[str, str, str]
@@ -43,6 +54,35 @@ def data_problems(config: DataConfig) -> list[DataProblem]:
 
     `trainkit data validate` reads all of the data.
     """
+    if not is_mixture(config):
+        return _source_problems(config)
+    found: list[DataProblem] = []
+    for part in components(config):
+        name = _named(part.source)
+        for key, message, hint in _source_problems(part):
+            about_source = key in ("data.seq_len", "data.val_fraction")
+            found.append((key, f"{name}: {message}" if about_source else message, hint))
+    if not found:
+        _collect(found, "data.source", lambda: refuse_several(_tokenizers(config)))
+    return list(dict.fromkeys(found))
+
+
+def mixture_note(config: DataConfig) -> str | None:
+    """The weights of a mixture as they are used; None if there is no mixture."""
+    return describe_weights(config) if is_mixture(config) else None
+
+
+def _tokenizers(config: DataConfig) -> list[tuple[str, TokenizerIdentity]]:
+    """The sources of a mixture, each with its tokenizer."""
+    used = []
+    for part in components(config):
+        folder = prepared_folder(part)
+        identity = identify(part.tokenizer) if folder is None else read_dataset_file(folder).tokenizer
+        used.append((_named(part.source), identity))
+    return used
+
+
+def _source_problems(config: DataConfig) -> list[DataProblem]:
     problems: list[DataProblem] = []
     folder = prepared_folder(config)
     if folder is not None:
@@ -79,7 +119,7 @@ def tokenizer_vocab_size(config: DataConfig) -> int:
 
     Raises UsageError if the tokenizer or the prepared dataset cannot be read.
     """
-    folder = prepared_folder(config)
+    folder = prepared_folder(components(config)[0])
     return vocab_size(config.tokenizer) if folder is None else read_dataset_file(folder).tokenizer.vocab_size
 
 
@@ -108,15 +148,15 @@ def _max_tokens(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
     compressed = any(source.compressed for source in inputs)
     if not compressed and sum(source.size for source in inputs) <= _READ_IN_FULL:
         return _count_bytes(spec, inputs)
-    for source in [source for source in inputs if source.form == ROWS][:_FILES_OPENED]:
+    for source in [source for source in inputs if source.form != TEXT][:_FILES_OPENED]:
         _check_first_rows(source, spec.text_key)
-    if compressed:
+    if compressed or any(source.form in TABLES for source in inputs):  # whose columns are compressed
         return {TRAIN: math.inf, VAL: math.inf}
     counts: dict[str, float] = {TRAIN: 0, VAL: 0}
     for source in inputs:
         if source.role != BOTH:
             counts[source.role] += source.size + 1
-        elif source.form == ROWS:
+        elif source.form != TEXT:
             counts = {split: count + source.size for split, count in counts.items()}
         else:
             counts[TRAIN] += source.size + 1
@@ -138,24 +178,36 @@ def _count_bytes(spec: DatasetSpec, inputs: list[Input]) -> dict[str, float]:
 
 
 def _check_first_rows(source: Input, text_key: str) -> None:
-    from trainkit.data.units import RowError, open_input, row_text
+    from trainkit.data.tables import TableError, read_column
+    from trainkit.data.units import RowError, cell_text, row_error, row_text, table_error
+
+    is_table = source.form in TABLES
+    rows: Iterator[tuple[int, Any]] = read_column(source, text_key) if is_table else _first_lines(source)
+    parse: Callable[[Any, str], bytes] = cell_text if is_table else row_text
+    try:
+        for number, row in islice(rows, _ROWS_READ):
+            try:
+                parse(row, text_key)
+            except RowError as error:
+                raise row_error(source, number, error) from None
+    except TableError as error:
+        raise table_error(source, error) from None
+
+
+def _first_lines(source: Input) -> Iterator[tuple[int, bytes]]:
+    """The first lines of a .jsonl file with their numbers, up to one that is too long; no blank ones."""
+    from trainkit.data.units import open_input
 
     try:
         with open_input(source) as stream:
-            lines = [stream.readline(_LONGEST_ROW) for _ in range(_ROWS_READ)]
+            for number in range(1, _ROWS_READ + 1):
+                line = stream.readline(_LONGEST_ROW)
+                if len(line) == _LONGEST_ROW:
+                    return
+                if line.strip():
+                    yield number, line
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{source.path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if len(line) == _LONGEST_ROW:
-            return
-        try:
-            if line.strip():
-                row_text(line, text_key)
-        except RowError as error:
-            raise UsageError(
-                f"{source.path}:{number}: {error}",
-                hint=f"`trainkit data validate {source.path}` lists all such rows",
-            ) from None
 
 
 def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted: bool) -> list[DataProblem]:
@@ -185,5 +237,5 @@ def _length_problems(config: DataConfig, counts: Mapping[str, float], val_wanted
     return [("data.val_fraction", f"{config.val_fraction:g}: {message}", enough)]
 
 
-def _named(source: str | Sequence[str]) -> str:
+def _named(source: str | Iterable[str]) -> str:
     return source if isinstance(source, str) else ", ".join(source)

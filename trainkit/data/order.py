@@ -8,12 +8,17 @@ The bijection is a Feistel network over a grid of rows x columns slightly larger
 (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): each round shifts one coordinate by a hash
 of the other. Offsets outside the data are permuted again until they are inside (cycle walking).
 
+A mixture assigns each position to one of its sources by a periodic schedule, and a source has an order of its
+own over the positions that it got.
+
 Changing any constant here changes the data order of every resumed run: tests compare golden values.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +51,44 @@ def sample_index(positions: npt.ArrayLike, num_samples: int, seed: int, shuffle:
         offsets.ravel().astype(np.uint64), epochs.ravel().astype(np.uint64), num_samples, seed
     )
     return shuffled.astype(np.int64).reshape(flat.shape)
+
+
+class Schedule:
+    """Assigns positions to sources in proportion to integer weights; repeats after the sum of the weights.
+
+    Of the first n positions, each source has its share n x weight / sum, rounded up or down, for every n; in
+    a window of positions, it deviates from its share by less than two samples. This is the chairman
+    assignment problem (Tijdeman, 1980), solved by earliest deadline first: sample j of a source comes neither
+    before the position at which its share exceeds j - 1 nor after the one at which it reaches j.
+    """
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self._weights = np.array(weights, dtype=np.int64)
+        self._period = int(self._weights.sum())
+        source = np.repeat(np.arange(len(weights)), self._weights)
+        item = np.concatenate([np.arange(weight, dtype=np.int64) for weight in weights])
+        first = item * self._period // self._weights[source]
+        deadline = -(-(item + 1) * self._period // self._weights[source])
+        columns = (column.tolist() for column in (first, deadline, source, item))
+        waiting = sorted(zip(*columns, strict=True), reverse=True)
+        ready: list[tuple[int, int, int]] = []
+        self._sources = np.empty(self._period, dtype=np.int64)
+        self._items = np.empty(self._period, dtype=np.int64)
+        for position in range(self._period):
+            while waiting and waiting[-1][0] <= position:
+                heappush(ready, waiting.pop()[1:])
+            _, self._sources[position], self._items[position] = heappop(ready)
+
+    def at(self, positions: npt.ArrayLike) -> tuple[IntArray, IntArray]:
+        """The source of each position, and how many earlier positions the same source has."""
+        periods, offsets = np.divmod(np.asarray(positions, dtype=np.int64), self._period)
+        sources = self._sources[offsets]
+        return sources, periods * self._weights[sources] + self._items[offsets]
+
+
+def source_seed(seed: int, source: int) -> int:
+    """The seed of the order of one source of a mixture; the first has that of the run."""
+    return seed + source * int(_GOLDEN)
 
 
 def _permute(offsets: _Words, epochs: _Words, num_samples: int, seed: int) -> _Words:

@@ -124,7 +124,7 @@ class InputDigest:
     size: int
     """Bytes on disk."""
     sha256: str
-    """Of the decompressed content; of the hashes of its spans if the file was cut."""
+    """Of the decompressed content or the text column; of the hashes of its spans if the file was cut."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +15,16 @@ import numpy.typing as npt
 
 from trainkit.data.cache import ensure_prepared
 from trainkit.data.dataset_file import (
+    VAL,
     TokenizerIdentity,
     check_shard_size,
     check_shard_sizes,
     read_dataset_file,
 )
+from trainkit.data.mixture import components, integer_weights, is_mixture
+from trainkit.data.order import IntArray, Schedule, sample_index, source_seed
 from trainkit.data.sources import DataConfig
+from trainkit.data.tokenizer_identity import refuse_several
 from trainkit.errors import UsageError
 
 MAX_OPEN_SHARDS = 256
@@ -75,6 +83,10 @@ class TokenShards:
     def eos_id(self) -> int:
         return self._file.tokenizer.eos_id
 
+    def sample_index(self, positions: IntArray, seed: int, shuffle: bool) -> IntArray:
+        """The index of the sample at each position of a training, as int64 of the same shape."""
+        return sample_index(positions, self.num_samples, seed, shuffle)
+
     def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The tokens of the samples at `indices`, int64 of shape [len(indices), seq_len + 1].
 
@@ -114,12 +126,83 @@ def _map_shard(folder: Path, dtype: np.dtype[Any], file: str, num_tokens: int) -
     return tokens
 
 
-def open_dataset(config: DataConfig, seq_len: int, split: str, checks_sizes: bool = True) -> TokenShards:
+class TokenMixture:
+    """The same split of several prepared datasets: their samples in a row, and an order that mixes them.
+
+    With `weights`, positions are divided among the datasets in proportion, and each goes through epochs of
+    its own; without, the order is that of one dataset. Raises UsageError if their tokenizers differ.
+    """
+
+    def __init__(self, parts: Sequence[TokenShards], weights: Sequence[int] | None) -> None:
+        refuse_several([(str(part.folder), part.tokenizer) for part in parts])
+        self.parts = tuple(parts)
+        self.weights = weights
+        self.seq_len = parts[0].seq_len
+        self.tokenizer = parts[0].tokenizer
+        self.vocab_size, self.eos_id = parts[0].vocab_size, parts[0].eos_id
+        self.num_tokens = sum(part.num_tokens for part in parts)
+        self._ends = np.cumsum([part.num_samples for part in parts], dtype=np.int64)
+        self.num_samples = int(self._ends[-1])
+        self._schedule = None if weights is None else Schedule(weights)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the fingerprints and the weights."""
+        content = {"parts": [part.fingerprint for part in self.parts], "weights": self.weights}
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def describe(self, names: Iterable[str]) -> Iterator[str]:
+        """The weight and size of each source, by the names of the sources."""
+        assert self.weights is not None
+        for name, part, weight in zip(names, self.parts, self.weights, strict=True):
+            share = weight / sum(self.weights)
+            epoch = math.ceil(part.num_samples / share)
+            yield f"{100 * share:.4g}% {name}: {part.num_samples:,} samples, an epoch every {epoch:,}"
+
+    def sample_index(self, positions: IntArray, seed: int, shuffle: bool) -> IntArray:
+        """The index of the sample at each position of a training, as int64 of the same shape."""
+        if self._schedule is None:
+            return sample_index(positions, self.num_samples, seed, shuffle)
+        sources, own_positions = self._schedule.at(positions)
+        index = np.empty_like(own_positions)
+        for number, part in enumerate(self.parts):
+            of_part = sources == number
+            own = part.sample_index(own_positions[of_part], source_seed(seed, number), shuffle)
+            index[of_part] = self._ends[number] - part.num_samples + own
+        return index
+
+    def read(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The tokens of the samples at `indices`, int64 of shape [len(indices), seq_len + 1].
+
+        Raises IndexError for an index outside 0 <= index < num_samples.
+        """
+        wanted = np.asarray(indices, dtype=np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_samples):
+            raise IndexError(f"sample {wanted.min()}..{wanted.max()} of {self.num_samples}")
+        tokens = np.empty((wanted.size, self.seq_len + 1), dtype=np.int64)
+        sources = np.searchsorted(self._ends, wanted, side="right")
+        for number in np.unique(sources).tolist():
+            part = self.parts[number]
+            of_part = sources == number
+            tokens[of_part] = part.read(wanted[of_part] - (self._ends[number] - part.num_samples))
+        return tokens
+
+
+def open_dataset(
+    config: DataConfig, seq_len: int, split: str, checks_sizes: bool = True
+) -> TokenShards | TokenMixture:
     """The `train` or `val` split of the data of a config; prepares the data first if necessary.
 
-    Raises UsageError for unusable data and for a split shorter than one sample.
+    The validation split of a mixture is that of all its sources that have one. Raises UsageError for unusable
+    data and for a split shorter than one sample.
     """
-    return TokenShards(ensure_prepared(config, checks_sizes), split, seq_len, checks_sizes)
+    folders = [ensure_prepared(part, checks_sizes) for part in components(config)]
+    if not is_mixture(config):
+        return TokenShards(folders[0], split, seq_len, checks_sizes)
+    if split == VAL:
+        folders = [folder for folder in folders if read_dataset_file(folder).num_tokens(VAL)] or folders
+    parts = [TokenShards(folder, split, seq_len, checks_sizes) for folder in folders]
+    return TokenMixture(parts, None if split == VAL else integer_weights(config))
 
 
 def _too_short(folder: Path, split: str, num_tokens: int, seq_len: int) -> UsageError:

@@ -6,10 +6,11 @@ Reads only names and sizes.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -26,7 +27,7 @@ class DataConfig(Protocol):
     """The keys of `trainkit.config.schema.DataConfig` that this package reads; paths are absolute."""
 
     @property
-    def source(self) -> str | Sequence[str]: ...
+    def source(self) -> str | Sequence[str] | Mapping[str, float]: ...
     @property
     def val_source(self) -> str | Sequence[str] | None: ...
     @property
@@ -88,9 +89,10 @@ def refuse_val_source(config: DataConfig, folder: Path) -> None:
         )
 
 
-def _listed(source: str | Sequence[str] | None) -> tuple[str, ...]:
+def _listed(source: str | Sequence[str] | Mapping[str, float] | None) -> tuple[str, ...]:
     if source is None:
         return ()
+    assert not isinstance(source, Mapping), "a mixture has one config per source"
     return (source,) if isinstance(source, str) else tuple(source)
 
 
@@ -98,8 +100,16 @@ BOTH = "both"
 """The role of an input that is divided between the two splits."""
 TEXT = "text"
 ROWS = "rows"
-_FORMS = {".txt": TEXT, ".jsonl": ROWS}
-KINDS = ".txt, .jsonl, .txt.gz or .jsonl.gz"
+PARQUET = "parquet"
+ARROW = "arrow"
+TABLES = (PARQUET, ARROW)
+_FORMS = {".txt": TEXT, ".jsonl": ROWS, ".parquet": PARQUET}
+KINDS = ".txt, .jsonl, .txt.gz, .jsonl.gz or .parquet"
+
+SAVED_FILES = {"state.json", "dataset_info.json"}
+"""In every folder that `save_to_disk` of a Hugging Face dataset wrote."""
+SAVED_SPLITS = "dataset_dict.json"
+"""In a folder of such folders, one per split."""
 
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -132,10 +142,11 @@ def find_inputs(spec: DatasetSpec) -> list[Input]:
 
 
 def form_of(name: str) -> tuple[str, bool] | None:
-    """(`text` or `rows`, compressed) from a file name; None for an unsupported kind."""
+    """(form, compressed) from a file name; None for an unsupported kind."""
+    compressed = name.endswith(".gz")
     stem, dot, kind = name.removesuffix(".gz").rpartition(".")
     form = _FORMS.get(dot + kind) if stem else None
-    return None if form is None else (form, name.endswith(".gz"))
+    return None if form is None or (compressed and form == PARQUET) else (form, compressed)
 
 
 def missing_hint(path: Path) -> str:
@@ -183,7 +194,8 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
     if is_dataset(path):
         raise UsageError(
             f"{path} is a prepared dataset and cannot be mixed with other sources",
-            hint="make it the only data.source, or prepare all texts into one dataset",
+            hint="make it the only data.source, or give each source a weight: "
+            "{" + f"{path.name}: 0.5, …" + "}",
         )
     found = [(name, entry) for name, entry in _files_below(path, _is_shown) if _is_shown(entry.name)]
     inputs = [
@@ -191,9 +203,43 @@ def _expand(source: str, role: str, val_fraction: float) -> Iterator[Input]:
         for name, entry in sorted(found, key=_by_name)
         if (form := form_of(name)) is not None
     ]
+    names = {name for name, _ in found}
+    for name in sorted(names):
+        folder, slash, last = name.rpartition("/")
+        if last == SAVED_SPLITS:
+            raise _several_splits(path / folder)
+        if last == "state.json" and all(f"{folder}{slash}{other}" in names for other in SAVED_FILES):
+            inputs += _saved_inputs(path, folder + slash, role)
     if not inputs:
-        raise UsageError(f"data source {path} contains no {KINDS} file", hint="name a folder of texts")
+        raise UsageError(
+            f"data source {path} contains no {KINDS} file and no saved Hugging Face dataset",
+            hint="name a folder of texts",
+        )
     yield from inputs
+
+
+def _saved_inputs(root: Path, folder: str, role: str) -> Iterator[Input]:
+    """The Arrow files of a dataset that `save_to_disk` wrote, in its order; its folder has others too."""
+    state = root / folder / "state.json"
+    try:
+        names = [str(entry["filename"]) for entry in json.loads(state.read_text())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{state} does not list the files of a Hugging Face dataset: {error!r}",
+            hint="save the dataset again with `save_to_disk`",
+        ) from None
+    for name in names:
+        file = root / folder / name
+        yield _input(str(file), folder + name, role, ARROW, False, file.stat)
+
+
+def _several_splits(folder: Path) -> UsageError:
+    splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    shown = ", ".join(splits) or "none"
+    return UsageError(
+        f"{folder} contains the splits of a Hugging Face DatasetDict: {shown}",
+        hint=f"name one of them, such as {folder / (splits or ['train'])[0]}",
+    )
 
 
 def _is_shown(name: str) -> bool:

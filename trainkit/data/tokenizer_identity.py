@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,18 @@ def check_made_by(wanted: str, folder: Path, used: TokenizerIdentity) -> None:
             f"data.tokenizer {wanted} is not the tokenizer of {folder}, which was made with {used.name}",
             hint="remove data.tokenizer, or prepare the texts again with this tokenizer",
         )
+
+
+def refuse_several(used: Sequence[tuple[str, TokenizerIdentity]]) -> None:
+    """Raise UsageError if the sources of a mixture, each with its name, have different tokenizers."""
+    (first, expected), *others = used
+    for name, tokenizer in others:
+        if tokenizer.sha256 != expected.sha256:
+            raise UsageError(
+                f"the sources of a mixture need one tokenizer: {first} uses {expected.name}, "
+                f"{name} uses {tokenizer.name}",
+                hint="set data.tokenizer to that of the prepared datasets, or prepare them all with one",
+            )
 
 
 def _identify_file(tokenizer: str) -> TokenizerIdentity:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from trainkit.data.dataset_file import TRAIN, VAL
-from trainkit.data.sources import BOTH, ROWS, TEXT, Input
+from trainkit.data.sources import BOTH, ROWS, TABLES, TEXT, Input
+from trainkit.data.tables import TableError, read_column
 from trainkit.errors import UsageError
 
 UNIT_BYTES = 64 << 20
@@ -49,7 +50,8 @@ class Unit:
 def plan_units(inputs: list[Input], val_fraction: float, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
     """Split inputs into units, in the order of the data; small inputs share a unit.
 
-    Large inputs are cut at line ends, for which a few bytes of them are read.
+    Large texts are cut at line ends, for which a few bytes of them are read. Tables are cut anywhere: a row
+    group belongs to the span in which it begins.
     """
     units: list[Unit] = []
     spans: list[InputSpan] = []
@@ -76,10 +78,14 @@ def _spans(number: int, source: Input, val_fraction: float, unit_bytes: int) -> 
     if source.compressed:
         yield InputSpan(number, 0, None, source.role, True)
         return
-    whole_lines = source.form == ROWS
+    whole_lines = source.form != TEXT
     splits = [(source.role, 0, source.size)]
     if source.size <= unit_bytes and (whole_lines or source.role != BOTH):
         yield InputSpan(number, 0, source.size, source.role, True)
+        return
+    if source.form in TABLES:
+        for start in range(0, source.size, unit_bytes):
+            yield InputSpan(number, start, min(start + unit_bytes, source.size), source.role, True)
         return
     with open_input(source) as stream:
         if source.form == TEXT and source.role == BOTH:
@@ -152,11 +158,13 @@ class Piece:
 
 
 class RowError(ValueError):
-    """A row of a .jsonl file has no usable text."""
+    """A row of a .jsonl file or of a table has no usable text."""
 
 
 class SpanReader:
     """Iterates over the pieces of a span; afterwards `digest` is the sha256 of the bytes read.
+
+    Of a table, those are the values of the text column, each after its length.
 
     Raises UsageError for an unusable row, OSError if reading fails.
     """
@@ -176,9 +184,12 @@ class SpanReader:
         return self._hash.hexdigest()
 
     def __iter__(self) -> Iterator[Piece]:
+        if self.source.form in TABLES:
+            yield from self._rows(self._cells())
+            return
         try:
             with open_input(self.source) as stream:
-                yield from self._rows(stream) if self.source.form == ROWS else self._text(stream)
+                yield from self._rows(self._lines(stream)) if self.source.form == ROWS else self._text(stream)
         except (EOFError, zlib.error) as error:
             raise UsageError(
                 f"{self.source.path} is not a complete gzip file: {error}",
@@ -211,13 +222,21 @@ class SpanReader:
                 yield Piece(split, kept[:cut], position == end and self.span.ends_document)
                 kept = kept[cut:]
 
-    def _rows(self, stream: IO[bytes]) -> Iterator[Piece]:
+    def _rows(self, texts: Iterator[bytes]) -> Iterator[Piece]:
         span = self.span
         every = max(2, round(1 / self.fraction)) if span.role == BOTH else 0
         phase = rows_phase(*self._phase_of, every) if every else 0
+        for row, text in enumerate(texts):
+            split = span.role if not every else VAL if row % every == phase else TRAIN
+            if text:
+                yield Piece(split, text, True)
+
+    def _lines(self, stream: IO[bytes]) -> Iterator[bytes]:
+        """The text of every line that is not blank."""
+        span = self.span
         stream.seek(span.start)
-        position, row = span.start, 0
-        for line_number, line in enumerate(stream):
+        position = span.start
+        for line_number, line in enumerate(stream, 1):
             if span.end is not None and position >= span.end:
                 break
             self._hash.update(line)
@@ -225,21 +244,49 @@ class SpanReader:
             if not line.strip():
                 continue
             try:
-                text = row_text(line, self.key)
+                yield row_text(line, self.key)
             except RowError as error:
-                raise self._row_error(line_number, str(error)) from None
-            split = span.role if not every else VAL if row % every == phase else TRAIN
-            row += 1
-            if text:
-                yield Piece(split, text, True)
+                with open_input(self.source) as again:
+                    before = _count_lines(again, span.start)
+                raise row_error(self.source, before + line_number, error) from None
 
-    def _row_error(self, line_number: int, reason: str) -> UsageError:
-        with open_input(self.source) as stream:
-            before = _count_lines(stream, self.span.start)
-        return UsageError(
-            f"{self.source.path}:{before + line_number + 1}: {reason}",
-            hint=f"`trainkit data validate {self.source.path}` lists all such rows",
-        )
+    def _cells(self) -> Iterator[bytes]:
+        """The text of every row of a table."""
+        try:
+            for row, value in read_column(self.source, self.key, self.span.start, self.span.end):
+                try:
+                    text = cell_text(value, self.key)
+                except RowError as error:
+                    raise row_error(self.source, row, error) from None
+                self._hash.update(len(text).to_bytes(8, "little") + text)
+                yield text
+        except TableError as error:
+            raise table_error(self.source, error) from None
+
+
+def row_error(source: Input, row: int, error: RowError) -> UsageError:
+    """What is wrong with one row, counted from 1."""
+    return UsageError(
+        f"{source.path}:{row}: {error}", hint=f"`trainkit data validate {source.path}` lists all such rows"
+    )
+
+
+def table_error(source: Input, error: TableError) -> UsageError:
+    """What is wrong with a table as a whole."""
+    return UsageError(
+        f"{source.path}: {error}", hint="set data.text_key to a column of strings, or write the file again"
+    )
+
+
+def cell_text(value: bytes | None, key: str) -> bytes:
+    """The text of one row of a table; raises RowError if it is null or not UTF-8."""
+    if value is None:
+        raise RowError(f'column "{key}" (data.text_key) is null, not a string')
+    try:
+        value.decode()
+    except UnicodeDecodeError as error:
+        raise RowError(f"not UTF-8: byte {value[error.start]:#04x} at byte {error.start + 1}") from None
+    return value
 
 
 def row_text(line: bytes, key: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Reads a source completely and reports every line that `prepare` would refuse."""
+"""Reads a source completely and reports every line or row that `prepare` would refuse."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import codecs
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from trainkit.data.dataset_file import SPLITS, check_shard_sizes, read_dataset_file
-from trainkit.data.sources import ROWS, Input
+from trainkit.data.sources import ROWS, TABLES, Input
+from trainkit.data.tables import TableError, read_column
 from trainkit.data.tokenize import Tokenizer
-from trainkit.data.units import RowError, open_input, row_text
+from trainkit.data.units import RowError, cell_text, open_input, row_text
 
+LONG_ROW_BYTES = 1 << 20
+"""Size from which a row is reported as long: a row is tokenised in one piece, and fills many samples."""
+_MAX_LISTED = 5
 _BLOCK = 1 << 20
 _BATCH_BYTES = 4 << 20
 
@@ -25,7 +29,7 @@ class LineProblem:
 
     file: str
     line: int | None
-    """Counted from 1; None if the problem is not in a single line."""
+    """The line, or the row of a table, counted from 1; None if the problem is not in a single one."""
     message: str
 
     def render(self) -> str:
@@ -42,18 +46,45 @@ class SourceSummary:
 
     file: str
     lines: int = 0
+    """Lines, or the rows of a table."""
     documents: int = 0
     empty: int = 0
     """Rows without text, which are skipped, or files without text."""
+    first_empty: list[int] = field(default_factory=list)
+    long: int = 0
+    """Rows of at least `LONG_ROW_BYTES` of text, which are not refused."""
+    first_long: list[int] = field(default_factory=list)
     tokens: int = 0
     """Including end-of-document tokens."""
     problems: int = 0
+
+    def notes(self) -> Iterator[str]:
+        """What to know about the rows that are not refused, in sentences."""
+        for count, first, what in (
+            (self.empty, self.first_empty, "without text, which are skipped"),
+            (self.long, self.first_long, f"of at least {LONG_ROW_BYTES >> 20} MiB"),
+        ):
+            if first:
+                more = ", …" if count > len(first) else ""
+                yield f"{self.file}: {count:,} rows {what}: {', '.join(map(str, first))}{more}"
+
+    def add_row(self, number: int, text: bytes) -> bool:
+        """Count a row; returns whether it has text."""
+        if not text:
+            self.empty += 1
+            self.first_empty += [number] if len(self.first_empty) < _MAX_LISTED else []
+            return False
+        if len(text) >= LONG_ROW_BYTES:
+            self.long += 1
+            self.first_long += [number] if len(self.first_long) < _MAX_LISTED else []
+        self.documents += 1
+        return True
 
 
 def validate_texts(
     source: Input, text_key: str, tokenizer: Tokenizer, on_problem: OnProblem
 ) -> SourceSummary:
-    """Check every line of one .txt or .jsonl file, in constant memory."""
+    """Check every line or row of one file, in constant memory; raises UsageError if pyarrow is missing."""
     summary = SourceSummary(source.path)
 
     def report(line: int | None, message: str) -> None:
@@ -61,12 +92,17 @@ def validate_texts(
         on_problem(LineProblem(source.path, line, message))
 
     try:
+        if source.form in TABLES:
+            _count_tokens(_table(source, text_key, summary, report), tokenizer, summary)
+            return summary
         with open_input(source) as stream:
             if source.form == ROWS:
                 texts = _rows(stream, text_key, summary, report)
             else:
                 texts = _text(stream, summary, report)
             _count_tokens(texts, tokenizer, summary)
+    except TableError as error:
+        report(None, str(error))
     except (EOFError, zlib.error) as error:
         report(None, f"not a complete gzip file: {error}")
     except OSError as error:
@@ -103,11 +139,20 @@ def _rows(stream: IO[bytes], key: str, summary: SourceSummary, report: _Report) 
         except RowError as error:
             report(number, str(error))
             continue
-        if text:
-            summary.documents += 1
+        if summary.add_row(number, text):
             yield text
-        else:
-            summary.empty += 1
+
+
+def _table(source: Input, key: str, summary: SourceSummary, report: _Report) -> Iterator[bytes]:
+    for number, value in read_column(source, key):
+        summary.lines = number
+        try:
+            text = cell_text(value, key)
+        except RowError as error:
+            report(number, str(error))
+            continue
+        if summary.add_row(number, text):
+            yield text
 
 
 def _text(stream: IO[bytes], summary: SourceSummary, report: _Report) -> Iterator[bytes]:

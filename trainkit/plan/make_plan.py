@@ -12,7 +12,8 @@ from trainkit.cluster.target import LOCAL, Target
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import RequeueConfig
 from trainkit.config.training import DataConfig
-from trainkit.data.checks import data_problems, tokenizer_vocab_size
+from trainkit.data.checks import data_problems, mixture_note, tokenizer_vocab_size
+from trainkit.data.mixture import is_mixture
 from trainkit.errors import ConfigError, Problem
 from trainkit.manifest import MANIFEST_NAME
 from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
@@ -167,6 +168,9 @@ def check_config(
         return plan
     data = data or inspect_data(loaded.config.data)
     problems += [loaded.problem(key, message, hint) for key, message, hint in data.problems]
+    mixture = mixture_note(loaded.config.data)
+    if plan is not None and mixture is not None:
+        plan = replace(plan, reasons={**plan.reasons, "mixture": mixture})
     if loaded.config.uses_transformers:
         problems += _transformers_problems(loaded, data)
         if plan is None or problems:
@@ -228,6 +232,10 @@ def _transformers_problems(loaded: LoadedConfig, data: DataFacts) -> Iterator[Pr
     if loaded.config.precision.float8:
         message = "is true, but model.architecture is transformers"
         yield loaded.problem("precision.float8", message, "float8 requires trainkit's own decoder")
+    if is_mixture(loaded.config.data):
+        message = "is a mixture, but model.architecture is transformers"
+        hint = "mixtures require trainkit's own decoder; write the texts to one dataset"
+        yield loaded.problem("data.source", message, hint)
     if model.vocab_size is not None and not data.problems and data.vocab_size > model.vocab_size:
         message = f"has {data.vocab_size} tokens, but {model.hf} only {model.vocab_size}"
         yield loaded.problem("data.tokenizer", message, "use the tokenizer of the model")

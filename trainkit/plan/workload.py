@@ -31,6 +31,8 @@ class Workload:
     """Bytes of optimizer state per parameter."""
     device: str = "cuda"
     """CPU kernels keep more activations; a memory tracker without a GPU measures those."""
+    document_mask: bool = False
+    """Whether attention has a mask, which rules out context and pipeline parallelism."""
 
     @property
     def itemsize(self) -> int:
@@ -166,4 +168,5 @@ def workload_of(
         dtype=config.precision.dtype,
         optimizer_bytes=optimizer_bytes(config.optimizer, shape),
         device=device,
+        document_mask=config.data.document_mask,
     )

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.data.order import IntArray, sample_index
-from trainkit.data.shards import TokenShards
+from trainkit.data.order import IntArray
+from trainkit.data.shards import TokenMixture, TokenShards
 from trainkit.plan.launch import Batch
 from trainkit.trainer.stateless_random import hash_int32, stable_key
 
@@ -61,7 +61,7 @@ class StepBatch:
 class BatchSource:
     """Reads the batch at any position; stateless, so threads can share it."""
 
-    dataset: TokenShards
+    dataset: TokenShards | TokenMixture
     batch: Batch
     dp_rank: int
     dp_size: int
@@ -82,7 +82,7 @@ class BatchSource:
         valid = rows < stops[:, None, None]
         tokens = np.zeros((*rows.shape, self.dataset.seq_len + 1), dtype=np.int64)
         if valid.any():
-            index = sample_index(rows[valid], self.dataset.num_samples, self.seed, self.shuffle)
+            index = self.dataset.sample_index(rows[valid], self.seed, self.shuffle)
             tokens[valid] = self.dataset.read(index)
         data = torch.from_numpy(tokens)
         inputs, labels = data[..., :-1].contiguous(), data[..., 1:].contiguous()

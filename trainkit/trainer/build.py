@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 FLASH_CAPABILITY = (8, 0)
 """Compute capability of Ampere."""
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of queries [B, H, T, C] to keys and values [B, K, S, C]."""
+Attend = Callable[..., Tensor]
+"""Attention of queries [B, H, T, C] to keys and values [B, K, S, C], with a mask or without."""
 
 
 def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
@@ -61,7 +61,7 @@ def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
 def repeat_kv_heads(attentions: list[nn.Module]) -> None:
     """Make attention modules repeat keys and values for every query head.
 
-    For devices without flash attention: for shared keys and values torch would choose a kernel that
+    For devices and masks without flash attention: for shared keys and values torch would choose a kernel that
     materialises all scores [B, H, T, S].
     """
     for attention in attentions:
@@ -70,9 +70,9 @@ def repeat_kv_heads(attentions: list[nn.Module]) -> None:
 
 def _repeating(attend: Attend) -> Attend:
     @wraps(attend)
-    def repeating(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def repeating(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
         repeats = q.shape[1] // k.shape[1]
-        return attend(q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1))
+        return attend(q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1), *mask)
 
     return repeating
 
@@ -231,7 +231,7 @@ def _build_part(
     flash = has_flash_attention(world.device, DTYPES[config.precision.dtype])
     if world.cp_group is not None:
         apply_context_parallel(model.attentions, world.cp_group, flash)
-    if world.device.type == "cuda" and not flash:
+    if world.device.type == "cuda" and (not flash or config.data.document_mask):
         repeat_kv_heads(model.attentions)
     compiled = compiles(parallel, layout, world.device.type)
     recompute_and_compile(blocks, parallel.activation_checkpointing, compiled=compiled)

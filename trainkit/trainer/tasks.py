@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
-from trainkit.data.shards import TokenShards, open_dataset
+from trainkit.data.shards import TokenMixture, TokenShards, open_dataset
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.rundir import RunDir
@@ -20,7 +20,7 @@ from trainkit.safetensors import StoredWeights
 from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models import load_architecture
-from trainkit.trainer.models.decoder import read_decoder_weight
+from trainkit.trainer.models.decoder import Decoder, read_decoder_weight
 from trainkit.trainer.models.model import Model, StageSpec
 from trainkit.trainer.models.supported_layouts import refuse_unsupported_layout
 from trainkit.trainer.task_batches import TaskBatches
@@ -53,7 +53,11 @@ class CausalLM:
     def build_model(self, stage: StageSpec | None = None) -> Model:
         """The model, or one pipeline stage of it, on the meta device."""
         with torch.device("meta"):
-            return self._model_class(self.shape, self._seq_len, stage)
+            model = self._model_class(self.shape, self._seq_len, stage)
+        if self._config.data.document_mask:
+            assert isinstance(model, Decoder)
+            model.eos_id = self.train_data.eos_id
+        return model
 
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
         """Read a part of the initial value of a parameter."""
@@ -78,10 +82,10 @@ class CausalLM:
 
     def describe_data(self) -> str:
         data = self.train_data
-        return (
-            f"{self._config.data.source}: {data.num_tokens:,} training tokens in"
-            f" {data.num_samples:,} samples of {self._seq_len}"
-        )
+        counts = f"{data.num_tokens:,} training tokens in {data.num_samples:,} samples of {self._seq_len}"
+        if isinstance(data, TokenShards):
+            return f"{self._config.data.source}: {counts}"
+        return f"mixture: {counts}; {'; '.join(data.describe(self._config.data.source))}"
 
     def train_batches(self, plan: LaunchPlan, world: World, start: int, end: int | None) -> PrefetchedBatches:
         """The training batches of this rank from position `start` on, up to `end` if it is not None."""
@@ -93,7 +97,13 @@ class CausalLM:
         return self._batches(self.val_data, batch, world, 0, num_samples, shuffle=False)
 
     def _batches(
-        self, data: TokenShards, batch: Batch, world: World, start: int, end: int | None, shuffle: bool
+        self,
+        data: TokenShards | TokenMixture,
+        batch: Batch,
+        world: World,
+        start: int,
+        end: int | None,
+        shuffle: bool,
     ) -> PrefetchedBatches:
         source = BatchSource(
             dataset=data,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ def hardware(num_gpus: int, gpu_type: str = "h100", node_size: int = 8) -> Hardw
     gpu = find_gpu(gpu_type)
     assert gpu is not None
     return Hardware(gpu, num_gpus, min(num_gpus, node_size))
+
+
+def test_document_mask_rules_out_pipelines_and_split_samples() -> None:
+    base = workload("8b", seq_len=65_536)
+    found = set(layouts(base, hardware(16)))
+    masked = set(layouts(replace(base, document_mask=True), hardware(16)))
+    assert masked == {layout for layout in found if layout.pp == layout.cp == 1}
+    assert masked < found
 
 
 @settings(deadline=None, max_examples=30)

@@ -161,6 +161,20 @@ def test_offloaded_gradients_wait_where_copies_add_them_up() -> None:
     assert waiting == [0, num_params(llama("7b"))]
 
 
+def test_document_mask() -> None:
+    """0.88 and 0.91 GiB, tracked on the CPU as below: 2 bytes x 4 samples x 2048 x 2048 for all layers."""
+    shape, layout = llama("mini", 257), Layout(dp_shard=2)
+    options: dict[str, Any] = {"layout": layout, "seq_len": 2048, "device_batch_size": 4}
+    plain = workload(shape, device="cpu", **options)
+    masked = replace(plain, document_mask=True)
+    assert memory_of(masked).peak - memory_of(plain).peak == 2 * 4 * 2048**2
+    assert memory_of(plain).peak / GIB == pytest.approx(0.88, rel=0.02)
+    assert memory_of(masked).peak / GIB == pytest.approx(0.91, rel=0.02)
+    on_gpu = workload(shape, **options)
+    repeated = block_bytes(replace(on_gpu, document_mask=True)) - block_bytes(on_gpu)
+    assert repeated == 2 * 2 * (shape.num_heads - shape.num_kv_heads) * shape.head_dim * 4 * 2048
+
+
 # (GiB, what): torch.distributed._tools.mem_tracker.MemTracker of torch 2.13 on the CPU, fake process group,
 # second step of the trainer's model with fused AdamW (`trainkit check --simulate-world`). Fewer layers where
 # more would only take longer.

@@ -83,6 +83,8 @@ def layouts(base: Workload, hardware: Hardware) -> Iterator[Layout]:
     tps = [tp for tp in divisors_of(gpus) if tp <= hardware.node_size and shape.num_kv_heads % tp == 0]
     pps = [pp for pp in divisors_of(gpus) if pp <= shape.num_layers]
     cps = [cp for cp in divisors_of(gpus) if cp == 1 or splits_sequence]
+    if base.document_mask:
+        pps = cps = [1]
     for tp, pp, cp in product(tps, pps, cps):
         if gpus % (tp * pp * cp) == 0:
             dp = gpus // (tp * pp * cp)

@@ -19,7 +19,10 @@ FLOAT32 = 4
 def block_bytes(work: Workload) -> int:
     """Return the activation bytes that one block keeps per pass without recomputation."""
     shape, tp, item = work.shape, work.layout.tp, work.itemsize
-    kv_dim = shape.num_kv_heads * shape.head_dim
+    # The GPU kernel that takes a mask needs as many key and value heads as query heads.
+    repeats = work.document_mask and work.device == "cuda"
+    num_kv_heads = shape.num_heads if repeats else shape.num_kv_heads
+    kv_dim = num_kv_heads * shape.head_dim
     norms = 2 * (_norm_bytes(work) + FLOAT32)
     inputs = item * shape.dim * 2  # q, k and v share one, as do gate and up
     cp = work.layout.cp
@@ -51,6 +54,11 @@ def kept_bytes(work: Workload) -> int:
 def recomputed_bytes(work: Workload) -> int:
     """Return the additional activation bytes of the block that is being recomputed."""
     return max(0, block_bytes(work) - kept_bytes(work))
+
+
+def document_mask_bytes(work: Workload) -> int:
+    """Return the bytes of the mask of a pass, which all blocks share until the end of its backward pass."""
+    return work.itemsize * work.samples_per_pass * work.seq_len**2 if work.document_mask else 0
 
 
 def split_gradient_bytes(work: Workload) -> int:

@@ -13,6 +13,7 @@ from functools import cached_property
 from trainkit.plan.layouts.schedules import DEFERRED_WEIGHT_GRADS, InFlight, losses_in_flight, worst_in_flight
 from trainkit.plan.memory.activations import (
     block_bytes,
+    document_mask_bytes,
     gradient_bytes,
     head_bytes,
     kept_bytes,
@@ -284,7 +285,7 @@ class MemoryPeaks:
         work = self.work
         kept = kept_bytes(work)
         if work.layout.pp == 1:
-            return kept * blocks_left
+            return kept * blocks_left + document_mask_bytes(work)
         waiting = self.in_flight.whole * kept + self.in_flight.half * (kept + split_gradient_bytes(work))
         return waiting * max(self.stage_params.layers)
 

@@ -47,9 +47,27 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of queries [B, H, T, C] to keys and values [B, K, T, C]."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Causal attention of queries [B, H, T, C] to keys and values [B, K, T, C].
+
+    A `mask` [B, 1, T, T] is added to the scores and has to be causal itself.
+    """
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != q.shape[1]
+    )
+
+
+def document_mask(tokens: Tensor, eos_id: int, dtype: torch.dtype) -> Tensor:
+    """The mask [B, 1, T, T] of causal attention within the documents that `eos_id` ends in tokens [B, T].
+
+    0 where a position attends and -inf elsewhere: attention kernels would turn a boolean mask into such a one
+    in every layer, and keep each for the backward pass.
+    """
+    is_end = tokens == eos_id
+    documents = is_end.cumsum(1) - is_end.long()  # the token that ends a document belongs to it
+    allowed = (documents[:, :, None] == documents[:, None, :]).tril()
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=tokens.device)
+    return mask.masked_fill_(~allowed, -torch.inf)[:, None]
 
 
 class Attention(nn.Module):
@@ -63,15 +81,16 @@ class Attention(nn.Module):
         self.wk = nn.Linear(shape.dim, kv_dim, bias=shape.qkv_bias)
         self.wv = nn.Linear(shape.dim, kv_dim, bias=shape.qkv_bias)
         self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
+        self.attend: Callable[..., Tensor] = causal_attention
         """Replaced by context parallelism, and where keys and values have to be repeated."""
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
         # -1, since with tensor parallelism a rank has only some of the heads.
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k = rotate(self.wq(x).view(heads), rope), rotate(self.wk(x).view(heads), rope)
         v = self.wv(x).view(heads)
-        y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        masks = () if mask is None else (mask,)  # context parallelism takes none
+        y = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *masks)
         out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
         return out
 
@@ -102,10 +121,16 @@ class Block(nn.Module):
         self.ffn = FeedForward(shape)
 
     def forward(
-        self, x: Tensor, rope: Tensor, positions: Tensor, sample_keys: Tensor, site_keys: Tensor
+        self,
+        x: Tensor,
+        rope: Tensor,
+        positions: Tensor,
+        sample_keys: Tensor,
+        site_keys: Tensor,
+        mask: Tensor | None = None,
     ) -> Tensor:
         probability = self.dropout if self.training else 0.0
-        y = self.attention(self.attention_norm(x), rope)
+        y = self.attention(self.attention_norm(x), rope, mask)
         x = x + dropout(y, probability, sample_keys, site_keys[0], positions)
         y = self.ffn(self.ffn_norm(x))
         return x + dropout(y, probability, sample_keys, site_keys[1], positions)
@@ -129,6 +154,9 @@ class Decoder(Model):
     rope: Tensor
     positions: Tensor
     site_keys: Tensor
+    eos_id: int | None = None
+    """If set, tokens attend only within their document, which this token ends. Needs the embedding and the
+    whole sequence on one rank."""
 
     TENSOR_PLAN: ClassVar[dict[str, Role]] = {
         "embedding": "embedding",
@@ -203,13 +231,16 @@ class Decoder(Model):
         return torch.tensor([stable_key("dropout", site) for site in sites], dtype=torch.int32)
 
     def forward(self, x: Tensor, sample_keys: Tensor, loss: HeadLoss | None = None) -> Tensor:
+        mask = None
         if self.embedding is not None:
-            x = self.embedding(x)
+            tokens, x = x, self.embedding(x)
+            if self.eos_id is not None:
+                mask = document_mask(tokens, self.eos_id, x.dtype)
             if self.training:
                 x = dropout(x, self.shape.dropout, sample_keys, self.site_keys[0], self.positions)
         for block, site_keys in zip(self.blocks, self.site_keys[1:].view(-1, 2), strict=True):
             if block is not None:
-                x = block(x, self.rope, self.positions, sample_keys, site_keys)
+                x = block(x, self.rope, self.positions, sample_keys, site_keys, mask)
         if self.head is not None and self.norm is not None:
             x = self.head(self.norm(x), loss)
         return x
