@@ -45,7 +45,7 @@ def test_its_memory_is_not_known(argv: list[str], capsys: pytest.CaptureFixture[
 
 def test_a_name_that_is_none(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *argv, "--set", "model.architecture=gpt"]) == 2
-    assert "llama or FILE.py:CLASS" in capsys.readouterr().err
+    assert "llama, transformers or FILE.py:CLASS" in capsys.readouterr().err
 
 
 MODEL = "from tests.support.gpt import Gpt\nprint('loaded')\nimport atexit\natexit.register(print, 'over')\n"

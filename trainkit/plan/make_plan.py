@@ -13,7 +13,6 @@ from trainkit.config.loaded import LoadedConfig
 from trainkit.config.running import RequeueConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, mixture_note, tokenizer_vocab_size
-from trainkit.data.mixture import is_mixture
 from trainkit.errors import ConfigError, Problem
 from trainkit.manifest import MANIFEST_NAME
 from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
@@ -232,7 +231,7 @@ def _transformers_problems(loaded: LoadedConfig, data: DataFacts) -> Iterator[Pr
     if loaded.config.precision.float8:
         message = "is true, but model.architecture is transformers"
         yield loaded.problem("precision.float8", message, "float8 requires trainkit's own decoder")
-    if is_mixture(loaded.config.data):
+    if mixture_note(loaded.config.data) is not None:
         message = "is a mixture, but model.architecture is transformers"
         hint = "mixtures require trainkit's own decoder; write the texts to one dataset"
         yield loaded.problem("data.source", message, hint)
