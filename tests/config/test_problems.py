@@ -164,10 +164,6 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (
-            ["task=multimodal_lm"],
-            "task: multimodal_lm is not in this release; task must be causal_lm or your own",
-        ),
-        (
             ["logging.wandb={project: x}"],
             "logging.wandb: logging to Weights & Biases is not in this release; logging.wandb must be null",
         ),

@@ -13,7 +13,7 @@ from trainkit.config.hf_model import CONFIG_NAME, SIZES, HFModel, find_hf_model
 from trainkit.config.layers import EMPTY, Layers, refuse_newer, without_empty_sections
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
 from trainkit.config.names import flatten, meant
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import MULTIMODAL, RunConfig
 from trainkit.config.training import TRANSFORMERS
 from trainkit.config.validation import (
     contradictions,
@@ -36,6 +36,12 @@ PATHS = {
     ("model", "init_from"): None,
 }
 """Keys whose values are paths, each with the one value that is a name instead."""
+
+
+MULTIMODAL_PATHS: dict[tuple[str, ...], str | None] = {
+    ("task_args", "train"): None,
+    ("task_args", "val"): None,
+}
 
 
 def load_config(
@@ -198,7 +204,9 @@ def _sizes_of_transformers(tree: Entry, model: HFModel) -> Iterator[Problem]:
 
 def _absolute_paths(tree: Entry, cwd: Path) -> Entry:
     """Return the tree with absolute paths of data and weights; raises ConfigError for one named twice."""
-    for path, name in PATHS.items():
+    task = tree.find(("task",))
+    is_multimodal = task is not None and task.value == MULTIMODAL
+    for path, name in (PATHS | (MULTIMODAL_PATHS if is_multimodal else {})).items():
         found = tree.find(path)
         if found is None:
             continue

@@ -25,6 +25,7 @@ from trainkit.config.training import (
 )
 
 CONFIG_VERSION: Literal[1] = 1
+MULTIMODAL = "multimodal_lm"
 EXTENDS_SCHEMA = {
     "description": "Files merged before this one, in order; relative to this file or shipped with trainkit.",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
@@ -56,10 +57,13 @@ class RunConfig(Section):
     task: str = Field(
         default="causal_lm",
         pattern=r"^(causal_lm|multimodal_lm|[^:]+\.py:[A-Za-z_]\w*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
-        description="causal_lm, or FILE.py:CLASS or MODULE:CLASS for your subclass of trainkit.task.Task.",
-        json_schema_extra={"allowed": "causal_lm, FILE.py:CLASS or MODULE:CLASS"},
+        description="causal_lm, multimodal_lm, or FILE.py:CLASS or MODULE:CLASS for your subclass of"
+        " trainkit.task.Task.",
+        json_schema_extra={"allowed": "causal_lm, multimodal_lm, FILE.py:CLASS or MODULE:CLASS"},
     )
-    task_args: dict[str, Any] = Field(default={}, description="Keyword arguments of your own task.")
+    task_args: dict[str, Any] = Field(
+        default={}, description="Keyword arguments of multimodal_lm or of your own task."
+    )
     model: ModelConfig = section("The model.")
     data: DataConfig = section("Training and validation data.")
     train: TrainConfig = section("Length of the run and batch sizes.")
@@ -76,7 +80,7 @@ class RunConfig(Section):
 
     @property
     def has_user_task(self) -> bool:
-        """Whether the task is the user's own: only its code knows its model and its data."""
+        """Whether a `trainkit.task.Task` has the model and the data, such as the user's own."""
         return self.task != "causal_lm"
 
     @property

@@ -276,8 +276,6 @@ _ROWS: tuple[tuple[str, object, str], ...] = (
 
 def unsupported(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for each key that needs a feature not supported yet."""
-    if config.task == "multimodal_lm":
-        yield "task", "multimodal_lm is not in this release; task must be causal_lm or your own"
     for key, only, feature in _ROWS:
         value: object = config
         for part in key.split("."):

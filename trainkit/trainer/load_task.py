@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import MULTIMODAL, RunConfig
 from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError
 from trainkit.rundir import RunDir, copied_file, copied_folder
 from trainkit.task import Task
@@ -47,6 +47,11 @@ def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
     A run imports it from its code snapshot, so later edits have no effect. Raises TaskError if it cannot be
     imported, is not a complete Task, or does not take ``task_args``.
     """
+    if config.task == MULTIMODAL:
+        from trainkit.trainer.multimodal_lm import MultimodalLM
+
+        _check_arguments(config, MultimodalLM)
+        return MultimodalLM
     module_name, _, class_name = config.task.rpartition(":")
     with errors_of_user(config.task, "cannot be imported"):
         module = _import(config.task, module_name, run)
