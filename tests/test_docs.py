@@ -88,6 +88,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mine.yaml").write_text(
         next(block for block in blocks(README, "yaml") if "name: mine" in block)
     )
+    (folder / "curves.yaml").write_text(blocks(page_named("multimodal.md"), "yaml")[0])
+    (folder / "examples").mkdir()
+    shutil.copy(ROOT / "examples" / "make_questions.py", folder / "examples")
     quickstart = (ROOT / "configs" / "quickstart.yaml").read_text()
     wrong = quickstart.replace("global_batch_size: 32", "global_batch_size: 30")
     assert wrong != quickstart
