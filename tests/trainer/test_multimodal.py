@@ -132,6 +132,14 @@ def test_the_smoke_test_has_no_problems(tmp_path: Path) -> None:
     assert list(Smoke(config_of(*options(tmp_path))).problems()) == []
 
 
+def test_the_smoke_test_names_the_lines_of_bad_rows(tmp_path: Path) -> None:
+    config = config_of(*options(tmp_path))
+    write_rows(tmp_path / "val.jsonl", [{"curve": [1, 2], "question": "q"}])
+    [found] = Smoke(config).problems()
+    assert "val.jsonl:1: it has no key 'answer'" in found.message
+    assert '"answer": "…"' in found.hint
+
+
 def test_only_answers_count(tmp_path: Path) -> None:
     config = config_of(*options(tmp_path))
     task = load_task(config)

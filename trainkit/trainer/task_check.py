@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import Problem
+from trainkit.errors import Problem, TrainkitError
 from trainkit.task import Loss, ParameterOptions, Task
 from trainkit.trainer.distributed import World
 from trainkit.trainer.load_task import TRACEBACK_HINT, TaskError, describe, load_task_class
@@ -59,6 +59,8 @@ class Smoke:
             yield from self._problems()
         except TaskError as error:
             yield error.problem
+        except TrainkitError as error:
+            yield Problem("task", f"is {self._name}, but {error.message}", hint=error.hint)
 
     def _problems(self) -> Iterator[Problem]:
         self._user = UserTask(self._config, None)
