@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, TrainkitError
 
 INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
@@ -61,7 +61,7 @@ class StoredWeights:
         self.folder = folder
         self.num_bytes_read = 0
         """Bytes of tensors read so far."""
-        self._digest = hashlib.sha256()
+        self._headers: dict[Path, bytes] = {}
         self._tensors: dict[str, _Stored] = {}
         for file in _files(folder):
             self._add_file(file)
@@ -76,7 +76,14 @@ class StoredWeights:
     @property
     def fingerprint(self) -> str:
         """Changes with the names, shapes, sizes and last bytes of the files."""
-        return self._digest.hexdigest()
+        digest = hashlib.sha256()
+        for file, header in self._headers.items():
+            size = file.stat().st_size
+            tail = bytearray(min(TAIL_BYTES, size))
+            _read_exactly(file, tail, size - len(tail))
+            for part in (str(size).encode(), header, tail):
+                digest.update(part)
+        return digest.hexdigest()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
@@ -128,14 +135,12 @@ class StoredWeights:
                 if last - first != math.prod(shape) * dtype.itemsize or data_start + last > size:
                     raise WeightsError(f"{file} is damaged: {name} is incomplete", hint="download it again")
                 self._tensors[name] = _Stored(file, data_start + first, dtype, shape)
-            tail = bytearray(min(TAIL_BYTES, size - data_start))
-            _read_exactly(file, tail, size - len(tail))
+            self._headers[file] = bytes(header)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"{file} is not a safetensors file, or it is damaged: {error}") from None
         except OSError as error:
-            raise WeightsError(f"{file} cannot be read: {error.strerror}") from None
-        for part in (str(size).encode(), header, tail):
-            self._digest.update(part)
+            # A restart may find the disk in order again.
+            raise WeightsError(f"{file} cannot be read: {error.strerror}", exit_code=EXIT_FAILED) from None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -149,8 +154,10 @@ def _files(folder: Path) -> list[Path]:
         )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} cannot be read: {error}") from None
+    except OSError as error:
+        raise WeightsError(f"{index} cannot be read: {error.strerror}", exit_code=EXIT_FAILED) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{index} is damaged: {error}", hint="download it again") from None
     files = [folder / name for name in names]
     missing = next((file for file in files if not file.is_file()), None)
     if missing is not None:

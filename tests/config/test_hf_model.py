@@ -36,6 +36,7 @@ def write(folder: Path, without: str = "", **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
     content = {key: value for key, value in {**LLAMA, **changes}.items() if key != without}
     (folder / "config.json").write_text(json.dumps(content))
+    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
@@ -53,7 +54,6 @@ def problem(tmp_path: Path, *overrides: str) -> str:
 
 def test_the_sizes_of_a_llama(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", rope_scaling=SCALING)
-    (folder / "tokenizer.json").write_text("{}")
     loaded = load(tmp_path)
     model = loaded.config.model
     assert (model.architecture, model.hf) == ("llama", str(folder))
@@ -100,6 +100,7 @@ def test_qwen2_has_biases(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias is True"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is True"),
+        ({"model_type": "mistral"}, "sliding_window is True"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is linear"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling has no low_freq_factor"),
     ],
@@ -126,6 +127,10 @@ def test_lora_needs_transformers(tmp_path: Path) -> None:
     [
         (["model.dim=128"], "--set model.dim=128: model.dim: is 128, but "),
         (["model.hf=org/absent"], "is org/absent, which is neither a folder nor a downloaded model"),
+        (["model.preset=7b"], "--set model.preset=7b: model.preset: is 7b, but "),
+        (["model.architecture=transformers", "model.qkv_bias=true"], "model.qkv_bias: is True, but "),
+        (["model.hf=org/my--model"], "model.hf: is org/my--model, which is neither a folder nor"),
+        ([f"model.hf={'x' * 300}"], "which cannot be read: File name too long"),
         (["model.architecture=mine.py:Mine"], "model.architecture: is mine.py:Mine, but model.hf is model"),
         (["model.hf=absent"], "model.hf: is absent, but there is no such folder"),
         (["model.hf=."], "has no config.json"),
@@ -158,6 +163,36 @@ def test_a_downloaded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: py
     refs.mkdir()
     (refs / "main").write_text("0123abc")
     assert load(tmp_path, "model.hf=org/name").config.model.hf == str(snapshot)
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    assert f"data.tokenizer: is not set, and {folder} has no tokenizer.json" in problem(tmp_path)
+    assert load(tmp_path, "data.tokenizer=bytes").config.data.tokenizer == "bytes"
+
+
+def test_a_shipped_config_does_not_set_sizes(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    for name in ("quickstart", "models/8b"):
+        config = load_config(name, overrides=[f"model.hf={folder}"], cwd=tmp_path, environ={}).config
+        assert (config.model.dim, config.model.preset) == (64, "tiny")
+        assert config.data.tokenizer == str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"bits": 4}}, "whose weights are quantised"),
+        ({"num_attention_heads": 0}, "config.json is damaged: "),
+        ({"hidden_size": "64"}, "config.json is damaged: "),
+        ({"rope_scaling": [1]}, "config.json is damaged: "),
+        ({"vocab_size": 0}, "config.json: model.vocab_size: must be "),
+    ],
+)
+def test_values_that_no_model_has(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write(tmp_path / "model", **changes)
+    assert message in problem(tmp_path)
 
 
 def test_a_damaged_config_json(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 SIZES = {
@@ -24,6 +27,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+
+def need(*modules: str) -> None:
+    """Skip the test if a library is missing; in CI it has to be there."""
+    for module in modules:
+        if not os.environ.get("CI"):
+            pytest.importorskip(module)
+        importlib.import_module(module)
 
 
 def save_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support.hf_models import LLAMA3_ROPE, logits_of, save_model
+from tests.support.hf_models import LLAMA3_ROPE, logits_of, need, save_model
 from tests.support.parity import Case, close, make_trainer, run_cases, worst_difference
 from tests.support.runs import make_attempt
 from trainkit.cli.main import main
+from trainkit.config import RunConfig, load_config
+from trainkit.errors import TrainkitError
 from trainkit.manifest import published
 from trainkit.rundir import AttemptDir, RunDir, read_json, read_metrics, write_json
-from trainkit.safetensors import StoredWeights
+from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.trainer.checkpoint.storage import SafeReader
-
-for _module in ("transformers", "peft"):
-    if not os.environ.get("CI"):
-        pytest.importorskip(_module)
-    __import__(_module)
+from trainkit.trainer.task_check import definite_problem
+from trainkit.trainer.user_task import UserTask
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def libraries() -> None:
+    need("transformers", "peft")
+
 
 COMMON = (
     "train.steps=4",
@@ -206,3 +211,119 @@ def test_the_decoder_of_the_quickstart_exports_with_its_tokenizer(tmp_path: Path
     assert tokenizer.decode(list(text.encode())) == text
     assert tokenizer.eos_token_id == 256
     assert logits_of(out, torch.arange(8).view(1, -1)).shape[-1] == 320
+
+
+def config_of(folder: Path, *overrides: str) -> RunConfig:
+    common = ["model.architecture=transformers", "data.tokenizer=bytes", "data.seq_len=32"]
+    return load_config(None, overrides=[f"model.hf={folder}", *common, *overrides], layers=False).config
+
+
+def whole_model(folder: Path, *overrides: str) -> Any:
+    """The model of a run with all its initial values."""
+    return UserTask(config_of(folder, *overrides), None, opens_data=False).build_whole_model().eval()
+
+
+def logits_in(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+TOKENS = torch.arange(24).view(1, -1) * 7 % 257
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        "{r: 4, target_modules: [q_proj], modules_to_save: [lm_head]}",
+        "{r: 4, target_modules: [q_proj], init_lora_weights: false}",
+        "{r: 4, target_modules: [q_proj], use_dora: true}",
+        "{r: 4, target_modules: [q_proj], trainable_token_indices: [1, 2]}",
+        "{r: 4, target_modules: [embed_tokens, v_proj]}",
+    ],
+)
+def test_adapters_start_finite_and_at_the_model(tmp_path: Path, lora: str) -> None:
+    folder = save_model(tmp_path / "model")
+    logits = logits_in(whole_model(folder, f"model.lora={lora}"), TOKENS)
+    if "false" in lora:
+        assert logits.isfinite().all()
+    else:
+        assert (logits - logits_of(folder, TOKENS)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral", "gemma4_text"])
+def test_other_models_start_with_their_weights(tmp_path: Path, kind: str) -> None:
+    sizes = {"num_hidden_layers": 2, "num_key_value_heads": 2, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    folder = save_model(tmp_path / "model", kind, **sizes, num_local_experts=4)
+    assert (logits_in(whole_model(folder), TOKENS) - logits_of(folder, TOKENS)).abs().max() < 1e-5
+
+
+def test_buffers_are_read_from_the_files(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model(tmp_path / "model", "gemma4_text", num_hidden_layers=2, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    buffers = [item for name, item in model.named_buffers() if name.endswith("layer_scalar")]
+    assert buffers
+    for buffer in buffers:
+        buffer.fill_(0.3)
+    model.save_pretrained(folder)
+    assert (logits_in(whole_model(folder), TOKENS) - logits_of(folder, TOKENS)).abs().max() < 1e-5
+
+
+def test_files_without_a_part_of_the_model_are_refused(tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    folder = save_model(tmp_path / "model", num_hidden_layers=2)
+    AutoModel.from_pretrained(folder).save_pretrained(folder)
+    with pytest.raises(WeightsError, match=r"has no weights for lm_head\.weight"):
+        whole_model(folder)
+
+
+def test_samples_longer_than_the_table_of_positions_are_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "gpt2", n_embd=32, n_layer=1, n_head=2, n_positions=16)
+    with pytest.raises(TrainkitError, match=r"data\.seq_len is 32, but .* has .* positions"):
+        whole_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ("{rr: 4}", "is {'rr': 4}: "),
+        ("{r: 4, layer_replication: [[0, 4], [2, 6]]}", "layer_replication is set"),
+        ("{r: 4, ensure_weight_tying: true}", "ensure_weight_tying is set"),
+    ],
+)
+def test_adapters_that_cannot_be_trained_are_found_by_submit(tmp_path: Path, lora: str, message: str) -> None:
+    problem = definite_problem(config_of(save_model(tmp_path / "model"), f"model.lora={lora}"))
+    assert problem is not None
+    assert message in problem.message
+    assert problem.key == "model.lora"
+    assert problem.hint
+
+
+def test_damaged_weights_are_found_by_submit(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", num_hidden_layers=2)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    problem = definite_problem(config_of(folder, "model.architecture=llama"))
+    assert problem is not None
+    assert (problem.key, "is incomplete" in problem.message) == ("model.hf", True)
+
+
+def test_a_run_resumes_with_the_same_model_only(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", num_hidden_layers=2)
+    options = (
+        *of(folder),
+        LORA,
+        *COMMON,
+        "train.stop_at_step=2",
+        "model.num_layers=null",
+        "model.num_kv_heads=null",
+    )
+    run_cases(tmp_path, [Case("run", 1, {})], options)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    attempt = make_attempt(tmp_path / "run", ["data.seq_len=32", *options, "train.stop_at_step=null"], 1)
+    with pytest.raises(TrainkitError, match=r"the fingerprint of model\.hf is .* cannot be resumed"):
+        make_trainer(0, attempt)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, run_cases, worst_difference
 from trainkit.config.schema import RunConfig
 from trainkit.errors import TrainkitError, UsageError
@@ -115,9 +116,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_a_language_model_of_transformers(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from tests.support.hf_models import save_model
-
+    need("transformers")
     folder = save_model(tmp_path / "model")
     common = (
         *(item for item in options(tmp_path) if "num_layers" not in item),

@@ -23,6 +23,8 @@ SIZES = {
     "norm_eps": "rms_norm_eps",
 }
 """Keys of the `model` section -> keys of config.json, for the models that trainkit's decoder can be."""
+MISTRAL_WINDOW = 4096
+"""The default of transformers."""
 ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -63,8 +65,14 @@ def find_hf_model(name: str, cwd: Path) -> HFModel:
         raise UsageError(f"is {name}, but {file} cannot be read: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise UsageError(f"is {name}, but {file} does not name a model_type")
-    reason = _unlike_decoder(content)
-    values = _decoder_values(content) if not reason else {}
+    if content.get("quantization_config"):
+        hint = "train the model that it was made from"
+        raise UsageError(f"is {name}, whose weights are quantised: {file}", hint=hint)
+    try:
+        reason = _unlike_decoder(content)
+        values = _decoder_values(content) if not reason else {}
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise UsageError(f"is {name}, but {file} is damaged: {error}", hint="download it again") from None
     if isinstance(content.get("vocab_size"), int):
         values["vocab_size"] = content["vocab_size"]
     return HFModel(folder, TRANSFORMERS if reason else "llama", values, reason)
@@ -72,17 +80,20 @@ def find_hf_model(name: str, cwd: Path) -> HFModel:
 
 def _find_folder(name: str, cwd: Path) -> Path:
     folder = cwd / Path(name).expanduser()
-    if folder.is_dir():
-        return folder
+    try:
+        if folder.is_dir():
+            return folder
+    except OSError as error:
+        raise UsageError(f"is {name}, which cannot be read: {error.strerror}") from None
     if not HUB_NAME.fullmatch(name):
         hint = "name a folder, or a model of the hub such as org/model that `hf download` has fetched"
         raise UsageError(f"is {name}, but there is no such folder", hint=hint)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, local_files_only=True))
-    except LocalEntryNotFoundError:
+    except (LocalEntryNotFoundError, HFValidationError):
         raise UsageError(
             f"is {name}, which is neither a folder nor a downloaded model",
             hint=f"fetch it where there is internet: hf download {name}; compute nodes read the same HF_HOME",
@@ -107,7 +118,7 @@ def _unlike_decoder(content: Mapping[str, Any]) -> str:
     kind = rope.get("rope_type", rope.get("type", "default"))
     has_windows = any(item != "full_attention" for item in content.get("layer_types") or ())
     if model_type == "mistral":
-        has_windows = has_windows or content.get("sliding_window") is not None
+        has_windows = has_windows or content.get("sliding_window", MISTRAL_WINDOW) is not None
     expected = {
         "hidden_act": (content.get("hidden_act", "silu"), "silu"),
         "head_dim": (

@@ -27,6 +27,8 @@ from trainkit.config.yamlfile import Entry, entry_at, merge, read_yaml_file
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.resources import shipped_configs
 
+DEFAULT_PRESET = "tiny"
+"""Without effect where `model.hf` sets the sizes."""
 PROJECT_FILE = "trainkit.yaml"
 PATHS = {
     ("data", "source"): "stdlib",
@@ -98,10 +100,15 @@ def _merged(reader: Layers, trees: Sequence[Entry]) -> tuple[LoadedConfig, Inval
         merged = without(merged, [tuple(problem.key.split(".")) for problem in found])
         config = RunConfig.model_validate(_absolute_paths(merged, reader.cwd).plain())
     if config.model.hf is not None:
-        merged, found = _with_hf_model(merged, config, reader.cwd)
+        before = merged
+        merged, found = _with_hf_model(merged, config, reader.cwd, f"{reader.shown(shipped_configs())}/")
+        try:
+            config = RunConfig.model_validate(_absolute_paths(merged, reader.cwd).plain())
+        except ValidationError as error:
+            found += validation_problems(error, merged)
+            merged = before
         problems += found
         causes |= {problem.key for problem in found}
-        config = RunConfig.model_validate(_absolute_paths(merged, reader.cwd).plain())
     if reader.problems:
         raise ConfigError(problems)
     origins = _origins(config, merged)
@@ -150,8 +157,11 @@ def _epochs_replace_default_steps(tree: Entry) -> Entry:
     return merge(tree, entry_at(("train", "steps"), None, DEFAULT))
 
 
-def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path) -> tuple[Entry, list[Problem]]:
-    """Return the tree with what the config.json of `model.hf` sets, and the problems of that model."""
+def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> tuple[Entry, list[Problem]]:
+    """Return the tree with what the config.json of `model.hf` sets, and the problems of that model.
+
+    Values of shipped configs, whose origins start with `shipped`, are replaced.
+    """
     name = config.model.hf
     assert name is not None
     origin = tree.find(("model", "hf"))
@@ -177,15 +187,21 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path) -> tuple[Entry, li
         chosen = TRANSFORMERS
     values = model.values
     if chosen == TRANSFORMERS:
-        problems += _sizes_of_transformers(tree, model)
+        problems += _sizes_of_transformers(tree, model, shipped)
         values = {key: value for key, value in values.items() if key == "vocab_size"}
     derived = {("model", key): value for key, value in values.items()}
     derived["model", "architecture"] = chosen
+    derived["model", "preset"] = DEFAULT_PRESET
+    tokenizer = tree.find(("data", "tokenizer"))
     if model.tokenizer is not None:
         derived["data", "tokenizer"] = str(model.tokenizer)
+    elif (tokenizer is None or tokenizer.origin.startswith(shipped)) and not config.model.from_scratch:
+        message = f"is not set, and {model.folder} has no tokenizer.json"
+        hint = "save it there with `AutoTokenizer…save_pretrained`, or set data.tokenizer"
+        problems.append(Problem("data.tokenizer", message, "", hint))
     for path, value in derived.items():
         found = tree.find(path)
-        if found is None or found.value is None:
+        if found is None or found.value is None or found.origin.startswith(shipped):
             tree = merge(tree, entry_at(path, value, str(model.folder / CONFIG_NAME)))
         elif path[0] == "model" and found.plain() != value:
             message = f"is {found.plain()}, but {model.folder / CONFIG_NAME} says {value}"
@@ -193,11 +209,13 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path) -> tuple[Entry, li
     return tree, problems
 
 
-def _sizes_of_transformers(tree: Entry, model: HFModel) -> Iterator[Problem]:
+def _sizes_of_transformers(tree: Entry, model: HFModel, shipped: str) -> Iterator[Problem]:
     """Yield the sizes in a config that are not those of a model which has its own."""
-    for key in (*SIZES, "num_kv_heads", "rope_theta", "rope_scaling"):
+    for key in (*SIZES, "num_kv_heads", "rope_theta", "rope_scaling", "qkv_bias", "tie_embeddings"):
         found = tree.find(("model", key))
-        if found is not None and found.value is not None and found.plain() != model.values.get(key):
+        if found is None or found.origin.startswith(shipped):
+            continue
+        if found.value not in (None, False) and found.plain() != model.values.get(key):
             message = f"is {found.plain()}, but {model.folder / CONFIG_NAME} sets the sizes of the model"
             yield Problem(f"model.{key}", message, found.origin, "remove it")
 

@@ -19,7 +19,7 @@ class ModelConfig(Section):
         default="llama",
         pattern=r"^(llama|transformers|.+\.py:[A-Za-z_][A-Za-z0-9_]*)$",
         description="llama, FILE.py:CLASS for your own subclass of trainkit.trainer.models.model.Model, or"
-        " transformers; a model of hf that is no Llama needs transformers and gets it unless this is set.",
+        " transformers; unset with hf: llama where trainkit's decoder can run the model, else transformers.",
         json_schema_extra={"allowed": "llama, transformers or FILE.py:CLASS"},
     )
     preset: Preset = Field(default="tiny", description="Named model size; it sets every size that is null.")

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainkit import __version__
 from trainkit.config import RunConfig
+from trainkit.config.schema import MULTIMODAL
 from trainkit.errors import UsageError
 from trainkit.job.processes import PYTHON_OPTIONS
 from trainkit.job.record import submission_token
@@ -123,10 +124,17 @@ def _job_environment(
 
 
 def _data_paths(config: RunConfig) -> list[str]:
-    """The data paths that a container must mount: texts or shards, tokenizer and cache."""
+    """The paths that a container must mount: texts or shards, tokenizer, cache, and weights to start from."""
     data = config.data
     listed = [[value] if isinstance(value, str) else value or [] for value in (data.source, data.val_source)]
-    named = [*listed[0], *listed[1], data.tokenizer, data.cache_dir]
+    named = [*listed[0], *listed[1], data.tokenizer, data.cache_dir, config.model.init_from]
+    if config.model.hf is not None:
+        folder = Path(config.model.hf)
+        # The files of a downloaded model are links to blobs next to its snapshots.
+        named.append(str(folder.parents[1] if folder.parent.name == "snapshots" else folder))
+    if config.task == MULTIMODAL:
+        files = (config.task_args.get(name) for name in ("train", "val"))
+        named += [str(Path(file).parent) for file in files if isinstance(file, str)]
     paths = [Path(name) for name in named if name is not None]
     return [str(path) for path in paths if path.is_absolute() and path.exists()]
 

@@ -125,7 +125,7 @@ def build(
         model.to_empty(device=param_device)
         model.rebuild_buffers()
         move_buffers(model, world.device)
-        if task.stored is None:
+        if not task.reads_weights:
             init_parameters(model, config.seed)
     return assemble(task, config, plan, world, progress, model_parts)
 
@@ -173,7 +173,7 @@ def assemble(
     forward_backward = SequentialForwardBackward(
         model, gradient_switch(model, world, masters), world, context, progress, chunks
     )
-    weights = weights_of(model_parts, masters, is_read=task.stored is not None)
+    weights = weights_of(model_parts, masters, is_read=task.reads_weights)
     return BuiltModel(model_parts, weights, forward_backward, None, None, task.read_weight)
 
 
@@ -190,7 +190,7 @@ def _assemble_pipeline(
     from trainkit.trainer.parallel.pipeline import PipelineForwardBackward, TiedWeights
 
     parallel = config.parallel
-    weights = weights_of(model_parts, is_read=task.stored is not None)
+    weights = weights_of(model_parts, is_read=task.reads_weights)
     forward_backward = PipelineForwardBackward(
         model_parts,
         world,

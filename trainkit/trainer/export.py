@@ -21,19 +21,24 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from trainkit.config import read_effective
 from trainkit.config.hf_model import CONFIG_NAME, TOKENIZER_NAME
 from trainkit.config.schema import RunConfig
+from trainkit.data.dataset_file import read_dataset_file
+from trainkit.data.mixture import is_mixture
+from trainkit.data.sources import prepared_folder
 from trainkit.data.tokenizer_identity import BYTES, BYTES_IDENTITY, identify
-from trainkit.errors import TrainkitError, UsageError
-from trainkit.plan.model_shape import ModelShape, resolve_model_shape
+from trainkit.errors import EXIT_FAILED, TrainkitError, UsageError
+from trainkit.manifest import Checkpoint
+from trainkit.plan.model_shape import ModelShape, RopeScaling, resolve_model_shape
 from trainkit.rundir import RunDir
 from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.models.decoder import llama_name
 from trainkit.trainer.precision import DTYPES
-from trainkit.trainer.user_task import StateBuffers, UserTask
+from trainkit.trainer.user_task import BASE_FINGERPRINT, StateBuffers, UserTask
 
 MAX_FILE_BYTES = 5_000_000_000
 GROUP_BYTES = 1 << 30
 """Bytes of tensors that are read from the checkpoint at a time."""
+GENERATION_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     *(TOKENIZER_NAME, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     *("added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
@@ -67,6 +72,7 @@ def export(request: ExportRequest) -> list[str]:
     if request.merge:
         raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
     _export_decoder(config, reader, out, DTYPES[request.dtype])
+    _copy_generation_config(config, out)
     return _export_tokenizer(config, out)
 
 
@@ -141,7 +147,7 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
         "max_position_embeddings": config.data.seq_len,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_scaling": None if scaling is None else {"rope_type": "llama3", **vars(scaling)},
+        "rope_scaling": None if scaling is None else _llama3(scaling),
         "tie_word_embeddings": shape.tie_embeddings,
         "vocab_size": shape.vocab_size,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -152,11 +158,28 @@ def decoder_settings(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -
         original = json.loads((Path(config.model.hf) / CONFIG_NAME).read_text(encoding="utf-8"))
         original.pop("dtype", None)
         return {**original, "torch_dtype": settings["torch_dtype"]}
+    if is_prepared(config):
+        folder = prepared_folder(config.data)
+        assert folder is not None
+        settings["eos_token_id"] = read_dataset_file(folder).tokenizer.eos_id
+        return settings
     try:
         settings["eos_token_id"] = identify(config.data.tokenizer).eos_id
     except UsageError:
         settings["eos_token_id"] = None  # the tokenizer is gone, see `_export_tokenizer`
     return settings
+
+
+def _llama3(scaling: RopeScaling) -> dict[str, Any]:
+    length = int(scaling.original_max_position_embeddings)
+    return {"rope_type": "llama3", **vars(scaling), "original_max_position_embeddings": length}
+
+
+def _copy_generation_config(config: RunConfig, out: Path) -> None:
+    """Keep what the original model says about generation, such as all tokens that end it."""
+    file = Path(config.model.hf or "") / GENERATION_NAME
+    if config.model.hf is not None and file.is_file():
+        shutil.copyfile(file, out / GENERATION_NAME)
 
 
 def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:
@@ -183,9 +206,7 @@ def _export_tokenizer(config: RunConfig, out: Path) -> list[str]:
 
 def is_prepared(config: RunConfig) -> bool:
     """Whether the data has its own tokenizer, of which only the name is known."""
-    from trainkit.data.sources import prepared_folder
-
-    return prepared_folder(config.data) is not None
+    return not is_mixture(config.data) and prepared_folder(config.data) is not None
 
 
 def _write_tokenizer_config(out: Path, eos_token: str) -> None:
@@ -218,8 +239,13 @@ def _export_task(
 ) -> list[str]:
     """Let a task write its model, with the weights of a checkpoint, on the CPU."""
     task = UserTask(config, run, opens_data=False)
-    model = task.build_whole_model()
+    before = Checkpoint(Path(request.checkpoint), 0).manifest()["data"].get(BASE_FINGERPRINT)
+    if before is not None and before != task.base_fingerprint:
+        raise UsageError(
+            f"{config.model.hf} has changed since the checkpoint was saved", hint="restore its files"
+        )
     saved = _saved(reader, "model.")
+    model = task.build_whole_model(without=saved)
     absent = [name for name, param in model.named_parameters() if param.requires_grad and name not in saved]
     if absent:
         hint = "export with the code that the run was trained with"
@@ -234,6 +260,7 @@ def _export_task(
         from trainkit.trainer.hf_task import save_pretrained
 
         save_pretrained(model, out, DTYPES[request.dtype], merge=request.merge)
+        _copy_generation_config(config, out)
         return _export_tokenizer(config, out)
     if request.merge:
         raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
@@ -249,6 +276,9 @@ def main() -> int:
     """Export what the request on stdin names; returns the exit code."""
     try:
         remarks = export(ExportRequest(**json.load(sys.stdin)))
+    except OSError as error:
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILED
     except TrainkitError as error:
         print(error.render(), file=sys.stderr)
         return error.exit_code

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import math
+import os
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
-from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
+from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError, UsageError
 from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
 
 log = getLogger(__name__)
 ADAPTER = "default"
 """The name of the adapter in peft."""
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+LORA_HINT = "it has the arguments of peft.LoraConfig, such as r, lora_alpha and target_modules"
+UNSUPPORTED = ("layer_replication", "ensure_weight_tying")
+"""Arguments of LoraConfig with which several modules share parameters."""
 NEEDS_WEIGHTS = ("use_dora", "use_qalora", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
 """Arguments of LoraConfig with which the initial values of the adapters depend on the model's weights."""
 
@@ -33,6 +40,14 @@ def require(module: str, key: str, extra: str) -> None:
             hint=f"pip install 'trainkit[{extra}]'",
             exit_code=EXIT_NO_RESTART,
         )
+
+
+def import_transformers() -> Any:
+    """The library, which asks no server: compute nodes often have no internet."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    return transformers
 
 
 class HFCausalLM(Task):
@@ -51,9 +66,18 @@ class HFCausalLM(Task):
         self._flops: float | None = None
 
     @property
-    def base_fingerprint(self) -> str | None:
-        """That of the weights which checkpoints do not contain; None if they contain all."""
-        return None if self.config.model.lora is None or self._weights is None else self._weights.fingerprint
+    def base_fingerprint(self) -> str:
+        """A digest of config.json and, if checkpoints lack the frozen weights, of their files."""
+        digest = hashlib.sha256((self._folder / CONFIG_NAME).read_bytes())
+        if self.rereads_frozen and self._weights is not None:
+            digest.update(self._weights.fingerprint.encode())
+        return digest.hexdigest()
+
+    @property
+    def rereads_frozen(self) -> bool:
+        """Whether the frozen weights are those of the files at every start, so that checkpoints need none."""
+        lora = self.config.model.lora
+        return lora is not None and keeps_base(lora)
 
     def train_dataset(self) -> Samples:
         return TokenSamples(self.config.data)
@@ -62,65 +86,108 @@ class HFCausalLM(Task):
         return TokenSamples(self.config.data, "val") if has_validation(self.config.data) else None
 
     def build_model(self) -> nn.Module:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        settings = AutoConfig.from_pretrained(self._folder, local_files_only=True)
+        transformers = import_transformers()
+        settings = transformers.AutoConfig.from_pretrained(self._folder, **LOCAL)
         settings.use_cache = False
+        self._check_positions(settings)
 
         def create() -> Any:
-            return AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+            return transformers.AutoModelForCausalLM.from_config(
+                settings, dtype=torch.float32, trust_remote_code=False
+            )
 
         if self._weights is None:
             return self._counted(create())
         with parameters_on_meta():
             model = create()
-        prefix = model.base_model_prefix
-        found = {name: self._stored_name(name, prefix) for name, _ in model.named_parameters()}
-        absent = [name for name, stored in found.items() if stored is None]
         lora = self.config.model.lora
-        if absent or (lora is not None and not _is_independent(lora)):
-            what = f"it has other names than the model: {absent[0]}" if absent else "model.lora depends on it"
-            log.warning(f"each process reads all of {self._folder}: {what}")
-            model = AutoModelForCausalLM.from_pretrained(
-                self._folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
-            )
-            model.config.use_cache = False
-        else:
-            self._check_shapes(model, found)
+        found, why = self._find_stored(model)
+        if not why and lora is not None:
+            why = "" if _is_independent(lora) else "the initial values of model.lora depend on it"
+        if not why:
+            adapted = model if lora is None else self._adapted(model, lora)
+            self._names = {
+                name: found[param]
+                for name, param in adapted.named_parameters(remove_duplicate=False)
+                if param in found
+            }
+            others = [
+                name for name, param in adapted.named_parameters() if param.is_meta and param not in found
+            ]
+            if not others:
+                return self._counted(adapted)
+            why = f"model.lora copies {others[0]}"
+        log.warning(f"each process reads all of {self._folder}: {why}")
+        model = self._read_whole(transformers)
         return self._counted(model if lora is None else self._adapted(model, lora))
 
-    def _stored_name(self, name: str, prefix: str) -> str | None:
+    def _find_stored(self, model: Any) -> tuple[dict[nn.Parameter, str], str]:
+        """The names in the files by parameter, and why they cannot be used; fills the buffers."""
         assert self._weights is not None
-        names = (name, name.removeprefix(f"{prefix}."))
-        return next((item for item in names if item in self._weights), None)
-
-    def _check_shapes(self, model: nn.Module, found: dict[str, str | None]) -> None:
-        assert self._weights is not None
-        for name, param in model.named_parameters():
-            stored = found[name]
-            assert stored is not None
-            if self._weights.shape(stored) != tuple(param.shape):
-                shapes = f"{list(self._weights.shape(stored))}, not {list(param.shape)}"
+        found = {}
+        saved, prefix = model.state_dict(), f"{model.base_model_prefix}."
+        buffers = [(name, item) for name, item in model.named_buffers() if name in saved]
+        for name, tensor in [*model.named_parameters(), *buffers]:
+            names = (name, name.removeprefix(prefix))
+            stored = next((item for item in names if item in self._weights), None)
+            if stored is None:
+                return {}, f"it has no {name}"
+            if self._weights.shape(stored) != tuple(tensor.shape):
+                shapes = f"{list(self._weights.shape(stored))}, not {list(tensor.shape)}"
                 raise WeightsError(f"{stored} in {self._folder} has shape {shapes} as in its config.json")
-            self._names[name] = stored
+            if isinstance(tensor, nn.Parameter):
+                found[tensor] = stored
+            else:
+                tensor.copy_(self._weights.read(stored))
+        return found, ""
+
+    def _read_whole(self, transformers: Any) -> Any:
+        """The model as transformers reads it; raises WeightsError if the files lack a part of it."""
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            self._folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **LOCAL
+        )
+        missing = sorted(found["missing_keys"]) + sorted(str(item) for item in found["mismatched_keys"])
+        if missing:
+            raise WeightsError(
+                f"{self._folder} has no weights for {missing[0]}",
+                hint="save the whole model with `AutoModelForCausalLM…save_pretrained`",
+            )
+        model.config.use_cache = False
+        return model
+
+    def _check_positions(self, settings: Any) -> None:
+        """Raise TrainkitError if samples are longer than a table of positions."""
+        limit, seq_len = getattr(settings, "max_position_embeddings", None), self.config.data.seq_len
+        is_rotary = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_theta", None)
+        if not isinstance(limit, int) or seq_len <= limit:
+            return
+        if not is_rotary:
+            raise TrainkitError(
+                f"data.seq_len is {seq_len}, but {self._folder} has {limit} positions",
+                hint=f"set data.seq_len to at most {limit}",
+                exit_code=EXIT_NO_RESTART,
+            )
+        log.warning(
+            f"data.seq_len is {seq_len}, longer than the {limit} tokens that {self._folder} was made for"
+        )
 
     def _adapted(self, model: nn.Module, lora: dict[str, Any]) -> nn.Module:
         import peft
 
+        settings = lora_config(lora)
         try:
-            settings = peft.LoraConfig(task_type="CAUSAL_LM", **lora)
             adapted: nn.Module = peft.get_peft_model(model, settings)
         except (TypeError, ValueError) as error:
             raise TrainkitError(
-                f"model.lora does not fit {self._folder}: {error}",
-                hint="it has the arguments of peft.LoraConfig, such as r, lora_alpha and target_modules",
-                exit_code=EXIT_NO_RESTART,
+                f"model.lora does not fit {self._folder}: {error}", hint=LORA_HINT, exit_code=EXIT_NO_RESTART
             ) from error
         for module in adapted.modules():
-            if isinstance(module, peft.tuners.lora.LoraLayer) and any(p.is_meta for p in module.parameters()):
-                for part in module.adapter_layer_names:
-                    getattr(module, part).to_empty(device="cpu")
-                module.reset_lora_parameters(ADAPTER, settings.init_lora_weights)
+            if isinstance(module, peft.tuners.lora.LoraLayer):
+                parts = [getattr(module, name) for name in module.adapter_layer_names]
+                if any(param.is_meta for part in parts for param in part.parameters()):
+                    for part in parts:
+                        part.to_empty(device="cpu")
+                    module.reset_lora_parameters(ADAPTER, settings.init_lora_weights)
         return adapted
 
     def _counted(self, model: nn.Module) -> nn.Module:
@@ -140,7 +207,7 @@ class HFCausalLM(Task):
 
     def read_weight(self, name: str, rows: slice) -> Tensor:
         assert self._weights is not None
-        return self._weights.read(self._names[plain_name(name)], (rows,))
+        return self._weights.read(self._names[name], (rows,))
 
     def loss(self, model: nn.Module, batch: Tensor) -> Loss:
         labels = batch[:, 1:]
@@ -153,16 +220,51 @@ class HFCausalLM(Task):
         return self._flops
 
 
-def plain_name(name: str) -> str:
-    """The name of a parameter in the model without adapters."""
-    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-    return name.replace(f".modules_to_save.{ADAPTER}.", ".").replace(".original_module.", ".")
+def lora_config(lora: dict[str, Any]) -> Any:
+    """The config of peft; raises TrainkitError (exit code 78) for what it or trainkit does not take."""
+    import peft
+
+    for name in UNSUPPORTED:
+        if lora.get(name):
+            raise TrainkitError(
+                f"model.lora.{name} is set, which trainkit does not support",
+                hint="shared parameters cannot be sharded layer by layer",
+                exit_code=EXIT_NO_RESTART,
+            )
+    try:
+        return peft.LoraConfig(task_type="CAUSAL_LM", **lora)
+    except (TypeError, ValueError) as error:
+        raise TrainkitError(
+            f"model.lora is {lora}: {error}", hint=LORA_HINT, exit_code=EXIT_NO_RESTART
+        ) from error
 
 
 def _is_independent(lora: dict[str, Any]) -> bool:
     """Whether the initial values of adapters do not depend on the weights that they adapt."""
-    is_random = lora.get("init_lora_weights", True) in (True, False, "gaussian")
-    return is_random and not any(lora.get(key) for key in NEEDS_WEIGHTS)
+    return lora.get("init_lora_weights", True) in (True, "gaussian") and keeps_base(lora)
+
+
+def keeps_base(lora: dict[str, Any]) -> bool:
+    """Whether peft leaves the weights of the model as they are."""
+    is_simple = lora.get("init_lora_weights", True) in (True, False, "gaussian")
+    return is_simple and not any(lora.get(key) for key in NEEDS_WEIGHTS)
+
+
+def find_hf_problem(config: RunConfig) -> Problem | None:
+    """The problem of `model.hf` that can be seen without its weights; None without one."""
+    assert config.model.hf is not None
+    try:
+        if config.uses_transformers:
+            require("transformers", "model.hf", "hf")
+        if config.model.lora is not None:
+            require("peft", "model.lora", "peft")
+            lora_config(config.model.lora)
+        if not config.model.from_scratch:
+            StoredWeights(Path(config.model.hf))
+    except TrainkitError as error:
+        key = "model.lora" if error.message.startswith("model.lora") else "model.hf"
+        return Problem(key, error.message.removeprefix(f"{key} "), hint=error.hint)
+    return None
 
 
 def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
@@ -171,6 +273,9 @@ def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool
     if merge and not is_adapted:
         raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
     if merge:
-        model = model.merge_and_unload()
+        try:
+            model = model.merge_and_unload()
+        except RuntimeError as error:
+            raise UsageError(f"the adapters cannot be merged: {error}", hint="remove --merge") from None
     model.config.use_cache = True
     model.to(dtype).save_pretrained(folder)

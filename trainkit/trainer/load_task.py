@@ -120,11 +120,18 @@ def refusal(task: str, message: str, hint: str = "") -> TaskError:
 
 
 @contextmanager
-def errors_of_user(task: str, failed: str) -> Iterator[None]:
-    """Raise TaskError, with file and line, for whatever the user's code raises."""
+def errors_of_user(
+    task: str, failed: str, but: type[Exception] | tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Raise TaskError, with file and line, for whatever the user's code raises.
+
+    Errors of the types in `but` are raised as they are: a restart may help.
+    """
     try:
         yield
     except TrainkitError:
+        raise
+    except but:
         raise
     except Exception as error:
         raise refusal(task, f"{failed}: {describe(error)}", TRACEBACK_HINT) from error

@@ -28,7 +28,7 @@ from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.task import Loss, Task
-from trainkit.trainer.hf_task import require
+from trainkit.trainer.hf_task import LOCAL, import_transformers, require
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import StageSpec
 
@@ -248,16 +248,13 @@ class HFLM(nn.Module):
     def __init__(self, config: RunConfig) -> None:
         super().__init__()
         require("transformers", "model.hf", "hf")
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        folder = config.model.hf
-        options: dict[str, Any] = {"dtype": torch.float32}
+        transformers, folder = import_transformers(), config.model.hf
+        factory = transformers.AutoModelForCausalLM
         if config.model.from_scratch:
-            settings = AutoConfig.from_pretrained(folder, local_files_only=True)
-            self.model: Any = AutoModelForCausalLM.from_config(settings, **options)
+            settings = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+            self.model: Any = factory.from_config(settings, dtype=torch.float32, trust_remote_code=False)
         else:
-            options |= {"local_files_only": True, "use_safetensors": True}
-            self.model = AutoModelForCausalLM.from_pretrained(folder, **options)
+            self.model = factory.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **LOCAL)
         self.dim: int = self.model.get_input_embeddings().weight.shape[1]
 
     @property

@@ -21,6 +21,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem, TrainkitError
 from trainkit.task import Loss, ParameterOptions, Task
 from trainkit.trainer.distributed import World
+from trainkit.trainer.hf_task import find_hf_problem
 from trainkit.trainer.load_task import TRACEBACK_HINT, TaskError, describe, load_task_class
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
@@ -37,7 +38,9 @@ DEFINITE = (SyntaxError, ImportError, NameError, TypeError, AttributeError)
 
 
 def definite_problem(config: RunConfig) -> Problem | None:
-    """The problem of a task whose class certainly cannot be used; None without one."""
+    """The problem of a task or a Hugging Face model that certainly cannot be used; None without one."""
+    if not config.has_user_task:
+        return find_hf_problem(config)
     try:
         load_task_class(config)
     except TaskError as error:

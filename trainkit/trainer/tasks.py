@@ -43,10 +43,9 @@ class CausalLM:
         self.num_params = self._model_class.num_params(self.shape)
         self.flops_per_token: float | None = self._model_class.flops_per_token(self.shape, seq_len)
         self.flops_per_sample: float | None = None
-        self.stored = None
-        """The files with the initial weights; None if they are random."""
-        if config.model.hf is not None and not config.model.from_scratch:
-            self.stored = StoredWeights(Path(config.model.hf))
+        self.reads_weights = config.model.hf is not None and not config.model.from_scratch
+        """Whether the initial weights are those of `model.hf`."""
+        self._stored: StoredWeights | None = None
         self._config = config
         self._seq_len = seq_len
 
@@ -61,8 +60,9 @@ class CausalLM:
 
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
         """Read a part of the initial value of a parameter."""
-        assert self.stored is not None
-        return read_decoder_weight(self.stored, name, index)
+        if self._stored is None:  # not before: a resumed run does without the files
+            self._stored = StoredWeights(Path(str(self._config.model.hf)))
+        return read_decoder_weight(self._stored, name, index)
 
     def nll_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The negative log-likelihood, summed over all valid labels, float32 []."""

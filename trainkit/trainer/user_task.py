@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,6 +45,8 @@ from trainkit.trainer.task_batches import (
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules whose weights have the type of their statistics, float32."""
+BASE_FINGERPRINT = "the fingerprint of model.hf"
+"""Its key in the `data` of a manifest."""
 SAMPLED_ELEMENTS = 1024
 """Elements of every parameter that the ranks compare."""
 
@@ -88,8 +90,19 @@ class UserTask:
             "data.shuffle": config.data.shuffle,
             "seed": config.seed,
         }
-        base = getattr(self.task, "base_fingerprint", None)
-        return identity if base is None else {**identity, "the fingerprint of model.hf": base}
+        base = self.base_fingerprint
+        return identity if base is None else {**identity, BASE_FINGERPRINT: base}
+
+    @property
+    def base_fingerprint(self) -> str | None:
+        """That of the Hugging Face model on which the run is based, if it is."""
+        found: str | None = getattr(self.task, "base_fingerprint", None)
+        return found
+
+    @property
+    def rereads_frozen(self) -> bool:
+        """Whether frozen parameters have the same values at every start, and checkpoints do not need them."""
+        return bool(getattr(self.task, "rereads_frozen", False))
 
     def train_batches(self, plan: LaunchPlan, world: World, start: int, end: int | None) -> TaskBatches:
         """The training batches of this rank from position `start` on."""
@@ -157,12 +170,12 @@ class UserTask:
         return model
 
     @torch.no_grad()
-    def build_whole_model(self) -> nn.Module:
-        """The model with all its initial values, on the CPU."""
+    def build_whole_model(self, without: Collection[str] = ()) -> nn.Module:
+        """The model with all its initial values, on the CPU, but for the parameters in `without`."""
         model = self.build_model()
         on_meta = [name for name, param in model.named_parameters() if param.is_meta]
         allocate(model, torch.device("cpu"))
-        for name in on_meta:
+        for name in (item for item in on_meta if item not in without):
             param = model.get_parameter(name)
             param.copy_(self.read_weight(name, [slice(0, size) for size in param.shape]))
         return model
@@ -170,7 +183,7 @@ class UserTask:
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
         """Read some rows of the initial value of a parameter."""
         rows, *rest = index or (slice(0, 1),)
-        with errors_of_user(self.config.task, f"read_weight({name!r}) failed"):
+        with errors_of_user(self.config.task, f"read_weight({name!r}) failed", but=OSError):
             value = self.task.read_weight(name, rows)
         if not isinstance(value, Tensor):
             raise refusal(
@@ -448,7 +461,11 @@ def assemble_task(
         master, cast_param = (masters[param], param) if param in masters else (param, None)
         options = task.task.parameter_options(name, param)
         is_read = name in module.read_names
-        weights.append(Weight(name, master, cast=cast_param, options=options, is_read=is_read))
+        weights.append(
+            Weight(
+                name, master, cast=cast_param, options=options, is_read=is_read, is_reread=task.rereads_frozen
+            )
+        )
     forward_backward = TaskForwardBackward(
         module, gradient_switch(module, world, masters), world, dtype, progress, task
     )

@@ -164,11 +164,13 @@ class Weight:
     options: ParameterOptions = DEFAULT_OPTIONS
     is_read: bool = False
     """Whether its initial value is read from files, by `BuiltModel.read_weight`."""
+    is_reread: bool = False
+    """Whether a start finds it as it is, if it never changes."""
 
     @property
     def is_saved(self) -> bool:
         """Whether a checkpoint has it: what never changes is read from the files again."""
-        return self.param.requires_grad or not self.is_read
+        return self.param.requires_grad or not (self.is_read or self.is_reread)
 
 
 def weights_of(
