@@ -41,7 +41,7 @@ LORA = "model.lora={r: 4, target_modules: [q_proj, v_proj]}"
 
 
 def of(folder: Path, architecture: str = "transformers") -> tuple[str, ...]:
-    return (f"model.hf={folder}", f"model.architecture={architecture}")
+    return (f"model.hf={folder}", f"model.architecture={architecture}", "model.preset=tiny")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_an_export_has_the_logits_of_the_run(
     other = "transformers" if architecture == "llama" else "llama"
     expected = trained_logits(tmp_path / "run", tokens, options)
     assert (logits_of(out, tokens) - expected).abs().max() < 1e-5
-    again = (*options[:-2], *of(out, other), "train.steps=1")
+    again = (*options[:-3], *of(out, other), "train.steps=1")
     run_cases(tmp_path, [Case("other", 1, {}, again)], (), keep_labels=True)
     first = trained_logits(tmp_path / "other", tokens, again, initial=True)
     assert (first - expected).abs().max() < 1e-5
@@ -281,7 +281,9 @@ def test_files_without_a_part_of_the_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_samples_longer_than_the_table_of_positions_are_refused(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", "gpt2", n_embd=32, n_layer=1, n_head=2, n_positions=16)
+    folder = save_model(
+        tmp_path / "model", "gpt2", n_embd=32, n_layer=1, n_head=2, max_position_embeddings=16
+    )
     with pytest.raises(TrainkitError, match=r"data\.seq_len is 32, but .* has .* positions"):
         whole_model(folder)
 

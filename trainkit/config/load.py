@@ -204,7 +204,8 @@ def _with_hf_model(tree: Entry, config: RunConfig, cwd: Path, shipped: str) -> t
         if found is None or found.value is None or found.origin.startswith(shipped):
             tree = merge(tree, entry_at(path, value, str(model.folder / CONFIG_NAME)))
         elif path[0] == "model" and found.plain() != value:
-            message = f"is {found.plain()}, but {model.folder / CONFIG_NAME} says {value}"
+            says = "sets the sizes" if path == ("model", "preset") else f"says {value}"
+            message = f"is {found.plain()}, but {model.folder / CONFIG_NAME} {says}"
             problems.append(Problem(".".join(path), message, found.origin, "remove it"))
     return tree, problems
 
