@@ -240,6 +240,7 @@ def test_every_config_in_yaml_is_valid(page: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Llama-3.2-1B").mkdir()
     (tmp_path / "Llama-3.2-1B" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "Llama-3.2-1B" / "tokenizer.json").write_text("{}")
     for block in blocks(page, "yaml"):
         (tmp_path / "shown.yaml").write_text(block)
         load_config(tmp_path / "shown.yaml", layers=False)
