@@ -20,6 +20,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts.rules import compiles, loss_chunks
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
+from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import ForwardBackward, ForwardContext, SequentialForwardBackward
 from trainkit.trainer.models.model import (
@@ -39,7 +40,7 @@ from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import fill_normal_
 from trainkit.trainer.tasks import CausalLM
 from trainkit.trainer.torch_private import shard_offset
-from trainkit.trainer.user_task import StateBuffers, UserTask, assemble_task, build_module
+from trainkit.trainer.user_task import UserTask, assemble_task, build_module
 
 if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights

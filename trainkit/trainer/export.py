@@ -30,10 +30,11 @@ from trainkit.manifest import Checkpoint
 from trainkit.plan.model_shape import ModelShape, RopeScaling, resolve_model_shape
 from trainkit.rundir import RunDir
 from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
+from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.models.decoder import llama_name
 from trainkit.trainer.precision import DTYPES
-from trainkit.trainer.user_task import BASE_FINGERPRINT, StateBuffers, UserTask
+from trainkit.trainer.user_task import BASE_FINGERPRINT, UserTask
 
 MAX_FILE_BYTES = 5_000_000_000
 GROUP_BYTES = 1 << 30

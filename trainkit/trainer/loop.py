@@ -19,7 +19,7 @@ from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
-from trainkit.trainer.checkpoint.state import TrainingState
+from trainkit.trainer.checkpoint.state import StateBuffers, TrainingState
 from trainkit.trainer.distributed import World, record_event
 from trainkit.trainer.evaluate import Evaluator
 from trainkit.trainer.forward_backward import ForwardBackward
@@ -37,7 +37,6 @@ from trainkit.trainer.step_sync import (
     pack_report,
 )
 from trainkit.trainer.tasks import Batches
-from trainkit.trainer.user_task import StateBuffers
 
 if TYPE_CHECKING:
     from trainkit.trainer.parallel.pipeline import TiedWeights

@@ -34,7 +34,6 @@ from trainkit.trainer.parallel.data_parallel import (
 from trainkit.trainer.precision import DTYPES, cast_frozen, cast_weights
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
-from trainkit.trainer.step_sync import copy_from_main
 from trainkit.trainer.task_batches import (
     Positions,
     TaskBatch,
@@ -470,33 +469,3 @@ def assemble_task(
         module, gradient_switch(module, world, masters), world, dtype, progress, task
     )
     return weights, forward_backward
-
-
-class StateBuffers:
-    """The persistent buffers of a model, which a forward pass may change or replace."""
-
-    def __init__(self, owners: dict[str, tuple[nn.Module, str]]) -> None:
-        self._owners = owners
-        self.tensors = {name: module.get_buffer(key) for name, (module, key) in owners.items()}
-        """What a checkpoint contains, by name."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> StateBuffers | None:
-        """Those of a model; None if it has none."""
-        state = model.state_dict()
-        owners = {}
-        for name, _ in model.named_buffers():
-            if name in state:
-                path, _, key = name.rpartition(".")
-                owners[name] = model.get_submodule(path), key
-        return cls(owners) if owners else None
-
-    @torch.no_grad()
-    def settle(self, world: World) -> None:
-        """Keep the new values of replaced buffers, and those of rank 0 on all ranks; after each step."""
-        for name, (module, key) in self._owners.items():
-            saved, now = self.tensors[name], module.get_buffer(key)
-            if now is not saved:
-                saved.copy_(now)
-                setattr(module, key, saved)
-        copy_from_main(list(self.tensors.values()), world)

@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainkit.trainer.distributed import World
 from trainkit.trainer.models.model import Weight, local_tensor
 from trainkit.trainer.optimizer import ShardedAdamW
+from trainkit.trainer.step_sync import copy_from_main
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,36 @@ class StateTensors:
         """Copy each loaded tensor to its duplicate."""
         for loaded, duplicate in self.duplicates:
             local_tensor(duplicate).copy_(local_tensor(loaded))
+
+
+class StateBuffers:
+    """The persistent buffers of a model, which a forward pass may change or replace."""
+
+    def __init__(self, owners: dict[str, tuple[nn.Module, str]]) -> None:
+        self._owners = owners
+        self.tensors = {name: module.get_buffer(key) for name, (module, key) in owners.items()}
+        """What a checkpoint contains, by name."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> StateBuffers | None:
+        """Those of a model; None if it has none."""
+        state = model.state_dict()
+        owners = {}
+        for name, _ in model.named_buffers():
+            if name in state:
+                path, _, key = name.rpartition(".")
+                owners[name] = model.get_submodule(path), key
+        return cls(owners) if owners else None
+
+    @torch.no_grad()
+    def settle(self, world: World) -> None:
+        """Keep the new values of replaced buffers, and those of rank 0 on all ranks; after each step."""
+        for name, (module, key) in self._owners.items():
+            saved, now = self.tensors[name], module.get_buffer(key)
+            if now is not saved:
+                saved.copy_(now)
+                setattr(module, key, saved)
+        copy_from_main(list(self.tensors.values()), world)
 
 
 @dataclass
