@@ -175,7 +175,9 @@ def check_inputs(world: World, layout: Layout) -> None:
         torch.nn.init.constant_(param, 0.01)
     seen = []
     for block in model.blocks:
-        block.attention.register_forward_pre_hook(lambda _, args: seen.append(tuple(a.dtype for a in args)))
+        block.attention.register_forward_pre_hook(
+            lambda _, args: seen.append(tuple(a.dtype for a in args if a is not None))
+        )
     model(tokens(), sample_keys()).float().sum().backward()
     assert seen == [(torch.bfloat16, torch.float32)] * 3, seen
 

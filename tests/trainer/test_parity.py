@@ -55,11 +55,22 @@ BF16 = [
 
 
 def test_bf16_computes_the_same_on_one_process_and_under_fsdp(tmp_path: Path) -> None:
-    """One process has the casts and the residual stream of `fully_shard`, and sums in float32 as it does."""
-    run_cases(tmp_path, BF16, [*COMMON, DROPOUT, "precision.dtype=bf16"])
-    assert curve(tmp_path / "mesh-of-one") == curve(tmp_path / "alone")
+    """One process has the casts and the residual stream of `fully_shard`, and sums in float32 as it does.
+
+    With weights that stay, only the order of float32 sums differs. With updates, such a difference can round
+    the bf16 cast of a weight to its other neighbour, which changes the next steps by more: when that happens
+    depends on the kernels of the CPU (1.2e-5 with AVX-512 BF16, 2e-7 with AVX2).
+    """
+    common = [*COMMON, DROPOUT, "precision.dtype=bf16"]
+    run_cases(tmp_path, BF16, common)
+    fixed = tmp_path / "fixed"
+    fixed.mkdir()
+    run_cases(fixed, BF16, [*common, "optimizer.lr=1e-30", "optimizer.weight_decay=0"])
+    for folder in (tmp_path, fixed):
+        assert curve(folder / "mesh-of-one") == curve(folder / "alone")
     for name in ("shard", "replicate"):
-        assert worst_difference(tmp_path / name, tmp_path / "alone") < 1e-5
+        assert worst_difference(fixed / name, fixed / "alone") < 1e-6
+        assert worst_difference(tmp_path / name, tmp_path / "alone") < 1e-4
 
 
 def test_dropout_is_on(runs: Path, tmp_path: Path) -> None:
