@@ -3,8 +3,8 @@
     pip install -e '.[hf]' accelerate lightning
     python -m benchmarks.hf_step
 
-All four train a Llama with the same weights and batch size in one process; they take turns step by step, so
-that changes in machine speed affect all alike. The batch of the others stays in memory, while trainkit reads
+All four train a Llama with the same weights and batch size in one process; they take turns step by step, in
+random order, so that changes in machine speed affect all alike. The batch of the others stays in memory, while trainkit reads
 and tokenises its own. AdamW is fused and the gradient is clipped everywhere; nothing is logged or saved. The
 first fifth of the steps is warm-up.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import random
 import statistics
 import tempfile
 import threading
@@ -163,9 +164,10 @@ def measure(folder: Path, dtype: str, num_steps: int) -> dict[str, list[float]]:
     }
     times_s: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
-    for number in range(num_steps):
-        # Every one of them follows every other.
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+    for _ in range(num_steps):
+        # At random, since threads of one can still be busy when the next one starts.
+        random.shuffle(names)
+        for name in names:
             started = time.perf_counter()
             steps[name]()
             times_s[name].append(time.perf_counter() - started)
