@@ -3,10 +3,10 @@
     pip install -e '.[hf]' accelerate lightning
     python -m benchmarks.hf_step
 
-All four train a Llama with the same weights and batch size in one process; they take turns step by step, in
-random order, so that changes in machine speed affect all alike. The batch of the others stays in memory, while trainkit reads
-and tokenises its own. AdamW is fused and the gradient is clipped everywhere; nothing is logged or saved. The
-first fifth of the steps is warm-up.
+All four train a Llama with the same weights and batch size in one process. They take turns step by step, in
+random order, so that changes in machine speed affect all alike. The batch of the others stays in memory, while
+trainkit reads and tokenises its own. AdamW is fused and the gradient is clipped everywhere; nothing is logged
+or saved. The first fifth of the steps is warm-up.
 """
 
 from __future__ import annotations
