@@ -4,7 +4,7 @@
     python -m benchmarks.hf_step
 
 All four train a Llama with the same weights and batch size in one process. They take turns step by step, in
-random order, so that changes in machine speed affect all alike. The batch of the others stays in memory, while
+random order, so that changes in machine speed affect all alike. The batch of the others stays in memory;
 trainkit reads and tokenises its own. AdamW is fused and the gradient is clipped everywhere; nothing is logged
 or saved. The first fifth of the steps is warm-up.
 """
