@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from trainkit.config.training import TRANSFORMERS
+from trainkit.config.training import TRANSFORMERS, RopeKey
 from trainkit.errors import UsageError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -25,7 +25,7 @@ SIZES = {
 """Keys of the `model` section -> keys of config.json, for the models that trainkit's decoder can be."""
 MISTRAL_WINDOW = 4096
 """The default of transformers."""
-ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_KEYS: tuple[str, ...] = get_args(RopeKey)
 
 
 @dataclass(frozen=True)

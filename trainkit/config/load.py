@@ -14,7 +14,7 @@ from trainkit.config.layers import EMPTY, Layers, refuse_newer, without_empty_se
 from trainkit.config.loaded import DEFAULT, InvalidConfig, LoadedConfig, independent_problems
 from trainkit.config.names import flatten, meant
 from trainkit.config.schema import MULTIMODAL, RunConfig
-from trainkit.config.training import TRANSFORMERS
+from trainkit.config.training import TRANSFORMERS, ModelConfig
 from trainkit.config.validation import (
     contradictions,
     unknown_keys,
@@ -27,7 +27,7 @@ from trainkit.config.yamlfile import Entry, entry_at, merge, read_yaml_file
 from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.resources import shipped_configs
 
-DEFAULT_PRESET = "tiny"
+DEFAULT_PRESET = ModelConfig.model_fields["preset"].default
 """Without effect where `model.hf` sets the sizes."""
 PROJECT_FILE = "trainkit.yaml"
 PATHS = {
@@ -44,6 +44,7 @@ MULTIMODAL_PATHS: dict[tuple[str, ...], str | None] = {
     ("task_args", "train"): None,
     ("task_args", "val"): None,
 }
+"""Those of the task `multimodal_lm`."""
 
 
 def load_config(
