@@ -59,8 +59,6 @@ class StoredWeights:
     def __init__(self, folder: Path) -> None:
         """Read the headers of all files; raises WeightsError if there are none or one is damaged."""
         self.folder = folder
-        self.num_bytes_read = 0
-        """Bytes of tensors read so far."""
         self._headers: dict[Path, bytes] = {}
         self._tensors: dict[str, _Stored] = {}
         for file in _files(folder):
@@ -68,10 +66,6 @@ class StoredWeights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._tensors)
 
     @property
     def fingerprint(self) -> str:
@@ -88,9 +82,6 @@ class StoredWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
     def read(self, name: str, index: Sequence[slice] = ()) -> Tensor:
         """Read a tensor, or the part at `index`, one slice for each of the first dimensions.
 
@@ -106,8 +97,11 @@ class StoredWeights:
         row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
         data = bytearray(math.prod(shape) * stored.dtype.itemsize)
         _read_exactly(stored.file, data, stored.start + start * row_bytes)
-        self.num_bytes_read += len(data)
-        tensor = torch.frombuffer(data, dtype=stored.dtype).view(shape) if data else torch.empty(shape)
+        tensor = (
+            torch.frombuffer(data, dtype=stored.dtype).view(shape)
+            if data
+            else torch.empty(shape, dtype=stored.dtype)
+        )
         columns = (slice(None), *index[1:])
         return tensor[columns] if len(index) > 1 else tensor
 
