@@ -168,7 +168,7 @@ def export(
     from trainkit.job.processes import module_argv
 
     run = find_run(run_name)
-    checkpoint = _chosen(run, step)
+    checkpoint = chosen_checkpoint(run, step)
     if out_name.exists() and not (out_name.is_dir() and not any(out_name.iterdir())):
         raise UsageError(f"--out {out_name} exists already", hint="name a new or an empty folder")
     number = run.latest_number()
@@ -203,7 +203,7 @@ def export(
     return EXIT_OK
 
 
-def _chosen(run: RunDir, step: int | None) -> Checkpoint:
+def chosen_checkpoint(run: RunDir, step: int | None) -> Checkpoint:
     """The checkpoint of a step, else the best one, else the newest intact one."""
     from trainkit.manifest import best_step, find_damage, newest_intact
 

@@ -50,7 +50,8 @@ SECTIONS = {
         "env": "Print the rank environment that a process started here would get.",
     },
     "Tools": {
-        "ckpt": "List, verify and prune checkpoints.",
+        "ckpt": "List, verify, prune and export checkpoints.",
+        "generate": "Continue a prompt with the model of a run.",
         "data": "Prepare and validate training data.",
         "schema": "Print the JSON schema of the config, for editors.",
         "completion": "Print the completion script of a shell.",

@@ -47,6 +47,12 @@ class Tokenizer:
         )
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens; what is not UTF-8 becomes U+FFFD."""
+        if self._library is None:
+            return bytes(token for token in ids if token < 256).decode(errors="replace")
+        return str(self._library.decode(list(ids)))
+
 
 def _load(path: str) -> Any:
     import tokenizers  # takes 60 ms, and the byte tokenizer does not need it

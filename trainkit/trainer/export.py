@@ -77,20 +77,20 @@ def export(request: ExportRequest) -> list[str]:
     return _export_tokenizer(config, out)
 
 
-def _saved(reader: SafeReader, prefix: str) -> dict[str, TensorStorageMetadata]:
+def saved_tensors(reader: SafeReader, prefix: str) -> dict[str, TensorStorageMetadata]:
     """The tensors of a checkpoint whose names start with a prefix, without it."""
     items = reader.read_metadata().state_dict_metadata.items()
     found = {name.removeprefix(prefix): item for name, item in items if name.startswith(prefix)}
     return {name: item for name, item in found.items() if isinstance(item, TensorStorageMetadata)}
 
 
-def _load(reader: SafeReader, tensors: dict[str, Tensor]) -> None:
+def load_tensors(reader: SafeReader, tensors: dict[str, Tensor]) -> None:
     state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
 
 
 def _export_decoder(config: RunConfig, reader: SafeReader, out: Path, dtype: torch.dtype) -> None:
     """Write trainkit's decoder as a Llama or Qwen2 model of transformers, a few tensors at a time."""
-    saved = _saved(reader, "model.")
+    saved = saved_tensors(reader, "model.")
     rows = saved["embedding.weight"].size[0]
     shape = resolve_model_shape(config.model.model_copy(update={"vocab_size": rows}), 1)
     settings = decoder_settings(shape, config, dtype)
@@ -127,7 +127,7 @@ def _values(names: list[str], sizes: Sizes, reader: SafeReader) -> Iterator[Tens
     for index, name in enumerate(names):
         group[name] = torch.empty(sizes[name][1])
         if sum(value.nbytes for value in group.values()) >= GROUP_BYTES or index + 1 == len(names):
-            _load(reader, {f"model.{key}": value for key, value in group.items()})
+            load_tensors(reader, {f"model.{key}": value for key, value in group.items()})
             yield from group.values()
             group = {}
 
@@ -239,24 +239,7 @@ def _export_task(
     config: RunConfig, run: RunDir, reader: SafeReader, out: Path, request: ExportRequest
 ) -> list[str]:
     """Let a task write its model, with the weights of a checkpoint, on the CPU."""
-    task = UserTask(config, run, opens_data=False)
-    before = Checkpoint(Path(request.checkpoint), 0).manifest()["data"].get(BASE_FINGERPRINT)
-    if before is not None and before != task.base_fingerprint:
-        raise UsageError(
-            f"{config.model.hf} has changed since the checkpoint was saved", hint="restore its files"
-        )
-    saved = _saved(reader, "model.")
-    model = task.build_whole_model(without=saved)
-    absent = [name for name, param in model.named_parameters() if param.requires_grad and name not in saved]
-    if absent:
-        hint = "export with the code that the run was trained with"
-        raise UsageError(f"{reader.path} has no {absent[0]}", hint=hint)
-    tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters() if name in saved}
-    buffers = StateBuffers.of(model)
-    for name, buffer in ({} if buffers is None else buffers.tensors).items():
-        tensors[f"buffer.{name}"] = buffer
-    _load(reader, tensors)
-    model.eval()
+    task, model = load_task_model(config, run, reader)
     if config.uses_transformers:
         from trainkit.trainer.hf_task import save_pretrained
 
@@ -267,6 +250,32 @@ def _export_task(
         raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
     task.export(_cast(model, DTYPES[request.dtype]), out)
     return []
+
+
+def load_task_model(config: RunConfig, run: RunDir, reader: SafeReader) -> tuple[UserTask, nn.Module]:
+    """A task and its model with the weights of a checkpoint, on the CPU.
+
+    Raises UsageError if the checkpoint is not of this model, or what it is based on has changed.
+    """
+    task = UserTask(config, run, opens_data=False)
+    before = Checkpoint(Path(reader.path), 0).manifest()["data"].get(BASE_FINGERPRINT)
+    if before is not None and before != task.base_fingerprint:
+        raise UsageError(
+            f"{config.model.hf} has changed since the checkpoint was saved", hint="restore its files"
+        )
+    saved = saved_tensors(reader, "model.")
+    model = task.build_whole_model(without=saved)
+    absent = [name for name, param in model.named_parameters() if param.requires_grad and name not in saved]
+    if absent:
+        hint = "use the code that the run was trained with"
+        raise UsageError(f"{reader.path} has no {absent[0]}", hint=hint)
+    tensors = {f"model.{name}": param.detach() for name, param in model.named_parameters() if name in saved}
+    buffers = StateBuffers.of(model)
+    for name, buffer in ({} if buffers is None else buffers.tensors).items():
+        tensors[f"buffer.{name}"] = buffer
+    load_tensors(reader, tensors)
+    model.eval()
+    return task, model
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -1,0 +1,169 @@
+"""`trainkit generate`: tokens are chosen and shown one by one, with the model of any run."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.hf_models import need, save_model
+from tests.support.parity import Case, run_cases
+from trainkit.config.training import ModelConfig
+from trainkit.data.tokenize import Tokenizer
+from trainkit.errors import UsageError
+from trainkit.plan.model_shape import resolve_model_shape
+from trainkit.trainer.build import init_parameters
+from trainkit.trainer.generate import (
+    GenerateRequest,
+    _DecoderSession,
+    _TextStream,
+    _WholeSession,
+    choose_token,
+    generate,
+)
+from trainkit.trainer.models.decoder import Decoder
+
+LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0])
+
+
+def choices(**options: Any) -> set[int]:
+    generator = torch.Generator().manual_seed(0)
+    return {choose_token(LOGITS, generator=generator, **options) for _ in range(200)}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": 0.0}, {1}),
+        ({"temperature": 5.0}, {0, 1, 2, 3}),
+        ({"temperature": 5.0, "top_k": 2}, {1, 2}),
+        ({"temperature": 1.0, "top_p": 0.5}, {1}),
+        ({"temperature": 1.0, "top_p": 0.7}, {1, 2}),
+        ({"temperature": 5.0, "top_k": 9, "top_p": 1.0}, {0, 1, 2, 3}),
+    ],
+)
+def test_tokens_are_chosen_among_the_allowed_ones(options: dict[str, Any], expected: set[int]) -> None:
+    assert choices(**options) == expected
+
+
+def make_decoder() -> Decoder:
+    shape = resolve_model_shape(ModelConfig(preset="nano"), 257)
+    model = Decoder(shape, seq_len=16)
+    model.rebuild_buffers()
+    init_parameters(model, seed=0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(5.0)  # so that the logits differ by more than rounding
+    return model.eval()
+
+
+@torch.inference_mode()
+def test_earlier_tokens_are_not_computed_again_and_count() -> None:
+    tokens = torch.randint(257, (1, 12), generator=torch.Generator().manual_seed(1))
+    whole, cached = _WholeSession(make_decoder()), _DecoderSession(make_decoder())
+    pieces = [tokens[:, :5], *tokens[:, 5:].split(1, dim=1)]
+    differences = [(whole(piece) - cached(piece)).abs().max().item() for piece in pieces]
+    assert max(differences) < 1e-4
+    other = tokens.clone()
+    other[0, 0] += 1
+    again = _DecoderSession(make_decoder())
+    assert (again(other) - whole(tokens[:, :0])).abs().max().item() > 1e-3
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_characters_are_shown_once_they_are_complete(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    out = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    stream = _TextStream(Tokenizer("bytes"), is_shown=True)
+    shown = []
+    for token in [*"a\t€\x1b[2J".encode(), 0xE2]:
+        stream.add(token)
+        shown.append(out.getvalue())
+    stream.finish()
+    assert shown[:5] == ["a", "a\t", "a\t", "a\t", "a\t€"]
+    assert stream.text == "a\t€\x1b[2J\ufffd"
+    escape = "\ufffd" if is_terminal else "\x1b"
+    assert out.getvalue() == f"a\t€{escape}[2J\ufffd\n"
+
+
+def ask(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "trainkit", "generate", *args]
+    done = subprocess.run(argv, text=True, capture_output=True, timeout=300)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_checkpoints_of_every_layout_continue_a_prompt(tmp_path: Path) -> None:
+    cases = [Case("alone", 1, {}), Case("tp-pp", 4, {"tp": 2, "pp": 2})]
+    run_cases(tmp_path, cases, ("train.steps=4", "data.seq_len=32"))
+    options = ("--temperature", "0", "--json", "--max-tokens", "8")
+    texts = []
+    for case in cases:
+        value = json.loads(ask(str(tmp_path / case.name), "def ", *options).stdout)
+        assert value["num_tokens"] == 8
+        assert value["stopped_by"] == "max_tokens"
+        texts.append(value["text"])
+    assert texts[0] == texts[1]
+    run = str(tmp_path / "alone")
+    shown = ask(run, "def ", "--seed", "1").stdout
+    assert shown.startswith("def ")
+    assert shown == ask(run, "def ", "--seed", "1").stdout
+    long = ask(run, "def ", "--temperature", "0", "--max-tokens", "1000")
+    assert "stopped after 32 tokens" in long.stderr
+    assert "the prompt has 40 tokens" in ask(run, "x" * 40, code=2).stderr
+
+
+@pytest.mark.slow
+def test_models_of_transformers_continue_a_prompt(tmp_path: Path) -> None:
+    need("transformers", "peft")
+    folder = save_model(tmp_path / "model")
+    common = ("train.steps=2", "data.tokenizer=bytes", f"model.hf={folder}", "model.preset=tiny")
+    lora = "model.lora={r: 4, target_modules: [q_proj]}"
+    cases = [
+        Case("theirs", 1, {}, ("model.architecture=transformers",)),
+        Case("ours", 1, {}, ("model.architecture=llama",)),
+        Case("lora", 1, {}, ("model.architecture=transformers", lora)),
+    ]
+    run_cases(tmp_path, cases, common, keep_labels=True)
+    texts = {}
+    for case in cases:
+        found = ask(str(tmp_path / case.name), "def ", "--temperature", "0", "--json", "--max-tokens", "9")
+        texts[case.name] = json.loads(found.stdout)["text"]
+    assert texts["theirs"] == texts["ours"]
+    assert texts["lora"]
+
+
+def test_only_language_models_continue_a_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("task: ring.py:Ring\n")
+    request = GenerateRequest(
+        run=str(tmp_path),
+        config_file=str(file),
+        checkpoint="",
+        prompt="x",
+        max_tokens=1,
+        temperature=0.0,
+        top_k=None,
+        top_p=None,
+        seed=0,
+        device="cpu",
+        dtype=None,
+        tokenizer=None,
+        as_json=False,
+    )
+    with pytest.raises(UsageError, match=r"task is ring\.py:Ring: only language models"):
+        generate(request)
