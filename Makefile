@@ -8,7 +8,7 @@ SLURM := $(BIN)/python -m tools.slurm_cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-rest test-smoke test-oldest lint parity bench gpu cluster clean slurm venv venv-test venv-rest
+.PHONY: help demo test test-all test-fast test-rest test-smoke test-oldest test-newest lint parity bench gpu cluster clean slurm venv venv-test venv-rest
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -33,14 +33,19 @@ test-rest: slurm venv-rest ## The slow tests that `make test` leaves out.
 test-smoke: slurm
 	$(PYTEST) 3 -m "not slow or smoke"
 
-# Several GB, so another disk may suit better: `make test-oldest OLDEST=/scratch/torch-2.11`
+# Several GB each, so another disk may suit better: `make test-oldest OLDEST=/scratch/torch-2.11`
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 TESTS_OF_TORCH := tests/trainer tests/plan/layouts/test_schedules.py tests/bench/test_exposed_comm.py \
 	tests/cli/test_check_simulation.py tests/submit/test_provenance.py
 
 test-oldest: ## The tests of the trainer on torch 2.11, the oldest release that is accepted.
 	@.ci/make-venv test "$(OLDEST)" constraints-oldest.txt
 	"$(OLDEST)/bin/python" -m pytest --dist loadgroup --numprocesses 2 $(TESTS_OF_TORCH)
+
+test-newest: ## The same on torch 2.15, the newest release that is accepted.
+	@.ci/make-venv test "$(NEWEST)" constraints-newest.txt
+	"$(NEWEST)/bin/python" -m pytest --dist loadgroup --numprocesses 2 $(TESTS_OF_TORCH)
 
 lint: venv-test ## Style and types.
 	$(BIN)/python -m ruff check
