@@ -68,7 +68,7 @@ cluster: venv ## Open a shell in a Slurm cluster of four hosts on this machine.
 	@$(SLURM) shell
 
 clean: ## Remove .venv, builds and caches; keep runs/.
-	rm -rf .venv .venv-oldest build dist trainkit.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-newest build dist trainkit.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Without root or apt-get this only says why the tests on Slurm will be skipped; with CI=true it fails.

@@ -240,7 +240,7 @@ def make(*args: str) -> str:
 
 def test_make_alone_lists_the_targets() -> None:
     targets = [line.split()[1] for line in make().splitlines()]
-    expected = "help demo test test-all test-fast test-rest test-oldest lint parity bench gpu cluster clean"
+    expected = "help demo test test-all test-fast test-rest test-oldest test-newest lint parity bench gpu cluster clean"
     assert targets == expected.split()
     assert make("help") == make()
 
@@ -250,9 +250,10 @@ def test_demo_needs_the_package_alone() -> None:
     assert recipe == [".ci/make-venv", ".venv/bin/python -m tools.demo"]
 
 
-def test_the_oldest_torch_is_tested_in_a_folder_of_its_own() -> None:
-    install, *tests = make("--dry-run", "test-oldest", "OLDEST=/scratch/a b").splitlines()
-    assert install == '.ci/make-venv test "/scratch/a b" constraints-oldest.txt'
+@pytest.mark.parametrize("release", ["oldest", "newest"])
+def test_the_ends_of_torch_are_tested_in_folders_of_their_own(release: str) -> None:
+    install, *tests = make("--dry-run", f"test-{release}", f"{release.upper()}=/scratch/a b").splitlines()
+    assert install == f'.ci/make-venv test "/scratch/a b" constraints-{release}.txt'
     [run] = "".join(tests).replace("\\", " ").split("\n")
     assert run.startswith('"/scratch/a b/bin/python" -m pytest ')
     files = [word for word in run.split() if word.startswith("tests/")]

@@ -85,6 +85,7 @@ def saved_tensors(reader: SafeReader, prefix: str) -> dict[str, TensorStorageMet
 
 
 def load_tensors(reader: SafeReader, tensors: dict[str, Tensor]) -> None:
+    """Read tensors of a checkpoint, by their names, in place; converts to their types."""
     state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
 
 
