@@ -12,7 +12,6 @@ import gc
 import importlib.util
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from xml.etree import ElementTree
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import DeviceType
 from torch.distributed.checkpoint import async_save
 from torch.profiler import ProfilerActivity, profile
 
@@ -41,6 +39,7 @@ from trainkit.rundir import RunDir, read_json
 from trainkit.trainer.checkpoint.saver import CheckpointSaver, SaveRequest
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.decoder import INIT_STD, Decoder
+from trainkit.trainer.profiler import summary_of
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.tasks import build_task
 from trainkit.trainer.worker import build_trainer
@@ -349,35 +348,17 @@ def save_state(name: str, device: str, folder: Path) -> list[Row]:
     return list(rows.values())
 
 
-KERNELS = (
-    ("communication", re.compile(r"nccl|c10d", re.IGNORECASE)),
-    ("attention", re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)),
-    ("GEMM", re.compile(r"gemm|cutlass|nvjet|cublas|aten::(mm|addmm|bmm)|xmma", re.IGNORECASE)),
-    ("copies", re.compile(r"memcpy|memset|aten::(copy_|fill_|cat)", re.IGNORECASE)),
-    ("elementwise", re.compile(r"")),
-)
-
-
 def profile_steps(name: str, device: str, folder: Path) -> list[Row]:
     """Where the time of three steps goes, by kind of kernel."""
     case, num_steps = (CASES["350m"], 3) if device == "cuda" else (TINY, 3)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
-    busy_s = {kind: 0.0 for kind, _ in KERNELS}
     with contextmanager(trainkit_step)(case, device, folder / "profiled", ()) as step:
         for _ in range(WARM_UP):
             timed(step, device)
         with profile(activities=activities) as profiler:
             wall_s = sum(timed(step, device) for _ in range(num_steps))
-    on_gpu = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
-    for entry in profiler.key_averages():
-        if entry.device_type != on_gpu:
-            continue
-        micros = entry.self_device_time_total if device == "cuda" else entry.self_cpu_time_total
-        kind = next(kind for kind, pattern in KERNELS if pattern.search(entry.key))
-        busy_s[kind] += micros / 1e6
-    rows = [{"kind": kind, "ms per step": round(1000 * busy / num_steps, 2)} for kind, busy in busy_s.items()]
-    idle_s = wall_s - sum(busy_s.values()) if device == "cuda" else 0.0
-    return [*rows, {"kind": "idle", "ms per step": round(1000 * idle_s / num_steps, 2)}]
+    found = summary_of(profiler.events(), num_steps, wall_s, cuda=device == "cuda")["seconds_per_step"]
+    return [{"kind": kind, "ms per step": round(1000 * seconds, 2)} for kind, seconds in found.items()]
 
 
 PARTS: dict[str, Callable[[str, str, Path], list[Row]]] = {

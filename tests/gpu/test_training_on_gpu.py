@@ -147,3 +147,13 @@ def test_memory_is_what_the_simulation_and_the_plan_say(tmp_path: Path) -> None:
         assert measured == pytest.approx(simulated, rel=0.2)
     else:
         assert simulated == pytest.approx(planned, rel=0.1)
+
+
+def test_a_profile_says_where_the_time_went(tmp_path: Path) -> None:
+    options = ("profiler.start_step=2", "profiler.num_steps=2", "profiler.memory=true")
+    attempt = train(tmp_path / "run", [ON_DEVICE, *SHAPE, *options])
+    share = read_json(attempt.profile_dir / "rank-0000.summary.json")["share"]
+    assert share["gemm"] > 0.05
+    assert sum(share.values()) > 0.5
+    memory = attempt.profile_dir / "rank-0000.memory.pickle"
+    assert memory.exists() == (KIND == "cuda")

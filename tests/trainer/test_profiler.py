@@ -10,7 +10,8 @@ import torch
 
 from tests.support.models import ALONE
 from trainkit.config.running import ProfilerConfig
-from trainkit.trainer.profiler import ProfileWindow
+from trainkit.rundir import read_json
+from trainkit.trainer.profiler import ProfileWindow, covered_s, summary_of
 
 
 def run(folder: Path, config: ProfilerConfig, steps: int = 6) -> list[str]:
@@ -25,8 +26,9 @@ def run(folder: Path, config: ProfilerConfig, steps: int = 6) -> list[str]:
     window.close()
     if not folder.exists():
         return []
-    (trace,) = folder.iterdir()
-    assert trace.name == "rank-0000.json"
+    summary = read_json(folder / "rank-0000.summary.json")
+    assert summary["num_steps"] == min(config.num_steps, steps + 1 - int(config.start_step or 0))
+    trace = folder / "rank-0000.json"
     names = {str(event.get("name")) for event in json.loads(trace.read_text())["traceEvents"]}
     return sorted(name for name in names if name.startswith("step-"))
 
@@ -47,3 +49,33 @@ def test_records_nothing_when_not_asked_to(tmp_path: Path) -> None:
         ProfilerConfig(start_step=100),
     ):
         assert run(tmp_path / "profile", config) == []
+
+
+def test_a_summary_tells_the_kinds_of_work_apart() -> None:
+    matrix = torch.ones(512, 512)
+    with torch.profiler.profile() as profile:
+        for _ in range(8):
+            matrix @ matrix
+        matrix.sigmoid()
+    found = summary_of(profile.events(), num_steps=2, wall_s=100.0, cuda=False)
+    assert found["step_s"] == 50.0
+    seconds = found["seconds_per_step"]
+    assert seconds["gemm"] > seconds["elementwise"] > 0.0
+    assert next(iter(found["largest_seconds_per_step"])) == "aten::mm"
+    assert sum(found["share"].values()) == pytest.approx(1.0)
+    assert found["share"]["idle"] > 0.9
+
+
+def test_what_runs_at_the_same_time_is_covered_once() -> None:
+    assert covered_s([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0), (5.2, 5.4)]) == 4.0
+    assert covered_s([]) == 0.0
+
+
+def test_memory_is_recorded_on_gpus_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = ProfilerConfig(start_step=2, num_steps=1, memory=True)
+    run(tmp_path / "profile", config)
+    assert "profiler.memory has no effect" in caplog.text
+    assert sorted(item.name for item in (tmp_path / "profile").iterdir()) == [
+        "rank-0000.json",
+        "rank-0000.summary.json",
+    ]

@@ -221,4 +221,8 @@ class ProfilerConfig(Section):
         default=None, description="First step to profile; null disables the profiler."
     )
     num_steps: AtLeastOne = Field(default=5, description="Number of steps to profile.")
+    memory: bool = Field(
+        default=False,
+        description="Also record every allocation of GPU memory with its stack, for memory_viz.",
+    )
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = list_field((0,), "Ranks to profile.")

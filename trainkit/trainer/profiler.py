@@ -1,21 +1,41 @@
-"""Records a window of steps with torch.profiler."""
+"""Records a window of steps with torch.profiler, and says where their time went."""
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Iterable
 from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from trainkit.config.running import ProfilerConfig
+from trainkit.rundir import write_json
 from trainkit.trainer.distributed import World
+from trainkit.trainer.torch_private import dump_memory_history, record_memory_history
 
 log = getLogger(__name__)
 
+KINDS = (
+    ("communication", re.compile(r"nccl|c10d", re.IGNORECASE)),
+    ("attention", re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)),
+    ("gemm", re.compile(r"gemm|cutlass|nvjet|cublas|aten::(mm|addmm|bmm)|xmma", re.IGNORECASE)),
+    ("copies", re.compile(r"memcpy|memset|aten::(copy_|fill_|cat)", re.IGNORECASE)),
+    ("elementwise", re.compile(r"")),
+)
+"""Kind of a kernel, or on a CPU of an operator, by its name; the first that matches."""
+NUM_OPERATORS = 10
+"""Operators in the summary."""
+
 
 class ProfileWindow:
-    """Records the steps `start_step` to `start_step + num_steps - 1` into a trace for Perfetto or Chrome."""
+    """Records the steps `start_step` to `start_step + num_steps - 1`.
+
+    Writes a trace for Perfetto, a summary, and with `memory` a snapshot for pytorch.org/memory_viz.
+    """
 
     def __init__(self, config: ProfilerConfig, folder: Path, world: World) -> None:
         enabled = config.start_step is not None and world.rank in config.ranks
@@ -23,7 +43,12 @@ class ProfileWindow:
         self._last = (config.start_step or 0) + config.num_steps - 1
         self._file = folder / f"rank-{world.rank:04d}.json"
         self._cuda = world.device.type == "cuda"
+        self._memory = config.memory and self._cuda
+        if enabled and config.memory and not self._cuda:
+            log.warning("profiler.memory has no effect: only the memory of GPUs is recorded")
         self._profile: Any = None
+        self._started = 0.0
+        self._num_steps = 0
 
     def before(self, step: int) -> None:
         """Start recording if this is the first step of the window; call right before a step."""
@@ -32,24 +57,87 @@ class ProfileWindow:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
+        if self._memory:
+            record_memory_history(True)
         self._profile = torch.profiler.profile(activities=activities, record_shapes=True, with_flops=True)
         self._profile.start()
+        self._started = time.perf_counter()
 
     def after(self, step: int) -> None:
         """Stop recording if this is the last step of the window; call right after a step."""
-        if self._profile is not None and step >= self._last:
+        if self._profile is None:
+            return
+        self._num_steps += 1
+        if step >= self._last:
             self.close()
 
     def close(self) -> None:
-        """Stop recording and write the trace, even of an incomplete window."""
+        """Stop recording and write what was recorded, even of an incomplete window."""
         if self._profile is None:
             return
-        self._profile.stop()
+        if self._cuda:
+            torch.cuda.synchronize()
+        wall_s = time.perf_counter() - self._started
+        profile, self._profile = self._profile, None
+        profile.stop()
         try:
             self._file.parent.mkdir(exist_ok=True)
-            self._profile.export_chrome_trace(str(self._file))
+            self._write_memory()
+            profile.export_chrome_trace(str(self._file))
+            if self._num_steps:
+                self._write_summary(summary_of(profile.events(), self._num_steps, wall_s, cuda=self._cuda))
         except (OSError, RuntimeError) as error:
             log.error(f"cannot write the profile to {self._file} ({error})")
         else:
             log.info(f"profile written to {self._file}; open it at ui.perfetto.dev")
-        self._profile = None
+
+    def _write_memory(self) -> None:
+        if self._memory:
+            file = self._file.with_suffix(".memory.pickle")
+            dump_memory_history(str(file))
+            record_memory_history(False)
+            log.info(f"memory snapshot written to {file}; open it at pytorch.org/memory_viz")
+
+    def _write_summary(self, summary: dict[str, Any]) -> None:
+        write_json(self._file.with_suffix(".summary.json"), summary)
+        shares = [f"{kind} {share:.0%}" for kind, share in summary["share"].items() if share >= 0.005]
+        log.info(f"profiled steps took {summary['step_s']:.4f} s each: {', '.join(shares)}")
+
+
+def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bool) -> dict[str, Any]:
+    """Where the time of profiled steps went: seconds a step and share of each kind of work, and idle time.
+
+    On a GPU, kernels count, and what runs at the same time counts for each; idle is when none ran. On a CPU,
+    operators count without those that they call, and idle is when none ran, such as Python between them.
+    """
+    wanted = DeviceType.CUDA if cuda else DeviceType.CPU
+    by_kind = {kind: 0.0 for kind, _ in KINDS}
+    by_name: dict[str, float] = {}
+    spans: list[tuple[float, float]] = []
+    for event in events:
+        if event.device_type != wanted or event.is_user_annotation:
+            continue
+        own_us = event.self_device_time_total if cuda else event.self_cpu_time_total
+        kind = next(kind for kind, pattern in KINDS if pattern.search(event.name))
+        by_kind[kind] += own_us / 1e6
+        by_name[event.name] = by_name.get(event.name, 0.0) + own_us / 1e6
+        spans.append((event.time_range.start / 1e6, event.time_range.end / 1e6))
+    busy_s = covered_s(spans) if cuda else sum(by_kind.values())
+    by_kind["idle"] = max(0.0, wall_s - busy_s)
+    largest = sorted(by_name.items(), key=lambda item: -item[1])[:NUM_OPERATORS]
+    return {
+        "num_steps": num_steps,
+        "step_s": wall_s / num_steps,
+        "share": {kind: seconds / wall_s for kind, seconds in by_kind.items()},
+        "seconds_per_step": {kind: seconds / num_steps for kind, seconds in by_kind.items()},
+        "largest_seconds_per_step": {name: seconds / num_steps for name, seconds in largest},
+    }
+
+
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that at least one of the spans, from start to end, covers."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

@@ -240,6 +240,25 @@ def make_stager(options: StagingOptions) -> DefaultStager:
     return stager
 
 
+# Memory of a GPU over time
+
+
+def record_memory_history(enabled: bool) -> None:
+    """Start or stop recording every allocation of CUDA with its stack.
+
+    When it goes: leave out `profiler.memory`; the peak is in the metrics.
+    """
+    torch.cuda.memory._record_memory_history("all" if enabled else None)
+
+
+def dump_memory_history(file: str) -> None:
+    """Write the recorded allocations to a file for pytorch.org/memory_viz.
+
+    When it goes: as for `record_memory_history`.
+    """
+    torch.cuda.memory._dump_snapshot(file)
+
+
 # Simulation of one rank: tensors without values, collectives without other ranks
 
 FakeTensors = FakeTensorMode
