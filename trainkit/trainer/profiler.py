@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 
 from trainkit.config.running import ProfilerConfig
 from trainkit.rundir import write_json
@@ -110,12 +109,12 @@ def summary_of(events: Iterable[Any], num_steps: int, wall_s: float, *, cuda: bo
     On a GPU, kernels count, and what runs at the same time counts for each; idle is when none ran. On a CPU,
     operators count without those that they call, and idle is when none ran, such as Python between them.
     """
-    wanted = DeviceType.CUDA if cuda else DeviceType.CPU
+    wanted = "CUDA" if cuda else "CPU"
     by_kind = {kind: 0.0 for kind, _ in KINDS}
     by_name: dict[str, float] = {}
     spans: list[tuple[float, float]] = []
     for event in events:
-        if event.device_type != wanted or event.is_user_annotation:
+        if event.device_type.name != wanted or event.is_user_annotation:
             continue
         own_us = event.self_device_time_total if cuda else event.self_cpu_time_total
         kind = next(kind for kind, pattern in KINDS if pattern.search(event.name))

@@ -256,7 +256,7 @@ def dump_memory_history(file: str) -> None:
 
     When it goes: as for `record_memory_history`.
     """
-    torch.cuda.memory._dump_snapshot(file)
+    torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
 
 
 # Simulation of one rank: tensors without values, collectives without other ranks
