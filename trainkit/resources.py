@@ -54,6 +54,10 @@ def find_shipped_config(name: str) -> Path | None:
 def shipped_config_names() -> list[str]:
     """The names of the shipped run configs, such as ``quickstart`` and ``models/8b``."""
     folder = shipped_configs()
-    others = [file for file in sorted(folder.glob("*/*.yaml")) if file.parent.name not in NOT_RUNS]
+    others = [
+        file
+        for file in sorted(folder.glob("*/*.yaml"))
+        if file.parent.name not in NOT_RUNS and "." not in file.stem  # those are profiles of one config
+    ]
     files = [folder / f"{QUICKSTART}.yaml", *others]
     return [str(file.relative_to(folder).with_suffix("")) for file in files]

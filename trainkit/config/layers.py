@@ -123,17 +123,27 @@ class Layers:
         return None
 
     def profile(self, name: str, config: Path | None) -> Entry:
-        """Return the profile with this name; `config` is the path of the run config, if it has one."""
+        """Return the profile with this name; `config` is the path of the run config, if it has one.
+
+        One of that config alone is next to it: ``CONFIG.NAME.yaml``.
+        """
         folders = [self.cwd / "profiles", self.cwd / "configs" / "profiles", shipped_configs() / "profiles"]
         if config is not None:
-            folders.insert(0, (self.cwd / config).parent / "profiles")
+            config = self.cwd / config
+            own = config.with_name(f"{config.stem}.{name}.yaml")
+            if "/" not in name and own.is_file():
+                return self.file(own)
+            folders.insert(0, config.parent / "profiles")
         for folder in folders:
             if "/" not in name and (folder / f"{name}.yaml").is_file():
                 return self.file(folder / f"{name}.yaml")
-        known = sorted({item.stem for folder in folders for item in folder.glob("*.yaml")})
+        known = {item.stem for folder in folders for item in folder.glob("*.yaml")}
+        if config is not None:
+            owned = config.parent.glob(f"{config.stem}.*.yaml")
+            known.update(item.stem.removeprefix(f"{config.stem}.") for item in owned)
         match = near(name, known)
         hint = f"did you mean {match}? " if match else ""
-        hint += f"profiles: {', '.join(known)}" if known else "profiles are in profiles/ next to the config"
+        hint += f"profiles: {', '.join(sorted(known))}" if known else "profiles are in profiles/ next to the config"
         self.problem("", f"there is no profile {name!r}", f"--profile {name}", hint)
         return EMPTY
 
