@@ -143,7 +143,11 @@ class Layers:
             known.update(item.stem.removeprefix(f"{config.stem}.") for item in owned)
         match = near(name, known)
         hint = f"did you mean {match}? " if match else ""
-        hint += f"profiles: {', '.join(sorted(known))}" if known else "profiles are in profiles/ next to the config"
+        hint += (
+            f"profiles: {', '.join(sorted(known))}"
+            if known
+            else "profiles are in profiles/ next to the config"
+        )
         self.problem("", f"there is no profile {name!r}", f"--profile {name}", hint)
         return EMPTY
 

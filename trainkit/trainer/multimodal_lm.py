@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
+from trainkit.data.demo import DEMO, Split, demo_rows
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.plan.model_shape import resolve_model_shape
@@ -67,9 +69,17 @@ class MediumFormat:
         from PIL import Image
 
         with Image.open(file) as image:
-            pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.float32)
+            pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.uint8)
+        return self.cut(pixels)
+
+    def cut(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
+        """The patches of pixels [height, width, 3], which are scaled to `size`."""
+        values = torch.from_numpy(pixels.astype(np.float32) / 127.5 - 1.0)
+        if len(values) != self.size:
+            scaled = F.interpolate(values.permute(2, 0, 1)[None], (self.size, self.size), mode="bilinear")
+            values = scaled[0].permute(1, 2, 0)
         sides = self.size // self.patch
-        blocks = torch.from_numpy(pixels / 127.5 - 1.0).view(sides, self.patch, sides, self.patch, 3)
+        blocks = values.reshape(sides, self.patch, sides, self.patch, 3)
         return blocks.transpose(1, 2).reshape(self.num_patches, self.num_features)
 
     def read_curve(self, points: Sequence[Any]) -> Tensor:
@@ -91,26 +101,31 @@ class MediumFormat:
 
 
 class MediumSamples:
-    """The rows of a JSON Lines file: an image or a curve, a question and its answer."""
+    """The rows of a JSON Lines file, or the built-in ones: an image or a curve, a question and its answer."""
 
-    def __init__(self, file: Path, medium: MediumFormat, tokenizer: str, max_tokens: int) -> None:
+    def __init__(
+        self, file: Path, medium: MediumFormat, tokenizer: str, max_tokens: int, split: Split = "train"
+    ) -> None:
         self._folder = file.parent
         self._medium = medium
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise UsageError(f"{file} cannot be read: {error.strerror}", hint="see task_args") from None
+        lines: Sequence[Any]
+        if str(file) == DEMO:
+            content = f"{DEMO} {split}".encode()
+            lines = demo_rows(medium.kind, split)
+        else:
+            content = _content_of(file)
+            lines = content.splitlines()
         self.fingerprint = hashlib.sha256(
             content + repr((medium, tokenizer, max_tokens)).encode()
         ).hexdigest()
         texts = Tokenizer(tokenizer)
         self._rows: list[tuple[Any, Tensor, Tensor]] = []
         problems = []
-        for number, line in enumerate(content.splitlines(), 1):
-            if not line.strip():
+        for number, line in enumerate(lines, 1):
+            if isinstance(line, bytes) and not line.strip():
                 continue
             try:
-                row = self._checked(json.loads(line))
+                row = self._checked(json.loads(line) if isinstance(line, bytes) else line)
             except (ValueError, TypeError) as error:
                 problems.append(f"{file}:{number}: {error}")
                 continue
@@ -139,6 +154,8 @@ class MediumSamples:
         if not str(row["answer"]).strip():
             raise ValueError("its answer is empty")
         medium = row[self._medium.kind]
+        if isinstance(medium, np.ndarray):
+            return row
         if self._medium.kind == "image":
             if not (self._folder / str(medium)).is_file():
                 raise ValueError(f"there is no image {self._folder / str(medium)}")
@@ -156,7 +173,17 @@ class MediumSamples:
         medium, tokens, labels = self._rows[index]
         if self._medium.kind == "curve":
             return self._medium.read_curve(medium), tokens, labels
+        if isinstance(medium, np.ndarray):
+            return self._medium.cut(medium), tokens, labels
         return self._medium.read_image(self._folder / str(medium)), tokens, labels
+
+
+def _content_of(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        hint = f"task_args names JSON Lines files, or `{DEMO}`, which is built in"
+        raise UsageError(f"{file} cannot be read: {error.strerror}", hint=hint) from None
 
 
 class Layer(nn.Module):
@@ -317,7 +344,7 @@ class MultimodalLM(Task):
             raise UsageError(f"task_args.patch is {patch}, which does not divide task_args.size {size}")
         if width % heads:
             raise UsageError(f"task_args.heads is {heads}, which does not divide task_args.width {width}")
-        if medium == "image":
+        if medium == "image" and {train, val} - {DEMO, None}:
             require("PIL", "task_args.medium: image", "vision")
         self._files = {"train": train, "val": val}
         self._medium = MediumFormat(medium, size, patch)
@@ -351,14 +378,15 @@ class MultimodalLM(Task):
         return OwnLM(self.config, vocab_size, self.config.data.seq_len)
 
     def train_dataset(self) -> MediumSamples:
-        return self._samples(cast(str, self._files["train"]))
+        return self._samples(cast(str, self._files["train"]), "train")
 
     def val_dataset(self) -> MediumSamples | None:
         file = self._files["val"]
-        return None if file is None else self._samples(file)
+        return None if file is None else self._samples(file, "val")
 
-    def _samples(self, file: str) -> MediumSamples:
-        return MediumSamples(Path(file), self._medium, self.config.data.tokenizer, self._max_tokens)
+    def _samples(self, file: str, split: Split) -> MediumSamples:
+        tokenizer = self.config.data.tokenizer
+        return MediumSamples(Path(file), self._medium, tokenizer, self._max_tokens, split)
 
     def collate(self, items: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Tensor]:
         patches, tokens, labels = zip(*items, strict=True)
