@@ -174,3 +174,9 @@ class SpeakInSequence(Speak):
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, str | ParallelStyle]:
         return sequence_plan()
+
+
+class NoPlan(Speak):
+    """The same, but does not say how it is split."""
+
+    tensor_plan = Task.tensor_plan

@@ -199,7 +199,8 @@ class UserTask:
         if value.shape[1:] != expected:
             message = f"read_weight({name!r}) returned rows of shape {list(value.shape[1:])}"
             raise refusal(self.config.task, message, f"in its model they have shape {list(expected)}")
-        return value[(slice(None), *rest)] if rest else value  # tensor parallelism divides columns too
+        columns = (slice(None), *rest)  # which tensor parallelism divides
+        return value[columns]
 
 
 class _Data:

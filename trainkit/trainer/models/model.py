@@ -230,9 +230,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def shard_index(param: Tensor) -> list[slice]:
     """Where this rank's shard is in the whole tensor, per dimension."""
     offset = shard_offset(param) if isinstance(param, DTensor) else (0,) * param.dim()
-    return [
-        slice(start, start + size) for start, size in zip(offset, local_tensor(param).shape, strict=True)
-    ]
+    return [slice(start, start + size) for start, size in zip(offset, local_tensor(param).shape, strict=True)]
 
 
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:

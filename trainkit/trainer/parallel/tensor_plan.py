@@ -18,8 +18,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from trainkit.errors import Problem
+from trainkit.plan.layouts.rules import divisors
 from trainkit.task import Task
-from trainkit.trainer.load_task import errors_of_user, refusal
+from trainkit.trainer.load_task import TaskError, errors_of_user, refusal
 from trainkit.trainer.models.model import local_tensor, shard_index
 from trainkit.trainer.parallel.tensor import SumsGradients, VocabularyParallel, matches
 
@@ -46,12 +48,16 @@ def find_styles(task: Task, name: str, model: nn.Module, tp: int) -> dict[nn.Mod
         plan = task.tensor_plan(model)
     if not isinstance(plan, Mapping) or not plan:
         found = "an empty plan" if isinstance(plan, Mapping) else f"a {type(plan).__name__}"
-        raise refusal(name, f"tensor_plan() returned {found}", 'return a dict such as {"layers.*.up": "colwise"}')
+        raise refusal(
+            name, f"tensor_plan() returned {found}", 'return a dict such as {"layers.*.up": "colwise"}'
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern in plan:
         if not any(matches(pattern, module) for module in modules):
             close = get_close_matches(str(pattern), modules, n=1)
-            hint = "`*` matches one part of a name: layers.*.mlp.up" + (f"; it has {close[0]}" if close else "")
+            hint = "`*` matches one part of a name: layers.*.mlp.up" + (
+                f"; it has {close[0]}" if close else ""
+            )
             raise refusal(name, f"tensor_plan() names {pattern}, which no module of its model matches", hint)
     styles: dict[nn.Module, ParallelStyle] = {}
     for path, module in modules.items():
@@ -82,8 +88,9 @@ def _style(name: str, path: str, module: nn.Module, value: object, tp: int) -> P
     }[is_embedding, is_colwise]
     size = getattr(module, width)
     if size % tp:
-        message = f"{width} of {path} is {size}, which parallel.tp {tp} does not divide"
-        raise refusal(name, message, f"change it, or leave {path} out of tensor_plan()")
+        message = f"is {tp}, which does not divide {width} {size} of {path}"
+        hint = f"it can be {divisors(size, most=tp)}; modules that tensor_plan() does not name stay whole"
+        raise TaskError(Problem("parallel.tp", message, hint=hint))
     if value == "rowwise" and isinstance(module, nn.Embedding):
         if module.padding_idx is not None or module.max_norm is not None:
             message = f"{path} has padding_idx or max_norm, which rowwise in tensor_plan() does not support"
@@ -121,7 +128,8 @@ def split_model(
                 message = f"{same[0]} and {path} are one parameter, which tensor_plan() splits in two ways"
                 hint = "a head that shares its weight with an embedding: rowwise and colwise_gather_output"
                 raise refusal(name, message, hint)
-        _set(model, same, first.requires_grad_(param.requires_grad))
+        first.requires_grad_(param.requires_grad)
+        _set(model, same, first)
     return values
 
 
@@ -161,11 +169,13 @@ def check_replicated_gradients(name: str, model: nn.Module, mesh: DeviceMesh) ->
     own = torch.cat(list(samples.values()))
     gathered = [torch.empty_like(own) for _ in range(mesh.size())]
     dist.all_gather(gathered, own, group=mesh.get_group())
-    parts = torch.stack(gathered).split([sample.numel() for sample in samples.values()], dim=1)
+    parts = torch.split(torch.stack(gathered), [sample.numel() for sample in samples.values()], dim=1)
     different = torch.stack([(part - part[:1]).norm(dim=1).max() for part in parts])
     size = torch.stack([part.norm(dim=1).max() for part in parts])
     wrong = [
-        path for path, is_wrong in zip(samples, (different > MAX_DIFFERENCE * size).tolist(), strict=True) if is_wrong
+        path
+        for path, is_wrong in zip(samples, (different > MAX_DIFFERENCE * size).tolist(), strict=True)
+        if is_wrong
     ]
     if wrong:
         shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
