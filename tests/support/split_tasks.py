@@ -162,7 +162,7 @@ class Speak(Task):
         logits, labels = model(batch[:, :-1]), batch[:, 1:]
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         right = (logits.argmax(-1) == labels).sum()
-        return Loss(total, labels.numel(), {"accuracy": right, "samples": (len(batch), 1)})
+        return Loss(total, labels.numel(), {"accuracy": right, "right": (right, len(batch))})
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, str | ParallelStyle]:
         plan = {**NAMES, **self.extra}
