@@ -106,7 +106,7 @@ NAMES: dict[str, str | ParallelStyle] = {
 def sequence_plan() -> dict[str, str | ParallelStyle]:
     """With the styles of torch: the residual stream is divided along the sequence."""
     return {
-        "embed": "rowwise",
+        "embed": RowwiseParallel(input_layouts=Replicate()),
         "positions": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
         **dict.fromkeys(("layers.*.norm[12]", "norm"), SequenceParallel(use_local_output=True)),
         "layers.*.attention.[qkv]": ColwiseParallel(input_layouts=Shard(1)),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -17,6 +18,7 @@ from tests.support import split_tasks
 from tests.support.hf_models import need, save_model
 from tests.support.parity import Case, close, curve, make_trainer, run_cases, worst_difference
 from tests.support.runs import log_text, train
+from trainkit.cli.main import main
 from trainkit.config import load_config
 from trainkit.config.schema import RunConfig
 from trainkit.manifest import published
@@ -24,9 +26,11 @@ from trainkit.rundir import AttemptDir, RunDir, read_metrics
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.hf_task import find_hf_problem
 from trainkit.trainer.load_task import TaskError
-from trainkit.trainer.models.model import local_tensor
-from trainkit.trainer.parallel.tensor_plan import STYLES, find_styles
-from trainkit.trainer.task_check import Smoke, definite_problem
+from trainkit.trainer.models.model import allocate, local_tensor
+from trainkit.trainer.parallel.tensor_plan import STYLES, fill_shards, find_styles, split_model
+from trainkit.trainer.task_check import Smoke
+from trainkit.trainer.torch_private import join_fake_world
+from trainkit.trainer.user_task import UserTask
 
 FILE = Path(split_tasks.__file__)
 SEQUENCE = (f"task={FILE}:SpeakInSequence",)
@@ -131,13 +135,14 @@ def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
     run_cases(tmp_path, [Case("whole", 4, layout)], dropout, function=train_and_compare)
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
     assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+    uneven = (*COMMON, "task_args.hidden=46")  # 23 rows of a tensor-parallel rank are sharded over two
     links: list[tuple[int, dict[str, object]]] = [
         *((2, {"tp": 2}), (1, {}), (2, {"dp_shard": 2}), (4, layout), (4, {"tp": 2, "dp_replicate": 2})),
         (2, {"dp_replicate": 2}),
     ]
     for step, (num_procs, parallel) in enumerate(links, 1):
-        run_cases(tmp_path, [Case("chain", num_procs, parallel, (f"train.stop_at_step={step}",))], COMMON)
-    run_cases(tmp_path, [ALONE], COMMON)
+        run_cases(tmp_path, [Case("chain", num_procs, parallel, (f"train.stop_at_step={step}",))], uneven)
+    run_cases(tmp_path, [ALONE], uneven)
     assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 1e-5
 
 
@@ -252,13 +257,60 @@ def test_an_embedding_with_a_padding_index_cannot_be_split_by_rows(tmp_path: Pat
         find_styles(task, "t.py:Planned", model, 2)
 
 
-def test_a_task_without_a_plan_is_refused_at_submit(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "parallel.tp=2", task="NoPlan")
-    problem = definite_problem(config)
-    assert problem is not None
-    assert (problem.key, problem.message) == ("parallel.tp", "is 2, but NoPlan does not define tensor_plan")
-    assert "docs/own-task.md" in problem.hint
-    assert definite_problem(config_of(tmp_path, "parallel.tp=2")) is None
+def test_a_rank_gets_memory_for_its_shards_only(tmp_path: Path) -> None:
+    task = split_tasks.Speak(config_of(tmp_path), tied=True, frozen=True)
+    model = task.build_model()
+    whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    join_fake_world(1, 2)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        values = split_model("t.py:Speak", model, find_styles(task, "t.py:Speak", model, 2), mesh)
+        assert all(param.is_meta for param in model.parameters())
+        allocate(model, torch.device("cpu"))
+        fill_shards(model, values)
+        shards = {name: local_tensor(param.detach()) for name, param in model.named_parameters()}
+    finally:
+        dist.destroy_process_group()
+    assert model.get_parameter("head.weight") is model.get_parameter("embed.weight")
+    assert {name for name, param in model.named_parameters() if not param.requires_grad} == frozen
+    assert shards.keys() == whole.keys()
+    assert torch.equal(shards["embed.weight"], whole["embed.weight"][12:])
+    assert torch.equal(shards["layers.1.up.bias"], whole["layers.1.up.bias"][24:])
+    assert torch.equal(shards["layers.1.down.weight"], whole["layers.1.down.weight"][:, 24:])
+    for name in ("layers.1.down.bias", "layers.1.attention.q_norm.weight", "norm.weight", "positions.table"):
+        assert torch.equal(shards[name], whole[name])
+
+
+def test_parts_of_weights_are_read(tmp_path: Path) -> None:
+    task = UserTask(config_of(tmp_path, "task_args.on_meta=true"), None, opens_data=False)
+    task.build_model()
+    values = cast(split_tasks.Speak, task.task).values
+    index = [slice(3, 5), slice(16, 32)]
+    assert torch.equal(task.read_weight("head.weight", index), values["head.weight"][3:5, 16:32])
+    values["head.weight"] = torch.ones(24, 48)
+    with pytest.raises(TaskError, match=r"read_weight\('head.weight'\) returned rows of shape \[48\]"):
+        task.read_weight("head.weight", index)
+
+
+def test_a_task_without_a_plan_is_refused_at_submit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "t.yaml").write_text("name: t\ndevice: cpu\ntrain: {global_batch_size: 8}\n")
+    common = ["check", "t.yaml", "--gpus-per-node", "2", "--set", f"task={FILE}:NoPlan", "--set"]
+    assert main([*common, "parallel.tp=2"]) == 2
+    err = capsys.readouterr().err
+    assert "parallel.tp: is 2, but NoPlan does not define tensor_plan" in err
+    assert "hint: it names the modules to split, see docs/own-task.md" in err
+    assert main(["check", "t.yaml", "--gpus-per-node", "2", "--set", f"task={FILE}:Speak"]) == 0
+    for key, what in (("pp", "cut into stages"), ("cp", "split a sequence over ranks")):
+        assert main([*common, f"parallel.{key}=2"]) == 2
+        err = capsys.readouterr().err
+        assert f"parallel.{key}: is 2, but only models of trainkit can" in err
+        assert f"{what}, not that of {FILE}:NoPlan" in err
+        assert "model.architecture llama, or FILE.py:CLASS, supports it" in err
 
 
 def test_a_smoke_test_checks_the_plan(tmp_path: Path) -> None:

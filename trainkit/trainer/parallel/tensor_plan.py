@@ -91,11 +91,12 @@ def _style(name: str, path: str, module: nn.Module, value: object, tp: int) -> P
         message = f"is {tp}, which does not divide {width} {size} of {path}"
         hint = f"it can be {divisors(size, most=tp)}; modules that tensor_plan() does not name stay whole"
         raise TaskError(Problem("parallel.tp", message, hint=hint))
-    if value == "rowwise" and isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) and isinstance(style, RowwiseParallel) and style.use_local_output:
         if module.padding_idx is not None or module.max_norm is not None:
-            message = f"{path} has padding_idx or max_norm, which rowwise in tensor_plan() does not support"
+            message = f"{path} has padding_idx or max_norm, which {_shown(value)} in tensor_plan() cannot do"
             raise refusal(name, message, "use colwise_gather_output")
-        return VocabularyParallel(Replicate())
+        # That of torch cannot be compiled: its gradient would be wrong.
+        return VocabularyParallel(style.output_layouts[0])
     return style
 
 
