@@ -160,8 +160,8 @@ def check_replicated_gradients(name: str, model: nn.Module, mesh: DeviceMesh) ->
     """
     samples: dict[str, Tensor] = {}
     for path, param in model.named_parameters():
-        is_split = isinstance(param, DTensor) and "tp" in (param.device_mesh.mesh_dim_names or ())
-        if not is_split and param.grad is not None:
+        is_planned = isinstance(param, DTensor) and "tp" in (param.device_mesh.mesh_dim_names or ())
+        if not is_planned and param.grad is not None:
             gradient = local_tensor(param.grad).flatten()
             step = max(1, gradient.numel() // COMPARED_ELEMENTS)
             samples[path] = gradient[::step].to(mesh.device_type, torch.float32)
