@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from trainkit.config.training import DataConfig
 from trainkit.data.shards import open_dataset
 from trainkit.errors import UsageError
 from trainkit.safetensors import write_safetensors
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 Number = Tensor | float
 """A number, or a tensor with one element."""
@@ -134,6 +137,23 @@ class Task(ABC):
         The default finds the modules of every `nn.ModuleList` and `nn.Sequential` that repeats one class.
         """
         return repeated_layers(model)
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, str | ParallelStyle]:
+        """Return how ``parallel.tp`` splits the model: names of modules, and the style of each.
+
+        ``*`` in a name matches one component of it, as in ``layers.*.mlp.up``; the first name that matches
+        counts. Styles of `nn.Linear` and `nn.Embedding`:
+
+        - ``colwise`` divides the outputs, which stay divided.
+        - ``rowwise`` divides the inputs, which must be divided, and adds up the outputs; of an embedding it
+          divides the vocabulary.
+        - ``colwise_gather_output`` divides the outputs and gathers them on every rank.
+
+        ``replicated_with_grad_allreduce`` is for other modules between a ``colwise`` and a ``rowwise`` one,
+        whose parameters stay whole. A style can also be a `ParallelStyle` of torch. Modules without a style
+        are whole on every rank, and so must be their inputs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how its model is split")
 
     def parameter_options(self, name: str, parameter: nn.Parameter) -> ParameterOptions:
         """Return how the optimizer treats a parameter of the model."""

@@ -210,24 +210,32 @@ def _task_problems(loaded: LoadedConfig) -> Iterator[Problem]:
     if file.suffix == ".py" and not file.is_file():
         message = f"is {task}, but there is no file {file.absolute()}"
         yield loaded.problem("task", message, "FILE.py is relative to the current folder")
-    yield from _only_data_parallel(loaded, f"{task} does not say how its model is split")
+    yield from _no_stages(loaded, task)
     if loaded.config.precision.float8:
         message = f"is true, but task is {task}"
         yield loaded.problem("precision.float8", message, "float8 requires the task causal_lm")
 
 
-def _only_data_parallel(loaded: LoadedConfig, why: str) -> Iterator[Problem]:
-    for key in ("tp", "pp", "cp"):
+def _no_stages(loaded: LoadedConfig, model: str) -> Iterator[Problem]:
+    """Yield the degrees that only a `Model` of trainkit supports, for the model of a task."""
+    reasons = {
+        "pp": f"only models of trainkit can be cut into stages, not that of {model}",
+        "cp": f"only models of trainkit can split a sequence over ranks, not that of {model}",
+    }
+    for key, why in reasons.items():
         degree = getattr(loaded.config.parallel, key)
         if degree > 1:
-            hint = f"remove parallel.{key}; use dp_shard"
+            hint = "use parallel.dp_shard or tp; model.architecture llama, or FILE.py:CLASS, supports it"
             yield loaded.problem(f"parallel.{key}", f"is {degree}, but {why}", hint)
 
 
 def _transformers_problems(loaded: LoadedConfig, data: DataFacts) -> Iterator[Problem]:
     """Yield what models of the transformers library do not support."""
     model = loaded.config.model
-    yield from _only_data_parallel(loaded, "only trainkit's own decoder can be split so, not transformers'")
+    yield from _no_stages(loaded, "transformers")
+    if loaded.config.parallel.tp > 1 and model.lora is not None:
+        message = f"is {loaded.config.parallel.tp}, but model.lora is set, whose adapters cannot be split"
+        yield loaded.problem("parallel.tp", message, "remove parallel.tp; use dp_shard")
     if loaded.config.precision.float8:
         message = "is true, but model.architecture is transformers"
         yield loaded.problem("precision.float8", message, "float8 requires trainkit's own decoder")

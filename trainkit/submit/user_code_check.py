@@ -30,9 +30,11 @@ def find_code_problems(loaded: LoadedConfig) -> list[Problem]:
     if any(elsewhere) or launch.modules or launch.setup:
         return []
     if config.has_user_task:
-        found = _check(TASK_CHECK, _facts(config, "task", "task_args"), *_file(config.task))
+        found = _check(TASK_CHECK, _facts(config, "task", "task_args", "parallel"), *_file(config.task))
     elif config.model.hf is not None:
-        found = _check(TASK_CHECK, _facts(config, "model"), *_file(f"{config.model.hf}/config.json:"))
+        found = _check(
+            TASK_CHECK, _facts(config, "model", "parallel"), *_file(f"{config.model.hf}/config.json:")
+        )
     elif config.model.architecture != OURS:
         facts = _facts(config, "model", "data", "parallel")
         found = _check(ARCHITECTURE_CHECK, facts, *_file(config.model.architecture))

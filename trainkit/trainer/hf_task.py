@@ -6,9 +6,10 @@ import hashlib
 import importlib.util
 import math
 import os
+from collections.abc import Mapping
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ from trainkit.data.cache import has_validation
 from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError, UsageError
 from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
+from trainkit.trainer.load_task import TaskError
+from trainkit.trainer.parallel.tensor import matches
+from trainkit.trainer.parallel.tensor_plan import STYLES, find_styles
 
 log = getLogger(__name__)
 ADAPTER = "default"
@@ -87,19 +91,11 @@ class HFCausalLM(Task):
 
     def build_model(self) -> nn.Module:
         transformers = import_transformers()
-        settings = transformers.AutoConfig.from_pretrained(self._folder, **LOCAL)
-        settings.use_cache = False
-        self._check_positions(settings)
-
-        def create() -> Any:
-            return transformers.AutoModelForCausalLM.from_config(
-                settings, dtype=torch.float32, trust_remote_code=False
-            )
-
+        self._check_positions(transformers.AutoConfig.from_pretrained(self._folder, **LOCAL))
         if self._weights is None:
-            return self._counted(create())
+            return self._counted(_create(self._folder))
         with parameters_on_meta():
-            model = create()
+            model = _create(self._folder)
         lora = self.config.model.lora
         found, why = self._find_stored(model)
         if not why and lora is not None:
@@ -209,6 +205,32 @@ class HFCausalLM(Task):
         assert self._weights is not None
         return self._weights.read(self._names[name], (rows,))
 
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, str]:
+        """The plan of transformers for its own model; raises TaskError if it has none that fits."""
+        tp, settings, own = self.config.parallel.tp, cast(Any, model.config), cast(Any, model)
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(settings, key, None)
+            if isinstance(heads, int) and heads % tp:
+                raise _no_split(tp, f"does not divide {key} {heads} of {self._folder}", "use a divisor of it")
+        names = {module: name for name, module in model.named_modules()}
+        embedding, head = own.get_input_embeddings(), own.get_output_embeddings()
+        plan = {
+            name: style
+            for name, style in (own.tp_plan or {}).items()
+            if any(matches(name, path) for module, path in names.items() if module is not embedding)
+        }
+        unknown = next((f"{style} for {name}" for name, style in plan.items() if style not in STYLES), None)
+        if unknown is not None or not plan:
+            found = f"has {unknown} in its plan" if unknown else "has no plan"
+            kind = type(model).__name__
+            raise _no_split(tp, f"{kind} does not support: it {found}", "use parallel.dp_shard")
+        divides = embedding.num_embeddings % tp == 0 and embedding.padding_idx is None
+        if divides:
+            plan[names[embedding]] = "rowwise"
+        elif head is not None and (head.weight is embedding.weight or head.out_features % tp):
+            plan.pop(names[head], None)
+        return plan
+
     def loss(self, model: nn.Module, batch: Tensor) -> Loss:
         labels = batch[:, 1:]
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
@@ -218,6 +240,20 @@ class HFCausalLM(Task):
     @property
     def flops_per_sample(self) -> float | None:
         return self._flops
+
+
+def _create(folder: Path) -> Any:
+    """The model of a config.json, with random weights in float32."""
+    transformers = import_transformers()
+    settings = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+    settings.use_cache = False
+    return transformers.AutoModelForCausalLM.from_config(
+        settings, dtype=torch.float32, trust_remote_code=False
+    )
+
+
+def _no_split(tp: int, message: str, hint: str) -> TaskError:
+    return TaskError(Problem("parallel.tp", f"is {tp}, which {message}", hint=hint))
 
 
 def lora_config(lora: dict[str, Any]) -> Any:
@@ -261,6 +297,12 @@ def find_hf_problem(config: RunConfig) -> Problem | None:
             lora_config(config.model.lora)
         if not config.model.from_scratch:
             StoredWeights(Path(config.model.hf))
+        if config.uses_transformers and config.parallel.tp > 1:
+            with torch.device("meta"):
+                model = _create(Path(config.model.hf))
+            find_styles(HFCausalLM(config), config.task, model, config.parallel.tp)
+    except TaskError as error:
+        return error.problem
     except TrainkitError as error:
         key = "model.lora" if error.message.startswith("model.lora") else "model.hf"
         return Problem(key, error.message.removeprefix(f"{key} "), hint=error.hint)

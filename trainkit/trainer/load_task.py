@@ -50,7 +50,7 @@ def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
     if config.task == MULTIMODAL:
         from trainkit.trainer.multimodal_lm import MultimodalLM
 
-        _check_arguments(config, MultimodalLM)
+        _check(config, MultimodalLM)
         return MultimodalLM
     module_name, _, class_name = config.task.rpartition(":")
     with errors_of_user(config.task, "cannot be imported"):
@@ -66,7 +66,7 @@ def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
     if missing:
         place = f"{where}:{inspect.getsourcelines(found)[1]}"
         raise refusal(config.task, f"{class_name} does not define {', '.join(missing)}", f"see {place}")
-    _check_arguments(config, found)
+    _check(config, found)
     return found
 
 
@@ -103,8 +103,13 @@ def _import(task: str, name: str, run: RunDir | None) -> ModuleType:
     return module
 
 
-def _check_arguments(config: RunConfig, found: type[Task]) -> None:
-    """Raise TaskError if `task_args` do not fit the constructor."""
+def _check(config: RunConfig, found: type[Task]) -> None:
+    """Raise TaskError if a class does not take `task_args`, or does not support the layout."""
+    tp = config.parallel.tp
+    if tp > 1 and found.tensor_plan is Task.tensor_plan:
+        message = f"is {tp}, but {found.__name__} does not define tensor_plan"
+        hint = "it names the modules to split, see docs/own-task.md; or remove parallel.tp and use dp_shard"
+        raise TaskError(Problem("parallel.tp", message, hint=hint))
     signature = inspect.signature(found)
     try:
         signature.bind(config, **config.task_args)

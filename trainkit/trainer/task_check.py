@@ -23,6 +23,7 @@ from trainkit.task import Loss, ParameterOptions, Task
 from trainkit.trainer.distributed import World
 from trainkit.trainer.hf_task import find_hf_problem
 from trainkit.trainer.load_task import TRACEBACK_HINT, TaskError, describe, load_task_class
+from trainkit.trainer.parallel.tensor_plan import find_styles
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
@@ -136,6 +137,8 @@ class Smoke:
         if len(set(layers)) != len(layers) or inside or not set(layers) <= own:
             message = "returns modules that overlap or are not in the model"
             yield self._problem("layers", message, "return each layer once, and none that is inside another")
+        if type(self._user.task).tensor_plan is not Task.tensor_plan:
+            find_styles(self._user.task, self._name, model, self._config.parallel.tp)
         for name, param in model.named_parameters():
             with self._errors("parameter_options", "failed"):
                 options = self._user.task.parameter_options(name, param)

@@ -31,6 +31,12 @@ from trainkit.trainer.parallel.data_parallel import (
     gradient_switch,
     reduces_on_host,
 )
+from trainkit.trainer.parallel.tensor_plan import (
+    check_replicated_gradients,
+    fill_shards,
+    find_styles,
+    split_model,
+)
 from trainkit.trainer.precision import DTYPES, cast_frozen, cast_weights
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
@@ -166,6 +172,7 @@ class UserTask:
                 "define read_weight(), which returns its initial value",
             )
         self.num_params = sum(param.numel() for param in model.parameters())
+        self._shapes = {name: param.shape for name, param in model.named_parameters()}
         return model
 
     @torch.no_grad()
@@ -188,9 +195,12 @@ class UserTask:
             raise refusal(
                 self.config.task, f"read_weight() returned a {type(value).__name__}", "return a Tensor"
             )
-        whole = (slice(None), *rest)
-        assert not rest or value[whole].shape == value.shape  # only rows are divided
-        return value
+        expected = self._shapes[name][1:]
+        if value.shape[1:] != expected:
+            message = f"read_weight({name!r}) returned rows of shape {list(value.shape[1:])}"
+            raise refusal(self.config.task, message, f"in its model they have shape {list(expected)}")
+        columns = (slice(None), *rest)  # which tensor parallelism divides
+        return value[columns]
 
 
 class _Data:
@@ -307,6 +317,7 @@ class TaskForwardBackward:
         self._progress = progress
         self._name = task.config.task
         self._names: dict[bool, tuple[str, ...]] = {}
+        self._has_passed = False
         # Not the group of the checkpoints, which a save may be using in its thread.
         self._group = dist.new_group(backend="gloo") if world.distributed else None
 
@@ -330,6 +341,9 @@ class TaskForwardBackward:
             if index == last:
                 on_loss(sums)
             (total * (scale * micro.weight)).backward()  # type: ignore[no-untyped-call]
+        if not self._has_passed and self._world.layout.tp > 1 and self._world.mesh is not None:
+            check_replicated_gradients(self._name, self._module.model, self._world.mesh["tp"])
+        self._has_passed = True
 
     def loss_sums(self, micro: TaskBatch) -> Tensor:
         return self._forward(micro)[1]
@@ -355,8 +369,9 @@ class TaskForwardBackward:
         for value in pairs:
             numbers += list(value) if isinstance(value, tuple) else [value, count]
         found = torch.stack([_number(value, device) for value in numbers])
-        # Not multiplied: a filler may not be finite.
-        return total, found if micro.weight else torch.zeros_like(found)
+        # Not multiplied: a filler may not be finite. Tensor-parallel ranks have the same loss: one counts.
+        counts = micro.weight and self._world.counts_samples
+        return total, found if counts else torch.zeros_like(found)
 
     def check_names(self, metrics: Mapping[str, Any]) -> None:
         """Raise TaskError unless the metrics are the same on all ranks and in all batches."""
@@ -393,13 +408,18 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
     check_same_weights(model, config.task, world)
     with errors_of_user(config.task, "layers() failed"):
         layers = task.task.layers(model)
+    module = LossModule(model, task)
+    values: Mapping[str, Tensor] = {}
+    if plan.layout.tp > 1:
+        assert world.mesh is not None
+        styles = find_styles(task.task, config.task, model, plan.layout.tp)
+        values = split_model(config.task, model, styles, world.mesh["tp"])
     recompute_and_compile(
         layers,
         parallel.activation_checkpointing,
         compiled=parallel.compile is True,
         preserve_rng_state=True,
     )
-    module = LossModule(model, task)
     if world.mesh is None or reduces_on_host(world):
         if dtype != torch.float32:
             cast_frozen(model, dtype, BATCH_NORMS)
@@ -419,6 +439,7 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
         # The ranks reduce the gradients of all parameters, also of those that a batch does not use.
         cast(Any, module).set_reduce_scatter_unused_params(True)
     allocate(module, torch.device("cpu") if parallel.offload else world.device)
+    fill_shards(model, values)
     if parallel.offload:
         move_buffers(module, world.device)
         return module

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.tensor import DTensor
 
 from trainkit.config.training import ModelConfig
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
@@ -19,8 +18,7 @@ from trainkit.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import agree_on_damage, broadcast_from_main, gather_from_all
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.distributed import World
-from trainkit.trainer.models.model import ReadWeight, Weight, local_tensor
-from trainkit.trainer.torch_private import shard_offset
+from trainkit.trainer.models.model import ReadWeight, Weight, local_tensor, shard_index
 
 log = getLogger(__name__)
 PARTS = ("model.", "buffer.")
@@ -43,11 +41,7 @@ def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed
     for weight in weights:
         if not weight.is_read or (resumed and weight.is_saved):
             continue
-        param = weight.param
-        shard, offset = local_tensor(param), (0,) * param.dim()
-        if isinstance(param, DTensor):
-            offset = tuple(shard_offset(param))
-        index = [slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True)]
+        shard, index = local_tensor(weight.param), shard_index(weight.param)
         value = read(weight.name, index)
         if value.shape != shard.shape:
             raise InitError(

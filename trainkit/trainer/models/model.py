@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.plan.model_shape import ModelShape
 from trainkit.task import ParameterOptions
-from trainkit.trainer.torch_private import shard_like
+from trainkit.trainer.torch_private import shard_like, shard_offset
 
 Role = Literal["embedding", "norm", "stream", "whole_input", "column", "row", "head"]
 """How tensor parallelism splits a module: ``column`` and ``row`` split a matrix by its outputs and by its
@@ -225,6 +225,12 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_index(param: Tensor) -> list[slice]:
+    """Where this rank's shard is in the whole tensor, per dimension."""
+    offset = shard_offset(param) if isinstance(param, DTensor) else (0,) * param.dim()
+    return [slice(start, start + size) for start, size in zip(offset, local_tensor(param).shape, strict=True)]
 
 
 def as_shard_of(shard: Tensor, whole: Tensor) -> Tensor:

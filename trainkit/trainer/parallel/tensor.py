@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ def apply_tensor_parallel(
         "norm": SequenceParallel(sequence_dim=SEQUENCE_DIM, use_local_output=True)
         if sequence_parallel
         else None,
-        "stream": _OnStream() if sequence_parallel else None,
+        "stream": SumsGradients() if sequence_parallel else None,
         "whole_input": _WholeInput(stream),
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=stream),
@@ -112,15 +112,16 @@ def _check_plan_is_complete(model: nn.Module, plan: Mapping[str, Role]) -> None:
 
 def _role(name: str, plan: Mapping[str, Role]) -> Role | None:
     """The role of a module in the plan; None if the plan does not name it."""
-    components = name.split(".")
-    for pattern, role in plan.items():
-        patterns = pattern.split(".")
-        if len(patterns) == len(components) and all(map(fnmatchcase, components, patterns)):
-            return role
-    return None
+    return next((role for pattern, role in plan.items() if matches(pattern, name)), None)
 
 
-class _OnStream(ModuleStyle):
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches the name of a module; ``*`` matches one component of it."""
+    components, patterns = name.split("."), pattern.split(".")
+    return len(patterns) == len(components) and all(map(fnmatchcase, components, patterns))
+
+
+class SumsGradients(ModuleStyle):
     """Sums the gradients of a module's parameters over the tensor-parallel ranks."""
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -130,13 +131,13 @@ class _OnStream(ModuleStyle):
         return module
 
 
-def _on_local(module: nn.Module, forward: Callable[..., Tensor], *args: Tensor) -> Tensor:
+def _on_local(module: nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     local = {
         name: cast(DTensor, param).to_local(grad_placements=[Partial()])
         for name, param in module.named_parameters(recurse=False)
     }
     with with_params(module, local):
-        return forward(*args)
+        return forward(*args, **kwargs)
 
 
 class _WholeInput(ModuleStyle):

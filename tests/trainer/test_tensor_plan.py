@@ -1,0 +1,350 @@
+"""A task that says how its model is split trains with tensor parallelism as on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from tests.support import split_tasks
+from tests.support.hf_models import need, save_model
+from tests.support.parity import Case, close, curve, make_trainer, run_cases, worst_difference
+from tests.support.runs import log_text, train
+from trainkit.cli.main import main
+from trainkit.config import load_config
+from trainkit.config.schema import RunConfig
+from trainkit.manifest import published
+from trainkit.rundir import AttemptDir, RunDir, read_metrics
+from trainkit.trainer.checkpoint.storage import SafeReader
+from trainkit.trainer.hf_task import find_hf_problem
+from trainkit.trainer.load_task import TaskError
+from trainkit.trainer.models.model import allocate, local_tensor
+from trainkit.trainer.parallel.tensor_plan import STYLES, fill_shards, find_styles, split_model
+from trainkit.trainer.task_check import Smoke
+from trainkit.trainer.torch_private import join_fake_world
+from trainkit.trainer.user_task import UserTask
+
+FILE = Path(split_tasks.__file__)
+SEQUENCE = (f"task={FILE}:SpeakInSequence",)
+COMMON = (
+    *(f"task={FILE}:Speak", "train.steps=6", "train.eval_every=3", "train.grad_clip=0.5"),
+    "optimizer.lr=0.01",
+)
+ALONE = Case("alone", 1, {})
+
+
+def config_of(folder: Path, *options: str, task: str = "Speak") -> RunConfig:
+    (folder / "t.yaml").write_text("name: t\n")
+    overrides = [f"task={FILE}:{task}", "train.eval_every=null", "data.num_workers=0", *options]
+    return load_config(folder / "t.yaml", overrides=overrides, environ={}, cwd=folder).config
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    names = ("tokens", "accuracy", "right", "val_loss", "val_accuracy", "val_right")
+    return [
+        {name: record[name] for name in names if name in record} for record in read_metrics(RunDir(folder))
+    ]
+
+
+def assert_same_curves(folder: Path, cases: list[Case]) -> None:
+    found = {case.name: worst_difference(folder / case.name, folder / "alone") for case in cases}
+    assert max(found.values()) < 1e-5, found
+    expected = metrics_of(folder / "alone")
+    for case in cases:
+        for mine, theirs in zip(metrics_of(folder / case.name), expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def train_and_compare(rank: int, attempt: AttemptDir) -> None:
+    """Train, then check that the ranks that share a shard of a weight have the same values."""
+    trainer = make_trainer(rank, attempt)
+    trainer.train()
+    group = trainer.world.mesh["tp"].get_group()
+    num_split = 0
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the root stays gathered after the validation
+    for name, param in trainer.model_parts[0].model.named_parameters():
+        dims = param.device_mesh.mesh_dim_names
+        if "tp" in dims and not param.placements[dims.index("tp")].is_replicate():
+            num_split += 1
+            continue
+        own = local_tensor(param.detach()).contiguous()
+        others = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(others, own, group=group)
+        assert all(torch.equal(other, own) for other in others), name
+    # Of two layers q, k, v and up with their biases, out and down; embedding, head and its bias.
+    assert num_split == 2 * (4 * 2 + 2) + 3
+    close(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+def test_two_ranks_have_the_curve_of_one(tmp_path: Path) -> None:
+    case = Case("tp", 2, {"tp": 2})
+    run_cases(tmp_path, [ALONE], COMMON)
+    run_cases(tmp_path, [case], COMMON, function=train_and_compare)
+    assert_same_curves(tmp_path, [case])
+    assert set(metrics_of(tmp_path / "tp")[2]) >= {"right", "val_accuracy", "val_right"}
+    assert saved(tmp_path / "tp") == saved(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_every_layout_has_the_same_curve(tmp_path: Path) -> None:
+    recompute = {"tp": 2, "activation_checkpointing": "full"}
+    cases = [
+        Case("full", 2, recompute),
+        Case("selective", 2, {"tp": 2, "activation_checkpointing": "selective"}),
+        Case("sequence", 2, {"tp": 2}, SEQUENCE),
+        Case("fsdp", 4, {"tp": 2, "dp_shard": 2}),
+        Case("fsdp-sequence", 4, {**recompute, "dp_shard": 2}, SEQUENCE),
+        Case("zero2-offload", 4, {"tp": 2, "dp_shard": 2, "zero": 2, "offload": True}),
+        Case("ddp", 4, {"tp": 2, "dp_replicate": 2}),
+        Case("tp4", 4, {"tp": 4}),
+    ]
+    run_cases(tmp_path, [ALONE, *cases], COMMON)
+    assert_same_curves(tmp_path, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["tied", "on_meta", "frozen"])
+def test_tied_and_frozen_weights_and_those_read_from_files(tmp_path: Path, option: str) -> None:
+    cases = [Case("tp", 2, {"tp": 2}), Case("tp-fsdp", 4, {"tp": 2, "dp_shard": 2})]
+    run_cases(tmp_path, [ALONE, *cases], [*COMMON, f"task_args.{option}=true"])
+    assert_same_curves(tmp_path, cases)
+    assert saved(tmp_path / "tp-fsdp") == saved(tmp_path / "alone")
+    if option == "frozen":
+        assert "optimizer.embed.weight.exp_avg" not in saved(tmp_path / "tp")
+
+
+@pytest.mark.slow
+def test_a_resume_continues_the_same_curve(tmp_path: Path) -> None:
+    """To the last bit on the same layout, with dropout; without it within 1e-5 on others."""
+    layout: dict[str, object] = {"tp": 2, "dp_shard": 2}
+    dropout = (*COMMON, "task_args.dropout=0.2")
+    for stop in (("train.stop_at_step=2",), ("train.stop_at_step=4",), ()):
+        run_cases(tmp_path, [Case("cut", 4, layout, stop)], dropout)
+    run_cases(tmp_path, [Case("whole", 4, layout)], dropout, function=train_and_compare)
+    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
+    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
+    uneven = (*COMMON, "task_args.hidden=46")  # 23 rows of a tensor-parallel rank are sharded over two
+    links: list[tuple[int, dict[str, object]]] = [
+        *((2, {"tp": 2}), (1, {}), (2, {"dp_shard": 2}), (4, layout), (4, {"tp": 2, "dp_replicate": 2})),
+        (2, {"dp_replicate": 2}),
+    ]
+    for step, (num_procs, parallel) in enumerate(links, 1):
+        run_cases(tmp_path, [Case("chain", num_procs, parallel, (f"train.stop_at_step={step}",))], uneven)
+    run_cases(tmp_path, [ALONE], uneven)
+    assert worst_difference(tmp_path / "chain", tmp_path / "alone") < 1e-5
+
+
+@pytest.mark.slow
+def test_bf16(tmp_path: Path) -> None:
+    cases = [Case("tp", 2, {"tp": 2}), Case("tp-ddp", 4, {"tp": 2, "dp_replicate": 2})]
+    run_cases(tmp_path, [ALONE, *cases], [*COMMON, "precision.dtype=bf16"])
+    found = {case.name: worst_difference(tmp_path / case.name, tmp_path / "alone") for case in cases}
+    assert max(found.values()) < 3e-2, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["task_args.hidden=47"], "parallel.tp is 2, which does not divide out_features 47 of layers.0.up"),
+        (
+            ["task_args.extra={layer.*.up: colwise}"],
+            "tensor_plan() names layer.*.up, which no module of its model matches",
+        ),
+        (
+            ["task_args.tied=true", "task_args.without=[head]"],
+            "embed.weight and head.weight are one parameter, which tensor_plan() splits in two ways",
+        ),
+        (
+            ["task_args.without=[layers.*.attention.q_norm]"],
+            "different gradients of layers.0.attention.q_norm.weight, layers.1.attention.q_norm.weight",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_ends_the_run(tmp_path: Path, options: list[str], message: str) -> None:
+    common = [*COMMON, "parallel.tp=2", "data.num_workers=0"]
+    attempt = train(tmp_path / "run", [*common, *options], 2, expect=78)
+    assert message in log_text(attempt)
+    assert not read_metrics(RunDir(tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {}),
+        ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen2", {"vocab_size": 321, "tie_word_embeddings": True}),
+    ],
+)
+def test_models_of_transformers(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+    need("transformers")
+    folder = save_model(tmp_path / "model", kind, **changes)
+    common = [
+        *(f"model.hf={folder}", "model.architecture=transformers", "model.preset=tiny"),
+        *("train.steps=4", "train.eval_every=2", "train.grad_clip=0.5", "optimizer.lr=0.003"),
+        *("data.tokenizer=bytes", "model.num_layers=null", "model.num_kv_heads=null"),
+    ]
+    cases = [Case("tp", 2, {"tp": 2}), Case("tp-fsdp", 4, {"tp": 2, "dp_shard": 2})]
+    run_cases(tmp_path, [ALONE, *cases], common)
+    assert_same_curves(tmp_path, cases)
+
+
+def saved(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of the newest checkpoint."""
+    [newest] = published(RunDir(folder).checkpoints_dir)[-1:]
+    items = SafeReader(newest.path).read_metadata().state_dict_metadata.items()
+    return {name: tuple(getattr(item, "size", ())) for name, item in items}
+
+
+class Planned(split_tasks.Speak):
+    plan: Mapping[str, Any]
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, Any]:
+        return self.plan
+
+
+@pytest.mark.parametrize(
+    ("plan", "message", "hint"),
+    [
+        ({}, "tensor_plan() returned an empty plan", "colwise"),
+        (["head"], "tensor_plan() returned a list", "colwise"),
+        ({"layers.up": "colwise"}, "names layers.up, which no module of its model matches", "layers.1.up"),
+        ({"layers.*": "colwise"}, "layers.0 is a Layer, which colwise in tensor_plan() cannot", "nn.Linear"),
+        ({"head": "columns"}, "tensor_plan() has 'columns' for head", "rowwise"),
+        ({"norm": ColwiseParallel()}, "norm is a LayerNorm, which ColwiseParallel in", "nn.Linear"),
+        ({"layers.?.up": "rowwise"}, "is 3, which does not divide in_features 32 of layers.0.up", "1 or 2"),
+        ({"embed": "colwise"}, "is 3, which does not divide embedding_dim 32 of embed", "stay whole"),
+    ],
+)
+def test_plans_that_do_not_fit(tmp_path: Path, plan: Any, message: str, hint: str) -> None:
+    task = Planned(config_of(tmp_path))
+    task.plan = plan
+    with pytest.raises(TaskError) as caught:
+        find_styles(task, "t.py:Planned", task.build_model(), 3)
+    assert message in str(caught.value)
+    assert hint in (caught.value.hint or "")
+
+
+def test_the_first_pattern_counts(tmp_path: Path) -> None:
+    task = Planned(config_of(tmp_path))
+    task.plan = {"layers.0.up": "colwise_gather_output", "layers.*.up": "colwise"}
+    model = task.build_model()
+    found = find_styles(task, "t.py:Planned", model, 2)
+    first, second = (model.get_submodule(f"layers.{index}.up") for index in range(2))
+    assert found == {first: STYLES["colwise_gather_output"], second: STYLES["colwise"]}
+
+
+def test_an_embedding_with_a_padding_index_cannot_be_split_by_rows(tmp_path: Path) -> None:
+    task = Planned(config_of(tmp_path))
+    task.plan = {"embed": "rowwise"}
+    model = task.build_model()
+    model.embed = nn.Embedding(24, 32, padding_idx=0)
+    with pytest.raises(TaskError, match="embed has padding_idx"):
+        find_styles(task, "t.py:Planned", model, 2)
+
+
+def test_a_rank_gets_memory_for_its_shards_only(tmp_path: Path) -> None:
+    task = split_tasks.Speak(config_of(tmp_path), tied=True, frozen=True)
+    model = task.build_model()
+    whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    join_fake_world(1, 2)
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        values = split_model("t.py:Speak", model, find_styles(task, "t.py:Speak", model, 2), mesh)
+        assert all(param.is_meta for param in model.parameters())
+        allocate(model, torch.device("cpu"))
+        fill_shards(model, values)
+        shards = {name: local_tensor(param.detach()) for name, param in model.named_parameters()}
+    finally:
+        dist.destroy_process_group()
+    assert model.get_parameter("head.weight") is model.get_parameter("embed.weight")
+    assert {name for name, param in model.named_parameters() if not param.requires_grad} == frozen
+    assert shards.keys() == whole.keys()
+    assert torch.equal(shards["embed.weight"], whole["embed.weight"][12:])
+    assert torch.equal(shards["layers.1.up.bias"], whole["layers.1.up.bias"][24:])
+    assert torch.equal(shards["layers.1.down.weight"], whole["layers.1.down.weight"][:, 24:])
+    for name in ("layers.1.down.bias", "layers.1.attention.q_norm.weight", "norm.weight", "positions.table"):
+        assert torch.equal(shards[name], whole[name])
+
+
+def test_parts_of_weights_are_read(tmp_path: Path) -> None:
+    task = UserTask(config_of(tmp_path, "task_args.on_meta=true"), None, opens_data=False)
+    task.build_model()
+    values = cast(split_tasks.Speak, task.task).values
+    index = [slice(3, 5), slice(16, 32)]
+    assert torch.equal(task.read_weight("head.weight", index), values["head.weight"][3:5, 16:32])
+    values["head.weight"] = torch.ones(24, 48)
+    with pytest.raises(TaskError, match=r"read_weight\('head.weight'\) returned rows of shape \[48\]"):
+        task.read_weight("head.weight", index)
+
+
+def test_a_task_without_a_plan_is_refused_at_submit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "t.yaml").write_text("name: t\ndevice: cpu\ntrain: {global_batch_size: 8}\n")
+    common = ["check", "t.yaml", "--gpus-per-node", "2", "--set", f"task={FILE}:NoPlan", "--set"]
+    assert main([*common, "parallel.tp=2"]) == 2
+    err = capsys.readouterr().err
+    assert "parallel.tp: is 2, but NoPlan does not define tensor_plan" in err
+    assert "hint: it names the modules to split, see docs/own-task.md" in err
+    assert main(["check", "t.yaml", "--gpus-per-node", "2", "--set", f"task={FILE}:Speak"]) == 0
+    for key, what in (("pp", "cut into stages"), ("cp", "split a sequence over ranks")):
+        assert main([*common, f"parallel.{key}=2"]) == 2
+        err = capsys.readouterr().err
+        assert f"parallel.{key}: is 2, but only models of trainkit can" in err
+        assert f"{what}, not that of {FILE}:NoPlan" in err
+        assert "model.architecture llama, or FILE.py:CLASS, supports it" in err
+
+
+def test_a_smoke_test_checks_the_plan(tmp_path: Path) -> None:
+    assert list(Smoke(config_of(tmp_path)).problems()) == []
+    extra = 'task_args.extra={"layer.*.up": "colwise"}'
+    [problem] = Smoke(config_of(tmp_path, extra)).problems()
+    assert "names layer.*.up, which no module of its model matches" in problem.message
+    [problem] = Smoke(config_of(tmp_path, "task_args.hidden=47", "parallel.tp=2")).problems()
+    assert (problem.key, problem.message) == (
+        "parallel.tp",
+        "is 2, which does not divide out_features 47 of layers.0.up",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "message"),
+    [
+        ("llama", 2, ""),
+        ("llama", 3, "is 3, which does not divide num_attention_heads 4 of"),
+        ("gpt2", 2, "is 2, which GPT2LMHeadModel does not support: it has no plan"),
+        ("mixtral", 2, "is 2, which MixtralForCausalLM does not support: it has "),
+    ],
+)
+def test_models_of_transformers_that_cannot_be_split(
+    tmp_path: Path, kind: str, tp: int, message: str
+) -> None:
+    need("transformers")
+    folder = save_model(tmp_path / "model", kind)
+    options = [f"model.hf={folder}", "model.architecture=transformers", "data.tokenizer=bytes"]
+    options += ["task=causal_lm", f"parallel.tp={tp}"]
+    problem = find_hf_problem(config_of(tmp_path, *options))
+    if not message:
+        assert problem is None
+        return
+    assert problem is not None
+    assert problem.key == "parallel.tp"
+    assert problem.message.startswith(message)
