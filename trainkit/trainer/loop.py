@@ -209,6 +209,7 @@ class Trainer:
         state.step += 1
         state.samples_seen += batch.num_samples
         state.tokens_seen += report.num_tokens
+        state.stream = batch.stream
         self.metrics.count(report, batch.num_samples)
         if report.finite:
             state.has_updated_weights = True

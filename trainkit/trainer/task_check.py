@@ -12,22 +12,23 @@ import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem, TrainkitError
-from trainkit.task import Loss, ParameterOptions, Task
+from trainkit.task import Loss, ParameterOptions, Stream, Task
 from trainkit.trainer.distributed import World
 from trainkit.trainer.hf_task import find_hf_problem
-from trainkit.trainer.load_task import TRACEBACK_HINT, TaskError, describe, load_task_class
+from trainkit.trainer.load_task import TRACEBACK_HINT, TaskError, describe, line_of, load_task_class
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
-from trainkit.trainer.task_batches import seed_generators
-from trainkit.trainer.user_task import LossModule, TaskForwardBackward, UserTask, digest_of
+from trainkit.trainer.stream import Cursor, StreamData, StreamState
+from trainkit.trainer.task_batches import digest_of, seed_generators
+from trainkit.trainer.user_task import LossModule, TaskForwardBackward, UserTask
 
 PREFIX = "problems: "
 HALF = 2
@@ -95,19 +96,12 @@ class Smoke:
 
     def _batches(self, method: str, data: Any) -> tuple[list[Any], list[Problem]]:
         """Two batches, and both of them as one; and the problems of the items."""
-        split, found = method.partition("_")[0], []
-        size = min(HALF, max(1, data.num_samples // 2))
-
-        def item(index: int) -> Any:
-            seed_generators(stable_key(self._config.seed, split, "item", index))
-            return data.samples[index]
-
-        with self._errors(method, "an item cannot be read"):
-            items = [item(index) for index in range(min(2 * size, data.num_samples))]
-        if digest_of(items[0]) != digest_of(item(0)):
-            message = "item 0 differs when it is read twice"
-            hint = "draw random numbers from random, numpy.random or torch without seeding them"
-            found.append(self._problem(method, message, hint, of=data.samples))
+        found: list[Problem] = []
+        if isinstance(data, StreamData):
+            size, items = HALF, self._stream_items(data)
+        else:
+            size = min(HALF, max(1, data.num_samples // 2))
+            items = self._items(method, data, min(2 * size, data.num_samples), found)
         batches = []
         for part in (items[:size], items[size:] or items[:size], items):
             with self._errors("collate", f"{len(part)} items cannot be joined to a batch"):
@@ -123,6 +117,32 @@ class Smoke:
                 self._problem("collate", "returns tensors on a GPU", "the trainer copies batches to the GPU")
             )
         return batches, found
+
+    def _items(self, method: str, data: Any, count: int, found: list[Problem]) -> list[Any]:
+        def item(index: int) -> Any:
+            seed_generators(stable_key(self._config.seed, method.partition("_")[0], "item", index))
+            return data.samples[index]
+
+        with self._errors(method, "an item cannot be read"):
+            items = [item(index) for index in range(count)]
+        if digest_of(items[0]) != digest_of(item(0)):
+            message = "item 0 differs when it is read twice"
+            hint = "draw random numbers from random, numpy.random or torch without seeding them"
+            found.append(self._problem(method, message, hint, of=data.samples))
+        return items
+
+    def _stream_items(self, data: StreamData) -> list[Any]:
+        """The first items of a stream; another object of it must continue in the middle."""
+        with self._errors("train_dataset", "a sample cannot be read"):
+            cursor = Cursor(data)
+            items = [cursor.next(position) for position in range(HALF)]
+            before = cursor.where()
+            items.append(cursor.next(HALF))
+            again = StreamData(cast(Stream, self._user.task.train_dataset()), self._config)
+            resumed = Cursor(again)
+            resumed.seek(StreamState(*before, digest_of(items[-1])), HALF + 1)
+            items += [cursor.next(position) for position in range(HALF + 1, 2 * HALF)]
+        return items
 
     def _structure(self, model: nn.Module) -> Iterator[Problem]:
         own = set(model.modules())
@@ -231,12 +251,6 @@ class Smoke:
             function = getattr(type(of), "__getitem__", None)
         place = "" if function is getattr(Task, method, None) else line_of(function)
         return Problem("task", f"is {self._name}, but {method}(){place} {message}", hint=hint)
-
-
-def line_of(function: object) -> str:
-    """`` at FILE:LINE`` of a function in Python; empty for others."""
-    code = getattr(function, "__code__", None)
-    return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

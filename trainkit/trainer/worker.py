@@ -151,7 +151,10 @@ def build_trainer(
     progress.enter("load")
     state = resume(config, attempt, world, task, built, saver, tensors, loss_scale)
     num_samples = task.train_data.num_samples
-    end = None if config.train.epochs is None else round(config.train.epochs * num_samples)
+    end = None
+    if config.train.epochs is not None:
+        assert num_samples is not None
+        end = round(config.train.epochs * num_samples)
     total_steps = count_steps(config, plan, state, end)
     if world.is_main:
         log_summary(config, plan, world, task, total_steps)
@@ -182,7 +185,7 @@ def build_trainer(
         loss_scale=loss_scale,
         state=state,
         total_steps=total_steps,
-        batches=task.train_batches(plan, world, state.samples_seen, end),
+        batches=task.train_batches(plan, world, state, end),
         evaluator=None if task.val_data is None else Evaluator(task, config, plan, world),
         saver=saver,
         metrics=Metrics(

@@ -99,6 +99,8 @@ class TrainingState:
     has_updated_weights: bool = False
     """Whether any step was applied: all are skipped while the gradients of fp16 overflow."""
     loss_scale: dict[str, float] = field(default_factory=dict)
+    stream: dict[str, Any] | None = None
+    """Position of a stream, which rank 0 has: the fields of `trainer.stream.StreamState`."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
