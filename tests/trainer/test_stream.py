@@ -28,7 +28,7 @@ from trainkit.manifest import published
 from trainkit.plan.launch import Batch
 from trainkit.rundir import AttemptDir, RunDir
 from trainkit.trainer.load_task import TaskError
-from trainkit.trainer.stream import Cursor, StreamBatches, StreamData, is_stream
+from trainkit.trainer.stream import StreamBatches, StreamData, is_stream
 from trainkit.trainer.task_batches import Positions
 
 FILE = Path(tasks.__file__)
@@ -53,7 +53,8 @@ class Letters:
 
     def __iter__(self) -> Iterator[Any]:
         self.at, self.start = self.start, 0
-        for self.at in range(self.at + 1, self.count + 1):
+        while self.at < self.count:
+            self.at += 1
             yield f"{'abcdefghij'[self.at - 1]}{random.randrange(1000)}"
 
 
@@ -267,6 +268,20 @@ def test_other_samples_at_the_position_of_the_checkpoint_are_refused() -> None:
     saved = next(batches(Letters())).stream
     with pytest.raises(TaskError, match="sample 3 of its stream is not the one that the checkpoint"):
         next(batches(Changed(), start=4, saved=saved))
+
+
+def test_the_stream_of_the_docs(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "own-task.md").read_text()
+    names: dict[str, Any] = {}
+    exec("class Lines:" + text.partition("class Lines:")[2].partition("```")[0], names)
+    (tmp_path / "lines").write_text("".join(f"{number}\n" for number in range(10)))
+    whole = read(batches(names["Lines"](tmp_path / "lines")), 6)
+    for steps in (1, 2, 3, 5):
+        before = batches(names["Lines"](tmp_path / "lines"))
+        for _ in range(steps):
+            saved = next(before).stream
+        after = batches(names["Lines"](tmp_path / "lines"), start=4 * steps, saved=saved)
+        assert read(after, 6 - steps) == whole[4 * steps :]
 
 
 @pytest.mark.slow

@@ -132,6 +132,8 @@ class Cursor:
         self.epoch = 0
         self.samples = 0
         """Samples read of the epoch."""
+        self._is_restored = False
+        """Whether the first samples read are not those of an epoch."""
 
     def next(self, position: int) -> Any:
         """Read the sample at a position of the training.
@@ -162,7 +164,7 @@ class Cursor:
         data, stateful = self._data, self._data.continues_at(saved)
         last = position - 1
         seed_generators(stable_key(data.seed, "train", "item", last))
-        self.epoch = saved.epoch
+        self.epoch, self._is_restored = saved.epoch, stateful
         with self._errors("the stream cannot be resumed"):
             self._begin(saved.state if stateful else None)
         for index in range(0 if stateful else saved.samples):
@@ -206,7 +208,12 @@ class Cursor:
     def _compare_first(self, item: Any) -> None:
         """Raise TaskError unless the stream begins as it did for its fingerprint."""
         first, index = self._data.first, self.samples
-        if self.epoch == 0 and index < len(first) and digest_of(item) != first[index]:
+        if (
+            not self._is_restored
+            and self.epoch == 0
+            and index < len(first)
+            and digest_of(item) != first[index]
+        ):
             message = f"its stream has another sample {index} when it is iterated over again"
             hint = "__iter__() must begin anew, in the same order on all ranks"
             raise self._refusal(message, hint, "__iter__")
