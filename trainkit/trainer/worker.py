@@ -253,6 +253,9 @@ def resume(
 
     Raises TrainkitError (exit code 78) if the training data or the optimizer has changed since it was saved.
     """
+    best_metric = None
+    if config.checkpoint.best_metric is not None:
+        best_metric = f"{config.checkpoint.best_metric} {config.checkpoint.best_mode}"
     chosen = choose_checkpoint(attempt.run, attempt.number, world)
     if built.read_weight is not None:
         read_initial_weights(built.weights, built.read_weight, resumed=chosen is not None)
@@ -260,7 +263,7 @@ def resume(
         if config.model.init_from is not None:
             load_initial_weights(tensors.tensors, config.model, world)
         tensors.copy_duplicates()
-        return TrainingState()
+        return TrainingState(best_metric=best_metric)
     checkpoint, manifest = chosen
     refuse_other_data(checkpoint, manifest, task.data_identity())
     refuse_other_optimizer(checkpoint, manifest, config.optimizer.name)
@@ -270,6 +273,10 @@ def resume(
     if manifest["val_fingerprint"] != val_fingerprint(task):
         log.warning("the validation data has changed: its losses cannot be compared with earlier ones")
         state.best_value = state.best_step = None
+    if state.best_metric not in (None, best_metric):
+        log.warning(f"the best checkpoint was that of {state.best_metric}, and is now that of {best_metric}")
+        state.best_value = state.best_step = None
+    state.best_metric = best_metric
     loss_scale.load(state.loss_scale)
     saver.last_step = state.step
     if world.is_main:
