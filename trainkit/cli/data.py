@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from trainkit.cli.help import Group, examples
 from trainkit.cli.options import json_option
+from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from trainkit.data.questions import Medium
+
+MAX_SHOWN = 20
+"""Problems of a file of questions that are listed."""
 
 _tokenizer_option = click.option(
     "--tokenizer", default="bytes", metavar="bytes|PATH", help="bytes (default), or a tokenizer.json."
@@ -117,14 +125,28 @@ def prepare(
 @click.argument("sources", nargs=-1, required=True, metavar="SRC...")
 @_tokenizer_option
 @_text_key_option
+@click.option(
+    "--medium",
+    type=click.Choice(["image", "curve"]),
+    help="SRC are files of questions about images or curves, as for the task multimodal_lm.",
+)
 @json_option
-def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: bool) -> int:
+def validate(
+    sources: tuple[str, ...], tokenizer: str, text_key: str, medium: Medium | None, as_json: bool
+) -> int:
     """Read the texts completely and report every line or row that `prepare` would refuse.
 
     Also counts the rows that are empty or longer than 1 MiB, and lists the first of them. SRC is a source of
     `trainkit data prepare`, or a folder that it wrote, whose shards are checked against their hashes. Exits
     with 1 if there are problems.
+
+    SRC can also be the config, a .yaml file, of the task multimodal_lm: every row and image of its files is
+    read, and the first 20 problems of each are listed. With --medium, SRC are such files; their rows may
+    then have any length.
     """
+    questions = _question_files(sources, medium, tokenizer)
+    if questions:
+        return _validate_questions(questions, as_json)
     from trainkit.data.dataset_file import is_dataset
     from trainkit.data.sources import DatasetSpec, find_inputs
     from trainkit.data.tokenize import Tokenizer
@@ -159,6 +181,78 @@ def validate(sources: tuple[str, ...], tokenizer: str, text_key: str, as_json: b
         err=True,
     )
     return 1 if num_problems else 0
+
+
+@dataclass(frozen=True)
+class _QuestionFile:
+    """A file for the task multimodal_lm, and what its rows are checked against."""
+
+    path: Path
+    medium: Medium
+    tokenizer: str
+    max_tokens: int | None = None
+
+
+def _question_files(sources: tuple[str, ...], medium: Medium | None, tokenizer: str) -> list[_QuestionFile]:
+    """The files of configs, or with `medium` the sources themselves; none for texts and shards."""
+    configs = [source for source in sources if source.endswith((".yaml", ".yml"))]
+    if configs and (medium is not None or len(configs) < len(sources)):
+        raise UsageError(
+            f"{configs[0]} is a config, which names its files", hint="give only configs, or only files"
+        )
+    if medium is not None:
+        return [_QuestionFile(Path(source), medium, tokenizer) for source in sources]
+    return [file for config in configs for file in _files_of_config(config)]
+
+
+def _files_of_config(path: str) -> list[_QuestionFile]:
+    from trainkit.config import load_config
+    from trainkit.config.schema import MULTIMODAL
+    from trainkit.data.questions import QuestionFormat
+
+    config = load_config(Path(path)).config
+    if config.task != MULTIMODAL:
+        raise UsageError(
+            f"{path} has the task {config.task}; only the files of {MULTIMODAL} are found by its config",
+            hint="name the files, or try a task of your own with `trainkit check --task-smoke`",
+        )
+    args = config.task_args
+    names = [item.name for item in fields(QuestionFormat)]
+    form = QuestionFormat(**{name: args[name] for name in names if name in args})
+    if "train" not in args:
+        raise UsageError(f"{path} has no task_args.train", hint="see docs/multimodal.md")
+    max_tokens = form.max_tokens(config.data.seq_len)
+    files = [args[name] for name in ("train", "val") if args.get(name) is not None]
+    return [_QuestionFile(Path(file), form.medium, config.data.tokenizer, max_tokens) for file in files]
+
+
+def _validate_questions(files: list[_QuestionFile], as_json: bool) -> int:
+    from trainkit.data.questions import validate_questions
+    from trainkit.data.tokenize import Tokenizer
+    from trainkit.data.validate import LineProblem
+
+    summaries, problems = [], []
+    for file in files:
+        found: list[LineProblem] = []
+        tokenizer = Tokenizer(file.tokenizer)
+        summary = validate_questions(file.path, file.medium, tokenizer, file.max_tokens, found.append)
+        if not as_json:
+            for problem in found[:MAX_SHOWN]:
+                click.echo(problem.render())
+            if len(found) > MAX_SHOWN:
+                click.echo(f"{file.path}: {len(found) - MAX_SHOWN:,} more problems")
+        summaries.append(summary)
+        problems += found
+    if as_json:
+        value = {"files": [asdict(one) for one in summaries], "problems": [asdict(one) for one in problems]}
+        click.echo(json.dumps(value, ensure_ascii=False))
+    click.echo(
+        f"{len(summaries):,} sources: {sum(one.lines for one in summaries):,} lines, "
+        f"{sum(one.documents for one in summaries):,} rows to train on, "
+        f"{sum(one.tokens for one in summaries):,} tokens; {len(problems):,} problems",
+        err=True,
+    )
+    return EXIT_FAILED if problems else EXIT_OK
 
 
 def _absolute(source: str) -> str:
