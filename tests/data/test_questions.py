@@ -128,7 +128,7 @@ def test_files_without_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (", patch: 3", "multimodal_lm", "task_args.patch is 3, which does not divide task_args.size 16"),
         (", patch: 4, queries: 63", "multimodal_lm", "data.seq_len is 64, of which the medium takes 63"),
-        (", patch: 4", "mine.py:Mine", "has the task mine.py:Mine"),
+        (", patch: 4", "causal_lm", "has the task causal_lm"),
     ],
 )
 def test_configs_without_files_to_check(
@@ -149,3 +149,38 @@ def test_a_config_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_other_arguments(values: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"task_args.{next(iter(values))} is "):
         QuestionFormat(**values)
+
+
+OWN = """
+import torch
+from torch import nn
+from trainkit.task import Loss, Task
+
+class Rows(list):
+    def __getitem__(self, index):
+        if index % 4 == 3:
+            raise KeyError("column")
+        return super().__getitem__(index)
+
+class Mine(Task):
+    def build_model(self): return nn.Linear(1, 1)
+    def train_dataset(self): return Rows(range(100))
+    def val_dataset(self): return [1, 2]
+    def loss(self, model, batch): return Loss(model(batch).sum(), len(batch))
+"""
+
+
+@pytest.mark.slow
+def test_the_samples_of_an_own_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text(OWN)
+    (tmp_path / "mine.yaml").write_text(f"task: {code}:Mine\n")
+    assert main(["data", "validate", str(tmp_path / "mine.yaml")]) == EXIT_FAILED
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0] == f"train_dataset() sample 3: KeyError: 'column' ({code}:9)"
+    assert (len(lines), lines[20]) == (21, f"{code}:Mine: 5 more problems")
+    assert "25 problems" in shown.err
+    code.write_text(OWN.replace("== 3", "== 5"))
+    assert main(["data", "validate", str(tmp_path / "mine.yaml"), "--json"]) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["problems"] == []

@@ -1,7 +1,8 @@
 """Tries a user's task on the CPU, with a few samples, before it costs time on a cluster.
 
-``python -m trainkit.trainer.task_check [--smoke]`` reads a config as JSON from stdin and prints a line
-``problems: `` with a JSON list of ``[key, message, hint]``. Without ``--smoke`` it only imports its class.
+``python -m trainkit.trainer.task_check [--smoke | --samples]`` reads a config as JSON from stdin and prints a
+line ``problems: `` with a JSON list of ``[key, message, hint]``. ``--samples`` reads every sample instead;
+without options it only imports its class.
 """
 
 from __future__ import annotations
@@ -22,13 +23,20 @@ from trainkit.errors import Problem, TrainkitError
 from trainkit.task import Loss, ParameterOptions, Stream, Task
 from trainkit.trainer.distributed import World
 from trainkit.trainer.hf_task import find_hf_problem
-from trainkit.trainer.load_task import TRACEBACK_HINT, TaskError, describe, line_of, load_task_class
+from trainkit.trainer.load_task import (
+    TRACEBACK_HINT,
+    TaskError,
+    describe,
+    errors_of_user,
+    line_of,
+    load_task_class,
+)
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
-from trainkit.trainer.stream import Cursor, StreamData, StreamState
-from trainkit.trainer.task_batches import digest_of, seed_generators
-from trainkit.trainer.user_task import LossModule, TaskForwardBackward, UserTask
+from trainkit.trainer.stream import Cursor, StreamData, StreamState, is_stream
+from trainkit.trainer.task_batches import digest_of, read_in_worker, seed_generators
+from trainkit.trainer.user_task import Digests, LossModule, TaskForwardBackward, UserTask
 
 PREFIX = "problems: "
 HALF = 2
@@ -48,6 +56,25 @@ def definite_problem(config: RunConfig) -> Problem | None:
         cause = error.__cause__
         return error.problem if cause is None or isinstance(cause, DEFINITE) else None
     return None
+
+
+def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
+    """Read every sample of a task's datasets, and yield a problem for each that cannot be read."""
+    try:
+        task = UserTask(config, None, opens_data=False).task
+        for name in ("train_dataset", "val_dataset"):
+            with errors_of_user(config.task, f"{name}() failed"):
+                samples: Any = getattr(task, name)()
+                count = 0 if samples is None or is_stream(samples) else len(samples)
+            if samples is not None and is_stream(samples):
+                yield Problem(f"{name}()", "returned a stream, which may have no end: it was not read")
+            for index, (_, problem) in enumerate(
+                read_in_worker(Digests(samples, config.seed), range(count), config)
+            ):
+                if problem:
+                    yield Problem(f"{name}()", f"sample {index}: {problem}")
+    except TaskError as error:
+        yield error.problem
 
 
 class Smoke:
@@ -270,6 +297,8 @@ def main() -> None:
     config = RunConfig.model_validate(json.load(sys.stdin))
     if "--smoke" in sys.argv:
         found = list(Smoke(config).problems())
+    elif "--samples" in sys.argv:
+        found = list(unreadable_samples(config))
     else:
         problem = definite_problem(config)
         found = [] if problem is None else [problem]

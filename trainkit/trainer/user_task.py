@@ -236,7 +236,7 @@ class _Data:
         """
         indices = sorted({0, self.num_samples // 2, self.num_samples - 1})
         digest = hashlib.sha256(str(self.num_samples).encode())
-        for found, problem in read_in_worker(_Digests(self.samples, config.seed), indices, config):
+        for found, problem in read_in_worker(Digests(self.samples, config.seed), indices, config):
             if problem:
                 raise refusal(
                     config.task, f"{method}() has a sample that cannot be read: {problem}", TRACEBACK_HINT
@@ -245,7 +245,7 @@ class _Data:
         return digest.hexdigest()
 
 
-class _Digests(Dataset[Any]):
+class Digests(Dataset[Any]):
     """The digest of an item, or why there is none."""
 
     def __init__(self, samples: Samples, seed: int) -> None:
