@@ -53,6 +53,24 @@ class Samples(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+class Stream(Protocol):
+    """A dataset without a length: a `torch.utils.data.IterableDataset`, one of Hugging Face, or your own.
+
+    Iterating over it yields the samples of an epoch, the same ones in the same order whenever it is iterated
+    over; trainkit does not shuffle them. Every rank reads all of them and collates its own. Optional:
+
+    - ``set_epoch(epoch)`` is called before an epoch, from 0, for example to shuffle in another order.
+    - ``state_dict()`` returns the position after the last sample that was read, as dictionaries with string
+      keys, lists, strings and numbers; after ``load_state_dict(state)``, the next iteration continues there.
+      Without both, a resume reads over the earlier samples of the epoch.
+    - ``fingerprint``, a string that changes with the data, replaces the one of the first samples.
+
+    `random`, `numpy.random` and `torch` are seeded for every sample.
+    """
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
 @dataclass(frozen=True)
 class Loss:
     """The loss of one batch: a sum and what it is divided by.
@@ -112,8 +130,10 @@ class Task(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not say the value of {name}")
 
     @abstractmethod
-    def train_dataset(self) -> Samples:
-        """Return the training samples; their order and division among the ranks are trainkit's."""
+    def train_dataset(self) -> Samples | Stream:
+        """Return the training samples; their division among the ranks is trainkit's, and their order too,
+        except that of a `Stream`.
+        """
 
     def val_dataset(self) -> Samples | None:
         """Return the validation samples; None to train without validation."""

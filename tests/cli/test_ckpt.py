@@ -73,6 +73,8 @@ def test_ls_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
         "world_size": 2,
         "best": True,
         "reason": "every_steps",
+        "best_metric": None,
+        "best_value": None,
     }
 
 

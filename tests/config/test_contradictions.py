@@ -139,3 +139,22 @@ def test_document_mask(tmp_path: Path, other: str, message: str, hint: str) -> N
     assert hint in found
     load(tmp_path, "data.document_mask=true", "parallel.tp=2")
     load(tmp_path, other)
+
+
+@pytest.mark.parametrize(
+    ("others", "message", "hint"),
+    [
+        ((), "is val_accuracy, but task is causal_lm, which has the metrics val_loss and loss", "use one of"),
+        (
+            ("task=mine.py:Mine", "train.eval_every=null"),
+            "is val_accuracy, but train.eval_every is null: there is no validation",
+            "set train.eval_every",
+        ),
+    ],
+)
+def test_best_metric(tmp_path: Path, others: tuple[str, ...], message: str, hint: str) -> None:
+    found = problem(tmp_path, "checkpoint.best_metric=val_accuracy", *others)
+    assert f"checkpoint.best_metric: {message}" in found
+    assert hint in found
+    load(tmp_path, "checkpoint.best_metric=val_accuracy", "task=mine.py:Mine")
+    load(tmp_path, "checkpoint.best_metric=loss")

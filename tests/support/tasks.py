@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.utils.data import Dataset
 
 from trainkit.config.schema import RunConfig
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.task import Loss, ParameterOptions, Samples, Task, TokenSamples
+from trainkit.task import Loss, ParameterOptions, Samples, Stream, Task, TokenSamples
 from trainkit.trainer.build import init_parameters
 from trainkit.trainer.models.decoder import Decoder
 
@@ -88,7 +90,7 @@ class Classify(Task):
         model.embed.requires_grad_(not self.frozen)
         return model
 
-    def train_dataset(self) -> Samples:
+    def train_dataset(self) -> Samples | Stream:
         return Points(self.samples, 0)
 
     def val_dataset(self) -> Samples:
@@ -110,6 +112,55 @@ class Classify(Task):
             if name.startswith("head")
             else ParameterOptions()
         )
+
+
+class PointStream:
+    """The samples of `Points` in their order, as a stream."""
+
+    def __init__(self, count: int, fails_at: int | None, blocks_at: int | None) -> None:
+        self.points, self.fails_at, self.blocks_at = Points(count, 0), fails_at, blocks_at
+        self.start = self.at = self.num_read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at, self.start = self.start, 0
+        while self.at < len(self.points):
+            if self.num_read == self.fails_at:
+                raise KeyError("column")
+            if self.num_read == self.blocks_at:
+                threading.Event().wait()
+            item = self.points[self.at]
+            self.at += 1
+            self.num_read += 1
+            yield item
+
+
+class StatefulPointStream(PointStream):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"]
+
+
+class ClassifyStream(Classify):
+    """`Classify` with a stream."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        samples: int = 100,
+        dropout: float = 0.0,
+        stateful: bool = True,
+        fails_at: int | None = None,
+        blocks_at: int | None = None,
+    ) -> None:
+        super().__init__(config, samples=samples, dropout=dropout)
+        self.kind = StatefulPointStream if stateful else PointStream
+        self.faults = fails_at, blocks_at
+
+    def train_dataset(self) -> Stream:
+        return self.kind(self.samples, *self.faults)
 
 
 class Tokens(Task):

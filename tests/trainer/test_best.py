@@ -1,10 +1,18 @@
 """Which checkpoint is the best: the best of those that are there."""
 
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support import tasks
+from tests.support.runs import log_text, train
+from trainkit.cli.main import main
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+from trainkit.manifest import best_step
+from trainkit.rundir import RunDir, read_metrics
 from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.progress import Progress
@@ -37,7 +45,7 @@ class Saver:
 @pytest.fixture
 def trainer() -> Any:
     trainer: Any = object.__new__(Trainer)
-    trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(best_metric="val_loss"))
+    trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(best_metric="val_loss", best_mode="min"))
     trainer.state = TrainingState()
     trainer.saver = Saver()
     trainer.progress = Progress()
@@ -49,7 +57,7 @@ def trainer() -> Any:
 
 def reach(trainer: Any, step: int, val_loss: float, blocking: bool) -> None:
     trainer.state.step = step
-    trainer._update_best("val_loss", val_loss)
+    trainer._update_best({"val_loss": val_loss})
     trainer._save("every_steps", blocking)
 
 
@@ -78,6 +86,73 @@ def test_a_worse_one_is_not_the_best(trainer: Any, blocking: bool) -> None:
     assert (trainer.state.best_value, trainer.state.best_step) == (2.1, 5)
 
 
+def test_the_highest_value_of_a_metric_of_the_task(trainer: Any) -> None:
+    trainer.config.checkpoint = SimpleNamespace(best_metric="val_accuracy", best_mode="max")
+    for step, accuracy in ((5, 0.2), (7, 0.6), (9, 0.5), (11, math.nan)):
+        trainer.state.step = step
+        trainer._update_best({"val_loss": 1.0 / step, "val_accuracy": accuracy})
+        trainer._save("every_steps", blocking=True)
+    assert trainer.saver.best == [5, 7]
+    assert (trainer.state.best_value, trainer.state.best_step) == (0.6, 7)
+
+
+@pytest.mark.parametrize(
+    ("metric", "names", "of_validation", "is_missing"),
+    [
+        ("val_accuracy", ("val_loss",), True, True),
+        ("val_accuracy", ("val_loss", "val_accuracy"), True, False),
+        ("val_accuracy", ("loss",), False, False),
+        ("accuracy", ("loss",), False, True),
+        ("accuracy", ("val_loss",), True, False),
+        (None, ("val_loss",), True, False),
+    ],
+)
+def test_a_metric_that_is_not_there(
+    trainer: Any, metric: str | None, names: tuple[str, ...], of_validation: bool, is_missing: bool
+) -> None:
+    trainer.config.checkpoint.best_metric = metric
+    if not is_missing:
+        trainer._require_best_metric(names, of_validation=of_validation)
+        return
+    with pytest.raises(TrainkitError, match=f"is {metric}, but there is {', '.join(names)}") as found:
+        trainer._require_best_metric(names, of_validation=of_validation)
+    assert found.value.exit_code == EXIT_NO_RESTART
+    assert found.value.hint
+
+
+@pytest.mark.slow
+def test_the_best_by_accuracy_is_linked_listed_and_kept_after_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    options = [
+        *(f"task={tasks.__file__}:Classify", "optimizer.lr=0.05", "train.steps=12", "train.eval_every=2"),
+        *("checkpoint.best_metric=val_accuracy", "checkpoint.best_mode=max", "checkpoint.keep_last=1"),
+    ]
+    train(run, [*options, "train.stop_at_step=8"], expect=75)
+    attempt = train(run, options)
+    found = {r["step"]: r["val_accuracy"] for r in read_metrics(RunDir(run)) if "val_accuracy" in r}
+    assert len(found) > 4
+    step = min((step for step in found if step), key=lambda step: (-found[step], step))
+    assert best_step(RunDir(run).checkpoints_dir) == step
+    assert f"best val_accuracy={found[step]:.4f} at step {step}" in log_text(attempt)
+    assert main(["ckpt", "ls", str(run)]) == 0
+    assert f"best val_accuracy={found[step]:.4f}" in capsys.readouterr().out
+    attempt = train(run, [*options, "checkpoint.best_metric=val_loss"])
+    assert "best checkpoint was that of val_accuracy max, and is now that of val_loss max" in log_text(
+        attempt
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", ["val_accurcy", "accurcy"])
+def test_a_metric_that_never_comes_ends_the_run_at_once(tmp_path: Path, metric: str) -> None:
+    options = [f"task={tasks.__file__}:Classify", "train.eval_every=2", f"checkpoint.best_metric={metric}"]
+    attempt = train(tmp_path / "run", options, expect=EXIT_NO_RESTART)
+    assert f"checkpoint.best_metric is {metric}, but there is" in log_text(attempt)
+    assert "step=2" not in log_text(attempt)
+
+
 @pytest.mark.parametrize("phase", ["evaluate", "record"])
 def test_the_upload_of_the_best_one_is_waited_for_as_a_save(
     trainer: Any, monkeypatch: pytest.MonkeyPatch, phase: Any
@@ -93,10 +168,10 @@ def test_the_upload_of_the_best_one_is_waited_for_as_a_save(
     reach(trainer, 5, 2.3, blocking=False)
     monkeypatch.setattr(trainer.saver, "finish", finish_slowly)
     trainer.progress.enter(phase)
-    trainer._update_best("val_loss", 2.2)
+    trainer._update_best({"val_loss": 2.2})
     assert waited_in == ["save"]
     assert trainer.progress.current.phase == phase
-    trainer._update_best("val_loss", 2.1)
+    trainer._update_best({"val_loss": 2.1})
     assert waited_in == ["save"], "nothing to wait for"
 
 

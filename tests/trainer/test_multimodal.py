@@ -197,7 +197,7 @@ def test_a_curve_is_sampled_at_equal_times() -> None:
         ({"curve": [1, 2], "answer": "x"}, "train.jsonl:2: it has no key 'question'"),
         ({"curve": [1, 2], "question": "q", "answer": " "}, "train.jsonl:2: its answer is empty"),
         ({"curve": [1], "question": "q", "answer": "x"}, "train.jsonl:2: its curve is not a list of"),
-        ({"curve": [1, "a"], "question": "q", "answer": "x"}, "train.jsonl:2: could not convert"),
+        ({"curve": [1, "a"], "question": "q", "answer": "x"}, "train.jsonl:2: its curve is not a list of"),
         ({"curve": [[1, 2, 3]], "question": "q", "answer": "x"}, "train.jsonl:2: its curve is not a list of"),
         (
             {"curve": [1, 2], "question": "q" * 60, "answer": "x"},

@@ -70,9 +70,17 @@ IN_A_SMOKE_TEST = {
     "no length": (
         DATASET,
         "        return iter([1])",
-        "returned a list_iterator without __len__",
-        "map-style",
+        "returned a list_iterator, which can be read only once",
+        "begins anew",
     ),
+    "stream that differs": (
+        DATASET,
+        "        return Unordered()",
+        "another sample 0 when it is",
+        "begin anew",
+    ),
+    "stream that forgets": (DATASET, "        return Forgetful()", "comes to another sample", "buffer"),
+    "empty stream": (DATASET, "        return Stream(0)", "train_dataset() has no samples", "paths"),
     "empty": (DATASET, "        return []", "train_dataset() has no samples", "paths"),
     "unreadable": (DATASET, "        return Broken()", "KeyError: 'column'", ""),
     "changing": (DATASET, "        return Changing()", "item 0 differs when it is read twice", "seeding"),
@@ -106,6 +114,7 @@ IN_A_SMOKE_TEST = {
     ),
 }
 HELPERS = """
+from random import SystemRandom
 from torch.utils.data import Dataset
 
 class Broken(Dataset):
@@ -119,6 +128,25 @@ class Changing(Broken):
     def __getitem__(self, index):
         Changing.reads += 1
         return torch.full((3,), float(Changing.reads)), torch.ones(1)
+
+class Stream:
+    def __init__(self, count=7):
+        self.start, self.count = 0, count
+    def __iter__(self):
+        for self.at in range(self.start, self.count):
+            yield torch.full((3,), float(self.at)), torch.ones(1)
+    def state_dict(self):
+        return {"at": self.at}
+    def load_state_dict(self, state):
+        self.start = state["at"] + 1
+
+class Forgetful(Stream):
+    def load_state_dict(self, state):
+        pass
+
+class Unordered(Stream):
+    def __iter__(self):
+        yield torch.full((3,), SystemRandom().random()), torch.ones(1)
 """
 
 
@@ -142,6 +170,7 @@ def test_a_good_task() -> None:
         config = config_of(CODE, *overrides)
         assert definite_problem(config) is None
         assert list(Smoke(config).problems()) == []
+    assert list(Smoke(config_of(CODE.replace(DATASET, "        return Stream()"))).problems()) == []
 
 
 @pytest.mark.parametrize("case", AT_SUBMIT)

@@ -242,9 +242,15 @@ def _row(item: ListedCheckpoint) -> list[str]:
         item.time,
         _size(item.bytes),
         " ".join(degrees) or ("-" if item.layout is None else "one process"),
-        "best" if item.best else "",
+        _best(item),
         item.reason or "",
     ]
+
+
+def _best(item: ListedCheckpoint) -> str:
+    if item.best_metric is None or item.best_value is None:
+        return "best" if item.best else ""
+    return f"best {item.best_metric}={item.best_value:.4f}"
 
 
 def _size(num_bytes: int) -> str:

@@ -15,6 +15,7 @@ OneLine = Annotated[
 ]
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+MetricName = Annotated[str, Field(min_length=1)]
 SLURM_TIME = r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})$"
 
 
@@ -71,10 +72,15 @@ class CheckpointConfig(Section):
         default=None, description="Minutes between checkpoints; null to not save by time."
     )
     keep_last: AtLeastOne = Field(default=3, description="Latest checkpoints to keep, besides the best one.")
-    best_metric: Literal["val_loss", "loss"] | None = Field(
+    best_metric: MetricName | None = Field(
         default="val_loss",
-        description="Metric whose lowest value marks the best checkpoint; null keeps no best one. `loss` is"
-        " the training loss of the checkpoint's step.",
+        description="Metric whose best value marks the best checkpoint: val_loss, loss, or one of your own"
+        " task, with val_ that of the validation; null keeps no best one. Without val_, it is that of the"
+        " checkpoint's step.",
+        json_schema_extra={"allowed": "the name of a metric, or null"},
+    )
+    best_mode: Literal["min", "max"] = Field(
+        default="min", description="Whether the lowest or the highest value of best_metric is the best."
     )
     async_save: bool = Field(default=True, alias="async", description="Save checkpoints in the background.")
 

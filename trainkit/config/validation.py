@@ -116,6 +116,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     yield from _adamw_8bit(loaded)
     yield from _document_mask(loaded)
     yield from _pattern(loaded)
+    yield from _best_metric(loaded)
     if loaded.config.model.init_include and loaded.config.model.init_from is None:
         message = "is set, but model.init_from is null"
         yield loaded.problem("model.init_include", message, "set model.init_from to a run folder")
@@ -145,6 +146,22 @@ def _hf(loaded: LoadedConfig) -> Iterator[Problem]:
     if model.dropout and config.uses_transformers:
         message = f"is {model.dropout:g}, which models of transformers do not use"
         yield loaded.problem("model.dropout", message, f"set the dropout in config.json of {model.hf}")
+
+
+LOSSES = ("val_loss", "loss")
+
+
+def _best_metric(loaded: LoadedConfig) -> Iterator[Problem]:
+    config, metric = loaded.config, loaded.config.checkpoint.best_metric
+    if metric is None or metric in LOSSES:
+        return
+    key, message = "checkpoint.best_metric", f"is {metric}, "
+    if not config.has_user_task:
+        message += f"but task is {config.task}, which has the metrics {' and '.join(LOSSES)}"
+        yield loaded.problem(key, message, "use one of these, or null")
+    elif metric.startswith("val_") and config.train.eval_every is None:
+        message += "but train.eval_every is null: there is no validation"
+        yield loaded.problem(key, message, "set train.eval_every")
 
 
 def _pattern(loaded: LoadedConfig) -> Iterator[Problem]:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trainkit.data.questions import Medium
+
 DEMO = "demo"
 """The name of the rows in a config, in place of a file."""
 NUM_ROWS = {"train": 2000, "val": 200}
@@ -20,9 +22,7 @@ POINTS = 64
 Split = Literal["train", "val"]
 
 
-def demo_rows(
-    medium: Literal["image", "curve"], split: Split, count: int | None = None
-) -> list[dict[str, Any]]:
+def demo_rows(medium: Medium, split: Split, count: int | None = None) -> list[dict[str, Any]]:
     """`count` rows, by default 2,000 for training and 200 for validation, which are always the same.
 
     They have a ``question``, an ``answer``, and an ``image`` (uint8 [32, 32, 3]) or a ``curve`` (64 pairs of

@@ -30,6 +30,9 @@ class ListedCheckpoint:
     best: bool
     reason: str | None
     """Why it was saved, or what is wrong with it."""
+    best_metric: str | None = None
+    """Metric by which it is the best, with `best_value`, where its manifest says so."""
+    best_value: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,6 +57,10 @@ def list_checkpoints(run: RunDir) -> list[ListedCheckpoint]:
 
 def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedCheckpoint:
     manifest = _manifest(path)
+    progress: dict[str, Any] = manifest.get("progress", {})
+    # A checkpoint may be validated only after a resume: then later ones say that it is the best.
+    is_own = best and progress.get("best_step") == progress.get("step")
+    metric = (progress.get("best_metric") or "").partition(" ")[0] if is_own else None
     files = [item.stat() for item in path.rglob("*") if item.is_file()]
     newest_s = max((item.st_mtime for item in files), default=path.stat().st_mtime)
     digits = path.name.partition("-")[2].partition(".")[0]
@@ -68,6 +75,8 @@ def _listed(path: Path, state: str, best: bool, reason: str | None) -> ListedChe
         world_size=manifest.get("world_size"),
         best=best,
         reason=reason,
+        best_metric=metric or None,
+        best_value=progress.get("best_value") if metric else None,
     )
 
 

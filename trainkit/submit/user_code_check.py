@@ -48,10 +48,22 @@ def smoke_problems(loaded: LoadedConfig) -> list[Problem]:
 
     Raises TrainkitError if the process that tries it crashes.
     """
+    return [loaded.problem(*item) for item in _try(loaded, "--smoke")]
+
+
+def sample_problems(loaded: LoadedConfig) -> list[tuple[str, str]]:
+    """The key or method and the message of each sample of a task that cannot be read; reads all of them.
+
+    Raises TrainkitError if the process that reads them crashes.
+    """
+    return [(key, message) for key, message, _ in _try(loaded, "--samples")]
+
+
+def _try(loaded: LoadedConfig, option: str) -> list[tuple[str, str, str]]:
     from trainkit.job.processes import module_argv
 
     done = subprocess.run(
-        module_argv(TASK_CHECK, "--smoke"),
+        module_argv(TASK_CHECK, option),
         input=loaded.config.model_dump_json(by_alias=True),
         capture_output=True,
         text=True,
@@ -62,9 +74,9 @@ def smoke_problems(loaded: LoadedConfig) -> list[Problem]:
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
         raise TrainkitError(
             f"trying {loaded.config.task} failed: {' '.join(last) or f'exit code {done.returncode}'}",
-            hint="`trainkit --debug check …` shows its full output",
+            hint="`trainkit --debug …` shows its full output",
         ) from RuntimeError(done.stderr)
-    return [loaded.problem(*item) for item in answer]
+    return answer
 
 
 def _facts(config: RunConfig, *sections: str) -> str:

@@ -55,6 +55,8 @@ class StepBatch:
     """Valid labels on this rank."""
     num_samples: int
     """Valid samples on all ranks together."""
+    stream: None = None
+    """Token shards are read by position."""
 
 
 @dataclass(frozen=True)

@@ -155,3 +155,9 @@ def describe(error: BaseException) -> str:
         if not is_installed and not frame.filename.startswith(sys.base_prefix):
             return f"{text} ({frame.filename}:{frame.lineno})"
     return text
+
+
+def line_of(function: object) -> str:
+    """`` at FILE:LINE`` of a function in Python; empty for others."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import EXIT_OK, EXIT_STOPPED, DivergedError
+from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, DivergedError, TrainkitError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import RunDir
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 log = getLogger(__name__)
 GC_EVERY_STEPS = 100
+VAL = "val_"
+"""The beginning of the names of metrics of the validation."""
 
 
 @dataclass
@@ -91,6 +93,9 @@ class Trainer:
         gradient, or if no step had both, and CheckpointError if the last state cannot be saved.
         """
         self.progress.enter("begin")
+        best_metric = self.config.checkpoint.best_metric or ""
+        if self.evaluator is None and best_metric.startswith(VAL) and best_metric != "val_loss":
+            raise self._no_best_metric(())
         if any_rank(bool(self.stop), self.world):
             return self._stop("asked to stop during start-up")
         if self._eval_due() and not self._evaluate()[0]:
@@ -209,6 +214,7 @@ class Trainer:
         state.step += 1
         state.samples_seen += batch.num_samples
         state.tokens_seen += report.num_tokens
+        state.stream = batch.stream
         self.metrics.count(report, batch.num_samples)
         if report.finite:
             state.has_updated_weights = True
@@ -252,6 +258,8 @@ class Trainer:
         self._steps_done += 1
         if self._steps_done == 1 and self._saves_in_background:
             self.saver.allocate_buffers()
+        if self._steps_done == 1:
+            self._require_best_metric(("loss", *report.metrics), of_validation=False)
         if self._steps_done == 1 and self.world.is_main:
             record_event(self.run, self.attempt, "first_step", step=step)
         due = step % self.config.train.log_every == 0 or step in (1, self.total_steps)
@@ -277,26 +285,44 @@ class Trainer:
             return False, None
         state, val_loss = self.state, found.loss
         state.last_eval_step = state.step
+        values = {"val_loss": val_loss, **{f"{VAL}{name}": value for name, value in found.metrics.items()}}
+        self._require_best_metric(values, of_validation=True)
         finite = math.isfinite(val_loss)
         if self.world.is_main:
-            shown = [f"val_loss={val_loss:.4f}" if finite else "val_loss=not-finite"]
-            shown += [f"val_{name}={value:.4f}" for name, value in found.metrics.items()]
+            shown = [f"{name}={value:.4f}" for name, value in values.items()]
+            shown[0] = shown[0] if finite else "val_loss=not-finite"
             log.info(f"step={state.step}/{self.total_steps} {' '.join(shown)}")
             record_event(
                 self.run, self.attempt, "evaluated", step=state.step, val_loss=val_loss if finite else None
             )
         if not finite:
             return True, None
-        self._update_best("val_loss", val_loss)
+        self._update_best(values)
         return True, found
 
-    def _update_best(self, metric: str, value: float) -> None:
-        """Record the value if it is the best one so far of `checkpoint.best_metric`."""
-        state = self.state
-        if metric != self.config.checkpoint.best_metric or state.step == 0 or not math.isfinite(value):
+    def _require_best_metric(self, names: Collection[str], *, of_validation: bool) -> None:
+        """Raise TrainkitError if `checkpoint.best_metric` should be among these metrics and is not."""
+        metric = self.config.checkpoint.best_metric
+        if metric is not None and metric.startswith(VAL) == of_validation and metric not in names:
+            raise self._no_best_metric(names)
+
+    def _no_best_metric(self, names: Collection[str]) -> TrainkitError:
+        where = ", ".join(names) if names else "no validation"
+        return TrainkitError(
+            f"checkpoint.best_metric is {self.config.checkpoint.best_metric}, but there is {where}",
+            hint="name a metric that the task logs, those of the validation with val_, or set it to null",
+            exit_code=EXIT_NO_RESTART,
+        )
+
+    def _update_best(self, values: Mapping[str, float]) -> None:
+        """Record the value of `checkpoint.best_metric`, if it is among these and the best one so far."""
+        state, checkpoint = self.state, self.config.checkpoint
+        value = values.get(checkpoint.best_metric or "", math.nan)
+        if state.step == 0 or not math.isfinite(value):
             return
         self._confirm_best()
-        self._is_best = state.best_value is None or value < state.best_value
+        sign = -1.0 if checkpoint.best_mode == "max" else 1.0
+        self._is_best = state.best_value is None or sign * value < sign * state.best_value
         if self._is_best:
             state.best_value, state.best_step = value, state.step
 
@@ -330,15 +356,15 @@ class Trainer:
         checkpoint, step = self.config.checkpoint, self.state.step
         every = checkpoint.every_steps
         by_step = every is not None and -(-step // every) * every < self.total_steps
-        by_loss = checkpoint.best_metric == "val_loss" and self.evaluator is not None
-        return checkpoint.async_save and (by_step or by_loss or checkpoint.every_minutes is not None)
+        by_metric = (checkpoint.best_metric or "").startswith(VAL) and self.evaluator is not None
+        return checkpoint.async_save and (by_step or by_metric or checkpoint.every_minutes is not None)
 
     def _save_if_due(self, report: StepReport) -> None:
         every = self.config.checkpoint.every_steps
         reason = ""
         if every is not None and self.state.step % every == 0:
             reason = "every_steps"
-            self._update_best("loss", report.loss)
+            self._update_best({"loss": report.loss, **report.metrics})
         elif self._is_best:
             reason = "best"
         elif report.save:

@@ -10,13 +10,12 @@ Shapes: B samples, N patches, M embeddings of the medium, T tokens of text, D wi
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.data.demo import DEMO, Split, demo_rows
+from trainkit.data.questions import Medium, QuestionFormat, num_patches, read_row, row_texts, too_long
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.plan.model_shape import resolve_model_shape
@@ -34,7 +34,6 @@ from trainkit.trainer.hf_task import LOCAL, import_transformers, require
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import StageSpec
 
-Medium = Literal["image", "curve"]
 FREQUENCIES = 4
 """Pairs of Fourier features of each time of a curve, at frequencies that double."""
 MAX_LISTED = 5
@@ -54,8 +53,7 @@ class MediumFormat:
 
     @property
     def num_patches(self) -> int:
-        sides = self.size // self.patch
-        return sides * sides if self.kind == "image" else sides
+        return num_patches(self.kind, self.size, self.patch)
 
     @property
     def num_features(self) -> int:
@@ -125,14 +123,14 @@ class MediumSamples:
             if isinstance(line, bytes) and not line.strip():
                 continue
             try:
-                row = self._checked(json.loads(line) if isinstance(line, bytes) else line)
-            except (ValueError, TypeError) as error:
+                row = read_row(line, medium.kind, self._folder) if isinstance(line, bytes) else line
+            except ValueError as error:
                 problems.append(f"{file}:{number}: {error}")
                 continue
-            question, answer = texts.encode([f"{row['question']}\n".encode(), str(row["answer"]).encode()])
+            question, answer = texts.encode(row_texts(row))
             tokens = [*question.tolist(), *answer.tolist(), texts.identity.eos_id]
             if len(tokens) > max_tokens:
-                problems.append(f"{file}:{number}: it has {len(tokens)} tokens, more than {max_tokens}")
+                problems.append(f"{file}:{number}: {too_long(len(tokens), max_tokens)}")
                 continue
             labels = torch.tensor(tokens)
             labels[: len(question)] = IGNORE
@@ -141,30 +139,9 @@ class MediumSamples:
             more = f"\nand {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
             raise UsageError(
                 "\n".join(problems[:MAX_LISTED]) + more,
-                hint=f'{{"{medium.kind}": …, "question": "…", "answer": "…"}}, at most data.seq_len tokens',
+                hint=f'{{"{medium.kind}": …, "question": "…", "answer": "…"}}, at most data.seq_len tokens; '
+                "`trainkit data validate CONFIG` lists all rows",
             )
-
-    def _checked(self, row: Any) -> dict[str, Any]:
-        """The row; raises ValueError unless it has what the model needs."""
-        if not isinstance(row, dict):
-            raise ValueError("it is not an object")
-        for key in (self._medium.kind, "question", "answer"):
-            if key not in row:
-                raise ValueError(f"it has no key {key!r}")
-        if not str(row["answer"]).strip():
-            raise ValueError("its answer is empty")
-        medium = row[self._medium.kind]
-        if isinstance(medium, np.ndarray):
-            return row
-        if self._medium.kind == "image":
-            if not (self._folder / str(medium)).is_file():
-                raise ValueError(f"there is no image {self._folder / str(medium)}")
-        else:
-            found = np.asarray(medium, dtype=np.float64)
-            is_curve = found.ndim == 1 or (found.ndim == 2 and found.shape[1] == 2)
-            if not is_curve or len(found) < 2 or not np.isfinite(found).all():
-                raise ValueError("its curve is not a list of at least two finite numbers, or pairs of them")
-        return row
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -319,29 +296,24 @@ class MultimodalLM(Task):
         *,
         train: str,
         val: str | None = None,
-        medium: Medium = "image",
-        size: int = 32,
-        patch: int = 8,
+        medium: Medium = QuestionFormat.medium,
+        size: int = QuestionFormat.size,
+        patch: int = QuestionFormat.patch,
         width: int = 64,
         layers: int = 2,
         heads: int = 4,
-        queries: int = 0,
+        queries: int = QuestionFormat.queries,
         frozen: Sequence[str] = (),
     ) -> None:
         super().__init__(config)
         for name, value in {
-            "size": size,
-            "patch": patch,
             "width": width,
             "layers": layers,
             "heads": heads,
         }.items():
             if not isinstance(value, int) or value < 1:
                 raise UsageError(f"task_args.{name} is {value}", hint="it is a whole number of at least 1")
-        if medium not in ("image", "curve"):
-            raise UsageError(f"task_args.medium is {medium}", hint="it is image or curve")
-        if size % patch:
-            raise UsageError(f"task_args.patch is {patch}, which does not divide task_args.size {size}")
+        form = QuestionFormat(medium, size, patch, queries)
         if width % heads:
             raise UsageError(f"task_args.heads is {heads}, which does not divide task_args.width {width}")
         if medium == "image" and {train, val} - {DEMO, None}:
@@ -351,10 +323,7 @@ class MultimodalLM(Task):
         self._sizes = {"width": width, "layers": layers, "heads": heads}
         self._queries = queries
         self._frozen = tuple(frozen)
-        self._max_tokens = config.data.seq_len - (queries or self._medium.num_patches)
-        if self._max_tokens < 2:
-            taken = queries or self._medium.num_patches
-            raise UsageError(f"data.seq_len is {config.data.seq_len}, of which the medium takes {taken}")
+        self._max_tokens = form.max_tokens(config.data.seq_len)
 
     def build_model(self) -> nn.Module:
         model = self.config.model

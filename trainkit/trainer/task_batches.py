@@ -7,16 +7,17 @@ the random number generators for every item: a resume on any number of processes
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
 import signal
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit.config.schema import RunConfig
@@ -28,6 +29,8 @@ from trainkit.trainer.stateless_random import stable_key
 
 PREFETCH = 2
 """Microbatches that each worker reads ahead."""
+SAMPLED_ELEMENTS = 1024
+"""Elements of every parameter that the ranks compare."""
 BLOCKED = (*NOTICE_SIGNALS, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to stop, which Slurm may send to the data workers too."""
 
@@ -82,6 +85,8 @@ class TaskStepBatch:
     """Samples on all ranks together."""
     num_tokens: None = None
     """The loss says by what it is divided."""
+    stream: dict[str, Any] | None = None
+    """The position of a stream after the step, on rank 0."""
 
 
 @dataclass(frozen=True)
@@ -184,15 +189,56 @@ def read_in_worker(dataset: Dataset[Any], indices: Sequence[int], config: RunCon
             dataset,
             batch_size=None,
             sampler=indices,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
             **(forked if config.data.num_workers else {}),
         )
         items = iter(loader)
     yield from items
 
 
-def _unchanged(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
+    """Return the batch, which is collated already."""
     return batch
+
+
+def digest_of(value: Any) -> str:
+    """A digest of a tree of values, or of the first elements of a model's parameters."""
+    digest = hashlib.sha256()
+    if isinstance(value, nn.Module):
+        value = {
+            name: (param.shape, None if param.is_meta else param.detach().flatten()[:SAMPLED_ELEMENTS])
+            for name, param in value.named_parameters()
+        }
+    add_to_digest(digest, value)
+    return digest.hexdigest()
+
+
+def add_to_digest(digest: Any, value: Any) -> None:
+    """Add a tree of values; of an object whose content is not known, only its type counts."""
+    digest.update(type(value).__name__.encode())
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous()
+        digest.update(str((value.dtype, tuple(value.shape))).encode())
+        digest.update(
+            value.view(torch.uint8).numpy().tobytes()
+            if value.numel() and value.dim()
+            else str(value).encode()
+        )
+    elif isinstance(value, np.ndarray):
+        digest.update(str((value.dtype, value.shape)).encode())
+        if value.dtype == object:
+            add_to_digest(digest, value.tolist())
+        else:
+            digest.update(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, str | bytes | int | float | bool | None):
+        digest.update(repr(value).encode())
+    elif isinstance(value, Mapping):
+        for key in value:
+            digest.update(repr(key).encode())
+            add_to_digest(digest, value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            add_to_digest(digest, item)
 
 
 class TaskBatches:
@@ -219,7 +265,7 @@ class TaskBatches:
             batch_size=None,  # a request is for a whole microbatch
             sampler=_From(positions, start),
             num_workers=num_workers,
-            collate_fn=_unchanged,  # the reader has collated it
+            collate_fn=unchanged,  # the reader has collated it
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             **(processes if num_workers else {}),

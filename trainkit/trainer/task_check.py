@@ -1,7 +1,8 @@
 """Tries a user's task on the CPU, with a few samples, before it costs time on a cluster.
 
-``python -m trainkit.trainer.task_check [--smoke]`` reads a config as JSON from stdin and prints a line
-``problems: `` with a JSON list of ``[key, message, hint]``. Without ``--smoke`` it only imports its class.
+``python -m trainkit.trainer.task_check [--smoke | --samples]`` reads a config as JSON from stdin and prints a
+line ``problems: `` with a JSON list of ``[key, message, hint]``. ``--samples`` reads every sample instead;
+without options it only imports its class.
 """
 
 from __future__ import annotations
@@ -12,23 +13,31 @@ import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem, TrainkitError
-from trainkit.task import Loss, ParameterOptions, Task
+from trainkit.task import Loss, ParameterOptions, Stream, Task
 from trainkit.trainer.distributed import World
 from trainkit.trainer.hf_task import find_hf_problem
-from trainkit.trainer.load_task import TRACEBACK_HINT, TaskError, describe, load_task_class
+from trainkit.trainer.load_task import (
+    TRACEBACK_HINT,
+    TaskError,
+    describe,
+    errors_of_user,
+    line_of,
+    load_task_class,
+)
 from trainkit.trainer.parallel.tensor_plan import find_styles
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
-from trainkit.trainer.task_batches import seed_generators
-from trainkit.trainer.user_task import LossModule, TaskForwardBackward, UserTask, digest_of
+from trainkit.trainer.stream import Cursor, StreamData, StreamState, is_stream
+from trainkit.trainer.task_batches import digest_of, read_in_worker, seed_generators
+from trainkit.trainer.user_task import Digests, LossModule, TaskForwardBackward, UserTask
 
 PREFIX = "problems: "
 HALF = 2
@@ -48,6 +57,25 @@ def definite_problem(config: RunConfig) -> Problem | None:
         cause = error.__cause__
         return error.problem if cause is None or isinstance(cause, DEFINITE) else None
     return None
+
+
+def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
+    """Read every sample of a task's datasets, and yield a problem for each that cannot be read."""
+    try:
+        task = UserTask(config, None, opens_data=False).task
+        for name in ("train_dataset", "val_dataset"):
+            with errors_of_user(config.task, f"{name}() failed"):
+                samples: Any = getattr(task, name)()
+                count = 0 if samples is None or is_stream(samples) else len(samples)
+            if samples is not None and is_stream(samples):
+                yield Problem(f"{name}()", "returned a stream, which may have no end: it was not read")
+            for index, (_, problem) in enumerate(
+                read_in_worker(Digests(samples, config.seed), range(count), config)
+            ):
+                if problem:
+                    yield Problem(f"{name}()", f"sample {index}: {problem}")
+    except TaskError as error:
+        yield error.problem
 
 
 class Smoke:
@@ -96,19 +124,12 @@ class Smoke:
 
     def _batches(self, method: str, data: Any) -> tuple[list[Any], list[Problem]]:
         """Two batches, and both of them as one; and the problems of the items."""
-        split, found = method.partition("_")[0], []
-        size = min(HALF, max(1, data.num_samples // 2))
-
-        def item(index: int) -> Any:
-            seed_generators(stable_key(self._config.seed, split, "item", index))
-            return data.samples[index]
-
-        with self._errors(method, "an item cannot be read"):
-            items = [item(index) for index in range(min(2 * size, data.num_samples))]
-        if digest_of(items[0]) != digest_of(item(0)):
-            message = "item 0 differs when it is read twice"
-            hint = "draw random numbers from random, numpy.random or torch without seeding them"
-            found.append(self._problem(method, message, hint, of=data.samples))
+        found: list[Problem] = []
+        if isinstance(data, StreamData):
+            size, items = HALF, self._stream_items(data)
+        else:
+            size = min(HALF, max(1, data.num_samples // 2))
+            items = self._items(method, data, min(2 * size, data.num_samples), found)
         batches = []
         for part in (items[:size], items[size:] or items[:size], items):
             with self._errors("collate", f"{len(part)} items cannot be joined to a batch"):
@@ -124,6 +145,32 @@ class Smoke:
                 self._problem("collate", "returns tensors on a GPU", "the trainer copies batches to the GPU")
             )
         return batches, found
+
+    def _items(self, method: str, data: Any, count: int, found: list[Problem]) -> list[Any]:
+        def item(index: int) -> Any:
+            seed_generators(stable_key(self._config.seed, method.partition("_")[0], "item", index))
+            return data.samples[index]
+
+        with self._errors(method, "an item cannot be read"):
+            items = [item(index) for index in range(count)]
+        if digest_of(items[0]) != digest_of(item(0)):
+            message = "item 0 differs when it is read twice"
+            hint = "draw random numbers from random, numpy.random or torch without seeding them"
+            found.append(self._problem(method, message, hint, of=data.samples))
+        return items
+
+    def _stream_items(self, data: StreamData) -> list[Any]:
+        """The first items of a stream; another object of it must continue in the middle."""
+        with self._errors("train_dataset", "a sample cannot be read"):
+            cursor = Cursor(data)
+            items = [cursor.next(position) for position in range(HALF)]
+            before = cursor.where()
+            items.append(cursor.next(HALF))
+            again = StreamData(cast(Stream, self._user.task.train_dataset()), self._config)
+            resumed = Cursor(again)
+            resumed.seek(StreamState(*before, digest_of(items[-1])), HALF + 1)
+            items += [cursor.next(position) for position in range(HALF + 1, 2 * HALF)]
+        return items
 
     def _structure(self, model: nn.Module) -> Iterator[Problem]:
         own = set(model.modules())
@@ -236,12 +283,6 @@ class Smoke:
         return Problem("task", f"is {self._name}, but {method}(){place} {message}", hint=hint)
 
 
-def line_of(function: object) -> str:
-    """`` at FILE:LINE`` of a function in Python; empty for others."""
-    code = getattr(function, "__code__", None)
-    return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
-
-
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in a tree of mappings, lists and tuples."""
     if isinstance(value, Tensor):
@@ -259,6 +300,8 @@ def main() -> None:
     config = RunConfig.model_validate(json.load(sys.stdin))
     if "--smoke" in sys.argv:
         found = list(Smoke(config).problems())
+    elif "--samples" in sys.argv:
+        found = list(unreadable_samples(config))
     else:
         problem = definite_problem(config)
         found = [] if problem is None else [problem]

@@ -18,11 +18,13 @@ from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.rundir import RunDir
 from trainkit.safetensors import StoredWeights
 from trainkit.trainer.batches import IGNORE_LABEL, BatchSource, PrefetchedBatches
+from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models import load_architecture
 from trainkit.trainer.models.decoder import Decoder, read_decoder_weight
 from trainkit.trainer.models.model import Model, StageSpec
 from trainkit.trainer.models.supported_layouts import refuse_unsupported_layout
+from trainkit.trainer.stream import StreamBatches
 from trainkit.trainer.task_batches import TaskBatches
 from trainkit.trainer.user_task import UserTask
 
@@ -87,9 +89,12 @@ class CausalLM:
             return f"{self._config.data.source}: {counts}"
         return f"mixture: {counts}; {'; '.join(data.describe(self._config.data.source))}"
 
-    def train_batches(self, plan: LaunchPlan, world: World, start: int, end: int | None) -> PrefetchedBatches:
-        """The training batches of this rank from position `start` on, up to `end` if it is not None."""
-        return self._batches(self.train_data, plan.batch, world, start, end, self._config.data.shuffle)
+    def train_batches(
+        self, plan: LaunchPlan, world: World, state: TrainingState, end: int | None
+    ) -> PrefetchedBatches:
+        """The training batches of this rank from a state on, up to position `end` if it is not None."""
+        shuffle = self._config.data.shuffle
+        return self._batches(self.train_data, plan.batch, world, state.samples_seen, end, shuffle)
 
     def val_batches(self, batch: Batch, world: World, num_samples: int) -> PrefetchedBatches:
         """The validation batches of this rank; can be iterated over again and again."""
@@ -119,7 +124,7 @@ class CausalLM:
 
 
 AnyTask = CausalLM | UserTask
-Batches = PrefetchedBatches | TaskBatches
+Batches = PrefetchedBatches | TaskBatches | StreamBatches
 """The batches of consecutive steps."""
 
 

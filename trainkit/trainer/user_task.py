@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,9 +16,10 @@ from torch.utils.data import Dataset
 from trainkit.config.schema import RunConfig
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.rundir import RunDir
-from trainkit.task import Loss, Samples, Task
+from trainkit.task import Loss, Samples, Stream, Task
 from trainkit.trainer.activation_checkpointing import recompute_and_compile
 from trainkit.trainer.checkpoint.loader import gather_from_all
+from trainkit.trainer.checkpoint.state import TrainingState
 from trainkit.trainer.distributed import World
 from trainkit.trainer.forward_backward import OnLoss
 from trainkit.trainer.load_task import TRACEBACK_HINT, describe, errors_of_user, load_task, refusal
@@ -40,10 +40,12 @@ from trainkit.trainer.parallel.tensor_plan import (
 from trainkit.trainer.precision import DTYPES, cast_frozen, cast_weights
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.stateless_random import stable_key
+from trainkit.trainer.stream import StreamBatches, StreamData, is_stream
 from trainkit.trainer.task_batches import (
     Positions,
     TaskBatch,
     TaskBatches,
+    digest_of,
     read_in_worker,
     seed_generators,
 )
@@ -52,8 +54,6 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules whose weights have the type of their statistics, float32."""
 BASE_FINGERPRINT = "the fingerprint of model.hf"
 """Its key in the `data` of a manifest."""
-SAMPLED_ELEMENTS = 1024
-"""Elements of every parameter that the ranks compare."""
 
 
 class UserTask:
@@ -72,7 +72,12 @@ class UserTask:
     def _open_data(self) -> None:
         config = self.config
         with errors_of_user(config.task, "its datasets cannot be opened"):
-            self.train_data = _Data(self.task.train_dataset(), "train_dataset", config)
+            train = self.task.train_dataset()
+            self.train_data: _Data | StreamData
+            if is_stream(train):
+                self.train_data = StreamData(cast(Stream, train), config)
+            else:
+                self.train_data = _Data(cast(Samples, train), "train_dataset", config)
             validation = self.task.val_dataset() if config.train.eval_every is not None else None
             self.val_data = None if validation is None else _Data(validation, "val_dataset", config)
 
@@ -109,9 +114,23 @@ class UserTask:
         """Whether frozen parameters have the same values at every start, and checkpoints do not need them."""
         return bool(getattr(self.task, "rereads_frozen", False))
 
-    def train_batches(self, plan: LaunchPlan, world: World, start: int, end: int | None) -> TaskBatches:
-        """The training batches of this rank from position `start` on."""
-        return self._batches(self.train_data, "train", plan.batch, world, start, end)
+    def train_batches(
+        self, plan: LaunchPlan, world: World, state: TrainingState, end: int | None
+    ) -> TaskBatches | StreamBatches:
+        """The training batches of this rank from a state on, up to position `end` if it is not None."""
+        start, data = state.samples_seen, self.train_data
+        if isinstance(data, _Data):
+            return self._batches(data, "train", plan.batch, world, start, end)
+        return StreamBatches(
+            data,
+            self.task.collate,
+            Positions(plan.batch, world.dp_rank, world.layout.dp, end=None),
+            start=start,
+            saved=state.stream,
+            takes_state=world.is_main,
+            num_workers=self.config.data.num_workers,
+            pin_memory=world.device.type == "cuda",
+        )
 
     def val_batches(self, batch: Batch, world: World, num_samples: int) -> TaskBatches:
         """The validation batches of this rank; can be iterated over again and again."""
@@ -134,7 +153,8 @@ class UserTask:
         )
 
     def describe_data(self) -> str:
-        return f"{self.train_data.num_samples:,} training samples"
+        data = self.train_data
+        return data.describe() if isinstance(data, StreamData) else f"{data.num_samples:,} training samples"
 
     def build_model(self) -> nn.Module:
         """The model, in float32 on the CPU, with the same values on every rank."""
@@ -210,7 +230,7 @@ class _Data:
         for name in ("__len__", "__getitem__"):
             if not hasattr(samples, name):
                 kind = type(samples).__name__
-                hint = "return a list or a map-style torch.utils.data.Dataset"
+                hint = "return a list or a map-style torch.utils.data.Dataset; list(…) makes one of a stream"
                 raise refusal(config.task, f"{method}() returned a {kind} without {name}", hint)
         self.samples = samples
         self.num_samples = len(samples)
@@ -226,7 +246,7 @@ class _Data:
         """
         indices = sorted({0, self.num_samples // 2, self.num_samples - 1})
         digest = hashlib.sha256(str(self.num_samples).encode())
-        for found, problem in read_in_worker(_Digests(self.samples, config.seed), indices, config):
+        for found, problem in read_in_worker(Digests(self.samples, config.seed), indices, config):
             if problem:
                 raise refusal(
                     config.task, f"{method}() has a sample that cannot be read: {problem}", TRACEBACK_HINT
@@ -235,7 +255,7 @@ class _Data:
         return digest.hexdigest()
 
 
-class _Digests(Dataset[Any]):
+class Digests(Dataset[Any]):
     """The digest of an item, or why there is none."""
 
     def __init__(self, samples: Samples, seed: int) -> None:
@@ -247,34 +267,6 @@ class _Digests(Dataset[Any]):
             return digest_of(self._samples[index]), ""
         except Exception as error:  # whatever the user's code raises
             return "", describe(error)
-
-
-def add_to_digest(digest: Any, value: Any) -> None:
-    """Add a tree of values; of an object whose content is not known, only its type counts."""
-    digest.update(type(value).__name__.encode())
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().contiguous()
-        digest.update(str((value.dtype, tuple(value.shape))).encode())
-        digest.update(
-            value.view(torch.uint8).numpy().tobytes()
-            if value.numel() and value.dim()
-            else str(value).encode()
-        )
-    elif isinstance(value, np.ndarray):
-        digest.update(str((value.dtype, value.shape)).encode())
-        if value.dtype == object:
-            add_to_digest(digest, value.tolist())
-        else:
-            digest.update(np.ascontiguousarray(value).tobytes())
-    elif isinstance(value, str | bytes | int | float | bool | None):
-        digest.update(repr(value).encode())
-    elif isinstance(value, Mapping):
-        for key in value:
-            digest.update(repr(key).encode())
-            add_to_digest(digest, value[key])
-    elif isinstance(value, list | tuple):
-        for item in value:
-            add_to_digest(digest, item)
 
 
 class LossModule(nn.Module):
@@ -444,18 +436,6 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
         move_buffers(module, world.device)
         return module
     return module.to(world.device)
-
-
-def digest_of(value: Any) -> str:
-    """A digest of a tree of values, or of the first elements of a model's parameters."""
-    digest = hashlib.sha256()
-    if isinstance(value, nn.Module):
-        value = {
-            name: (param.shape, None if param.is_meta else param.detach().flatten()[:SAMPLED_ELEMENTS])
-            for name, param in value.named_parameters()
-        }
-    add_to_digest(digest, value)
-    return digest.hexdigest()
 
 
 def check_same_weights(model: nn.Module, task: str, world: World) -> None:

@@ -151,7 +151,10 @@ def build_trainer(
     progress.enter("load")
     state = resume(config, attempt, world, task, built, saver, tensors, loss_scale)
     num_samples = task.train_data.num_samples
-    end = None if config.train.epochs is None else round(config.train.epochs * num_samples)
+    end = None
+    if config.train.epochs is not None:
+        assert num_samples is not None
+        end = round(config.train.epochs * num_samples)
     total_steps = count_steps(config, plan, state, end)
     if world.is_main:
         log_summary(config, plan, world, task, total_steps)
@@ -182,7 +185,7 @@ def build_trainer(
         loss_scale=loss_scale,
         state=state,
         total_steps=total_steps,
-        batches=task.train_batches(plan, world, state.samples_seen, end),
+        batches=task.train_batches(plan, world, state, end),
         evaluator=None if task.val_data is None else Evaluator(task, config, plan, world),
         saver=saver,
         metrics=Metrics(
@@ -250,6 +253,9 @@ def resume(
 
     Raises TrainkitError (exit code 78) if the training data or the optimizer has changed since it was saved.
     """
+    best_metric = None
+    if config.checkpoint.best_metric is not None:
+        best_metric = f"{config.checkpoint.best_metric} {config.checkpoint.best_mode}"
     chosen = choose_checkpoint(attempt.run, attempt.number, world)
     if built.read_weight is not None:
         read_initial_weights(built.weights, built.read_weight, resumed=chosen is not None)
@@ -257,7 +263,7 @@ def resume(
         if config.model.init_from is not None:
             load_initial_weights(tensors.tensors, config.model, world)
         tensors.copy_duplicates()
-        return TrainingState()
+        return TrainingState(best_metric=best_metric)
     checkpoint, manifest = chosen
     refuse_other_data(checkpoint, manifest, task.data_identity())
     refuse_other_optimizer(checkpoint, manifest, config.optimizer.name)
@@ -267,6 +273,10 @@ def resume(
     if manifest["val_fingerprint"] != val_fingerprint(task):
         log.warning("the validation data has changed: its losses cannot be compared with earlier ones")
         state.best_value = state.best_step = None
+    if state.best_metric not in (None, best_metric):
+        log.warning(f"the best checkpoint was that of {state.best_metric}, and is now that of {best_metric}")
+        state.best_value = state.best_step = None
+    state.best_metric = best_metric
     loss_scale.load(state.loss_scale)
     saver.last_step = state.step
     if world.is_main:

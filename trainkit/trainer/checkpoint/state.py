@@ -95,10 +95,14 @@ class TrainingState:
     last_eval_step: int = -1
     best_value: float | None = None
     best_step: int | None = None
+    best_metric: str | None = None
+    """Metric and mode of `best_value`; None in manifests of older versions."""
     nonfinite_in_a_row: int = 0
     has_updated_weights: bool = False
     """Whether any step was applied: all are skipped while the gradients of fp16 overflow."""
     loss_scale: dict[str, float] = field(default_factory=dict)
+    stream: dict[str, Any] | None = None
+    """Position of a stream, which rank 0 has: the fields of `trainer.stream.StreamState`."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,0 +1,368 @@
+"""Training data without a length: dealt out by position, and resumed where the checkpoint was saved."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from tests.support import tasks
+from tests.support.parity import Case, curve, run_cases, worst_difference
+from tests.support.ranks import ForkedWorker
+from tests.support.runs import fork_workers, log_text, losses, make_attempt, samples_seen, train, wait_for
+from trainkit.config import load_config
+from trainkit.config.schema import RunConfig
+from trainkit.errors import EXIT_NO_RESTART
+from trainkit.job.watch.hangs import read_hangs
+from trainkit.manifest import published
+from trainkit.plan.launch import Batch
+from trainkit.rundir import AttemptDir, RunDir
+from trainkit.trainer.load_task import TaskError
+from trainkit.trainer.stream import StreamBatches, StreamData, is_stream
+from trainkit.trainer.task_batches import Positions
+
+FILE = Path(tasks.__file__)
+STREAM = (f"task={FILE}:ClassifyStream", "optimizer.lr=0.01", "task_args.samples=37")
+
+
+def config_of(*overrides: str) -> RunConfig:
+    options = ["task=mine.py:Mine", "data.num_workers=0", *overrides]
+    return load_config("quickstart", overrides=options, environ={}).config
+
+
+class Letters:
+    """Each epoch has the same letters, with a random number each."""
+
+    def __init__(self, count: int = 5) -> None:
+        self.count = count
+        self.epochs: list[int] = []
+        self.start = self.at = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at, self.start = self.start, 0
+        while self.at < self.count:
+            self.at += 1
+            yield f"{'abcdefghij'[self.at - 1]}{random.randrange(1000)}"
+
+
+class StatefulLetters(Letters):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"]
+
+
+def collate(items: list[str]) -> list[str]:
+    return items
+
+
+def batches(
+    stream: Any, *, rank: int = 0, dp: int = 1, start: int = 0, saved: dict[str, Any] | None = None
+) -> StreamBatches:
+    """Steps of 4 samples, in microbatches of one."""
+    return StreamBatches(
+        StreamData(stream, config_of()),
+        collate,
+        Positions(Batch(1, 4 // dp, 4, 4), rank, dp, end=None),
+        start=start,
+        saved=saved,
+        takes_state=rank == 0,
+        num_workers=0,
+        pin_memory=False,
+    )
+
+
+def read(found: StreamBatches, count: int) -> list[str]:
+    """The samples of some steps."""
+    return [item for _ in range(count) for micro in next(found).microbatches for item in micro.data]
+
+
+def test_what_is_a_stream() -> None:
+    class Torch(IterableDataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(range(3))
+
+    assert is_stream(Torch())
+    assert is_stream(Letters())
+    assert is_stream(iter([1]))
+    assert not is_stream([1, 2])
+    assert not is_stream(tasks.Points(3, 0))
+
+
+def test_epochs_follow_each_other_within_a_step() -> None:
+    stream = Letters()
+    found = read(batches(stream), 3)
+    assert "".join(item[0] for item in found) == "abcdeabcdeab"
+    assert found[0] != found[5], "other random numbers in another epoch"
+    assert stream.epochs[-3:] == [0, 1, 2]
+
+
+def test_ranks_share_a_step_as_they_share_that_of_map_style_data() -> None:
+    alone = read(batches(Letters()), 3)
+    ranks = [[next(found) for _ in range(3)] for found in (batches(Letters(), rank=r, dp=2) for r in (0, 1))]
+    dealt = [
+        item
+        for steps in zip(*ranks, strict=True)
+        for micros in zip(*(step.microbatches for step in steps), strict=True)
+        for micro in micros
+        for item in micro.data
+    ]
+    assert dealt == alone
+    assert all(step.num_samples == 4 for steps in ranks for step in steps)
+    assert all(step.stream is None for step in ranks[1])
+
+
+@pytest.mark.parametrize("kind", [Letters, StatefulLetters])
+@pytest.mark.parametrize("steps", range(1, 7))
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_resume_continues_with_the_next_sample(kind: type[Letters], steps: int, dp: int) -> None:
+    whole = read(batches(kind()), 8)
+    before = batches(kind())
+    for _ in range(steps):
+        saved = next(before).stream
+    stream = kind()
+    resumed = [
+        batches(copy.copy(stream), rank=r, dp=dp, start=4 * steps, saved=json.loads(json.dumps(saved)))
+        for r in range(dp)
+    ]
+    dealt = [[next(found).microbatches for found in resumed] for _ in range(8 - steps)]
+    assert [
+        item for step in dealt for micros in zip(*step, strict=True) for m in micros for item in m.data
+    ] == (whole[4 * steps :])
+
+
+def test_a_state_is_that_of_the_step_not_that_of_what_is_read_ahead() -> None:
+    class Shared(StatefulLetters):
+        """Returns the object that it changes."""
+
+        state: dict[str, Any]
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in super().__iter__():
+                self.state["at"] = self.at
+                yield item
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+    stream = Shared(10)
+    stream.state = {}
+    found = batches(stream)
+    first, _ = next(found), next(found)
+    assert first.stream is not None
+    assert first.stream["state"] == {"at": 3}, "before the last sample of the step"
+
+
+class Raising(Letters):
+    def __iter__(self) -> Iterator[Any]:
+        return map({}.__getitem__, ["column"])
+
+
+class RaisingState(StatefulLetters):
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("at")
+
+
+class TensorState(StatefulLetters):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": torch.ones(1)}
+
+
+class TupleState(StatefulLetters):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": (1, 2)}
+
+
+class Consumed(Letters):
+    """Continues when it should begin anew."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.count:
+            self.at += 1
+            yield self.at
+
+
+class ConsumedInAnEpoch(Consumed):
+    fingerprint = "own"
+
+
+class Empty(Letters):
+    fingerprint = "own"
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("stream", "error", "message"),
+    [
+        (TensorState(), TaskError, "cannot be saved as JSON: Object of type Tensor is not"),
+        (TupleState(), TaskError, "is not the same after it was saved as JSON"),
+        (RaisingState(), RuntimeError, "state_dict() of the stream failed: KeyError: 'at'"),
+        (Consumed(), TaskError, "has another sample 0 when it is iterated over again"),
+        (ConsumedInAnEpoch(), TaskError, "epoch 1 of its stream, counted from 0, has no samples"),
+        (Empty(), TaskError, "train_dataset() has no samples"),
+    ],
+)
+def test_mistakes_of_a_stream(stream: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as found:
+        read(batches(stream), 2)
+    assert message in str(found.value)
+    assert "test_stream.py:" in str(found.value)
+    assert error is RuntimeError or getattr(found.value, "hint", "")
+
+
+@pytest.mark.parametrize(
+    ("stream", "overrides", "message"),
+    [
+        (iter([1, 2]), (), "train_dataset() returned a list_iterator, which can be read only once"),
+        (Letters(0), (), "train_dataset() has no samples"),
+        (Raising(), (), "in train_dataset() training sample 0 cannot be read: KeyError: 'column'"),
+        (Letters(), ("train.epochs=2", "train.steps=null"), "train.epochs is 2, but train_dataset() of"),
+    ],
+)
+def test_mistakes_that_are_found_at_the_start(stream: Any, overrides: list[str], message: str) -> None:
+    with pytest.raises(TaskError, match=re.escape(message)) as found:
+        StreamData(stream, config_of(*overrides))
+    assert found.value.hint
+    assert found.value.exit_code == EXIT_NO_RESTART
+
+
+class Forgetful(StatefulLetters):
+    """Cannot restore what a shuffle buffer contained."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"] + 1
+
+
+def test_a_stream_that_resumes_elsewhere_is_refused() -> None:
+    saved = next(batches(Forgetful(10))).stream
+    with pytest.raises(TaskError, match="comes to another sample than number 3") as found:
+        next(batches(Forgetful(10), start=4, saved=saved))
+    assert "a resume reads over the earlier samples" in found.value.hint
+    assert read(batches(Letters(10), start=4, saved=saved), 1)[0][0] == "e", "without the methods it can"
+
+
+def test_other_samples_at_the_position_of_the_checkpoint_are_refused() -> None:
+    class Changed(Letters):
+        def __iter__(self) -> Iterator[Any]:
+            return (item if index < 3 else "new" for index, item in enumerate(super().__iter__()))
+
+    saved = next(batches(Letters())).stream
+    with pytest.raises(TaskError, match="sample 3 of its stream is not the one that the checkpoint"):
+        next(batches(Changed(), start=4, saved=saved))
+
+
+def test_the_stream_of_the_docs(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "own-task.md").read_text()
+    names: dict[str, Any] = {}
+    exec("class Lines:" + text.partition("class Lines:")[2].partition("```")[0], names)
+    (tmp_path / "lines").write_text("".join(f"{number}\n" for number in range(10)))
+    whole = read(batches(names["Lines"](tmp_path / "lines")), 6)
+    for steps in (1, 2, 3, 5):
+        before = batches(names["Lines"](tmp_path / "lines"))
+        for _ in range(steps):
+            saved = next(before).stream
+        after = batches(names["Lines"](tmp_path / "lines"), start=4 * steps, saved=saved)
+        assert read(after, 6 - steps) == whole[4 * steps :]
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+@pytest.mark.parametrize("stateful", ["true", "false"])
+def test_killed_on_two_ranks_it_resumes_exactly(tmp_path: Path, stateful: str) -> None:
+    """In the third epoch, while a process reads ahead, and two steps after the checkpoint."""
+    options = [
+        *(*STREAM, f"task_args.stateful={stateful}", "task_args.dropout=0.2"),
+        *("train.steps=10", "checkpoint.every_steps=4", "checkpoint.async=false"),
+    ]
+    train(tmp_path / "whole", options, 2)
+    run = tmp_path / "run"
+    attempt = make_attempt(run, [*options, "task_args.blocks_at=110"], 2)
+    with ranks(attempt, 2):
+        wait_until(lambda: len(losses(run)) == 6)
+    assert newest_step(run) == 4
+    attempt = train(run, options, 2)
+    assert losses(run) == losses(tmp_path / "whole")
+    assert samples_seen(run) == list(range(16, 161, 16))
+    reads_over = "reading over 26 samples of epoch 1 of the stream" in log_text(attempt)
+    assert reads_over is (stateful == "false"), log_text(attempt)
+
+
+@pytest.mark.slow
+def test_on_another_number_of_ranks_it_sees_each_sample_once(tmp_path: Path) -> None:
+    """The curve is that of the same samples as map-style data in their order."""
+    same = [*("optimizer.lr=0.01", "task_args.samples=37", "train.steps=8", "data.shuffle=false")]
+    map_style = [f"task={FILE}:Classify", *same]
+    run_cases(tmp_path, [Case("map-style", 1, {})], map_style)
+    links = [(2, {"dp_replicate": 2}), (1, {}), (2, {"dp_shard": 2}), (1, {})]
+    for index, (num_procs, parallel) in enumerate(links, 1):
+        stop = ("data.num_workers=1", *((f"train.stop_at_step={2 * index}",) if index < 4 else ()))
+        cases = [
+            Case(name, num_procs, parallel, (*stop, f"task_args.stateful={name == 'stateful'}".lower()))
+            for name in ("stateful", "read-over")
+        ]
+        run_cases(tmp_path, cases, [f"task={FILE}:ClassifyStream", *same])
+    run_cases(tmp_path, [Case("alone", 1, {})], [f"task={FILE}:ClassifyStream", *same])
+    assert curve(tmp_path / "alone") == curve(tmp_path / "map-style")
+    for name in ("stateful", "read-over"):
+        assert worst_difference(tmp_path / name, tmp_path / "map-style") < 1e-5, name
+
+
+@pytest.mark.slow
+def test_a_sample_that_never_comes_is_a_hang(tmp_path: Path) -> None:
+    options = [*STREAM, "task_args.blocks_at=100", "requeue.hang_min_s=2", "requeue.hang_factor=2"]
+    attempt = make_attempt(tmp_path / "run", options, 2)
+    with ranks(attempt, 2):
+        wait_until(lambda: len(read_hangs(attempt)) == 2)
+    assert [(record.step, record.phase) for record in read_hangs(attempt)] == [(7, "data")] * 2
+
+
+@pytest.mark.slow
+def test_a_sample_that_cannot_be_read_ends_the_attempt(tmp_path: Path) -> None:
+    attempt = make_attempt(tmp_path / "run", [*STREAM, "task_args.fails_at=100"], 2)
+    with ranks(attempt, 2) as procs:
+        codes = wait_for(procs)
+    assert 1 in codes, codes
+    assert "training sample 100 cannot be read: KeyError: 'column' (" in log_text(attempt)
+    assert "tasks.py:" in log_text(attempt)
+
+
+@contextmanager
+def ranks(attempt: AttemptDir, num_procs: int) -> Iterator[list[ForkedWorker]]:
+    """Workers that are killed at the end, with SIGKILL."""
+    workers = fork_workers(attempt, num_procs)
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited too long"
+        time.sleep(0.05)
+
+
+def newest_step(run: Path) -> int:
+    return published(RunDir(run).checkpoints_dir)[-1].step

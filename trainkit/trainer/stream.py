@@ -1,0 +1,348 @@
+"""The batches of a stream: training data that is read in one order and has no length.
+
+Every data-parallel rank reads all samples and collates its own: those that it would have of map-style data. A
+checkpoint has the position in the stream after its step, not that of the process that reads ahead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from logging import getLogger
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from trainkit.config.schema import RunConfig
+from trainkit.errors import Problem, TrainkitError
+from trainkit.task import Stream
+from trainkit.trainer.load_task import TRACEBACK_HINT, TaskError, describe, line_of, refusal
+from trainkit.trainer.stateless_random import stable_key
+from trainkit.trainer.task_batches import (
+    PREFETCH,
+    Positions,
+    TaskBatch,
+    TaskStepBatch,
+    digest_of,
+    read_in_worker,
+    seed_generators,
+    signals_blocked,
+    unchanged,
+)
+
+log = getLogger(__name__)
+NUM_FIRST = 3
+"""Samples in the fingerprint of a stream."""
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """Where a stream is after a step: just before its last sample, and a digest of that sample.
+
+    A resume reads this sample again, and so finds out whether it has come to the right place.
+    """
+
+    epoch: int
+    samples: int
+    """Samples of the epoch before that one."""
+    state: Any
+    """What ``state_dict()`` returned then; None to read over these samples."""
+    digest: str
+
+
+def is_stream(data: object) -> bool:
+    """Whether a user's dataset is to be iterated over, rather than read by index."""
+    return isinstance(data, IterableDataset) or (
+        hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+    )
+
+
+class StreamData:
+    """A stream of the user and its fingerprint."""
+
+    num_samples = None
+
+    def __init__(self, samples: Stream, config: RunConfig) -> None:
+        if config.train.epochs is not None:
+            message = (
+                f"is {config.train.epochs:g}, but train_dataset() of {config.task} returned a "
+                f"{type(samples).__name__}, which has no length"
+            )
+            raise TaskError(Problem("train.epochs", message, hint="set train.steps, and remove train.epochs"))
+        if isinstance(samples, Iterator):
+            hint = "return an object whose __iter__() begins anew: a class with `def __iter__(self): yield …`"
+            message = f"train_dataset() returned a {type(samples).__name__}, which can be read only once"
+            raise refusal(config.task, message, hint)
+        self.samples: Any = samples
+        self.task, self.seed = config.task, config.seed
+        self.has_state = all(hasattr(samples, name) for name in ("state_dict", "load_state_dict"))
+        self.first: list[str] = []
+        """Digests of the first samples, without a fingerprint of the user."""
+        given = getattr(samples, "fingerprint", None)
+        if given is None:
+            # In a process of its own, since a stream may open files when it is read.
+            [(self.first, problem)] = read_in_worker(_FirstDigests(self), [0], config)
+            if problem is not None:
+                raise TaskError(problem)
+        self.fingerprint: str = given or hashlib.sha256("".join(self.first).encode()).hexdigest()
+
+    def continues_at(self, saved: StreamState) -> bool:
+        """Whether the stream itself continues there, rather than that samples are read over."""
+        return self.has_state and saved.state is not None
+
+    def describe(self) -> str:
+        name = type(self.samples).__name__
+        resume = "" if self.has_state else "; a resume reads over the earlier samples: it has no state_dict()"
+        return f"a stream ({name}), in its own order{resume}"
+
+
+class _FirstDigests(Dataset[Any]):
+    """The digests of the first samples, or why there are none, as its only item."""
+
+    def __init__(self, data: StreamData) -> None:
+        self._data = data
+
+    def __getitem__(self, index: int) -> tuple[list[str], Problem | None]:
+        cursor = Cursor(self._data)
+        found: list[str] = []
+        try:
+            for position in range(NUM_FIRST):
+                item = cursor.next(position)
+                if cursor.epoch > 0:
+                    break
+                found.append(digest_of(item))
+        except TaskError as error:
+            return [], error.problem
+        except RuntimeError as error:
+            return [], refusal(self._data.task, f"in train_dataset() {error}", TRACEBACK_HINT).problem
+        return found, None
+
+
+class Cursor:
+    """Reads a stream, one epoch after the other."""
+
+    def __init__(self, data: StreamData) -> None:
+        self._data = data
+        self._stream = data.samples
+        self._iterator: Iterator[Any] | None = None
+        self.epoch = 0
+        self.samples = 0
+        """Samples read of the epoch."""
+        self._is_restored = False
+        """Whether the first samples read are not those of an epoch."""
+
+    def next(self, position: int) -> Any:
+        """Read the sample at a position of the training.
+
+        The random number generators are seeded for it. Raises TaskError for a stream that cannot be trained
+        on, and RuntimeError for other errors of the user's code.
+        """
+        while True:
+            seed_generators(stable_key(self._data.seed, "train", "item", position))
+            with self._errors(f"training sample {position} cannot be read"):
+                if self._iterator is None:
+                    self._begin(None)
+                assert self._iterator is not None
+                for item in self._iterator:
+                    self._compare_first(item)
+                    self.samples += 1
+                    return item
+            if self.samples == 0:
+                message = "train_dataset() has no samples"
+                if self.epoch > 0:
+                    message = f"epoch {self.epoch} of its stream, counted from 0, has no samples"
+                hint = "its __iter__() must begin anew for every epoch; check the paths it reads from"
+                raise self._refusal(message, hint, "__iter__")
+            self.epoch, self.samples, self._iterator = self.epoch + 1, 0, None
+
+    def seek(self, saved: StreamState, position: int) -> None:
+        """Continue at `position`, that of the sample after the one in `saved`."""
+        data, stateful = self._data, self._data.continues_at(saved)
+        last = position - 1
+        seed_generators(stable_key(data.seed, "train", "item", last))
+        self.epoch, self._is_restored = saved.epoch, stateful
+        with self._errors("the stream cannot be resumed"):
+            self._begin(saved.state if stateful else None)
+        for index in range(0 if stateful else saved.samples):
+            self.next(last - saved.samples + index)
+        self.samples = saved.samples
+        if digest_of(self.next(last)) == saved.digest:
+            return
+        if stateful:
+            message = f"load_state_dict() of its stream comes to another sample than number {last}"
+            hint = (
+                "it must restore what state_dict() returned, with the contents of a shuffle buffer; without"
+                " the two methods, a resume reads over the earlier samples"
+            )
+            raise self._refusal(message, hint, "load_state_dict")
+        message = f"training sample {last} of its stream is not the one that the checkpoint was saved after"
+        hint = "a stream has the same samples in the same order whenever it is read; restore it"
+        raise self._refusal(message, hint, "__iter__")
+
+    def where(self) -> tuple[int, int, Any]:
+        """The epoch, the samples read of it, and what ``state_dict()`` returns, as JSON."""
+        if not self._data.has_state or self.samples == 0:
+            return self.epoch, self.samples, None
+        with self._errors("state_dict() of the stream failed"):
+            state = self._stream.state_dict()
+        try:
+            # A copy, too: the stream may return an object that it changes later.
+            copied = json.loads(json.dumps(state, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise self._bad_state(f"cannot be saved as JSON: {error}") from None
+        if copied != state:
+            raise self._bad_state("is not the same after it was saved as JSON")
+        return self.epoch, self.samples, copied
+
+    def _begin(self, state: Any) -> None:
+        if hasattr(self._stream, "set_epoch"):
+            self._stream.set_epoch(self.epoch)
+        if state is not None:
+            self._stream.load_state_dict(state)
+        self._iterator = iter(self._stream)
+
+    def _compare_first(self, item: Any) -> None:
+        """Raise TaskError unless the stream begins as it did for its fingerprint."""
+        first, index = self._data.first, self.samples
+        if (
+            not self._is_restored
+            and self.epoch == 0
+            and index < len(first)
+            and digest_of(item) != first[index]
+        ):
+            message = f"its stream has another sample {index} when it is iterated over again"
+            hint = "__iter__() must begin anew, in the same order on all ranks"
+            raise self._refusal(message, hint, "__iter__")
+
+    def _bad_state(self, what: str) -> TaskError:
+        hint = "return dictionaries with string keys, lists, strings and finite numbers"
+        return self._refusal(f"the state_dict() of its stream {what}", hint, "state_dict")
+
+    def _refusal(self, message: str, hint: str, method: str) -> TaskError:
+        place = line_of(getattr(type(self._stream), method, None))
+        return refusal(self._data.task, f"{message}{f' ({method}(){place})' if place else ''}", hint)
+
+    @contextmanager
+    def _errors(self, failed: str) -> Iterator[None]:
+        """Raise RuntimeError, with file and line, for whatever the stream raises; a restart may help."""
+        try:
+            yield
+        except TrainkitError:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"{failed}: {describe(error)}") from error
+
+
+class _Reader(IterableDataset[Any]):
+    """The microbatches of this rank; used in the process that reads ahead.
+
+    Yields the arguments of a TaskBatch without its weight, and with the last one of a step the StreamState;
+    or, at the end, the problem of the stream.
+    """
+
+    def __init__(
+        self,
+        data: StreamData,
+        collate: Callable[[list[Any]], Any],
+        positions: Positions,
+        start: int,
+        saved: StreamState | None,
+        takes_state: bool,
+    ) -> None:
+        self._data, self._collate, self._positions = data, collate, positions
+        self._start, self._saved, self._takes_state = start, saved, takes_state
+
+    def __iter__(self) -> Iterator[tuple[Any, int, StreamState | None] | Problem]:
+        try:
+            cursor, position = Cursor(self._data), self._start
+            if self._saved is not None:
+                cursor.seek(self._saved, position)
+            while True:
+                yield from self._step(cursor, position)
+                position += self._positions.num_samples(position)
+        except TaskError as error:
+            # Not raised: a DataLoader would make another error of it.
+            yield error.problem
+
+    def _step(self, cursor: Cursor, start: int) -> Iterator[tuple[Any, int, StreamState | None]]:
+        last = start + self._positions.num_samples(start) - 1
+        requests = islice(self._positions.requests(start), self._positions.batch.accumulation_steps)
+        request = next(requests, None)
+        items: list[Any] = []
+        ready: tuple[Any, int] | None = None
+        for position in range(start, last + 1):
+            before = cursor.where() if position == last and self._takes_state else None
+            item = cursor.next(position)
+            if request is None or position < request.first:
+                continue  # another rank's
+            items.append(item)
+            if position == request.stop - 1:
+                if ready is not None:
+                    yield *ready, None
+                ready, items = self._collated(items, request.first), []
+                request = next(requests, None)
+        # The last one waits for the samples of the other ranks, and has the state after them.
+        assert ready is not None
+        yield *ready, None if before is None else StreamState(*before, digest_of(item))
+
+    def _collated(self, items: list[Any], first: int) -> tuple[Any, int]:
+        seed = self._data.seed
+        seed_generators(stable_key(seed, "train", "collate", first))
+        return self._collate(items), stable_key(seed, "train", "pass", first)
+
+
+class StreamBatches:
+    """Iterates over the steps of a stream, read ahead by one process; not with `num_workers` 0."""
+
+    def __init__(
+        self,
+        data: StreamData,
+        collate: Callable[[list[Any]], Any],
+        positions: Positions,
+        *,
+        start: int,
+        saved: dict[str, Any] | None,
+        takes_state: bool,
+        num_workers: int,
+        pin_memory: bool,
+    ) -> None:
+        self._positions, self._at = positions, start
+        state = None if saved is None else StreamState(**saved)
+        if takes_state and state is not None and state.samples and not data.continues_at(state):
+            log.info(f"reading over {state.samples:,} samples of epoch {state.epoch} of the stream")
+        ahead: dict[str, Any] = {
+            "num_workers": 1,
+            "multiprocessing_context": "fork",
+            "prefetch_factor": PREFETCH * num_workers,
+        }
+        with signals_blocked():
+            self._iterator: Iterator[Any] | None = iter(
+                DataLoader(
+                    _Reader(data, collate, positions, start, state, takes_state),
+                    batch_size=None,
+                    collate_fn=unchanged,
+                    pin_memory=pin_memory,
+                    **(ahead if num_workers else {}),
+                )
+            )
+
+    def __next__(self) -> TaskStepBatch:
+        assert self._iterator is not None
+        microbatches = []
+        for _ in range(self._positions.batch.accumulation_steps):
+            found = next(self._iterator)
+            if isinstance(found, Problem):
+                raise TaskError(found)
+            data, seed, state = found
+            microbatches.append(TaskBatch(data, seed))
+        num_samples = self._positions.num_samples(self._at)
+        self._at += num_samples
+        return TaskStepBatch(microbatches, num_samples, stream=None if state is None else asdict(state))
+
+    def close(self) -> None:
+        """Let the process end."""
+        self._iterator = None
