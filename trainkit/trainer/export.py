@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from trainkit.rundir import RunDir
 from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.checkpoint.storage import SafeReader
+from trainkit.trainer.hf_task import HFCausalLM, save_pretrained
 from trainkit.trainer.models.decoder import llama_name
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.user_task import BASE_FINGERPRINT, UserTask
@@ -246,7 +247,11 @@ def _export_task(
             f"{config.model.hf} has changed since the checkpoint was saved", hint="restore its files"
         )
     saved = _saved(reader, "model.")
-    model = task.build_whole_model(without=saved)
+    if config.uses_transformers and config.model.lora is not None and not request.merge:
+        model = cast(HFCausalLM, task.task).build_adapters()
+        saved = {name: item for name, item in saved.items() if not model.get_parameter(name).is_meta}
+    else:
+        model = task.build_whole_model(without=saved)
     absent = [name for name, param in model.named_parameters() if param.requires_grad and name not in saved]
     if absent:
         hint = "export with the code that the run was trained with"
@@ -258,8 +263,6 @@ def _export_task(
     _load(reader, tensors)
     model.eval()
     if config.uses_transformers:
-        from trainkit.trainer.hf_task import save_pretrained
-
         save_pretrained(model, out, DTYPES[request.dtype], merge=request.merge)
         _copy_generation_config(config, out)
         return _export_tokenizer(config, out)

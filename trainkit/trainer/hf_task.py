@@ -6,6 +6,8 @@ import hashlib
 import importlib.util
 import math
 import os
+import re
+from difflib import SequenceMatcher
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from trainkit.data.cache import has_validation
 from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError, UsageError
 from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
+from trainkit.trainer.load_task import errors_of_user
 
 log = getLogger(__name__)
 ADAPTER = "default"
@@ -91,15 +94,10 @@ class HFCausalLM(Task):
         settings.use_cache = False
         self._check_positions(settings)
 
-        def create() -> Any:
-            return transformers.AutoModelForCausalLM.from_config(
-                settings, dtype=torch.float32, trust_remote_code=False
-            )
-
         if self._weights is None:
-            return self._counted(create())
+            return self._counted(_create(transformers, settings))
         with parameters_on_meta():
-            model = create()
+            model = _create(transformers, settings)
         lora = self.config.model.lora
         found, why = self._find_stored(model)
         if not why and lora is not None:
@@ -120,6 +118,52 @@ class HFCausalLM(Task):
         log.warning(f"each process reads all of {self._folder}: {why}")
         model = self._read_whole(transformers)
         return self._counted(model if lora is None else self._adapted(model, lora))
+
+    def check_model(self) -> None:
+        """Raise TrainkitError for files or adapters that do not fit the model; reads no weights."""
+        transformers, lora = import_transformers(), self.config.model.lora
+        with errors_of_user(self.config, "its model cannot be built", but=OSError), parameters_on_meta():
+            settings = transformers.AutoConfig.from_pretrained(self._folder, **LOCAL)
+            model = _create(transformers, settings)
+        self._find_stored(model)
+        if lora is None:
+            return
+        if _is_independent(lora):
+            self._adapted(model, lora)
+        else:
+            _check_targets(model, lora_config(lora), self._folder)
+
+    @torch.no_grad()
+    def build_adapters(self) -> nn.Module:
+        """The model of a run with `model.lora`, in which only what peft saves has memory, for an export.
+
+        Parameters that are trained have no values yet.
+        """
+        import peft
+
+        transformers, lora = import_transformers(), self.config.model.lora
+        assert lora is not None
+        if not _is_independent(lora):
+            return self.build_model()
+        settings = transformers.AutoConfig.from_pretrained(self._folder, **LOCAL)
+        with parameters_on_meta():
+            model = _create(transformers, settings)
+        found, _ = self._find_stored(model)
+        adapted = self._adapted(model, lora)
+        tensors = adapted.state_dict(keep_vars=True)
+        exported = {id(item) for item in peft.get_peft_model_state_dict(adapted, tensors).values()}
+        for name, param in list(adapted.named_parameters()):
+            if id(param) not in exported or not param.is_meta:
+                continue
+            if not param.requires_grad and param not in found:
+                return self.build_model()  # the embedding of a model whose files have other names
+            value = torch.empty_like(param, device="cpu")
+            if not param.requires_grad:
+                assert self._weights is not None
+                value.copy_(self._weights.read(found[param]))
+            owner, _, leaf = name.rpartition(".")
+            setattr(adapted.get_submodule(owner), leaf, nn.Parameter(value, param.requires_grad))
+        return adapted
 
     def _find_stored(self, model: Any) -> tuple[dict[nn.Parameter, str], str]:
         """The names in the files by parameter, and why they cannot be used; fills the buffers."""
@@ -176,8 +220,9 @@ class HFCausalLM(Task):
 
         settings = lora_config(lora)
         try:
+            _check_targets(model, settings, self._folder)
             adapted: nn.Module = peft.get_peft_model(model, settings)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, re.error) as error:
             raise TrainkitError(
                 f"model.lora does not fit {self._folder}: {error}", hint=LORA_HINT, exit_code=EXIT_NO_RESTART
             ) from error
@@ -220,6 +265,40 @@ class HFCausalLM(Task):
         return self._flops
 
 
+def _create(transformers: Any, settings: Any) -> Any:
+    """A model of transformers with random weights."""
+    factory = transformers.AutoModelForCausalLM
+    return factory.from_config(settings, dtype=torch.float32, trust_remote_code=False)
+
+
+def _check_targets(model: nn.Module, settings: Any, folder: Path) -> None:
+    """Raise TrainkitError (exit code 78) if adapters are for a module that the model does not have."""
+    targets = settings.target_modules
+    if targets is None or targets == "all-linear":
+        return  # peft knows the modules, or raises
+    names = [name for name, _ in model.named_modules()]
+    ends = {name.rpartition(".")[2] for name, module in model.named_modules() if _is_adaptable(module)}
+    for target in [targets] if isinstance(targets, str) else targets:
+        # As in peft, a string is a pattern for the whole name, and a list has the ends of names.
+        if isinstance(targets, str):
+            is_known = any(re.fullmatch(target, name) for name in names)
+        else:
+            is_known = any(f".{name}".endswith(f".{target}") for name in names)
+        if not is_known:
+            last = target.rpartition(".")[2]
+            closest = sorted(ends, key=lambda end: (-SequenceMatcher(None, last, end).ratio(), end))
+            raise TrainkitError(
+                f"model.lora.target_modules has {target}, which matches no module of {folder}",
+                hint=f"the modules with weights are called {', '.join(closest)}",
+                exit_code=EXIT_NO_RESTART,
+            )
+
+
+def _is_adaptable(module: nn.Module) -> bool:
+    """Whether a module has a matrix of its own."""
+    return any(param.dim() > 1 for param in module.parameters(recurse=False))
+
+
 def lora_config(lora: dict[str, Any]) -> Any:
     """The config of peft; raises TrainkitError (exit code 78) for what it or trainkit does not take."""
     import peft
@@ -255,15 +334,18 @@ def find_hf_problem(config: RunConfig) -> Problem | None:
     assert config.model.hf is not None
     try:
         if config.uses_transformers:
-            require("transformers", "model.hf", "hf")
-        if config.model.lora is not None:
-            require("peft", "model.lora", "peft")
-            lora_config(config.model.lora)
-        if not config.model.from_scratch:
+            task = HFCausalLM(config)
+            if config.model.lora is not None:
+                lora_config(config.model.lora)
+            if not config.model.from_scratch:
+                task.check_model()
+        elif not config.model.from_scratch:
             StoredWeights(Path(config.model.hf))
     except TrainkitError as error:
-        key = "model.lora" if error.message.startswith("model.lora") else "model.hf"
-        return Problem(key, error.message.removeprefix(f"{key} "), hint=error.hint)
+        key, _, message = error.message.partition(" ")
+        if key.startswith(("model.lora", "model.hf")):
+            return Problem(key, message, hint=error.hint)
+        return Problem("model.hf", error.message, hint=error.hint)
     return None
 
 

@@ -65,7 +65,7 @@ class UserTask:
 
     def _open_data(self) -> None:
         config = self.config
-        with errors_of_user(config.task, "its datasets cannot be opened"):
+        with errors_of_user(config, "its datasets cannot be opened"):
             self.train_data = _Data(self.task.train_dataset(), "train_dataset", config)
             validation = self.task.val_dataset() if config.train.eval_every is not None else None
             self.val_data = None if validation is None else _Data(validation, "val_dataset", config)
@@ -73,12 +73,12 @@ class UserTask:
     @property
     def flops_per_sample(self) -> float | None:
         """FLOPs of training on one sample; call once the model is built."""
-        with errors_of_user(self.config.task, "flops_per_sample failed"):
+        with errors_of_user(self.config, "flops_per_sample failed"):
             return self.task.flops_per_sample
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Let the task write its model into an empty folder."""
-        with errors_of_user(self.config.task, "export() failed"):
+        with errors_of_user(self.config, "export() failed"):
             self.task.export(model, folder)
 
     def data_identity(self) -> dict[str, object]:
@@ -133,11 +133,11 @@ class UserTask:
     def build_model(self) -> nn.Module:
         """The model, in float32 on the CPU, with the same values on every rank."""
         seed_generators(stable_key(self.config.seed, "model"))
-        with errors_of_user(self.config.task, "build_model() failed"):
+        with errors_of_user(self.config, "build_model() failed"):
             model = self.task.build_model()
         if not isinstance(model, nn.Module):
             raise refusal(
-                self.config.task,
+                self.config,
                 f"build_model() returned a {type(model).__name__}",
                 "return an nn.Module",
             )
@@ -152,16 +152,16 @@ class UserTask:
         if other is not None:
             name, param = other
             raise refusal(
-                self.config.task,
+                self.config,
                 f"{name} of its model is {param.dtype} on {param.device.type}",
                 "build it in float32 on the CPU; precision.dtype and the layout choose type and device",
             )
         if not any(param.requires_grad for param in model.parameters()):
-            raise refusal(self.config.task, "no parameter of its model requires a gradient", "unfreeze some")
+            raise refusal(self.config, "no parameter of its model requires a gradient", "unfreeze some")
         on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
         if on_meta is not None and type(self.task).read_weight is Task.read_weight:
             raise refusal(
-                self.config.task,
+                self.config,
                 f"{on_meta} of its model is on the meta device",
                 "define read_weight(), which returns its initial value",
             )
@@ -182,12 +182,10 @@ class UserTask:
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
         """Read some rows of the initial value of a parameter."""
         rows, *rest = index or (slice(0, 1),)
-        with errors_of_user(self.config.task, f"read_weight({name!r}) failed", but=OSError):
+        with errors_of_user(self.config, f"read_weight({name!r}) failed", but=OSError):
             value = self.task.read_weight(name, rows)
         if not isinstance(value, Tensor):
-            raise refusal(
-                self.config.task, f"read_weight() returned a {type(value).__name__}", "return a Tensor"
-            )
+            raise refusal(self.config, f"read_weight() returned a {type(value).__name__}", "return a Tensor")
         whole = (slice(None), *rest)
         assert not rest or value[whole].shape == value.shape  # only rows are divided
         return value
@@ -201,11 +199,11 @@ class _Data:
             if not hasattr(samples, name):
                 kind = type(samples).__name__
                 hint = "return a list or a map-style torch.utils.data.Dataset"
-                raise refusal(config.task, f"{method}() returned a {kind} without {name}", hint)
+                raise refusal(config, f"{method}() returned a {kind} without {name}", hint)
         self.samples = samples
         self.num_samples = len(samples)
         if not self.num_samples:
-            raise refusal(config.task, f"{method}() has no samples", "check the paths it reads from")
+            raise refusal(config, f"{method}() has no samples", "check the paths it reads from")
         self.fingerprint: str = getattr(samples, "fingerprint", None) or self._fingerprint(method, config)
 
     def _fingerprint(self, method: str, config: RunConfig) -> str:
@@ -219,7 +217,7 @@ class _Data:
         for found, problem in read_in_worker(_Digests(self.samples, config.seed), indices, config):
             if problem:
                 raise refusal(
-                    config.task, f"{method}() has a sample that cannot be read: {problem}", TRACEBACK_HINT
+                    config, f"{method}() has a sample that cannot be read: {problem}", TRACEBACK_HINT
                 )
             digest.update(found.encode())
         return digest.hexdigest()
@@ -283,8 +281,8 @@ class LossModule(nn.Module):
     def forward(self, data: Any) -> tuple[Tensor, Any, Mapping[str, Any]]:
         loss = self._task.task.loss(self.model, data)
         if not isinstance(loss, Loss):
-            name = self._task.config.task
-            raise refusal(name, f"loss() returned a {type(loss).__name__}", "return a trainkit.task.Loss")
+            message = f"loss() returned a {type(loss).__name__}"
+            raise refusal(self._task.config, message, "return a trainkit.task.Loss")
         return loss.total, loss.count, loss.metrics
 
 
@@ -305,7 +303,7 @@ class TaskForwardBackward:
         self._world = world
         self._dtype = dtype
         self._progress = progress
-        self._name = task.config.task
+        self._config = task.config
         self._names: dict[bool, tuple[str, ...]] = {}
         # Not the group of the checkpoints, which a save may be using in its thread.
         self._group = dist.new_group(backend="gloo") if world.distributed else None
@@ -324,7 +322,7 @@ class TaskForwardBackward:
             self._progress.enter("forward")
             total, found = self._forward(micro)
             if not total.requires_grad:
-                raise refusal(self._name, "the total of its loss has no gradient", "do not detach it")
+                raise refusal(self._config, "the total of its loss has no gradient", "do not detach it")
             sums = found if sums is None else sums + found
             self._progress.enter("backward")
             if index == last:
@@ -344,7 +342,7 @@ class TaskForwardBackward:
             total, count, metrics = self._module(micro.data)
         if total.numel() != 1:
             raise refusal(
-                self._name,
+                self._config,
                 f"the total of its loss has shape {list(total.shape)}",
                 "sum it: total.sum()",
             )
@@ -364,7 +362,7 @@ class TaskForwardBackward:
         if mode not in self._names:
             taken = sorted(set(names) & RECORD_KEYS)
             if taken:
-                raise refusal(self._name, f"a metric is called {taken[0]}", "every record has that key")
+                raise refusal(self._config, f"a metric is called {taken[0]}", "every record has that key")
             others = [names] * self._world.size
             if self._group is not None:
                 dist.all_gather_object(others, names, group=self._group)
@@ -372,11 +370,11 @@ class TaskForwardBackward:
             if any(other != names for other in others):
                 listed = sorted({", ".join(other) or "none" for other in others})
                 hint = f"return the same ones for every batch: {' | '.join(listed)}"
-                raise refusal(self._name, "the ranks have different metrics", hint)
+                raise refusal(self._config, "the ranks have different metrics", hint)
         elif names != self._names[mode]:
             before, now = ", ".join(self._names[mode]) or "none", ", ".join(names) or "none"
             message = f"the metrics of its loss changed from {before} to {now}"
-            raise refusal(self._name, message, "return the same ones for every batch")
+            raise refusal(self._config, message, "return the same ones for every batch")
 
 
 def _number(value: Any, device: torch.device) -> Tensor:
@@ -390,8 +388,8 @@ def _number(value: Any, device: torch.device) -> Tensor:
 def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: World) -> LossModule:
     """The model of this rank on its device, wrapped for data parallelism."""
     model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
-    check_same_weights(model, config.task, world)
-    with errors_of_user(config.task, "layers() failed"):
+    check_same_weights(model, config, world)
+    with errors_of_user(config, "layers() failed"):
         layers = task.task.layers(model)
     recompute_and_compile(
         layers,
@@ -437,14 +435,14 @@ def digest_of(value: Any) -> str:
     return digest.hexdigest()
 
 
-def check_same_weights(model: nn.Module, task: str, world: World) -> None:
+def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> None:
     """Raise TaskError if the model of this rank starts with other values than that of rank 0."""
     found = gather_from_all(digest_of(model), world)
     different = next((rank for rank, value in enumerate(found) if value != found[0]), None)
     if different is not None:
         message = f"build_model() returned another model on rank {different} than on rank 0"
         hint = "read the same files, and do not seed random, numpy.random or torch"
-        raise refusal(task, message, hint)
+        raise refusal(config, message, hint)
 
 
 def assemble_task(
