@@ -172,7 +172,12 @@ def assemble(
     tokens = plan.batch.device_batch_size * config.data.seq_len // layout.cp
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
     forward_backward = SequentialForwardBackward(
-        model, gradient_switch(model, world, masters), world, context, progress, chunks
+        model,
+        gradient_switch(model, world, masters, offload=parallel.offload),
+        world,
+        context,
+        progress,
+        chunks,
     )
     weights = weights_of(model_parts, masters, is_read=task.reads_weights)
     return BuiltModel(model_parts, weights, forward_backward, None, None, task.read_weight)

@@ -463,7 +463,6 @@ def assemble_task(
                 name, master, cast=cast_param, options=options, is_read=is_read, is_reread=task.rereads_frozen
             )
         )
-    forward_backward = TaskForwardBackward(
-        module, gradient_switch(module, world, masters), world, dtype, progress, task
-    )
+    switch = gradient_switch(module, world, masters, offload=config.parallel.offload)
+    forward_backward = TaskForwardBackward(module, switch, world, dtype, progress, task)
     return weights, forward_backward

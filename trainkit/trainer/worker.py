@@ -71,7 +71,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
         plan.layout,
         stop,
         partial(_is_writing_log, attempt),
-        mesh_of_one=config.parallel.mesh_of_one,
+        mesh_of_one=config.parallel.wraps_one,
     )
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
