@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import re
+from collections.abc import Collection
 from difflib import SequenceMatcher
 from logging import getLogger
 from pathlib import Path
@@ -23,6 +24,7 @@ from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError, UsageError
 from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
 from trainkit.trainer.load_task import errors_of_user
+from trainkit.trainer.nf4 import quantize_linears, restore_linears
 
 log = getLogger(__name__)
 ADAPTER = "default"
@@ -61,6 +63,8 @@ class HFCausalLM(Task):
         require("transformers", "model.hf", "hf")
         if config.model.lora is not None:
             require("peft", "model.lora", "peft")
+        if config.model.quantize is not None:
+            require("bitsandbytes", "model.quantize", "qlora")
         assert config.model.hf is not None
         self._folder = Path(config.model.hf)
         self._weights = None if config.model.from_scratch else StoredWeights(self._folder)
@@ -74,6 +78,8 @@ class HFCausalLM(Task):
         digest = hashlib.sha256((self._folder / CONFIG_NAME).read_bytes())
         if self.rereads_frozen and self._weights is not None:
             digest.update(self._weights.fingerprint.encode())
+        if self.config.model.quantize is not None:
+            digest.update(self.config.model.quantize.encode())
         return digest.hexdigest()
 
     @property
@@ -109,12 +115,10 @@ class HFCausalLM(Task):
                 for name, param in adapted.named_parameters(remove_duplicate=False)
                 if param in found
             }
-            others = [
-                name for name, param in adapted.named_parameters() if param.is_meta and param not in found
-            ]
-            if not others:
-                return self._counted(adapted)
-            why = f"model.lora copies {others[0]}"
+            why = _find_copied(adapted, found)
+            if not why:
+                return self._quantized(self._counted(adapted))
+        self._refuse_quantized(why)
         log.warning(f"each process reads all of {self._folder}: {why}")
         model = self._read_whole(transformers)
         return self._counted(model if lora is None else self._adapted(model, lora))
@@ -125,13 +129,15 @@ class HFCausalLM(Task):
         with errors_of_user(self.config, "its model cannot be built", but=OSError), parameters_on_meta():
             settings = transformers.AutoConfig.from_pretrained(self._folder, **LOCAL)
             model = _create(transformers, settings)
-        self._find_stored(model)
+        found, why = self._find_stored(model)
+        self._refuse_quantized(why)
         if lora is None:
             return
         if _is_independent(lora):
-            self._adapted(model, lora)
+            self._refuse_quantized(_find_copied(self._adapted(model, lora), found))
         else:
             _check_targets(model, lora_config(lora), self._folder)
+            self._refuse_quantized("the initial values of model.lora depend on it")
 
     @torch.no_grad()
     def build_adapters(self) -> nn.Module:
@@ -235,6 +241,28 @@ class HFCausalLM(Task):
                     module.reset_lora_parameters(ADAPTER, settings.init_lora_weights)
         return adapted
 
+    def _quantized(self, model: nn.Module) -> nn.Module:
+        """The model, whose frozen linear layers but the head have 4 bits if `model.quantize` is set."""
+        if self.config.model.quantize is None:
+            return model
+        before = sum(param.numel() for param in model.parameters())
+        heads = model.get_output_embeddings()  # type: ignore[operator]
+        if not quantize_linears(model, set(heads.modules())):
+            self._refuse_quantized("it has no frozen nn.Linear")
+        left = sum(param.numel() for param in model.parameters())
+        log.info(f"{before - left:,} of {before:,} parameters have 4 bits")
+        return model
+
+    def _refuse_quantized(self, why: str) -> None:
+        """Raise TrainkitError (exit code 78) if there is a reason why each process needs the whole model."""
+        name = self.config.model.quantize
+        if why and name is not None:
+            raise TrainkitError(
+                f"model.quantize is {name}, which {self._folder} does not support: {why}",
+                hint="remove model.quantize, or change model.lora",
+                exit_code=EXIT_NO_RESTART,
+            )
+
     def _counted(self, model: nn.Module) -> nn.Module:
         """The model, once the FLOPs of a sample are known."""
         embeddings = {id(item.weight) for item in model.modules() if isinstance(item, nn.Embedding)}
@@ -263,6 +291,13 @@ class HFCausalLM(Task):
     @property
     def flops_per_sample(self) -> float | None:
         return self._flops
+
+
+def _find_copied(model: nn.Module, found: Collection[nn.Parameter]) -> str:
+    """Say which parameter starts as a copy of one in the files `found`; empty if none does."""
+    copied = (name for name, param in model.named_parameters() if param.is_meta and param not in found)
+    name = next(copied, None)
+    return "" if name is None else f"model.lora copies {name}"
 
 
 def _create(transformers: Any, settings: Any) -> Any:
@@ -343,7 +378,7 @@ def find_hf_problem(config: RunConfig) -> Problem | None:
             StoredWeights(Path(config.model.hf))
     except TrainkitError as error:
         key, _, message = error.message.partition(" ")
-        if key.startswith(("model.lora", "model.hf")):
+        if key.startswith(("model.lora", "model.hf", "model.quantize")):
             return Problem(key, message, hint=error.hint)
         return Problem("model.hf", error.message, hint=error.hint)
     return None
@@ -355,6 +390,8 @@ def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool
     if merge and not is_adapted:
         raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
     if merge:
+        # With the weights to which the adapters were trained.
+        restore_linears(model)
         try:
             model = model.merge_and_unload()
         except RuntimeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,7 @@ from trainkit.trainer.forward_backward import OnLoss
 from trainkit.trainer.load_task import TRACEBACK_HINT, describe, errors_of_user, load_task, refusal
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import Weight, allocate, move_buffers
+from trainkit.trainer.nf4 import quantized_layers, read_quantized
 from trainkit.trainer.parallel.data_parallel import (
     GradientSwitch,
     apply_data_parallel,
@@ -166,6 +168,7 @@ class UserTask:
                 "define read_weight(), which returns its initial value",
             )
         self.num_params = sum(param.numel() for param in model.parameters())
+        self.num_params += sum(math.prod(layer.shape) for layer in quantized_layers(model).values())
         return model
 
     @torch.no_grad()
@@ -177,6 +180,7 @@ class UserTask:
         for name in (item for item in on_meta if item not in without):
             param = model.get_parameter(name)
             param.copy_(self.read_weight(name, [slice(0, size) for size in param.shape]))
+        read_quantized(model, self.read_weight, torch.device("cpu"))
         return model
 
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
