@@ -45,6 +45,8 @@ class NF4Linear(nn.Module):
         self.bias = linear.bias
         for name in ("packed", "scales", "offset", "scales_of_scales", "codes_of_scales"):
             self.register_buffer(name, None, persistent=False)
+        # Not as a decorator, which would import the compiler into every run.
+        self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign, no-untyped-call]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -78,7 +80,6 @@ class NF4Linear(nn.Module):
         )
         return cast(Tensor, functional.dequantize_4bit(self.packed, state))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
