@@ -83,4 +83,4 @@ venv-test:
 
 # Not for `make test`: transformers takes longer to install than its unit tests to run.
 venv-rest: venv-test
-	@.ci/make-venv test,hf,peft
+	@.ci/make-venv test,hf,peft,qlora

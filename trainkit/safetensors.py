@@ -138,10 +138,11 @@ class StoredWeights:
 
 
 def _files(folder: Path) -> list[Path]:
+    """The files with the weights of a folder: a single file comes before an index, as in transformers."""
+    if (folder / FILE_NAME).is_file():
+        return [folder / FILE_NAME]
     index = folder / INDEX_NAME
     if not index.is_file():
-        if (folder / FILE_NAME).is_file():
-            return [folder / FILE_NAME]
         raise WeightsError(
             f"{folder} has no {FILE_NAME}",
             hint="save it with `save_pretrained`; model.from_scratch: true needs no weights",

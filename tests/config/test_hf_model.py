@@ -134,6 +134,7 @@ def test_lora_needs_transformers(tmp_path: Path) -> None:
         (["model.architecture=mine.py:Mine"], "model.architecture: is mine.py:Mine, but model.hf is model"),
         (["model.hf=absent"], "model.hf: is absent, but there is no such folder"),
         (["model.hf=."], "has no config.json"),
+        (["model.quantize=nf4"], "model.quantize: is nf4, but model.lora is null"),
         (["model.hf=null", "model.from_scratch=true"], "model.from_scratch: is set, but model.hf is null"),
         (
             ["model.from_scratch=true", "model.lora={r: 8}"],

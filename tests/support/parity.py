@@ -159,7 +159,7 @@ def make_trainer(rank: int, attempt: AttemptDir, keep_labels: bool = False) -> A
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
     device = device_of(rank)
     world = World(0, 1, device, None, None)
-    if plan.world_size > 1 or config.parallel.mesh_of_one:
+    if plan.world_size > 1 or config.parallel.wraps_one:
         world = make_world(rank, device, plan.layout)
     torch.compiler.reset()
     trainer, _ = build_trainer(attempt, config, plan, world, build_task(config), StopRequest(), Progress())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,8 @@ import pytest
 import torch
 
 from tests.support.hf_models import LLAMA3_ROPE, logits_of, need, save_model
-from tests.support.parity import Case, close, make_trainer, run_cases, worst_difference
-from tests.support.runs import make_attempt
+from tests.support.parity import MODEL, Case, close, curve, make_trainer, run_cases, worst_difference
+from tests.support.runs import TIMEOUT_S, log_text, make_attempt, start_workers, wait_for
 from trainkit.cli.main import main
 from trainkit.config import RunConfig, load_config
 from trainkit.errors import TrainkitError
@@ -19,6 +21,8 @@ from trainkit.manifest import published
 from trainkit.rundir import AttemptDir, RunDir, read_json, read_metrics, write_json
 from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.trainer.checkpoint.storage import SafeReader
+from trainkit.trainer.export import ExportRequest, export
+from trainkit.trainer.hf_task import HFCausalLM
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask
 
@@ -150,6 +154,49 @@ def test_adapters_alone_are_saved_and_resumed_exactly(
     merged = logits_of(tmp_path / "merged", tokens)
     assert (merged - expected).abs().max() < 1e-5
     assert (merged - logits_of(folder, tokens)).abs().max() > 1e-4
+
+
+def test_adapters_survive_kill_and_sigterm_bit_for_bit(tmp_path: Path) -> None:
+    """On 2 ranks of FSDP: SIGKILL of one rank, SIGTERM of all, and the curve of a run without either."""
+    folder = save_model(tmp_path / "model")
+    options = [
+        *(*of(folder), LORA, *COMMON[2:], *MODEL[:2], "data.seq_len=32", "parallel.dp_shard=2"),
+        *("train.steps=20000", "train.eval_every=5", "train.eval_batches=2", "train.global_batch_size=16"),
+        *("checkpoint.every_steps=5", "checkpoint.keep_last=100"),
+    ]
+    run = RunDir(tmp_path / "hit")
+    for stop in (signal.SIGKILL, signal.SIGTERM):
+        before = newest_step(run)
+        attempt = make_attempt(run.path, options, 2)
+        workers = start_workers(attempt, 2)
+        wait_for_step(run, attempt, before + 10)
+        workers[1].send_signal(stop)
+        if stop == signal.SIGKILL:
+            workers[1].wait()
+            workers[0].kill()  # as the agent of the node does
+            workers[0].wait()
+        else:
+            workers[0].send_signal(stop)
+            assert wait_for(workers) == [75, 75], log_text(attempt)
+    steps = newest_step(run)
+    for path in (run.path, tmp_path / "whole"):
+        attempt = make_attempt(path, [*options, f"train.stop_at_step={steps + 7}"], 2)
+        assert wait_for(start_workers(attempt, 2)) == [75, 75], log_text(attempt)
+    assert len(read_metrics(RunDir(tmp_path / "whole"))) == steps + 7
+    assert curve(run.path) == curve(tmp_path / "whole")
+
+
+def newest_step(run: RunDir) -> int:
+    """The step of the newest published checkpoint; 0 without one."""
+    return max((found.step for found in published(run.checkpoints_dir)), default=0)
+
+
+def wait_for_step(run: RunDir, attempt: AttemptDir, step: int) -> None:
+    """Wait for a checkpoint at a step or after it."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while newest_step(run) < step:
+        assert time.monotonic() < deadline_s, log_text(attempt)
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "transformers"])
@@ -291,17 +338,134 @@ def test_samples_longer_than_the_table_of_positions_are_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ("{rr: 4}", "is {'rr': 4}: "),
-        ("{r: 4, layer_replication: [[0, 4], [2, 6]]}", "layer_replication is set"),
-        ("{r: 4, ensure_weight_tying: true}", "ensure_weight_tying is set"),
+        ("{rr: 4}", "model.lora is {'rr': 4}: "),
+        ("{r: 4, layer_replication: [[0, 4], [2, 6]]}", "model.lora.layer_replication is set"),
+        ("{r: 4, ensure_weight_tying: true}", "model.lora.ensure_weight_tying is set"),
+        ("{r: 4, target_modules: [q_proj, v_prj]}", "model.lora.target_modules has v_prj, which matches no "),
+        ("{r: 4, use_dora: true, target_modules: [v_prj]}", "model.lora.target_modules has v_prj, which "),
+        (
+            "{r: 4, target_modules: '.*v_prj'}",
+            "model.lora.target_modules has .*v_prj, which matches no module",
+        ),
+        ("{r: 4, target_modules: '*v'}", "model.lora does not fit "),
+        ("{r: 4, target_modules: [self_attn]}", "model.lora does not fit "),
     ],
 )
 def test_adapters_that_cannot_be_trained_are_found_by_submit(tmp_path: Path, lora: str, message: str) -> None:
-    problem = definite_problem(config_of(save_model(tmp_path / "model"), f"model.lora={lora}"))
+    folder = save_model(tmp_path / "model", num_hidden_layers=2)
+    problem = definite_problem(config_of(folder, f"model.lora={lora}"))
     assert problem is not None
-    assert message in problem.message
-    assert problem.key == "model.lora"
+    assert f"{problem.key} {problem.message}".startswith(message)
+    if "prj" in message:
+        assert problem.hint.startswith("the modules with weights are called v_proj, ")
+        assert "q_proj" in problem.hint
     assert problem.hint
+
+
+def test_adapters_for_existing_modules_are_no_problem(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", num_hidden_layers=2)
+    targets = ("[q_proj, mlp.up_proj]", "all-linear", "'.*(q|v)_proj'", "[lm_head, embed_tokens]", "null")
+    for names in targets:
+        for more in ("", ", use_dora: true"):
+            lora = f"model.lora={{r: 4, target_modules: {names}{more}}}"
+            assert definite_problem(config_of(folder, lora)) is None, lora
+
+
+def test_files_that_do_not_fit_their_config_are_found_by_submit(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", num_hidden_layers=2)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "intermediate_size": 128}))
+    problem = definite_problem(config_of(folder))
+    assert problem is not None
+    assert problem.key == "model.hf"
+    assert "has shape [96, 64], not [128, 64]" in problem.message
+
+
+def test_a_missing_shard_is_found_by_submit(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model(tmp_path / "model", num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="100KB")
+    assert definite_problem(config_of(folder)) is None
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    for architecture in ("llama", "transformers"):
+        problem = definite_problem(config_of(folder, f"model.architecture={architecture}"))
+        assert problem is not None
+        assert problem.key == "model.hf"
+        assert f"names {shard.name}, which is missing" in problem.message
+
+
+def test_a_single_file_comes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model(tmp_path / "model", num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    single = (folder / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    (folder / "model.safetensors").write_bytes(single)
+    assert (folder / "model.safetensors.index.json").is_file()
+    assert (logits_in(whole_model(folder), TOKENS) - logits_of(folder, TOKENS)).abs().max() < 1e-5
+
+
+def test_a_model_that_cannot_be_built_is_named_as_such(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", num_hidden_layers=2)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "hidden_act": "nothing"}))
+    problem = definite_problem(config_of(folder))
+    assert problem is not None
+    assert f"{problem.key} {problem.message}".startswith(f"model.hf is {folder}, but its model cannot be ")
+    with pytest.raises(TrainkitError, match=rf"^model\.hf is {folder}, but build_model\(\) failed: KeyError"):
+        whole_model(folder)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        "{r: 4, target_modules: [q_proj, v_proj]}",
+        "{r: 4, target_modules: [embed_tokens, v_proj]}",
+        "{r: 4, target_modules: [q_proj], modules_to_save: [lm_head]}",
+    ],
+)
+def test_adapters_are_exported_without_reading_the_model(
+    tmp_path: Path, lora: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(tmp_path / "model")
+    options = (*COMMON, "train.eval_every=null", "checkpoint.best_metric=null", *of(folder))
+    run_cases(tmp_path, [Case("run", 1, {}, (*options, f"model.lora={lora}"))], ())
+    [checkpoint] = published(RunDir(tmp_path / "run").checkpoints_dir)[-1:]
+    config = RunDir(tmp_path / "run").attempt(1).config_file
+    read, names = StoredWeights.read, []
+
+    def recording(self: StoredWeights, name: str, index: object = ()) -> torch.Tensor:
+        names.append(name)
+        return read(self, name, index)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StoredWeights, "read", recording)
+    monkeypatch.setattr(HFCausalLM, "_read_whole", None)
+    out = tmp_path / "adapters"
+    out.mkdir()
+    request = (str(tmp_path / "run"), str(config), str(checkpoint.path), str(out), "fp32")
+    export(ExportRequest(*request, merge=False))
+    # peft saves the embedding together with its adapter.
+    assert names == (["model.embed_tokens.weight"] if "embed_tokens" in lora else [])
+
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, out).eval()
+    monkeypatch.undo()
+    (tmp_path / "merged").mkdir()
+    export(ExportRequest(*request[:3], str(tmp_path / "merged"), "fp32", merge=True))
+    expected = logits_of(tmp_path / "merged", TOKENS)
+    assert (logits_in(adapted, TOKENS) - expected).abs().max() < 1e-5
+    assert (expected - logits_of(folder, TOKENS)).abs().max() > 1e-4
 
 
 def test_damaged_weights_are_found_by_submit(tmp_path: Path) -> None:
@@ -313,7 +477,7 @@ def test_damaged_weights_are_found_by_submit(tmp_path: Path) -> None:
     assert (problem.key, "is incomplete" in problem.message) == ("model.hf", True)
 
 
-def test_a_run_resumes_with_the_same_model_only(tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_same_model_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "model", num_hidden_layers=2)
     options = (
         *of(folder),
@@ -327,5 +491,10 @@ def test_a_run_resumes_with_the_same_model_only(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
     attempt = make_attempt(tmp_path / "run", ["data.seq_len=32", *options, "train.stop_at_step=null"], 1)
+
+    def refuse(self: StoredWeights, name: str, index: object = ()) -> torch.Tensor:
+        raise AssertionError(f"{name} is read before the model is known to be the same")
+
+    monkeypatch.setattr(StoredWeights, "read", refuse)
     with pytest.raises(TrainkitError, match=r"the fingerprint of model\.hf is .* cannot be resumed"):
         make_trainer(0, attempt)

@@ -61,6 +61,11 @@ class ParallelConfig(Section):
         description="On one process: build process groups and shard over them, as several processes do.",
     )
 
+    @property
+    def wraps_one(self) -> bool:
+        """Whether a single process has a mesh, on which `fully_shard` wraps the model: it also offloads."""
+        return self.mesh_of_one or self.offload
+
 
 class CheckpointConfig(Section):
     """When checkpoints are saved and how many are kept."""

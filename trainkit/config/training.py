@@ -58,6 +58,10 @@ class ModelConfig(Section):
         default=None,
         description="Train low-rank adapters of hf only: the arguments of peft's LoraConfig, such as r.",
     )
+    quantize: Literal["nf4"] | None = Field(
+        default=None,
+        description="With lora: keep the frozen linear layers in 4 bits, as QLoRA (experimental).",
+    )
     init_from: str | None = Field(
         default=None, description="Run folder or checkpoint whose weights a new run starts with."
     )

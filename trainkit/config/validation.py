@@ -128,6 +128,7 @@ def _hf(loaded: LoadedConfig) -> Iterator[Problem]:
     needs_hf = {
         "model.from_scratch": model.from_scratch,
         "model.lora": model.lora is not None,
+        "model.quantize": model.quantize is not None,
         "model.architecture": config.uses_transformers,
     }
     for key, is_used in needs_hf.items():
@@ -141,6 +142,9 @@ def _hf(loaded: LoadedConfig) -> Iterator[Problem]:
     if model.lora is not None and not config.uses_transformers:
         message = f"is set, but model.architecture is {model.architecture}"
         yield loaded.problem("model.lora", message, "adapters need model.architecture: transformers")
+    if model.quantize is not None and model.lora is None:
+        message = f"is {model.quantize}, but model.lora is null"
+        yield loaded.problem("model.quantize", message, "quantised weights are frozen: set model.lora too")
     if model.lora is not None and model.from_scratch:
         yield loaded.problem("model.lora", "is set, but model.from_scratch is true", "remove one of them")
     if model.dropout and config.uses_transformers:

@@ -47,7 +47,7 @@ class Workload:
     @property
     def is_wrapped(self) -> bool:
         """Whether `fully_shard` or `replicate` casts the parameters of each unit when it needs them."""
-        return self.layout.world_size > 1 or self.parallel.mesh_of_one
+        return self.layout.world_size > 1 or self.parallel.wraps_one
 
     @property
     def keeps_gathered(self) -> bool:
@@ -81,12 +81,20 @@ class Workload:
     @property
     def accumulates(self) -> bool:
         """Whether unsharded gradients accumulate over passes before they are reduced."""
-        return self.layout.pp > 1 or (self.accumulation_steps > 1 and self.shards == 1)
+        if self.layout.pp > 1:
+            return True
+        return self.accumulation_steps > 1 and self.shards == 1 and not self.offloads_alone
 
     @property
     def accumulates_shards(self) -> bool:
         """Whether every pass reduces its gradients and adds them to the shards of earlier passes."""
-        return self.layout.pp == 1 and self.shards > 1 and self.accumulation_steps > 1
+        is_reduced = self.shards > 1 or self.offloads_alone
+        return self.layout.pp == 1 and is_reduced and self.accumulation_steps > 1
+
+    @property
+    def offloads_alone(self) -> bool:
+        """Whether a single process moves the gradients of every pass to the host."""
+        return self.parallel.offload and self.layout.world_size == 1
 
     @property
     def recomputes_for_weights(self) -> bool:

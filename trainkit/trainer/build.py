@@ -32,6 +32,7 @@ from trainkit.trainer.models.model import (
     move_buffers,
     weights_of,
 )
+from trainkit.trainer.nf4 import read_quantized
 from trainkit.trainer.parallel.context import apply_context_parallel, position_slice
 from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradient_switch, reduces_on_host
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
@@ -116,6 +117,7 @@ def build(
     """
     if isinstance(task, UserTask):
         module = build_module(task, config, plan, world)
+        read_quantized(module.model, task.read_weight, world.device)
         weights, forward_backward = assemble_task(task, config, world, progress, module)
         buffers = StateBuffers.of(module.model)
         return BuiltModel([module], weights, forward_backward, None, buffers, task.read_weight)
@@ -172,7 +174,12 @@ def assemble(
     tokens = plan.batch.device_batch_size * config.data.seq_len // layout.cp
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
     forward_backward = SequentialForwardBackward(
-        model, gradient_switch(model, world, masters), world, context, progress, chunks
+        model,
+        gradient_switch(model, world, masters, offload=parallel.offload),
+        world,
+        context,
+        progress,
+        chunks,
     )
     weights = weights_of(model_parts, masters, is_read=task.reads_weights)
     return BuiltModel(model_parts, weights, forward_backward, None, None, task.read_weight)

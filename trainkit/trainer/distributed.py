@@ -44,7 +44,8 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None
     """Dimensions ``dp_replicate`` and ``dp_shard``, and ``pp`` and ``tp`` if larger than 1. ``dp_shard``
-    includes cp: parameters are sharded over both. None for a single process without ``parallel.mesh_of_one``.
+    includes cp: parameters are sharded over both. None for a single process without ``parallel.mesh_of_one``
+    and ``parallel.offload``.
     """
     checkpoint_group: dist.ProcessGroup | None
     """Separate from the other groups, since asynchronous saves run collectives in a thread of their own."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from trainkit.rundir import RunDir
 from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
 from trainkit.trainer.checkpoint.state import StateBuffers
 from trainkit.trainer.checkpoint.storage import SafeReader
+from trainkit.trainer.hf_task import HFCausalLM, save_pretrained
 from trainkit.trainer.models.decoder import llama_name
 from trainkit.trainer.precision import DTYPES
 from trainkit.trainer.user_task import BASE_FINGERPRINT, UserTask
@@ -240,10 +241,9 @@ def _export_task(
     config: RunConfig, run: RunDir, reader: SafeReader, out: Path, request: ExportRequest
 ) -> list[str]:
     """Let a task write its model, with the weights of a checkpoint, on the CPU."""
-    task, model = load_task_model(config, run, reader)
+    adapters_only = config.uses_transformers and config.model.lora is not None and not request.merge
+    task, model = load_task_model(config, run, reader, adapters_only=adapters_only)
     if config.uses_transformers:
-        from trainkit.trainer.hf_task import save_pretrained
-
         save_pretrained(model, out, DTYPES[request.dtype], merge=request.merge)
         _copy_generation_config(config, out)
         return _export_tokenizer(config, out)
@@ -253,10 +253,12 @@ def _export_task(
     return []
 
 
-def load_task_model(config: RunConfig, run: RunDir, reader: SafeReader) -> tuple[UserTask, nn.Module]:
+def load_task_model(
+    config: RunConfig, run: RunDir, reader: SafeReader, *, adapters_only: bool = False
+) -> tuple[UserTask, nn.Module]:
     """A task and its model with the weights of a checkpoint, on the CPU.
 
-    Raises UsageError if the checkpoint is not of this model, or what it is based on has changed.
+    With `adapters_only`, only what peft saves of the model of a run with `model.lora` has memory. Raises UsageError if the checkpoint is not of this model, or what it is based on has changed.
     """
     task = UserTask(config, run, opens_data=False)
     before = Checkpoint(Path(reader.path), 0).manifest()["data"].get(BASE_FINGERPRINT)
@@ -265,7 +267,11 @@ def load_task_model(config: RunConfig, run: RunDir, reader: SafeReader) -> tuple
             f"{config.model.hf} has changed since the checkpoint was saved", hint="restore its files"
         )
     saved = saved_tensors(reader, "model.")
-    model = task.build_whole_model(without=saved)
+    if adapters_only:
+        model = cast(HFCausalLM, task.task).build_adapters()
+        saved = {name: item for name, item in saved.items() if not model.get_parameter(name).is_meta}
+    else:
+        model = task.build_whole_model(without=saved)
     absent = [name for name, param in model.named_parameters() if param.requires_grad and name not in saved]
     if absent:
         hint = "use the code that the run was trained with"

@@ -6,7 +6,9 @@ import hashlib
 import importlib.util
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
+from difflib import SequenceMatcher
 from logging import getLogger
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +23,8 @@ from trainkit.data.cache import has_validation
 from trainkit.errors import EXIT_NO_RESTART, Problem, TrainkitError, UsageError
 from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.task import Loss, Samples, Task, TokenSamples, parameters_on_meta
-from trainkit.trainer.load_task import TaskError
+from trainkit.trainer.load_task import TaskError, errors_of_user
+from trainkit.trainer.nf4 import quantize_linears, restore_linears
 from trainkit.trainer.parallel.tensor import matches
 from trainkit.trainer.parallel.tensor_plan import STYLES, find_styles
 
@@ -62,6 +65,8 @@ class HFCausalLM(Task):
         require("transformers", "model.hf", "hf")
         if config.model.lora is not None:
             require("peft", "model.lora", "peft")
+        if config.model.quantize is not None:
+            require("bitsandbytes", "model.quantize", "qlora")
         assert config.model.hf is not None
         self._folder = Path(config.model.hf)
         self._weights = None if config.model.from_scratch else StoredWeights(self._folder)
@@ -75,6 +80,8 @@ class HFCausalLM(Task):
         digest = hashlib.sha256((self._folder / CONFIG_NAME).read_bytes())
         if self.rereads_frozen and self._weights is not None:
             digest.update(self._weights.fingerprint.encode())
+        if self.config.model.quantize is not None:
+            digest.update(self.config.model.quantize.encode())
         return digest.hexdigest()
 
     @property
@@ -107,15 +114,59 @@ class HFCausalLM(Task):
                 for name, param in adapted.named_parameters(remove_duplicate=False)
                 if param in found
             }
-            others = [
-                name for name, param in adapted.named_parameters() if param.is_meta and param not in found
-            ]
-            if not others:
-                return self._counted(adapted)
-            why = f"model.lora copies {others[0]}"
+            why = _find_copied(adapted, found)
+            if not why:
+                return self._quantized(self._counted(adapted))
+        self._refuse_quantized(why)
         log.warning(f"each process reads all of {self._folder}: {why}")
         model = self._read_whole(transformers)
         return self._counted(model if lora is None else self._adapted(model, lora))
+
+    def check_model(self) -> None:
+        """Raise TrainkitError for files or adapters that do not fit the model; reads no weights."""
+        lora = self.config.model.lora
+        with errors_of_user(self.config, "its model cannot be built", but=OSError), parameters_on_meta():
+            model = _create(self._folder)
+        found, why = self._find_stored(model)
+        self._refuse_quantized(why)
+        if lora is None:
+            return
+        if _is_independent(lora):
+            self._refuse_quantized(_find_copied(self._adapted(model, lora), found))
+        else:
+            _check_targets(model, lora_config(lora), self._folder)
+            self._refuse_quantized("the initial values of model.lora depend on it")
+
+    @torch.no_grad()
+    def build_adapters(self) -> nn.Module:
+        """The model of a run with `model.lora`, in which only what peft saves has memory, for an export.
+
+        Parameters that are trained have no values yet.
+        """
+        import peft
+
+        lora = self.config.model.lora
+        assert lora is not None
+        if not _is_independent(lora):
+            return self.build_model()
+        with parameters_on_meta():
+            model = _create(self._folder)
+        found, _ = self._find_stored(model)
+        adapted = self._adapted(model, lora)
+        tensors = adapted.state_dict(keep_vars=True)
+        exported = {id(item) for item in peft.get_peft_model_state_dict(adapted, tensors).values()}
+        for name, param in list(adapted.named_parameters()):
+            if id(param) not in exported or not param.is_meta:
+                continue
+            if not param.requires_grad and param not in found:
+                return self.build_model()  # the embedding of a model whose files have other names
+            value = torch.empty_like(param, device="cpu")
+            if not param.requires_grad:
+                assert self._weights is not None
+                value.copy_(self._weights.read(found[param]))
+            owner, _, leaf = name.rpartition(".")
+            setattr(adapted.get_submodule(owner), leaf, nn.Parameter(value, param.requires_grad))
+        return adapted
 
     def _find_stored(self, model: Any) -> tuple[dict[nn.Parameter, str], str]:
         """The names in the files by parameter, and why they cannot be used; fills the buffers."""
@@ -172,8 +223,9 @@ class HFCausalLM(Task):
 
         settings = lora_config(lora)
         try:
+            _check_targets(model, settings, self._folder)
             adapted: nn.Module = peft.get_peft_model(model, settings)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, re.error) as error:
             raise TrainkitError(
                 f"model.lora does not fit {self._folder}: {error}", hint=LORA_HINT, exit_code=EXIT_NO_RESTART
             ) from error
@@ -185,6 +237,28 @@ class HFCausalLM(Task):
                         part.to_empty(device="cpu")
                     module.reset_lora_parameters(ADAPTER, settings.init_lora_weights)
         return adapted
+
+    def _quantized(self, model: nn.Module) -> nn.Module:
+        """The model, whose frozen linear layers but the head have 4 bits if `model.quantize` is set."""
+        if self.config.model.quantize is None:
+            return model
+        before = sum(param.numel() for param in model.parameters())
+        heads = model.get_output_embeddings()  # type: ignore[operator]
+        if not quantize_linears(model, set(heads.modules())):
+            self._refuse_quantized("it has no frozen nn.Linear")
+        left = sum(param.numel() for param in model.parameters())
+        log.info(f"{before - left:,} of {before:,} parameters have 4 bits")
+        return model
+
+    def _refuse_quantized(self, why: str) -> None:
+        """Raise TrainkitError (exit code 78) if there is a reason why each process needs the whole model."""
+        name = self.config.model.quantize
+        if why and name is not None:
+            raise TrainkitError(
+                f"model.quantize is {name}, which {self._folder} does not support: {why}",
+                hint="remove model.quantize, or change model.lora",
+                exit_code=EXIT_NO_RESTART,
+            )
 
     def _counted(self, model: nn.Module) -> nn.Module:
         """The model, once the FLOPs of a sample are known."""
@@ -247,13 +321,47 @@ def _create(folder: Path) -> Any:
     transformers = import_transformers()
     settings = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     settings.use_cache = False
-    return transformers.AutoModelForCausalLM.from_config(
-        settings, dtype=torch.float32, trust_remote_code=False
-    )
+    factory = transformers.AutoModelForCausalLM
+    return factory.from_config(settings, dtype=torch.float32, trust_remote_code=False)
 
 
 def _no_split(tp: int, message: str, hint: str) -> TaskError:
     return TaskError(Problem("parallel.tp", f"is {tp}, which {message}", hint=hint))
+
+
+def _find_copied(model: nn.Module, found: Collection[nn.Parameter]) -> str:
+    """Say which parameter starts as a copy of one in the files `found`; empty if none does."""
+    copied = (name for name, param in model.named_parameters() if param.is_meta and param not in found)
+    name = next(copied, None)
+    return "" if name is None else f"model.lora copies {name}"
+
+
+def _check_targets(model: nn.Module, settings: Any, folder: Path) -> None:
+    """Raise TrainkitError (exit code 78) if adapters are for a module that the model does not have."""
+    targets = settings.target_modules
+    if targets is None or targets == "all-linear":
+        return  # peft knows the modules, or raises
+    names = [name for name, _ in model.named_modules()]
+    ends = {name.rpartition(".")[2] for name, module in model.named_modules() if _is_adaptable(module)}
+    for target in [targets] if isinstance(targets, str) else targets:
+        # As in peft, a string is a pattern for the whole name, and a list has the ends of names.
+        if isinstance(targets, str):
+            is_known = any(re.fullmatch(target, name) for name in names)
+        else:
+            is_known = any(f".{name}".endswith(f".{target}") for name in names)
+        if not is_known:
+            last = target.rpartition(".")[2]
+            closest = sorted(ends, key=lambda end: (-SequenceMatcher(None, last, end).ratio(), end))
+            raise TrainkitError(
+                f"model.lora.target_modules has {target}, which matches no module of {folder}",
+                hint=f"the modules with weights are called {', '.join(closest)}",
+                exit_code=EXIT_NO_RESTART,
+            )
+
+
+def _is_adaptable(module: nn.Module) -> bool:
+    """Whether a module has a matrix of its own."""
+    return any(param.dim() > 1 for param in module.parameters(recurse=False))
 
 
 def lora_config(lora: dict[str, Any]) -> Any:
@@ -291,21 +399,24 @@ def find_hf_problem(config: RunConfig) -> Problem | None:
     assert config.model.hf is not None
     try:
         if config.uses_transformers:
-            require("transformers", "model.hf", "hf")
-        if config.model.lora is not None:
-            require("peft", "model.lora", "peft")
-            lora_config(config.model.lora)
-        if not config.model.from_scratch:
+            task = HFCausalLM(config)
+            if config.model.lora is not None:
+                lora_config(config.model.lora)
+            if not config.model.from_scratch:
+                task.check_model()
+        elif not config.model.from_scratch:
             StoredWeights(Path(config.model.hf))
         if config.uses_transformers and config.parallel.tp > 1:
             with torch.device("meta"):
                 model = _create(Path(config.model.hf))
-            find_styles(HFCausalLM(config), config.task, model, config.parallel.tp)
+            find_styles(HFCausalLM(config), config, model, config.parallel.tp)
     except TaskError as error:
         return error.problem
     except TrainkitError as error:
-        key = "model.lora" if error.message.startswith("model.lora") else "model.hf"
-        return Problem(key, error.message.removeprefix(f"{key} "), hint=error.hint)
+        key, _, message = error.message.partition(" ")
+        if key.startswith(("model.lora", "model.hf", "model.quantize")):
+            return Problem(key, message, hint=error.hint)
+        return Problem("model.hf", error.message, hint=error.hint)
     return None
 
 
@@ -315,6 +426,8 @@ def save_pretrained(model: Any, folder: Path, dtype: torch.dtype, *, merge: bool
     if merge and not is_adapted:
         raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
     if merge:
+        # With the weights to which the adapters were trained.
+        restore_linears(model)
         try:
             model = model.merge_and_unload()
         except RuntimeError as error:

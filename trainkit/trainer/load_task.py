@@ -37,7 +37,7 @@ def load_task(config: RunConfig, run: RunDir | None = None) -> Task:
 
         return HFCausalLM(config)
     found = load_task_class(config, run)
-    with errors_of_user(config.task, f"{found.__name__}() failed"):
+    with errors_of_user(config, f"{found.__name__}() failed"):
         return found(config, **config.task_args)
 
 
@@ -53,19 +53,19 @@ def load_task_class(config: RunConfig, run: RunDir | None = None) -> type[Task]:
         _check(config, MultimodalLM)
         return MultimodalLM
     module_name, _, class_name = config.task.rpartition(":")
-    with errors_of_user(config.task, "cannot be imported"):
-        module = _import(config.task, module_name, run)
+    with errors_of_user(config, "cannot be imported"):
+        module = _import(config, module_name, run)
     found = getattr(module, class_name, None)
     where = module.__file__ or module_name
     if not (isinstance(found, type) and issubclass(found, Task)):
         names = [name for name, item in vars(module).items() if _is_task_of(item, module)]
         meant = f"did you mean {module_name}:{names[0]}?" if names else ""
         hint = meant or "a task is a subclass of trainkit.task.Task"
-        raise refusal(config.task, f"{where} has no class {class_name} that is a Task", hint)
+        raise refusal(config, f"{where} has no class {class_name} that is a Task", hint)
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         place = f"{where}:{inspect.getsourcelines(found)[1]}"
-        raise refusal(config.task, f"{class_name} does not define {', '.join(missing)}", f"see {place}")
+        raise refusal(config, f"{class_name} does not define {', '.join(missing)}", f"see {place}")
     _check(config, found)
     return found
 
@@ -74,7 +74,7 @@ def _is_task_of(item: object, module: ModuleType) -> bool:
     return isinstance(item, type) and issubclass(item, Task) and item.__module__ == module.__name__
 
 
-def _import(task: str, name: str, run: RunDir | None) -> ModuleType:
+def _import(config: RunConfig, name: str, run: RunDir | None) -> ModuleType:
     if not name.endswith(".py"):
         folder = str(Path.cwd() if run is None else copied_folder(run))
         if folder not in sys.path:
@@ -85,10 +85,10 @@ def _import(task: str, name: str, run: RunDir | None) -> ModuleType:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # something that the module itself imports
             hint = f"name a module in {folder} or an installed one, or a file: FILE.py:CLASS"
-            raise refusal(task, f"there is no module {error.name}", hint) from None
+            raise refusal(config, f"there is no module {error.name}", hint) from None
     path = Path(name).absolute() if run is None else copied_file(run, name)
     if not path.is_file():
-        raise refusal(task, f"there is no file {path}", "FILE.py is relative to the current folder")
+        raise refusal(config, f"there is no file {path}", "FILE.py is relative to the current folder")
     # As for a script: it can import the files next to it.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
@@ -119,14 +119,15 @@ def _check(config: RunConfig, found: type[Task]) -> None:
         raise TaskError(Problem("task_args", f"do not fit: {error}", hint=takes)) from None
 
 
-def refusal(task: str, message: str, hint: str = "") -> TaskError:
-    """The error of a task that cannot be trained, for its `message` after "but"."""
-    return TaskError(Problem("task", f"is {task}, but {message}", hint=hint))
+def refusal(config: RunConfig, message: str, hint: str = "") -> TaskError:
+    """The error of a task, or of `model.hf`, that cannot be trained, for its `message` after "but"."""
+    key, value = ("model.hf", config.model.hf) if config.uses_transformers else ("task", config.task)
+    return TaskError(Problem(key, f"is {value}, but {message}", hint=hint))
 
 
 @contextmanager
 def errors_of_user(
-    task: str, failed: str, but: type[Exception] | tuple[type[Exception], ...] = ()
+    config: RunConfig, failed: str, but: type[Exception] | tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
     """Raise TaskError, with file and line, for whatever the user's code raises.
 
@@ -139,7 +140,7 @@ def errors_of_user(
     except but:
         raise
     except Exception as error:
-        raise refusal(task, f"{failed}: {describe(error)}", TRACEBACK_HINT) from error
+        raise refusal(config, f"{failed}: {describe(error)}", TRACEBACK_HINT) from error
 
 
 def describe(error: BaseException) -> str:

@@ -106,7 +106,7 @@ class MediumSamples:
     ) -> None:
         self._folder = file.parent
         self._medium = medium
-        lines: Sequence[Any]
+        lines: Sequence[bytes | dict[str, Any]]
         if str(file) == DEMO:
             content = f"{DEMO} {split}".encode()
             lines = demo_rows(medium.kind, split)
@@ -123,7 +123,7 @@ class MediumSamples:
             if isinstance(line, bytes) and not line.strip():
                 continue
             try:
-                row = read_row(line, medium.kind, self._folder) if isinstance(line, bytes) else line
+                row = line if isinstance(line, dict) else read_row(line, medium.kind, self._folder)
             except ValueError as error:
                 problems.append(f"{file}:{number}: {error}")
                 continue

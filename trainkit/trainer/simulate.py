@@ -77,7 +77,7 @@ def simulate(config: RunConfig, plan: LaunchPlan, rank: int) -> dict[str, Any]:
     began_s = time.monotonic()
     task = build_task(config)
     assert isinstance(task, CausalLM)
-    with simulated_world(plan, rank, mesh_of_one=config.parallel.mesh_of_one) as world:
+    with simulated_world(plan, rank, mesh_of_one=config.parallel.wraps_one) as world:
         model_parts = build_model_parts(task, config, plan, world)
         return _measure(task, config, plan, world, model_parts, began_s)
 

@@ -76,9 +76,9 @@ class StreamData:
         if isinstance(samples, Iterator):
             hint = "return an object whose __iter__() begins anew: a class with `def __iter__(self): yield …`"
             message = f"train_dataset() returned a {type(samples).__name__}, which can be read only once"
-            raise refusal(config.task, message, hint)
+            raise refusal(config, message, hint)
         self.samples: Any = samples
-        self.task, self.seed = config.task, config.seed
+        self.config = config
         self.has_state = all(hasattr(samples, name) for name in ("state_dict", "load_state_dict"))
         self.first: list[str] = []
         """Digests of the first samples, without a fingerprint of the user."""
@@ -118,7 +118,7 @@ class _FirstDigests(Dataset[Any]):
         except TaskError as error:
             return [], error.problem
         except RuntimeError as error:
-            return [], refusal(self._data.task, f"in train_dataset() {error}", TRACEBACK_HINT).problem
+            return [], refusal(self._data.config, f"in train_dataset() {error}", TRACEBACK_HINT).problem
         return found, None
 
 
@@ -142,7 +142,7 @@ class Cursor:
         on, and RuntimeError for other errors of the user's code.
         """
         while True:
-            seed_generators(stable_key(self._data.seed, "train", "item", position))
+            seed_generators(stable_key(self._data.config.seed, "train", "item", position))
             with self._errors(f"training sample {position} cannot be read"):
                 if self._iterator is None:
                     self._begin(None)
@@ -163,7 +163,7 @@ class Cursor:
         """Continue at `position`, that of the sample after the one in `saved`."""
         data, stateful = self._data, self._data.continues_at(saved)
         last = position - 1
-        seed_generators(stable_key(data.seed, "train", "item", last))
+        seed_generators(stable_key(data.config.seed, "train", "item", last))
         self.epoch, self._is_restored = saved.epoch, stateful
         with self._errors("the stream cannot be resumed"):
             self._begin(saved.state if stateful else None)
@@ -224,7 +224,7 @@ class Cursor:
 
     def _refusal(self, message: str, hint: str, method: str) -> TaskError:
         place = line_of(getattr(type(self._stream), method, None))
-        return refusal(self._data.task, f"{message}{f' ({method}(){place})' if place else ''}", hint)
+        return refusal(self._data.config, f"{message}{f' ({method}(){place})' if place else ''}", hint)
 
     @contextmanager
     def _errors(self, failed: str) -> Iterator[None]:
@@ -290,7 +290,7 @@ class _Reader(IterableDataset[Any]):
         yield *ready, None if before is None else StreamState(*before, digest_of(item))
 
     def _collated(self, items: list[Any], first: int) -> tuple[Any, int]:
-        seed = self._data.seed
+        seed = self._data.config.seed
         seed_generators(stable_key(seed, "train", "collate", first))
         return self._collate(items), stable_key(seed, "train", "pass", first)
 

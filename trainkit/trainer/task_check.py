@@ -64,7 +64,7 @@ def unreadable_samples(config: RunConfig) -> Iterator[Problem]:
     try:
         task = UserTask(config, None, opens_data=False).task
         for name in ("train_dataset", "val_dataset"):
-            with errors_of_user(config.task, f"{name}() failed"):
+            with errors_of_user(config, f"{name}() failed"):
                 samples: Any = getattr(task, name)()
                 count = 0 if samples is None or is_stream(samples) else len(samples)
             if samples is not None and is_stream(samples):
@@ -185,7 +185,7 @@ class Smoke:
             message = "returns modules that overlap or are not in the model"
             yield self._problem("layers", message, "return each layer once, and none that is inside another")
         if type(self._user.task).tensor_plan is not Task.tensor_plan:
-            find_styles(self._user.task, self._name, model, self._config.parallel.tp)
+            find_styles(self._user.task, self._config, model, self._config.parallel.tp)
         for name, param in model.named_parameters():
             with self._errors("parameter_options", "failed"):
                 options = self._user.task.parameter_options(name, param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,7 @@ from trainkit.trainer.forward_backward import OnLoss
 from trainkit.trainer.load_task import TRACEBACK_HINT, describe, errors_of_user, load_task, refusal
 from trainkit.trainer.metrics import RECORD_KEYS
 from trainkit.trainer.models.model import Weight, allocate, move_buffers
+from trainkit.trainer.nf4 import quantized_layers, read_quantized
 from trainkit.trainer.parallel.data_parallel import (
     GradientSwitch,
     apply_data_parallel,
@@ -71,7 +73,7 @@ class UserTask:
 
     def _open_data(self) -> None:
         config = self.config
-        with errors_of_user(config.task, "its datasets cannot be opened"):
+        with errors_of_user(config, "its datasets cannot be opened"):
             train = self.task.train_dataset()
             self.train_data: _Data | StreamData
             if is_stream(train):
@@ -84,12 +86,12 @@ class UserTask:
     @property
     def flops_per_sample(self) -> float | None:
         """FLOPs of training on one sample; call once the model is built."""
-        with errors_of_user(self.config.task, "flops_per_sample failed"):
+        with errors_of_user(self.config, "flops_per_sample failed"):
             return self.task.flops_per_sample
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Let the task write its model into an empty folder."""
-        with errors_of_user(self.config.task, "export() failed"):
+        with errors_of_user(self.config, "export() failed"):
             self.task.export(model, folder)
 
     def data_identity(self) -> dict[str, object]:
@@ -159,11 +161,11 @@ class UserTask:
     def build_model(self) -> nn.Module:
         """The model, in float32 on the CPU, with the same values on every rank."""
         seed_generators(stable_key(self.config.seed, "model"))
-        with errors_of_user(self.config.task, "build_model() failed"):
+        with errors_of_user(self.config, "build_model() failed"):
             model = self.task.build_model()
         if not isinstance(model, nn.Module):
             raise refusal(
-                self.config.task,
+                self.config,
                 f"build_model() returned a {type(model).__name__}",
                 "return an nn.Module",
             )
@@ -178,20 +180,21 @@ class UserTask:
         if other is not None:
             name, param = other
             raise refusal(
-                self.config.task,
+                self.config,
                 f"{name} of its model is {param.dtype} on {param.device.type}",
                 "build it in float32 on the CPU; precision.dtype and the layout choose type and device",
             )
         if not any(param.requires_grad for param in model.parameters()):
-            raise refusal(self.config.task, "no parameter of its model requires a gradient", "unfreeze some")
+            raise refusal(self.config, "no parameter of its model requires a gradient", "unfreeze some")
         on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
         if on_meta is not None and type(self.task).read_weight is Task.read_weight:
             raise refusal(
-                self.config.task,
+                self.config,
                 f"{on_meta} of its model is on the meta device",
                 "define read_weight(), which returns its initial value",
             )
         self.num_params = sum(param.numel() for param in model.parameters())
+        self.num_params += sum(math.prod(layer.shape) for layer in quantized_layers(model).values())
         self._shapes = {name: param.shape for name, param in model.named_parameters()}
         return model
 
@@ -204,21 +207,20 @@ class UserTask:
         for name in (item for item in on_meta if item not in without):
             param = model.get_parameter(name)
             param.copy_(self.read_weight(name, [slice(0, size) for size in param.shape]))
+        read_quantized(model, self.read_weight, torch.device("cpu"))
         return model
 
     def read_weight(self, name: str, index: Sequence[slice]) -> Tensor:
         """Read some rows of the initial value of a parameter."""
         rows, *rest = index or (slice(0, 1),)
-        with errors_of_user(self.config.task, f"read_weight({name!r}) failed", but=OSError):
+        with errors_of_user(self.config, f"read_weight({name!r}) failed", but=OSError):
             value = self.task.read_weight(name, rows)
         if not isinstance(value, Tensor):
-            raise refusal(
-                self.config.task, f"read_weight() returned a {type(value).__name__}", "return a Tensor"
-            )
+            raise refusal(self.config, f"read_weight() returned a {type(value).__name__}", "return a Tensor")
         expected = self._shapes[name][1:]
         if value.shape[1:] != expected:
             message = f"read_weight({name!r}) returned rows of shape {list(value.shape[1:])}"
-            raise refusal(self.config.task, message, f"in its model they have shape {list(expected)}")
+            raise refusal(self.config, message, f"in its model they have shape {list(expected)}")
         columns = (slice(None), *rest)  # which tensor parallelism divides
         return value[columns]
 
@@ -231,11 +233,11 @@ class _Data:
             if not hasattr(samples, name):
                 kind = type(samples).__name__
                 hint = "return a list or a map-style torch.utils.data.Dataset; list(…) makes one of a stream"
-                raise refusal(config.task, f"{method}() returned a {kind} without {name}", hint)
+                raise refusal(config, f"{method}() returned a {kind} without {name}", hint)
         self.samples = samples
         self.num_samples = len(samples)
         if not self.num_samples:
-            raise refusal(config.task, f"{method}() has no samples", "check the paths it reads from")
+            raise refusal(config, f"{method}() has no samples", "check the paths it reads from")
         self.fingerprint: str = getattr(samples, "fingerprint", None) or self._fingerprint(method, config)
 
     def _fingerprint(self, method: str, config: RunConfig) -> str:
@@ -249,7 +251,7 @@ class _Data:
         for found, problem in read_in_worker(Digests(self.samples, config.seed), indices, config):
             if problem:
                 raise refusal(
-                    config.task, f"{method}() has a sample that cannot be read: {problem}", TRACEBACK_HINT
+                    config, f"{method}() has a sample that cannot be read: {problem}", TRACEBACK_HINT
                 )
             digest.update(found.encode())
         return digest.hexdigest()
@@ -285,8 +287,8 @@ class LossModule(nn.Module):
     def forward(self, data: Any) -> tuple[Tensor, Any, Mapping[str, Any]]:
         loss = self._task.task.loss(self.model, data)
         if not isinstance(loss, Loss):
-            name = self._task.config.task
-            raise refusal(name, f"loss() returned a {type(loss).__name__}", "return a trainkit.task.Loss")
+            message = f"loss() returned a {type(loss).__name__}"
+            raise refusal(self._task.config, message, "return a trainkit.task.Loss")
         return loss.total, loss.count, loss.metrics
 
 
@@ -307,7 +309,7 @@ class TaskForwardBackward:
         self._world = world
         self._dtype = dtype
         self._progress = progress
-        self._name = task.config.task
+        self._config = task.config
         self._names: dict[bool, tuple[str, ...]] = {}
         self._has_passed = False
         # Not the group of the checkpoints, which a save may be using in its thread.
@@ -327,14 +329,14 @@ class TaskForwardBackward:
             self._progress.enter("forward")
             total, found = self._forward(micro)
             if not total.requires_grad:
-                raise refusal(self._name, "the total of its loss has no gradient", "do not detach it")
+                raise refusal(self._config, "the total of its loss has no gradient", "do not detach it")
             sums = found if sums is None else sums + found
             self._progress.enter("backward")
             if index == last:
                 on_loss(sums)
             (total * (scale * micro.weight)).backward()  # type: ignore[no-untyped-call]
         if not self._has_passed and self._world.layout.tp > 1 and self._world.mesh is not None:
-            check_replicated_gradients(self._name, self._module.model, self._world.mesh["tp"])
+            check_replicated_gradients(self._config, self._module.model, self._world.mesh["tp"])
         self._has_passed = True
 
     def loss_sums(self, micro: TaskBatch) -> Tensor:
@@ -350,7 +352,7 @@ class TaskForwardBackward:
             total, count, metrics = self._module(micro.data)
         if total.numel() != 1:
             raise refusal(
-                self._name,
+                self._config,
                 f"the total of its loss has shape {list(total.shape)}",
                 "sum it: total.sum()",
             )
@@ -371,7 +373,7 @@ class TaskForwardBackward:
         if mode not in self._names:
             taken = sorted(set(names) & RECORD_KEYS)
             if taken:
-                raise refusal(self._name, f"a metric is called {taken[0]}", "every record has that key")
+                raise refusal(self._config, f"a metric is called {taken[0]}", "every record has that key")
             others = [names] * self._world.size
             if self._group is not None:
                 dist.all_gather_object(others, names, group=self._group)
@@ -379,11 +381,11 @@ class TaskForwardBackward:
             if any(other != names for other in others):
                 listed = sorted({", ".join(other) or "none" for other in others})
                 hint = f"return the same ones for every batch: {' | '.join(listed)}"
-                raise refusal(self._name, "the ranks have different metrics", hint)
+                raise refusal(self._config, "the ranks have different metrics", hint)
         elif names != self._names[mode]:
             before, now = ", ".join(self._names[mode]) or "none", ", ".join(names) or "none"
             message = f"the metrics of its loss changed from {before} to {now}"
-            raise refusal(self._name, message, "return the same ones for every batch")
+            raise refusal(self._config, message, "return the same ones for every batch")
 
 
 def _number(value: Any, device: torch.device) -> Tensor:
@@ -397,15 +399,15 @@ def _number(value: Any, device: torch.device) -> Tensor:
 def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: World) -> LossModule:
     """The model of this rank on its device, wrapped for data parallelism."""
     model, parallel, dtype = task.build_model(), config.parallel, DTYPES[config.precision.dtype]
-    check_same_weights(model, config.task, world)
-    with errors_of_user(config.task, "layers() failed"):
+    check_same_weights(model, config, world)
+    with errors_of_user(config, "layers() failed"):
         layers = task.task.layers(model)
     module = LossModule(model, task)
     values: Mapping[str, Tensor] = {}
     if plan.layout.tp > 1:
         assert world.mesh is not None
-        styles = find_styles(task.task, config.task, model, plan.layout.tp)
-        values = split_model(config.task, model, styles, world.mesh["tp"])
+        styles = find_styles(task.task, config, model, plan.layout.tp)
+        values = split_model(config, model, styles, world.mesh["tp"])
     recompute_and_compile(
         layers,
         parallel.activation_checkpointing,
@@ -438,14 +440,14 @@ def build_module(task: UserTask, config: RunConfig, plan: LaunchPlan, world: Wor
     return module.to(world.device)
 
 
-def check_same_weights(model: nn.Module, task: str, world: World) -> None:
+def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> None:
     """Raise TaskError if the model of this rank starts with other values than that of rank 0."""
     found = gather_from_all(digest_of(model), world)
     different = next((rank for rank, value in enumerate(found) if value != found[0]), None)
     if different is not None:
         message = f"build_model() returned another model on rank {different} than on rank 0"
         hint = "read the same files, and do not seed random, numpy.random or torch"
-        raise refusal(task, message, hint)
+        raise refusal(config, message, hint)
 
 
 def assemble_task(
@@ -466,7 +468,6 @@ def assemble_task(
                 name, master, cast=cast_param, options=options, is_read=is_read, is_reread=task.rereads_frozen
             )
         )
-    forward_backward = TaskForwardBackward(
-        module, gradient_switch(module, world, masters), world, dtype, progress, task
-    )
+    switch = gradient_switch(module, world, masters, offload=config.parallel.offload)
+    forward_backward = TaskForwardBackward(module, switch, world, dtype, progress, task)
     return weights, forward_backward

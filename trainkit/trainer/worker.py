@@ -71,7 +71,7 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
         plan.layout,
         stop,
         partial(_is_writing_log, attempt),
-        mesh_of_one=config.parallel.mesh_of_one,
+        mesh_of_one=config.parallel.wraps_one,
     )
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
@@ -142,6 +142,11 @@ def build_trainer(
     progress: Progress,
 ) -> tuple[Trainer, TensorBoardLog | None]:
     """Build the model, load the newest checkpoint and set up the training loop."""
+    with progress.within("load"):  # before the build, which may read the weights of a large model
+        chosen = choose_checkpoint(attempt.run, attempt.number, world)
+        if chosen is not None:
+            refuse_other_data(*chosen, task.data_identity())
+            refuse_other_optimizer(*chosen, config.optimizer.name)
     built = build(task, config, plan, world, progress)
     optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
     buffers = {} if built.buffers is None else built.buffers.tensors
@@ -149,7 +154,7 @@ def build_trainer(
     saver = CheckpointSaver(attempt.run, attempt.number, world, tensors.tensors, config.checkpoint.keep_last)
     loss_scale = LossScale(config.precision, world.device)
     progress.enter("load")
-    state = resume(config, attempt, world, task, built, saver, tensors, loss_scale)
+    state = resume(chosen, config, attempt, world, task, built, saver, tensors, loss_scale)
     num_samples = task.train_data.num_samples
     end = None
     if config.train.epochs is not None:
@@ -240,6 +245,7 @@ def refuse_other_optimizer(checkpoint: Checkpoint, manifest: dict[str, Any], nam
 
 
 def resume(
+    chosen: tuple[Checkpoint, dict[str, Any]] | None,
     config: RunConfig,
     attempt: AttemptDir,
     world: World,
@@ -249,14 +255,10 @@ def resume(
     tensors: StateTensors,
     loss_scale: LossScale,
 ) -> TrainingState:
-    """Load the newest intact checkpoint, if there is one, and return its training state.
-
-    Raises TrainkitError (exit code 78) if the training data or the optimizer has changed since it was saved.
-    """
+    """Load the chosen checkpoint, if there is one, and return its training state."""
     best_metric = None
     if config.checkpoint.best_metric is not None:
         best_metric = f"{config.checkpoint.best_metric} {config.checkpoint.best_mode}"
-    chosen = choose_checkpoint(attempt.run, attempt.number, world)
     if built.read_weight is not None:
         read_initial_weights(built.weights, built.read_weight, resumed=chosen is not None)
     if chosen is None:
@@ -265,8 +267,6 @@ def resume(
         tensors.copy_duplicates()
         return TrainingState(best_metric=best_metric)
     checkpoint, manifest = chosen
-    refuse_other_data(checkpoint, manifest, task.data_identity())
-    refuse_other_optimizer(checkpoint, manifest, config.optimizer.name)
     load_tensors(checkpoint, tensors.tensors, world)
     tensors.copy_duplicates()
     state = TrainingState.from_dict(manifest["progress"])

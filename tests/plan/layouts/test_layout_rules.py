@@ -76,11 +76,6 @@ def test_what_fits(parallel: dict[str, object]) -> None:
             " use one of gpipe, 1f1b and interleaved_1f1b",
         ),
         (
-            {"offload": True},
-            "parallel.offload is true, but there is only one process;"
-            " offload requires at least two processes, or parallel.mesh_of_one: true",
-        ),
-        (
             {"pp": 2, "pp_schedule": "interleaved_1f1b", "pp_microbatches": 1, "accumulation_steps": 5},
             "parallel.pp_microbatches is 1 x 5 accumulated, which interleaved_1f1b cannot divide into"
             " 2 equal rounds; use a multiple of parallel.pp 2",
@@ -94,6 +89,10 @@ def test_what_fits(parallel: dict[str, object]) -> None:
 )
 def test_what_does_not(options: dict[str, object], message: str) -> None:
     assert problems(**options) == [message]  # type: ignore[arg-type]
+
+
+def test_offload_needs_no_other_process() -> None:
+    assert problems(offload=True) == []
 
 
 def test_plain_tensor_parallelism_needs_no_share_of_the_sequence() -> None:

@@ -152,6 +152,16 @@ def test_gradients_of_earlier_passes_wait_whole_only_in_copies(layout: Layout, s
     assert twice.phases["update"] == once.phases["update"]
 
 
+def test_one_process_offloads_the_gradients_of_every_pass() -> None:
+    offloaded, alone = (
+        memory_of(workload(layout=Layout(), offload=offload, accumulation_steps=2))
+        for offload in (True, False)
+    )
+    assert (offloaded.largest.params, offloaded.largest.optimizer) == (0, 0)
+    assert offloaded.phases["loss"].gradients == 0
+    assert alone.phases["loss"].gradients == 4 * num_params(llama("7b"))
+
+
 def test_offloaded_gradients_wait_where_copies_add_them_up() -> None:
     """torch keeps what was scattered and not yet summed over copies on the device."""
     waiting = [

@@ -63,9 +63,6 @@ def batch_problems(
     accumulation_steps: int = 1,
 ) -> Iterator[Problem]:
     """Yield all problems that rule out a layout for a batch, independent of the model."""
-    if parallel.offload and layout.world_size == 1 and not parallel.mesh_of_one:
-        hint = "offload requires at least two processes, or parallel.mesh_of_one: true"
-        yield Problem("parallel.offload", "is true, but there is only one process", hint=hint)
     yield from _context_problems(layout, seq_len)
     yield from _pipeline_problems(layout, parallel, device_batch_size, accumulation_steps)
 

@@ -145,17 +145,22 @@ def reduces_on_host(world: World) -> bool:
 
 
 def gradient_switch(
-    model: nn.Module, world: World, masters: Mapping[nn.Parameter, nn.Parameter] | None = None
+    model: nn.Module,
+    world: World,
+    masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    *,
+    offload: bool = False,
 ) -> GradientSwitch:
     """The gradient switch of a built model; installs `HostReduction` if the model is not wrapped.
 
-    `masters`: the float32 master of every parameter, if the model computes in another type.
+    `masters`: the float32 master of every parameter, if the model computes in another type. With `offload`, a
+    single process moves the gradients of every microbatch to the host.
     """
     if world.mesh is None:
         return lambda enabled: None
     if not isinstance(model, FSDPModule):
         return HostReduction(model, world.mesh["dp_replicate"].get_group(), masters).set_enabled
-    if world.layout.dp_shard * world.layout.cp == 1:
+    if world.layout.dp_shard * world.layout.cp == 1 and not (offload and world.size == 1):
         return model.set_requires_gradient_sync
     # Reduce-scatter after every microbatch: unsharded gradients would stay in memory on every rank.
     return model.set_requires_all_reduce

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem
 from trainkit.plan.layouts.rules import divisors
 from trainkit.task import Task
@@ -38,18 +39,18 @@ MAX_DIFFERENCE = 0.1
 """Relative; far above the rounding of bf16, far below a gradient of which a rank has only its part."""
 
 
-def find_styles(task: Task, name: str, model: nn.Module, tp: int) -> dict[nn.Module, ParallelStyle]:
-    """The style of every module that the plan of the task `name` names, for `tp` ranks.
+def find_styles(task: Task, config: RunConfig, model: nn.Module, tp: int) -> dict[nn.Module, ParallelStyle]:
+    """The style of every module that the plan of the task names, for `tp` ranks.
 
     Raises TaskError for a pattern that matches no module, a style that does not fit its module, and a width
     that `tp` does not divide.
     """
-    with errors_of_user(name, "tensor_plan() failed"):
+    with errors_of_user(config, "tensor_plan() failed"):
         plan = task.tensor_plan(model)
     if not isinstance(plan, Mapping) or not plan:
         found = "an empty plan" if isinstance(plan, Mapping) else f"a {type(plan).__name__}"
         raise refusal(
-            name, f"tensor_plan() returned {found}", 'return a dict such as {"layers.*.up": "colwise"}'
+            config, f"tensor_plan() returned {found}", 'return a dict such as {"layers.*.up": "colwise"}'
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern in plan:
@@ -58,27 +59,29 @@ def find_styles(task: Task, name: str, model: nn.Module, tp: int) -> dict[nn.Mod
             hint = "`*` matches one part of a name: layers.*.mlp.up" + (
                 f"; it has {close[0]}" if close else ""
             )
-            raise refusal(name, f"tensor_plan() names {pattern}, which no module of its model matches", hint)
+            raise refusal(
+                config, f"tensor_plan() names {pattern}, which no module of its model matches", hint
+            )
     styles: dict[nn.Module, ParallelStyle] = {}
     for path, module in modules.items():
         value = next((value for pattern, value in plan.items() if matches(pattern, path)), None)
         if value is not None and module not in styles:
-            styles[module] = _style(name, path, module, value, tp)
+            styles[module] = _style(config, path, module, value, tp)
     return styles
 
 
-def _style(name: str, path: str, module: nn.Module, value: object, tp: int) -> ParallelStyle:
+def _style(config: RunConfig, path: str, module: nn.Module, value: object, tp: int) -> ParallelStyle:
     """The style of one module; raises TaskError if it does not fit."""
     style = STYLES.get(value) if isinstance(value, str) else value
     if not isinstance(style, ParallelStyle):
         hint = f"it can be {', '.join(STYLES)}, or a ParallelStyle of torch.distributed.tensor.parallel"
-        raise refusal(name, f"tensor_plan() has {value!r} for {path}", hint)
+        raise refusal(config, f"tensor_plan() has {value!r} for {path}", hint)
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return style
     own = [key for key, _ in [*module.named_parameters(), *module.named_buffers()]]
     if not isinstance(module, nn.Linear | nn.Embedding) or not set(own) <= {"weight", "bias"}:
         message = f"{path} is a {type(module).__name__}, which {_shown(value)} in tensor_plan() cannot split"
-        raise refusal(name, message, "it splits nn.Linear and nn.Embedding; others need a ParallelStyle")
+        raise refusal(config, message, "it splits nn.Linear and nn.Embedding; others need a ParallelStyle")
     is_embedding, is_colwise = isinstance(module, nn.Embedding), isinstance(style, ColwiseParallel)
     width = {
         (False, False): "in_features",
@@ -94,7 +97,7 @@ def _style(name: str, path: str, module: nn.Module, value: object, tp: int) -> P
     if isinstance(module, nn.Embedding) and isinstance(style, RowwiseParallel) and style.use_local_output:
         if module.padding_idx is not None or module.max_norm is not None:
             message = f"{path} has padding_idx or max_norm, which {_shown(value)} in tensor_plan() cannot do"
-            raise refusal(name, message, "use colwise_gather_output")
+            raise refusal(config, message, "use colwise_gather_output")
         # That of torch cannot be compiled: its gradient would be wrong.
         return VocabularyParallel(style.output_layouts[0])
     return style
@@ -105,7 +108,7 @@ def _shown(value: object) -> str:
 
 
 def split_model(
-    name: str, model: nn.Module, styles: Mapping[nn.Module, ParallelStyle], mesh: DeviceMesh
+    config: RunConfig, model: nn.Module, styles: Mapping[nn.Module, ParallelStyle], mesh: DeviceMesh
 ) -> dict[str, Tensor]:
     """Split a model over the ranks of `mesh`, and leave its parameters on the meta device.
 
@@ -128,7 +131,7 @@ def split_model(
             if _placements(other) != _placements(first):
                 message = f"{same[0]} and {path} are one parameter, which tensor_plan() splits in two ways"
                 hint = "a head that shares its weight with an embedding: rowwise and colwise_gather_output"
-                raise refusal(name, message, hint)
+                raise refusal(config, message, hint)
         first.requires_grad_(param.requires_grad)
         _set(model, same, first)
     return values
@@ -153,7 +156,7 @@ def fill_shards(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def check_replicated_gradients(name: str, model: nn.Module, mesh: DeviceMesh) -> None:
+def check_replicated_gradients(config: RunConfig, model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise TaskError if a parameter that the plan leaves whole has another gradient on another rank.
 
     So it is where a module gets inputs that are split, and each rank computes only a part of the gradient.
@@ -182,4 +185,4 @@ def check_replicated_gradients(name: str, model: nn.Module, mesh: DeviceMesh) ->
         shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         message = f"the tensor-parallel ranks have different gradients of {shown}, outside tensor_plan()"
         hint = "give its module replicated_with_grad_allreduce if its input is split; seed nothing by rank"
-        raise refusal(name, message, hint)
+        raise refusal(config, message, hint)

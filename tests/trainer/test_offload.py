@@ -1,0 +1,87 @@
+"""`parallel.offload` on one process: the same numbers, and checkpoints that a run without it continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+from tests.support import tasks
+from tests.support.hf_models import need, save_model
+from tests.support.parity import Case, close, curve, make_trainer, run_cases
+from trainkit.rundir import AttemptDir, RunDir, read_metrics
+
+pytestmark = pytest.mark.slow
+
+ALONE: dict[str, object] = {}
+OFFLOAD: dict[str, object] = {"offload": True}
+COMMON = ("train.steps=4", "train.eval_every=2", "train.grad_clip=0.5", "optimizer.lr=0.003")
+TASK = (f"task={Path(tasks.__file__)}:Classify", "task_args.frozen=true", "task_args.batch_norm=true")
+LORA = "model.lora={r: 4, target_modules: [q_proj, v_proj]}"
+BF16 = "precision.dtype=bf16"
+EIGHT_BIT = "optimizer.name=adamw_8bit"
+
+
+def train(rank: int, attempt: AttemptDir) -> None:
+    """Train as one process, and see that `fully_shard` has wrapped the model if it is offloaded."""
+    trainer = make_trainer(rank, attempt, keep_labels=True)
+    [model] = trainer.model_parts
+    assert isinstance(model, FSDPModule) == trainer.config.parallel.offload
+    trainer.train()
+    close(trainer)
+
+
+def check(folder: Path, options: dict[str, tuple[str, ...]]) -> None:
+    """Offloaded or not, and changed from one to the other in the middle, a run has the same curve."""
+    cut = "train.stop_at_step=2"
+    run_cases(
+        folder,
+        [
+            case
+            for name, own in options.items()
+            for case in (
+                Case(name, 1, ALONE, own),
+                Case(f"{name}-offload", 1, OFFLOAD, own),
+                Case(f"{name}-from", 1, OFFLOAD, (*own, cut)),
+                Case(f"{name}-to", 1, ALONE, (*own, cut)),
+            )
+        ],
+        COMMON,
+        function=train,
+    )
+    resumed = [
+        case
+        for name, own in options.items()
+        for case in (Case(f"{name}-from", 1, ALONE, own), Case(f"{name}-to", 1, OFFLOAD, own))
+    ]
+    run_cases(folder, resumed, COMMON, function=train)
+    for name in options:
+        expected = curve(folder / name)
+        losses = [record["loss"] for record in read_metrics(RunDir(folder / name))]
+        assert losses[-1] < losses[0]
+        for other in ("offload", "from", "to"):
+            assert curve(folder / f"{name}-{other}") == expected, (name, other)
+
+
+@pytest.mark.smoke
+def test_the_decoder(tmp_path: Path) -> None:
+    dropout = "model.dropout=0.1"
+    check(tmp_path, {"fp32": (dropout,), "bf16": (BF16, dropout), "8bit": (BF16, EIGHT_BIT)})
+
+
+def test_a_task(tmp_path: Path) -> None:
+    check(tmp_path, {"fp32": TASK, "bf16": (*TASK, BF16), "8bit": (*TASK, EIGHT_BIT)})
+
+
+def test_models_of_transformers(tmp_path: Path) -> None:
+    need("transformers", "peft")
+    folder = save_model(tmp_path / "model", tie_word_embeddings=True)
+    own = (f"model.hf={folder}", "model.architecture=transformers", "data.tokenizer=bytes")
+    options = {
+        "whole": (*own, BF16),
+        "lora": (*own, LORA),
+        "lora-bf16": (*own, LORA, BF16),
+        "lora-8bit": (*own, LORA, BF16, EIGHT_BIT),
+    }
+    check(tmp_path, {name: (*values, "model.preset=tiny") for name, values in options.items()})
