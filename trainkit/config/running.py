@@ -239,14 +239,14 @@ class LoggingConfig(Section):
     )
     mlflow: MlflowConfig | bool | None = Field(
         default=None,
-        description="Send the metrics to MLflow: `true`, or `tracking_uri` (a server, or a folder for a SQLite"
-        " store) and `experiment`.",
+        description="Send the metrics to MLflow: `true`, or `tracking_uri` (a server, or a folder for a"
+        " SQLite store) and `experiment`.",
         json_schema_extra={"allowed": "true, or a mapping with tracking_uri and experiment,"},
     )
     wandb: WandbConfig | bool | None = Field(
         default=None,
-        description="Send the metrics to Weights & Biases: `true`, or `project`, `entity` and `mode` (online or"
-        " offline).",
+        description="Send the metrics to Weights & Biases: `true`, or `project`, `entity` and `mode` (online"
+        " or offline).",
         json_schema_extra={"allowed": "true, or a mapping with project, entity and mode,"},
     )
 

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.names import all_keys, allowed_values, is_known, meant, sections, show_value
-from trainkit.config.schema import RunConfig
 from trainkit.config.yamlfile import WHOLE, Entry
 from trainkit.errors import Problem
 

@@ -1,7 +1,7 @@
 """The process beside rank 0 that sends the metrics of a run to its trackers while it trains.
 
-``python -m trainkit.trackers RUN_DIR``, started by the agent of the node of rank 0 (`trainkit.job.node.trackers`).
-It ends with its standard input; the line ``finished`` there has it send the rest first.
+``python -m trainkit.trackers RUN_DIR``, started by the agent of the node of rank 0. It ends with its standard
+input; the line ``finished`` there has it send the rest first.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ def update(tracker: RunTracker, state: str = "running") -> bool:
     except LockBusy:
         return True  # `trainkit sync` is sending
     except ModuleNotFoundError as error:
-        say(
-            f"warning: {tracker.name}: {error}; hint: pip install 'trainkit[{tracker.name}]', and `trainkit sync`"
-        )
+        extra = f"trainkit[{tracker.name}]"
+        say(f"warning: {tracker.name}: {error}; install '{extra}', and `trainkit sync` sends the metrics")
         return False
     except Exception as error:  # nothing here may end the process: the run goes on without it
         say(f"{tracker.name}: {one_line(error)}")

@@ -1,7 +1,7 @@
 """A run in MLflow, through its client.
 
-MLflow cannot delete a metric, but its database and its server ignore one that they have already, so that a batch
-that is sent again after a crash changes nothing.
+MLflow cannot delete a metric, but its database and its server ignore one that they have already, so that a
+batch that is sent again after a crash changes nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from trainkit.config import read_effective
 from trainkit.config.running import MlflowConfig
-from trainkit.trackers.records import Facts, Sample
+from trainkit.errors import UsageError
+from trainkit.rundir import RunDir
+from trainkit.trackers.records import Facts, Sample, command_folder
 
 if TYPE_CHECKING:
     from trainkit.trackers.sync import Position
@@ -28,15 +31,25 @@ STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 STORE_FILE = "mlflow.db"
 
 
-def store_uri(tracking_uri: str | None, facts_folder: Path, cwd: Path) -> str:
-    """The tracking URI of a run: a folder stands for the SQLite store in it.
-
-    `facts_folder` is the run folder, `cwd` the folder that a relative one is relative to.
-    """
-    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(facts_folder.parent / "mlflow")
+def store_uri(tracking_uri: str | None, folder: Path, cwd: Path) -> str:
+    """The tracking URI of the run in `folder`; a folder, relative to `cwd`, means a SQLite store in it."""
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(folder.parent / "mlflow")
     if urlsplit(uri).scheme or uri == "databricks":
         return uri
     return f"sqlite:///{cwd / Path(uri).expanduser() / STORE_FILE}"
+
+
+def local_store(run: RunDir) -> str:
+    """The URI of the database of a run. Raises UsageError if the run is on a server, or in no MLflow."""
+    settings = read_effective(run.config_file).logging.trackers.get("mlflow")
+    if not isinstance(settings, MlflowConfig):
+        raise UsageError(
+            f"{run.path} has no MLflow: logging.mlflow is null", hint="TensorBoard has its curves"
+        )
+    uri = store_uri(settings.tracking_uri, run.path, command_folder(run))
+    if urlsplit(uri).scheme in ("http", "https", "databricks"):
+        raise UsageError(f"the run is on the server {uri}", hint="open that in a browser")
+    return uri
 
 
 class MlflowRun:

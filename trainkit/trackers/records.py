@@ -29,7 +29,6 @@ class Facts:
     name: str
     folder: Path
     cwd: Path
-    """The folder of the command that created the run."""
     attempt: int
     config: dict[str, Any]
     """The effective config, with dotted keys."""
@@ -61,7 +60,7 @@ def read_facts(run: RunDir) -> Facts:
     """The facts of the newest attempt. Raises OSError, ValueError or TrainkitError if they cannot be read."""
     text = run.config_file.read_text(encoding="utf-8")
     config = read_effective(run.config_file).model_dump(mode="json", by_alias=True)
-    job, plan, provenance = read_json(run.job_file), read_json(run.plan_file), _read(run.provenance_file)
+    job, plan, provenance = _read(run.job_file), read_json(run.plan_file), _read(run.provenance_file)
     git = provenance.get("git") or {}
     code = {
         "trainkit": provenance.get("trainkit"),
@@ -75,13 +74,18 @@ def read_facts(run: RunDir) -> Facts:
     return Facts(
         name=str(job.get("name") or run.name),
         folder=run.path,
-        cwd=Path(str(job.get("cwd") or run.path.parent)),
+        cwd=command_folder(run),
         attempt=run.latest_number() or 1,
         config=dict(_flat(config)),
         config_text=text,
         code={name: str(value) for name, value in code.items() if value is not None},
         layout={**layout, "world_size": int(plan["world_size"])},
     )
+
+
+def command_folder(run: RunDir) -> Path:
+    """The folder of the command that created a run."""
+    return Path(str(_read(run.job_file).get("cwd") or run.path.parent))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -135,7 +139,7 @@ def _sample(record: Mapping[str, Any]) -> Sample:
 
 
 def manifests(run: RunDir) -> dict[str, Path]:
-    """The manifests of the best and the newest checkpoint, as far as there are any, by ``best`` and ``last``."""
+    """The manifests of the ``best`` and the newest (``last``) checkpoint, if there are any."""
     found = {"best": run.checkpoints_dir / BEST_LINK / MANIFEST_NAME}
     checkpoints = published(run.checkpoints_dir)
     if checkpoints:

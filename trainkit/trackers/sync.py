@@ -1,7 +1,7 @@
 """Sends the metrics of a run to its trackers, each step once.
 
-`metrics.jsonl` is the source. A step is sent when a checkpoint covers it or the run has finished: a later attempt
-would compute the others again. `trackers/NAME.json` in the run folder has the step up to which a tracker is.
+`metrics.jsonl` is the source. A step is sent when a checkpoint covers it or the run has finished: a later
+attempt would compute the others again. `trackers/NAME.json` in the run folder has the newest step that was sent.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Tracker(Protocol):
         """Store the manifest of a checkpoint: ``best`` or ``last``."""
 
     def close(self, state: str) -> None:
-        """Wait until all is sent, and store the state: ``running``, ``finished``, ``failed`` or ``stopped``."""
+        """Wait until all is sent, and store the state, one of those that `state_of` returns."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,15 @@ class RunTracker:
 
     @property
     def writes_once(self) -> bool:
-        """Whether it writes all steps as a whole, which waits for the end of the run or for `trainkit sync`."""
+        """Whether it writes all steps as a whole, at the end of the run and by `trainkit sync`."""
         return isinstance(self.settings, WandbConfig) and self.settings.mode == "offline"
 
     def update(self, state: str, *, closes: bool = False) -> Sent:
         """Send what is settled, and with `closes` close the tracker.
 
-        What goes wrong with the tracker is in the result, for another call to try again. Raises LockBusy while
-        another process sends to it, ModuleNotFoundError if it is not installed, OSError or TrainkitError if
-        the run folder cannot be read.
+        What goes wrong with the tracker is in the result, for another call to try again. Raises LockBusy
+        while another process sends to it, ModuleNotFoundError if it is not installed, OSError or
+        TrainkitError if the run folder cannot be read.
         """
         limit = settled_step(self.run, state == "finished")
         self._acquire()

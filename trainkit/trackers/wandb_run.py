@@ -93,7 +93,7 @@ class OnlineRun:
 class OfflineRun:
     """A run in ``wandb/offline-run-KEY`` of the run folder, each time written as a whole.
 
-    One file thus has all steps, whatever the number of attempts, and W&B appends to no file of another process.
+    One file thus has all steps, whatever the number of attempts.
     """
 
     def __init__(self, settings: WandbConfig, facts: Facts, key: str) -> None:

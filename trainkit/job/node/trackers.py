@@ -25,12 +25,11 @@ class TrackerSender:
         argv = module_argv("trainkit.trackers", str(attempt.run.path))
         if plan.python is not None and plan.command is None:
             argv = (*plan.python, *argv[argv.index("-m") :])
-        environ = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         # On Slurm the script has set PYTHONPATH already, with the code snapshot in front.
-        configured = {
-            name: value for name, value in plan.env.items() if plan.slurm is None or name != "PYTHONPATH"
-        }
-        environ |= {**configured, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        kept = {"PYTHONPATH"} if plan.slurm is not None else set()
+        environ = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        environ |= {name: value for name, value in plan.env.items() if name not in kept}
+        environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._child: subprocess.Popen[bytes] | None = None
         try:
             with attempt.trackers_log.open("ab") as log:
