@@ -59,6 +59,8 @@ class MlflowRun:
         # A server that is away is tried again by the next pass.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+        # Standard output is that of `trainkit sync --json`.
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
 

@@ -1,7 +1,7 @@
 """Sends the metrics of a run to its trackers, each step once.
 
 `metrics.jsonl` is the source. A step is sent when a checkpoint covers it or the run has finished: a later
-attempt would compute the others again. `trackers/NAME.json` in the run folder has the newest step that was sent.
+attempt would compute the others again. `trackers/NAME.json` in the run folder has the newest step sent.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ DRAIN_S = 30.0
 
 
 class TrackerSender:
-    """The process of one attempt. It can be killed at any moment: what it has not sent, the next one sends."""
+    """The process of one attempt. It can be killed at any moment: the next one sends what is missing."""
 
     def __init__(self, attempt: AttemptDir, plan: LaunchPlan) -> None:
         argv = module_argv("trainkit.trackers", str(attempt.run.path))
