@@ -173,8 +173,8 @@ def test_a_password_in_a_tracking_uri_is_not_shown(tmp_path: Path) -> None:
     [found] = problems(tmp_path, "logging.mlflow={tracking_uri: 'https://me:hunter2@host'}")
     assert found == (
         "--set logging.mlflow: logging.mlflow: has a tracking_uri with a user or password, but the config is"
-        " written to the run folder\n  hint: export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the"
-        " shell instead"
+        " written to the run folder\n  hint: export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in"
+        " the shell instead"
     )
 
 

@@ -208,12 +208,8 @@ def find_tracker_problems(
         return
     for name in trackers:
         if not has_module((*interpreter.argv, *interpreter.options), name):
-            message = f"is set, but {program} has no {name}"
-            yield (
-                f"logging.{name}",
-                message,
-                f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it",
-            )
+            hint = f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it"
+            yield f"logging.{name}", f"is set, but {program} has no {name}", hint
 
 
 def _may_be_another(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:

@@ -63,6 +63,7 @@ def read_line(timeout_s: float) -> str | None:
 
 
 def say(text: str) -> None:
+    """Print a line of the attempt's trackers.log."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 

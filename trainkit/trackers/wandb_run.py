@@ -34,7 +34,9 @@ def _start(settings: WandbConfig, facts: Facts, key: str, folder: Path) -> Any:
         x_disable_meta=True,
         x_save_requirements=False,
     )
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    wandb.teardown()  # what is left of a failed start would make the id one that is in use
     return wandb.init(
         project=settings.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
         entity=settings.entity,
@@ -73,7 +75,9 @@ class OnlineRun:
     """A run on the server, which knows the steps that it has: what was not uploaded is sent again."""
 
     def __init__(self, settings: WandbConfig, facts: Facts, key: str) -> None:
-        self._run = _start(settings, facts, key, facts.folder)
+        # Whatever it keeps there is in metrics.jsonl too.
+        self._folder = facts.folder / FOLDER / "online"
+        self._run = _start(settings, facts, key, self._folder)
         self.place = str(self._run.url or self._run.path)
 
     def newest_step(self, position: Position) -> int:
@@ -88,6 +92,7 @@ class OnlineRun:
 
     def close(self, state: str) -> None:
         self._run.finish(exit_code=1 if state == "failed" else 0)
+        shutil.rmtree(self._folder)
 
 
 class OfflineRun:
@@ -99,7 +104,6 @@ class OfflineRun:
     def __init__(self, settings: WandbConfig, facts: Facts, key: str) -> None:
         self._folder = facts.folder / FOLDER / f"offline-run-{key}"
         self._new = self._folder.with_name(f"{self._folder.name}{NEW_SUFFIX}")
-        shutil.rmtree(self._new, ignore_errors=True)
         self._run = _start(settings, facts, key, self._new)
         self.place = f"wandb sync {self._folder}"
 
