@@ -207,7 +207,7 @@ class MlflowConfig(Section):
     tracking_uri: OneLine | None = Field(
         default=None,
         description="URL of a server or database, or a folder for a SQLite store, relative to that of the"
-        " command; null uses MLFLOW_TRACKING_URI, else mlflow/ beside the run folder.",
+        " command; null uses MLFLOW_TRACKING_URI, else mlflow/ next to the run folder.",
     )
     experiment: OneLine | None = Field(
         default=None, description="Experiment; null uses MLFLOW_EXPERIMENT_NAME, else the name of the run."

@@ -1,4 +1,4 @@
-"""The process beside rank 0 that sends the metrics of a run to its trackers while it trains.
+"""The process next to rank 0 that sends the metrics of a run to its trackers while it trains.
 
 ``python -m trainkit.trackers RUN_DIR``, started by the agent of the node of rank 0. It ends with its standard
 input; the line ``finished`` there has it send the rest first.
@@ -39,20 +39,20 @@ def main() -> int:
 
 
 def update(tracker: RunTracker, state: str = "running") -> bool:
-    """Send what is new and say what happened; False if it failed."""
+    """Send what is new and print what happened; False if it failed."""
     try:
         sent = tracker.update(state, closes=state != "running")
     except LockBusy:
         return True  # `trainkit sync` is sending
     except ModuleNotFoundError as error:
         extra = f"trainkit[{tracker.name}]"
-        say(f"warning: {tracker.name}: {error}; install '{extra}', and `trainkit sync` sends the metrics")
+        show(f"warning: {tracker.name}: {error}; install '{extra}', and `trainkit sync` sends the metrics")
         return False
-    except Exception as error:  # nothing here may end the process: the run goes on without it
-        say(f"{tracker.name}: {one_line(error)}")
+    except Exception as error:  # nothing here may end the process: the run trains without it
+        show(f"{tracker.name}: {one_line(error)}")
         return False
     if sent.num_sent or sent.problem:
-        say(sent.describe())
+        show(sent.describe())
     return not sent.problem
 
 
@@ -62,7 +62,7 @@ def read_line(timeout_s: float) -> str | None:
     return sys.stdin.readline().strip() if ready else None
 
 
-def say(text: str) -> None:
+def show(text: str) -> None:
     """Print a line of the attempt's trackers.log."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 

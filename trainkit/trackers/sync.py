@@ -140,7 +140,7 @@ class RunTracker:
         num_pending = sum(item.step <= limit for item in left)
         place = self._position.place
         if self._tracker is None:
-            self._position = None  # `trainkit sync` may go on
+            self._position = None  # `trainkit sync` may continue
             self.release()
         return Sent(self.name, num_sent, num_pending, len(left) - num_pending, place, problem)
 

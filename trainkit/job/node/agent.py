@@ -70,7 +70,7 @@ class Agent(ProcessGroup):
         self._has_notified = False
         """Whether the ranks of a command were asked to save."""
         self.sender: TrackerSender | None = None
-        """The process that sends the metrics to the trackers of the run, beside rank 0."""
+        """The process that sends the metrics to the trackers of the run; next to rank 0 only."""
         self._collector = StackCollector(attempt, replies_itself=plan.command is None)
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
