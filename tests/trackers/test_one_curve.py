@@ -173,6 +173,19 @@ def test_mlflow_store(run: RunDir, tmp_path: Path) -> None:
     assert list((tmp_path / "store" / "artifacts").rglob("manifest.json"))
 
 
+def test_a_run_that_was_deleted_in_mlflow_is_sent_again(run: RunDir, tmp_path: Path) -> None:
+    settings = MlflowConfig(tracking_uri=str(tmp_path))
+    position = run.trackers_dir / "mlflow.json"
+    before = position.read_text()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    try:
+        for _ in range(2):
+            assert RunTracker(run, "mlflow", settings).update("finished", closes=True).num_sent == 30
+            client.delete_run(the_run(client).info.run_id)
+    finally:
+        position.write_text(before)
+
+
 def test_wandb_offline(run: RunDir) -> None:
     [folder] = (run.path / "wandb").iterdir()
     [file] = folder.glob("run-*.wandb")

@@ -73,8 +73,8 @@ class MlflowRun:
         self._client = MlflowClient(tracking_uri=uri)
         experiment = settings.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or facts.name
         self.place = f"{uri}, experiment {experiment}"
-        self._run_id, is_new = self._find_or_create(self._experiment_id(experiment, uri), key)
-        if is_new:
+        self._run_id, self._is_new = self._find_or_create(self._experiment_id(experiment, uri), key)
+        if self._is_new:
             self._log_params()
         self._describe_attempt()
 
@@ -115,7 +115,8 @@ class MlflowRun:
         self._client.log_text(self._run_id, facts.config_text, f"config/attempt-{facts.attempt:03d}.yaml")
 
     def newest_step(self, position: Position) -> int:
-        return position.step if position.place == self.place else 0
+        # A new one has none, as when somebody deleted the run.
+        return 0 if self._is_new or position.place != self.place else position.step
 
     def send(self, batch: Sequence[Sample]) -> None:
         for part in _requests(batch):
