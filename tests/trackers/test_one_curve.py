@@ -110,7 +110,11 @@ def run(server: str, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     env = {**site(folder, KILL), "XDG_STATE_HOME": str(folder / "state")}
     env["PYTHONPATH"] += f":{os.environ.get('PYTHONPATH', '')}"
     command("submit", "curve.yaml", "--follow", cwd=folder, **env)
-    return RunDir(folder / "runs" / "curve")
+    found = RunDir(folder / "runs" / "curve")
+    assert "mlflow: " in found.attempt(3).trackers_log.read_text()
+    # On a busy machine the job may have had no time for all.
+    command("sync", str(found.path), cwd=folder)
+    return found
 
 
 def curve(run: RunDir, name: str) -> list[tuple[int, float]]:
