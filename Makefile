@@ -81,6 +81,6 @@ venv:
 venv-test:
 	@.ci/make-venv test
 
-# Not for `make test`: transformers takes longer to install than its unit tests to run.
+# Not for `make test`: transformers and mlflow take longer to install than their unit tests to run.
 venv-rest: venv-test
-	@.ci/make-venv test,hf,peft,qlora
+	@.ci/make-venv test,hf,peft,qlora,mlflow,wandb

@@ -62,6 +62,8 @@ ALLOWED = {
         *("errors", "rundir", "manifest", "tables", "config", "plan", "slurm"),
         *("job", "control", "submit", "observe"),
     },
+    # Sends what a run has written. It is named in argv by the job, never imported.
+    "trackers": {"errors", "locks", "rundir", "manifest", "config"},
     # Runs a config in many ways, as its owner could by hand, and compares them.
     "bench": {
         *("errors", "rundir", "rungroup", "manifest", "tables", "config", "cluster", "plan"),
@@ -82,6 +84,7 @@ ALLOWED = {
     "cli": {
         *("errors", "resources", "rundir", "rungroup", "manifest", "config", "data", "cluster", "plan"),
         *("slurm", "job", "control", "submit", "observe", "drill", "bench", "tables"),
+        *("locks", "trackers"),
     },
     "__main__": {"cli"},
 }

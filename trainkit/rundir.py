@@ -131,6 +131,11 @@ class RunDir:
         return self.path / "tensorboard"
 
     @property
+    def trackers_dir(self) -> Path:
+        """How far each tracker, such as MLflow, has the metrics."""
+        return self.path / "trackers"
+
+    @property
     def checkpoints_dir(self) -> Path:
         return self.path / "checkpoints"
 
@@ -196,6 +201,10 @@ class AttemptDir:
     @property
     def supervisor_log(self) -> Path:
         return self.logs_dir / "supervisor.log"
+
+    @property
+    def trackers_log(self) -> Path:
+        return self.logs_dir / "trackers.log"
 
     @property
     def batch_host_log(self) -> Path:

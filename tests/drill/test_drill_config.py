@@ -41,6 +41,12 @@ def test_only_the_length_and_the_saves_change(load):
     assert short.origins["optimizer.lr"] == "--set optimizer.lr=0.01"
 
 
+def test_no_run_of_a_drill_is_in_a_tracker(load):
+    short, changes = drill_config(load("logging.mlflow=true", "logging.wandb={project: p}"), 30, "cpu")
+    assert short.config.logging.trackers == {}
+    assert {"logging.mlflow", "logging.wandb"} <= {change.key for change in changes}
+
+
 def test_what_is_so_already_is_no_change(load):
     loaded = load("train.steps=30", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=5")
     assert drill_config(loaded, 30, "cpu") == (loaded, [])

@@ -160,3 +160,13 @@ def test_damaged_files_are_no_reason_to_fail(run):
     assert (status.total_steps, status.num_nodes) == (None, None)
     run.job_file.write_text("{")
     assert read_status(run, None, NOW).state == "incomplete"
+
+
+def test_how_far_the_trackers_are(run):
+    assert read_status(run, True, NOW).trackers == {}
+    run.trackers_dir.mkdir()
+    write_json(run.trackers_dir / "mlflow.json", {"step": 40, "place": "http://host", "problem": ""})
+    write_json(run.trackers_dir / "wandb.json", {"step": 20, "place": "x", "problem": "CommError: refused"})
+    text = run_details(read_status(run, True, NOW))
+    assert "mlflow      up to step 40: http://host\n" in text
+    assert "wandb       up to step 20: CommError: refused\n" in text

@@ -16,8 +16,9 @@ from trainkit.config import RunConfig, load_config
 from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.submit import preflight_checks
+from trainkit.submit.interpreters import has_module
 from trainkit.submit.plan_run import plan_run
-from trainkit.submit.preflight_checks import command_python, refuse_missing
+from trainkit.submit.preflight_checks import command_python, find_tracker_problems, refuse_missing
 
 LAUNCH = RunConfig().launch
 
@@ -215,3 +216,41 @@ def test_a_torch_without_cuda_on_a_workstation_with_gpus(
         plan_run(loaded, target=LOCAL)
     on_cpus = load_config(None, overrides=["device=cpu"], environ={}, cwd=submitting.folder)
     assert plan_run(on_cpus, target=LOCAL).device == "cpu"
+
+
+def with_tracker(**launch: Any) -> RunConfig:
+    return RunConfig.model_validate({"logging": {"mlflow": True}, "launch": launch})
+
+
+def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_checks, "has_module", lambda argv, name: False)
+    [found] = find_tracker_problems(with_tracker(), tmp_path, on_slurm=True)
+    assert found == (
+        "logging.mlflow",
+        f"is set, but {sys.executable} has no mlflow",
+        f"`{sys.executable} -m pip install 'trainkit[mlflow]'` installs it",
+    )
+    assert not list(find_tracker_problems(RunConfig(), tmp_path, on_slurm=True))
+
+
+@pytest.mark.parametrize("launch", [{"setup": ["module load x"]}, {"env": {"PYTHONPATH": "x"}}])
+def test_a_tracker_in_an_environment_that_only_the_job_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(preflight_checks, "has_module", lambda argv, name: False)
+    assert not list(find_tracker_problems(with_tracker(**launch), tmp_path, on_slurm=True))
+
+
+def test_a_folder_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B writes to a folder with the name of its module."""
+    (tmp_path / "no_such_tracker").mkdir()
+    (tmp_path / "a_tracker.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    linked = tmp_path / "python"
+    linked.symlink_to(sys.executable)
+    for argv in ((sys.executable,), (str(linked), "-I")):
+        assert not has_module(argv, "no_such_tracker")
+    assert has_module((sys.executable,), "a_tracker")
+    assert has_module((str(linked), "-I"), "json")
+    assert has_module((str(tmp_path / "missing"),), "anything")

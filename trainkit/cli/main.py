@@ -36,6 +36,8 @@ SECTIONS = {
         "logs": "Print the output of a run.",
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
+        "ui": "Show the curves of a run in a browser.",
+        "sync": "Send the metrics of a run to MLflow and Weights & Biases.",
     },
     "Control": {
         "cancel": "Cancel a run; it saves first.",

@@ -19,7 +19,6 @@ from trainkit.config.validation import (
     contradictions,
     unknown_keys,
     unknown_problem,
-    unsupported,
     validation_problems,
     without,
 )
@@ -116,8 +115,7 @@ def _merged(reader: Layers, trees: Sequence[Entry]) -> tuple[LoadedConfig, Inval
     shipped = reader.shown(shipped_configs())
     adjustable = frozenset(key for key, origin in origins.items() if origin.startswith(f"{shipped}/"))
     loaded = LoadedConfig(config, origins, adjustable)
-    conflicts = [loaded.problem(key, message) for key, message in unsupported(config)]
-    conflicts += independent_problems(contradictions(loaded), causes)
+    conflicts = independent_problems(contradictions(loaded), causes)
     problems += conflicts
     causes |= {problem.key for problem in conflicts}
     return loaded, InvalidConfig(problems, loaded, frozenset(causes)) if problems else None

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from trainkit.config.section import AtLeastOne, NotNegative, Positive, Section, list_field
 
@@ -170,7 +170,7 @@ class LaunchConfig(Section):
         default={}, description="Other srun options by their long names, as in resources.extra."
     )
     secrets: tuple[VariableName, ...] = list_field(
-        ("HF_TOKEN", "WANDB_API_KEY"),
+        ("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"),
         "Environment variables passed to the job but never written to the run folder.",
     )
     snapshot: bool = Field(
@@ -212,6 +212,33 @@ class RequeueConfig(Section):
     )
 
 
+class MlflowConfig(Section):
+    """Where the metrics are in MLflow."""
+
+    tracking_uri: OneLine | None = Field(
+        default=None,
+        description="URL of a server or database, or a folder for a SQLite store, relative to that of the"
+        " command; null uses MLFLOW_TRACKING_URI, else mlflow/ next to the run folder.",
+    )
+    experiment: OneLine | None = Field(
+        default=None, description="Experiment; null uses MLFLOW_EXPERIMENT_NAME, else the name of the run."
+    )
+
+
+class WandbConfig(Section):
+    """Where the metrics are in Weights & Biases."""
+
+    project: OneLine | None = Field(
+        default=None, description="Project; null uses WANDB_PROJECT, else trainkit."
+    )
+    entity: OneLine | None = Field(
+        default=None, description="User or team; null uses WANDB_ENTITY, else your default."
+    )
+    mode: Literal["online", "offline"] = Field(
+        default="online", description="offline writes to wandb/ of the run folder, for `wandb sync`."
+    )
+
+
 class LoggingConfig(Section):
     """Where metrics are logged, in addition to metrics.jsonl."""
 
@@ -221,8 +248,28 @@ class LoggingConfig(Section):
         description="Regular expression with the groups step and loss, for status of a COMMAND: "
         "the last line of rank 0's log that it matches.",
     )
-    mlflow: JsonValue = Field(default=None, description="MLflow settings.")
-    wandb: JsonValue = Field(default=None, description="Weights & Biases settings.")
+    mlflow: MlflowConfig | bool | None = Field(
+        default=None,
+        description="Send the metrics to MLflow: `true`, or `tracking_uri` (a server, or a folder for a"
+        " SQLite store) and `experiment`.",
+        json_schema_extra={"allowed": "true, or a mapping with tracking_uri and experiment,"},
+    )
+    wandb: WandbConfig | bool | None = Field(
+        default=None,
+        description="Send the metrics to Weights & Biases: `true`, or `project`, `entity` and `mode` (online"
+        " or offline).",
+        json_schema_extra={"allowed": "true, or a mapping with project, entity and mode,"},
+    )
+
+    @property
+    def trackers(self) -> dict[str, MlflowConfig | WandbConfig]:
+        """The settings of each tracker that is on, by its name, which is that of its module and extra."""
+        found: dict[str, MlflowConfig | WandbConfig] = {}
+        if self.mlflow:
+            found["mlflow"] = MlflowConfig() if self.mlflow is True else self.mlflow
+        if self.wandb:
+            found["wandb"] = WandbConfig() if self.wandb is True else self.wandb
+        return found
 
 
 class ProfilerConfig(Section):

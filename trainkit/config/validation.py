@@ -6,12 +6,12 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.names import all_keys, allowed_values, is_known, meant, sections, show_value
-from trainkit.config.schema import RunConfig
 from trainkit.config.yamlfile import WHOLE, Entry
 from trainkit.errors import Problem
 
@@ -117,6 +117,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     yield from _document_mask(loaded)
     yield from _pattern(loaded)
     yield from _best_metric(loaded)
+    yield from _tracking_uri(loaded)
     if loaded.config.model.init_include and loaded.config.model.init_from is None:
         message = "is set, but model.init_from is null"
         yield loaded.problem("model.init_include", message, "set model.init_from to a run folder")
@@ -180,6 +181,21 @@ def _pattern(loaded: LoadedConfig) -> Iterator[Problem]:
         return
     if "step" not in groups:
         yield loaded.problem("logging.pattern", f"is {pattern!r}, which has no group step", hint)
+
+
+def _tracking_uri(loaded: LoadedConfig) -> Iterator[Problem]:
+    mlflow = loaded.config.logging.trackers.get("mlflow")
+    uri = getattr(mlflow, "tracking_uri", None) or ""
+    if uri.startswith("file:"):
+        message = "has a tracking_uri of a file store, which MLflow 3 does not write any more"
+        hint = "name the folder without file: to have a SQLite store in it"
+        yield loaded.problem("logging.mlflow", message, hint)
+    if "@" in urlsplit(uri).netloc:
+        message = "has a tracking_uri with a user or password, but the config is written to the run folder"
+        hint = "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the shell instead"
+        problem = loaded.problem("logging.mlflow", message, hint)
+        # The origin of a flag contains the value as typed, and errors end up in logs.
+        yield replace(problem, origin="--set logging.mlflow") if uri in problem.origin else problem
 
 
 def _float8(loaded: LoadedConfig) -> Iterator[Problem]:
@@ -286,27 +302,3 @@ def _decay(loaded: LoadedConfig) -> Iterator[Problem]:
             f"that exceeds train.steps {steps}"
         )
         yield loaded.problem("schedule.decay_steps", message, "null uses a fifth of the run")
-
-
-# (key, the only supported value, the feature that other values need)
-_ROWS: tuple[tuple[str, object, str], ...] = (
-    ("logging.mlflow", None, "logging to MLflow"),
-    ("logging.wandb", None, "logging to Weights & Biases"),
-)
-
-
-def unsupported(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for each key that needs a feature not supported yet."""
-    for key, only, feature in _ROWS:
-        value: object = config
-        for part in key.split("."):
-            value = getattr(value, part)
-        if value != only:
-            yield key, f"{feature} is not in this release; {key} must be {_shown(only)}"
-
-
-def _shown(value: object) -> str:
-    """A value as it is written in YAML."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else "[]" if value == () else str(value)

@@ -181,6 +181,8 @@ def _changes(config: RunConfig, num_steps: int) -> Iterator[Change]:
         "checkpoint.every_steps", save_interval(num_steps), checkpoint.every_steps, "a drill is short"
     )
     yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, "a drill saves at known steps")
+    yield Change("logging.mlflow", None, config.logging.mlflow, "runs of a drill are in no tracker")
+    yield Change("logging.wandb", None, config.logging.wandb, "runs of a drill are in no tracker")
 
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"

@@ -118,6 +118,7 @@ def start_child(
     keeps_mask: bool,
     ignored: Collection[signal.Signals] = (),
     cwd: str | None = None,
+    stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
     """Start a process in its own process group; the kernel kills it when this one dies.
 
@@ -133,7 +134,7 @@ def start_child(
 
     return subprocess.Popen(
         list(argv),
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=output,
         stderr=subprocess.STDOUT,
         env=dict(environ),

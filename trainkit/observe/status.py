@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -81,6 +81,8 @@ class RunStatus:
     checkpoint: str | None
     """The newest published checkpoint."""
     warnings: list[str]
+    trackers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """How far each tracker has the metrics: ``step, place, time, problem``."""
 
     @property
     def is_active(self) -> bool:
@@ -141,6 +143,7 @@ def read_status(
         restarts=find_restarts(read_jsonl(run.events_file, RESTART_EVENTS)),
         checkpoint=newest_checkpoint(run),
         warnings=_warnings(state, own_metrics, metrics_age_s, entry),
+        trackers={file.stem: _json(file) for file in sorted(run.trackers_dir.glob("*.json"))},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import join
+from typing import Any
 
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant
 from trainkit.observe.restarts import restarts_line
@@ -47,6 +48,12 @@ def state_counts(states: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {state}" for state, count in states.items())
 
 
+def _tracker(position: Mapping[str, Any]) -> str:
+    """``up to step 40: PLACE``, or the problem that keeps it there."""
+    end = position.get("problem") or position.get("place") or "not sent yet"
+    return f"up to step {_text(position.get('step'))}: {end}"
+
+
 def run_details(status: RunStatus) -> str:
     """One run in detail, one value per line."""
     reason = f" - {status.reason}" if status.reason else ""
@@ -68,6 +75,7 @@ def run_details(status: RunStatus) -> str:
         }
     if status.command is None or status.checkpoint is not None:
         lines["checkpoint"] = _text(status.checkpoint)
+    lines |= {name: _tracker(position) for name, position in status.trackers.items()}
     lines |= {
         "last event": event_line(status.last_event) if status.last_event else "-",
         "restarts": restarts_line(status.restarts) if status.restarts else "",

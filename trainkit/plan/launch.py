@@ -138,6 +138,8 @@ class LaunchPlan:
     """The runtime of `launch.container`: ``apptainer``, ``singularity`` or ``pyxis``."""
     slurm: SlurmRequest | None = None
     """The Slurm options; None for a local job."""
+    trackers: tuple[str, ...] = ()
+    """The trackers that get the metrics, such as ``mlflow``."""
     node_sizes: tuple[int, ...] | None = None
     """Workers of each node if they differ; `workers_per_node` is then the maximum."""
     warnings: tuple[str, ...] = ()
@@ -185,7 +187,7 @@ class LaunchPlan:
         fields["batch"] = Batch(**fields["batch"])
         requeue = fields.get("requeue", {})
         fields["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
-        for name in ("command", "python", "node_sizes", "warnings"):
+        for name in ("command", "python", "trackers", "node_sizes", "warnings"):
             if fields.get(name) is not None:
                 fields[name] = tuple(fields[name])
         if fields.get("slurm") is not None:

@@ -83,6 +83,7 @@ def make_plan(
         command=None if command is None else tuple(command),
         command_signal=config.requeue.signal,
         launcher=launcher,
+        trackers=tuple(config.logging.trackers),
         slurm=slurm,
         node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
         warnings=tuple(draft.warnings),

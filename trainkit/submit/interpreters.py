@@ -207,6 +207,35 @@ def find_torch(argv: tuple[str, ...], env: tuple[tuple[str, str], ...] = ()) -> 
     return None if origin is None else Path(origin).parent
 
 
+_HAS_MODULE = (
+    "import importlib.util, sys; found = importlib.util.find_spec(sys.argv[1]);"
+    " print('module:', bool(found and found.origin))"
+)
+
+
+@lru_cache
+def has_module(argv: tuple[str, ...], name: str) -> bool:
+    """Whether an interpreter can import a module; True if the interpreter does not run here.
+
+    `argv` is as for `find_torch`. A folder of that name, such as W&B's ``wandb/``, is no module.
+    """
+    if argv[0] == sys.executable:
+        found = find_spec(name)
+        return found is not None and found.origin is not None
+    try:
+        done = subprocess.run(
+            [*argv, "-c", _HAS_MODULE, name],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PACKAGES_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return "module: False" not in done.stdout
+
+
 def cpu_only_torch(folder: Path) -> str | None:
     """The version of the torch in a folder if it was built without CUDA and ROCm; None if not, or unknown."""
     facts = _torch_facts(folder)

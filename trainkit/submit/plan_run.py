@@ -20,6 +20,7 @@ from trainkit.submit.preflight_checks import (
     find_launch_problems,
     find_local_problems,
     find_torch_problem,
+    find_tracker_problems,
     refuse_missing,
     refuse_secrets,
     with_local_environment,
@@ -91,14 +92,16 @@ def _check(
     resumes: bool = False,
 ) -> LaunchPlan:
     """The plan of a config; raises ConfigError with all problems, those of its launch section included."""
-    if target.backend in ("sbatch", "submitit"):
+    on_slurm = target.backend in ("sbatch", "submitit")
+    if on_slurm:
         containers = () if target.cluster is None else target.cluster.containers
         found = find_launch_problems(
             loaded.config.launch, Path.cwd(), containers, is_command=command is not None
         )
     else:
         found = find_local_problems(loaded.config.launch, Path.cwd(), is_command=command is not None)
-    problems = [loaded.problem(*item) for item in found]
+    trackers = find_tracker_problems(loaded.config, Path.cwd(), on_slurm=on_slurm)
+    problems = [loaded.problem(*item) for item in (*found, *trackers)]
     try:
         plan = check_config(loaded, detect_machine(), target, command, launcher, data, resumes=resumes)
     except ConfigError as error:

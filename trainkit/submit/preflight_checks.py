@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path, PurePath
 from urllib.parse import quote as url_quote
 
+from trainkit.config import RunConfig
 from trainkit.config.running import LaunchConfig
 from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
@@ -27,6 +28,7 @@ from trainkit.submit.interpreters import (
     cpu_only_torch,
     find_interpreter,
     find_torch,
+    has_module,
     installed_torch,
     package_problem,
 )
@@ -183,6 +185,31 @@ def find_torch_problem(
     keys = (f"launch.{name}" for name in ("python", "venv", "uv", "conda") if getattr(in_effect, name))
     message = f"the run uses GPUs, but torch {version} of {program} was built without CUDA"
     return next(keys, "device"), message, cuda_torch_hint(program)
+
+
+def find_tracker_problems(
+    config: RunConfig, cwd: Path, *, on_slurm: bool, environ: Mapping[str, str] = os.environ
+) -> Iterator[LaunchProblem]:
+    """(key, message, hint) for trackers whose module the interpreter of the job lacks, if that is known here.
+
+    Where it is not known, the job warns and trains, and `trainkit sync` sends the metrics later.
+    """
+    trackers, launch = config.logging.trackers, config.launch
+    if not trackers or "PYTHONPATH" in launch.env:
+        return
+    # Without a batch script, none of these is used.
+    unused = {"container": None, "conda": None, "modules": (), "setup": ()}
+    launch = launch if on_slurm else launch.model_copy(update=unused)
+    if launch.container is not None or launch.modules or launch.setup:
+        return
+    interpreter, problems = find_interpreter(launch, sys.executable, environ, cwd)
+    program = interpreter.argv[0]
+    if problems or "/" not in program:
+        return
+    for name in trackers:
+        if not has_module((*interpreter.argv, *interpreter.options), name):
+            hint = f"`{quote(program)} -m pip install 'trainkit[{name}]'` installs it"
+            yield f"logging.{name}", f"is set, but {program} has no {name}", hint
 
 
 def _may_be_another(launch: LaunchConfig, environ: Mapping[str, str]) -> bool:

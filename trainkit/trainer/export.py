@@ -258,7 +258,8 @@ def load_task_model(
 ) -> tuple[UserTask, nn.Module]:
     """A task and its model with the weights of a checkpoint, on the CPU.
 
-    With `adapters_only`, only what peft saves of the model of a run with `model.lora` has memory. Raises UsageError if the checkpoint is not of this model, or what it is based on has changed.
+    With `adapters_only`, only what peft saves of a model with `model.lora` has memory. Raises UsageError if
+    the checkpoint is not of this model, or what it is based on has changed.
     """
     task = UserTask(config, run, opens_data=False)
     before = Checkpoint(Path(reader.path), 0).manifest()["data"].get(BASE_FINGERPRINT)

@@ -106,13 +106,7 @@ class MediumSamples:
     ) -> None:
         self._folder = file.parent
         self._medium = medium
-        lines: Sequence[bytes | dict[str, Any]]
-        if str(file) == DEMO:
-            content = f"{DEMO} {split}".encode()
-            lines = demo_rows(medium.kind, split)
-        else:
-            content = _content_of(file)
-            lines = content.splitlines()
+        content, lines = _read(file, medium.kind, split)
         self.fingerprint = hashlib.sha256(
             content + repr((medium, tokenizer, max_tokens)).encode()
         ).hexdigest()
@@ -155,12 +149,16 @@ class MediumSamples:
         return self._medium.read_image(self._folder / str(medium)), tokens, labels
 
 
-def _content_of(file: Path) -> bytes:
+def _read(file: Path, kind: Medium, split: Split) -> tuple[bytes, Sequence[bytes | dict[str, Any]]]:
+    """What identifies the rows of a file, and its lines; those that are built in are read already."""
+    if str(file) == DEMO:
+        return f"{DEMO} {split}".encode(), demo_rows(kind, split)
     try:
-        return file.read_bytes()
+        content = file.read_bytes()
     except OSError as error:
         hint = f"task_args names JSON Lines files, or `{DEMO}`, which is built in"
         raise UsageError(f"{file} cannot be read: {error.strerror}", hint=hint) from None
+    return content, content.splitlines()
 
 
 class Layer(nn.Module):

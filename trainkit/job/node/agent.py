@@ -36,6 +36,7 @@ from trainkit.job.node.rendezvous import (
     slurm_rendezvous,
 )
 from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task
+from trainkit.job.node.trackers import TrackerSender
 from trainkit.job.node.worker_env import worker_argv, worker_environ, worker_rank
 from trainkit.job.processes import log_line, redirect_output
 from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE
@@ -68,6 +69,8 @@ class Agent(ProcessGroup):
         """The last notice signal."""
         self._has_notified = False
         """Whether the ranks of a command were asked to save."""
+        self.sender: TrackerSender | None = None
+        """The process that sends the metrics to the trackers of the run; next to rank 0 only."""
         self._collector = StackCollector(attempt, replies_itself=plan.command is None)
         self._oom_kills = count_oom_kills()
         self._hang_s: float | None = None
@@ -120,6 +123,9 @@ class Agent(ProcessGroup):
                     ignored=ignored,
                     cwd=work_dir,
                 )
+
+        if self.plan.trackers and rendezvous.has_rank_0:
+            self.sender = TrackerSender(self.attempt, self.plan)
 
     def _must_ignore_usr2(self) -> bool:
         """Whether a command must not die of a USR2 that it does not handle.
@@ -221,15 +227,16 @@ class Agent(ProcessGroup):
         return grew and code == signal_exit_code(signal.SIGKILL)
 
     def run(self) -> None:
-        if not self.has_launcher:
-            super().run()
-            return
-        # The ranks of torchrun are in sessions of their own, so they can only be found as descendants.
-        processes.adopt_orphans()
+        if self.has_launcher:
+            # The ranks of torchrun are in sessions of their own, so they can only be found as descendants.
+            processes.adopt_orphans()
         try:
             super().run()
         finally:
-            processes.end_descendants()
+            if self.sender is not None:
+                self.sender.end(is_finished=self.received is None and set(self.codes) == {EXIT_OK})
+            if self.has_launcher:
+                processes.end_descendants()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

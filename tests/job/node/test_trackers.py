@@ -1,0 +1,80 @@
+"""The process that sends the metrics: it never delays a stop, and has a limited time after the last step."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import make_attempt
+from trainkit.job import processes
+from trainkit.job.node import trackers
+from trainkit.job.node.trackers import TrackerSender
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir, read_json
+
+pytestmark = pytest.mark.slow(5)
+
+WAITS = "import sys; print('up', flush=True); print(sys.stdin.readline().strip() or 'end', flush=True)"
+IGNORES = "import time; print('up', flush=True); time.sleep(600)"
+
+
+def sender(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, script: str) -> TrackerSender:
+    """A sender that runs a script, which has started."""
+    monkeypatch.setattr(trackers, "module_argv", lambda module, run: (sys.executable, "-c", script))
+    found = TrackerSender(attempt, LaunchPlan.from_dict(read_json(attempt.plan_file)))
+    deadline_s = time.monotonic() + 60
+    while attempt.trackers_log.read_text() != "up\n":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _blocked_signals() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    processes.block_signals()
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptDir:
+    return make_attempt(tmp_path / "run")
+
+
+def test_a_finished_run_has_the_rest_sent(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender(attempt, monkeypatch, WAITS).end(is_finished=True)
+    assert attempt.trackers_log.read_text() == "up\nfinished\n"
+
+
+def test_a_stopped_run_does_not_wait(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = sender(attempt, monkeypatch, IGNORES)
+    started_s = time.monotonic()
+    process.end(is_finished=False)
+    assert time.monotonic() < started_s + 10
+    assert attempt.trackers_log.read_text() == "up\n"
+
+
+def test_the_time_to_send_is_limited(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "DRAIN_S", 0.2)
+    started_s = time.monotonic()
+    sender(attempt, monkeypatch, IGNORES).end(is_finished=True)
+    assert time.monotonic() < started_s + 60
+
+
+def test_a_process_that_is_gone(attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = sender(attempt, monkeypatch, "print('up')")
+    process.end(is_finished=True)
+
+
+def test_an_interpreter_that_is_missing(
+    attempt: AttemptDir, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trackers, "module_argv", lambda module, run: ("/no/such/python",))
+    TrackerSender(attempt, LaunchPlan.from_dict(read_json(attempt.plan_file))).end(is_finished=True)
+    assert "warning: the metrics are not sent" in capfd.readouterr().out

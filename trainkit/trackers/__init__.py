@@ -1,0 +1,1 @@
+"""MLflow and Weights & Biases: a reader of the run folder that sends what `metrics.jsonl` has."""

@@ -1,0 +1,156 @@
+"""A run in MLflow, through its client.
+
+MLflow cannot delete a metric, but its database and its server ignore one that they have already, so that a
+batch that is sent again after a crash changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from trainkit.config import read_effective
+from trainkit.config.running import MlflowConfig
+from trainkit.errors import UsageError
+from trainkit.rundir import RunDir
+from trainkit.trackers.records import Facts, Sample, command_folder
+
+if TYPE_CHECKING:
+    from trainkit.trackers.sync import Position
+
+MAX_METRICS = 1000
+MAX_PARAMS = 100
+MAX_VALUE_CHARS = 500
+"""Per request, and per value of a param in the oldest releases of MLflow 2."""
+KEY_TAG = "trainkit.key"
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+STORE_FILE = "mlflow.db"
+
+
+def store_uri(tracking_uri: str | None, folder: Path, cwd: Path) -> str:
+    """The tracking URI of the run in `folder`; a folder, relative to `cwd`, means a SQLite store in it."""
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or str(folder.parent / "mlflow")
+    if urlsplit(uri).scheme or uri == "databricks":
+        return uri
+    return f"sqlite:///{cwd / Path(uri).expanduser() / STORE_FILE}"
+
+
+def local_store(run: RunDir) -> str:
+    """The URI of the database of a run. Raises UsageError if the run is on a server, or in no MLflow."""
+    settings = read_effective(run.config_file).logging.trackers.get("mlflow")
+    if not isinstance(settings, MlflowConfig):
+        raise UsageError(
+            f"{run.path} has no MLflow: logging.mlflow is null", hint="TensorBoard has its curves"
+        )
+    uri = store_uri(settings.tracking_uri, run.path, command_folder(run))
+    if urlsplit(uri).scheme in ("http", "https", "databricks"):
+        raise UsageError(f"the run is on the server {uri}", hint="open that in a browser")
+    return uri
+
+
+class MlflowRun:
+    """One run in MLflow, found by a tag of its own or created."""
+
+    def __init__(self, settings: MlflowConfig, facts: Facts, key: str) -> None:
+        # A server that is away is tried again by the next pass.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+        # Standard output is that of `trainkit sync --json`.
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param, RunTag
+
+        self._metric, self._param, self._tag = Metric, Param, RunTag
+        self._facts = facts
+        uri = store_uri(settings.tracking_uri, facts.folder, facts.cwd)
+        if uri.startswith("sqlite:///"):
+            self._folder = Path(uri.removeprefix("sqlite:///")).parent
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._client = MlflowClient(tracking_uri=uri)
+        experiment = settings.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or facts.name
+        self.place = f"{uri}, experiment {experiment}"
+        self._run_id, self._is_new = self._find_or_create(self._experiment_id(experiment, uri), key)
+        if self._is_new:
+            self._log_params()
+        self._describe_attempt()
+
+    def _experiment_id(self, name: str, uri: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        # By default a SQLite store has its artifacts in the folder of the process.
+        folder = (self._folder / "artifacts").as_uri() if uri.startswith("sqlite:///") else None
+        return str(self._client.create_experiment(name, artifact_location=folder))
+
+    def _find_or_create(self, experiment_id: str, key: str) -> tuple[str, bool]:
+        found = self._client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
+        if found:
+            return str(found[0].info.run_id), False
+        tags = {KEY_TAG: key, "trainkit.folder": str(self._facts.folder)}
+        created = self._client.create_run(experiment_id, run_name=self._facts.name, tags=tags)
+        return str(created.info.run_id), True
+
+    def _log_params(self) -> None:
+        """Log the config. MLflow cannot change a param: later configs are among the artifacts only."""
+        values = {name: _text(value) for name, value in self._facts.config.items() if value is not None}
+        params = [self._param(name, text[:MAX_VALUE_CHARS]) for name, text in values.items()]
+        for start in range(0, len(params), MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
+
+    def _describe_attempt(self) -> None:
+        facts = self._facts
+        tags = {f"trainkit.code.{name}": text for name, text in facts.code.items()}
+        tags |= {f"trainkit.layout.{name}": str(size) for name, size in facts.layout.items()}
+        tags["trainkit.attempt"] = str(facts.attempt)
+        tags["mlflow.source.type"] = "JOB"
+        tags["mlflow.source.name"] = "trainkit"
+        if "commit" in facts.code:
+            tags["mlflow.source.git.commit"] = facts.code["commit"]
+        self._client.log_batch(self._run_id, tags=[self._tag(name, text) for name, text in tags.items()])
+        self._client.update_run(self._run_id, status="RUNNING")
+        self._client.log_text(self._run_id, facts.config_text, f"config/attempt-{facts.attempt:03d}.yaml")
+
+    def newest_step(self, position: Position) -> int:
+        # A new one has none, as when somebody deleted the run.
+        return 0 if self._is_new or position.place != self.place else position.step
+
+    def send(self, batch: Sequence[Sample]) -> None:
+        for part in _requests(batch):
+            metrics = [
+                self._metric(name, value, sample.time_ms, sample.step)
+                for sample in part
+                for name, value in sample.values.items()
+            ]
+            self._client.log_batch(self._run_id, metrics=metrics)
+
+    def send_manifest(self, label: str, file: Path) -> None:
+        self._client.log_text(
+            self._run_id, file.read_text(encoding="utf-8"), f"checkpoints/{label}/{file.name}"
+        )
+        self._client.set_tag(self._run_id, f"trainkit.checkpoint.{label}", file.parent.name)
+
+    def close(self, state: str) -> None:
+        if state != "running":
+            self._client.set_terminated(self._run_id, status=STATUS[state])
+
+
+def _requests(batch: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Whole steps, at most `MAX_METRICS` values at a time."""
+    part: list[Sample] = []
+    count = 0
+    for sample in batch:
+        if part and count + len(sample.values) > MAX_METRICS:
+            yield part
+            part, count = [], 0
+        part.append(sample)
+        count += len(sample.values)
+    if part:
+        yield part
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

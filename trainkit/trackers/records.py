@@ -1,0 +1,148 @@
+"""What a tracker gets of a run: the settled records, the facts of the newest attempt, and the manifests."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.config import read_effective
+from trainkit.config.running import MlflowConfig, WandbConfig
+from trainkit.errors import UsageError
+from trainkit.manifest import BEST_LINK, MANIFEST_NAME, published
+from trainkit.rundir import RunDir, parse_time, read_end, read_json, read_metrics, refresh_listing
+
+STATES = {"finished": "finished", "failed": "failed", "stopped": "stopped"}
+"""`action` in end.json -> the state that a tracker shows; a run that resumes by itself is ``running``."""
+_NOT_ALLOWED = re.compile(r"[^\w\-./ :]")
+"""What MLflow accepts in no name."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What describes a run: its name, its config, where its code comes from, its layout."""
+
+    name: str
+    folder: Path
+    cwd: Path
+    attempt: int
+    config: dict[str, Any]
+    """The effective config, with dotted keys."""
+    config_text: str
+    code: dict[str, str]
+    """Versions and commit, without the diff and the command line."""
+    layout: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The metrics of one step."""
+
+    step: int
+    time_ms: int
+    values: dict[str, float]
+
+
+def trackers_of(run: RunDir) -> dict[str, MlflowConfig | WandbConfig]:
+    """The settings of the trackers of a run, by name; raises UsageError if it has none."""
+    found = read_effective(run.config_file).logging.trackers
+    if not found:
+        hint = "`trainkit resume RUN --set logging.mlflow=true` resumes it with one"
+        raise UsageError(f"{run.path} has no tracker: logging.mlflow and logging.wandb are null", hint=hint)
+    return found
+
+
+def read_facts(run: RunDir) -> Facts:
+    """The facts of the newest attempt. Raises OSError, ValueError or TrainkitError if they cannot be read."""
+    text = run.config_file.read_text(encoding="utf-8")
+    config = read_effective(run.config_file).model_dump(mode="json", by_alias=True)
+    job, plan, provenance = _read(run.job_file), read_json(run.plan_file), _read(run.provenance_file)
+    git = provenance.get("git") or {}
+    code = {
+        "trainkit": provenance.get("trainkit"),
+        "python": provenance.get("python"),
+        "torch": provenance.get("torch"),
+        "commit": git.get("sha"),
+        "branch": git.get("branch"),
+        "dirty": git.get("dirty"),
+    }
+    layout = {name: int(size) for name, size in plan["layout"].items() if isinstance(size, int)}
+    return Facts(
+        name=str(job.get("name") or run.name),
+        folder=run.path,
+        cwd=command_folder(run),
+        attempt=run.latest_number() or 1,
+        config=dict(_flat(config)),
+        config_text=text,
+        code={name: str(value) for name, value in code.items() if value is not None},
+        layout={**layout, "world_size": int(plan["world_size"])},
+    )
+
+
+def command_folder(run: RunDir) -> Path:
+    """The folder of the command that created a run."""
+    return Path(str(_read(run.job_file).get("cwd") or run.path.parent))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        return {}  # of a run that `trainkit.attach` made
+    return value if isinstance(value, dict) else {}
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in mapping.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def state_of(run: RunDir) -> str:
+    """``finished``, ``failed``, ``stopped``, or ``running`` for a run that has not ended or will resume."""
+    number = run.latest_number()
+    end = None if number is None else read_end(run.attempt(number))
+    return STATES.get(str((end or {}).get("action")), "running")
+
+
+def settled_step(run: RunDir, is_finished: bool) -> float:
+    """The newest step that no later attempt computes again: that of the newest checkpoint.
+
+    Infinite for a run that has finished.
+    """
+    if is_finished:
+        return math.inf
+    refresh_listing(run.checkpoints_dir)
+    checkpoints = published(run.checkpoints_dir)
+    return checkpoints[-1].step if checkpoints else 0
+
+
+def samples(run: RunDir, after: int, up_to: float) -> list[Sample]:
+    """The metrics of the steps above `after`, up to `up_to`, each step once and in order."""
+    return [_sample(record) for record in read_metrics(run) if after < record["step"] <= up_to]
+
+
+def _sample(record: Mapping[str, Any]) -> Sample:
+    time = parse_time(record.get("time"))
+    values = {
+        _NOT_ALLOWED.sub("_", name): float(value)
+        for name, value in record.items()
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return Sample(record["step"], 0 if time is None else round(time.timestamp() * 1000), values)
+
+
+def manifests(run: RunDir) -> dict[str, Path]:
+    """The manifests of the ``best`` and the newest (``last``) checkpoint, if there are any."""
+    found = {"best": run.checkpoints_dir / BEST_LINK / MANIFEST_NAME}
+    checkpoints = published(run.checkpoints_dir)
+    if checkpoints:
+        found["last"] = checkpoints[-1].manifest_file
+    # Resolved, so that a new best checkpoint is another file.
+    return {label: Path(os.path.realpath(file)) for label, file in found.items() if file.is_file()}

@@ -1,0 +1,219 @@
+"""Sends the metrics of a run to its trackers, each step once.
+
+`metrics.jsonl` is the source. A step is sent when a checkpoint covers it or the run has finished: a later
+attempt would compute the others again. `trackers/NAME.json` in the run folder has the newest step sent.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from trainkit.config.running import MlflowConfig, WandbConfig
+from trainkit.errors import TrainkitError
+from trainkit.locks import acquire_lock
+from trainkit.rundir import RunDir, read_json, utc_now, write_json
+from trainkit.trackers.records import (
+    Facts,
+    Sample,
+    manifests,
+    read_facts,
+    samples,
+    settled_step,
+    state_of,
+    trackers_of,
+)
+
+
+@dataclass(frozen=True)
+class Position:
+    """The content of ``trackers/NAME.json``."""
+
+    key: str
+    """Identifies the run in the tracker, over all attempts."""
+    place: str = ""
+    """Where the run is: a URL or a folder. A run that is sent elsewhere is sent from its first step."""
+    step: int = 0
+    """The newest step that the tracker has."""
+    time: str = ""
+    problem: str = ""
+    """Why the last attempt to send failed."""
+
+
+def read_position(run: RunDir, name: str) -> Position:
+    """How far a tracker has the metrics; a new position for a tracker that has none."""
+    try:
+        return Position(**read_json(run.trackers_dir / f"{name}.json"))
+    except FileNotFoundError:
+        return Position(uuid.uuid4().hex[:16])
+
+
+class Tracker(Protocol):
+    """One run in MLflow or in Weights & Biases, opened."""
+
+    place: str
+
+    def newest_step(self, position: Position) -> int:
+        """The newest step that the tracker has."""
+
+    def send(self, batch: Sequence[Sample]) -> None:
+        """Send the steps after `newest_step`."""
+
+    def send_manifest(self, label: str, file: Path) -> None:
+        """Store the manifest of a checkpoint: ``best`` or ``last``."""
+
+    def close(self, state: str) -> None:
+        """Wait until all is sent, and store the state, one of those that `state_of` returns."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """How far a tracker is after an attempt to send."""
+
+    name: str
+    num_sent: int
+    num_pending: int
+    """Steps that could not be sent."""
+    num_held: int
+    """Steps that no checkpoint covers yet."""
+    place: str
+    problem: str
+
+    def describe(self) -> str:
+        """``mlflow: 40 steps sent, 3 wait for a checkpoint: sqlite:///…``."""
+        parts = [f"{self.num_sent} steps sent"]
+        if self.num_pending:
+            parts.append(f"{self.num_pending} pending")
+        if self.num_held:
+            parts.append(f"{self.num_held} wait for a checkpoint")
+        end = self.problem or self.place
+        return f"{self.name}: {', '.join(parts)}" + (f": {end}" if end else "")
+
+
+class RunTracker:
+    """The sender to one tracker of a run. It opens the tracker when there is something to send."""
+
+    def __init__(self, run: RunDir, name: str, settings: MlflowConfig | WandbConfig) -> None:
+        self.run = run
+        self.name = name
+        self.settings = settings
+        self._position: Position | None = None
+        self._tracker: Tracker | None = None
+        self._lock: int | None = None
+        self._manifests: dict[str, Path] = {}
+
+    @property
+    def writes_once(self) -> bool:
+        """Whether it writes all steps as a whole, at the end of the run and by `trainkit sync`."""
+        return isinstance(self.settings, WandbConfig) and self.settings.mode == "offline"
+
+    def update(self, state: str, *, closes: bool = False) -> Sent:
+        """Send what is settled, and with `closes` close the tracker.
+
+        What goes wrong with the tracker is in the result, for another call to try again. Raises LockBusy
+        while another process sends to it, ModuleNotFoundError if it is not installed, OSError or
+        TrainkitError if the run folder cannot be read.
+        """
+        limit = settled_step(self.run, state == "finished")
+        self._acquire()
+        position = self._position = self._position or read_position(self.run, self.name)
+        num_sent, problem = 0, ""
+        try:
+            num_sent = self._send(position, limit)
+            if closes and self._tracker is not None:
+                self._tracker.close(state)
+                self.release()
+        except (ModuleNotFoundError, TrainkitError):
+            self.release()
+            raise
+        except Exception as error:  # of a third party: no server, a full disk, a name that it refuses
+            problem = one_line(error)
+            self.release()
+        left = samples(self.run, self._position.step, math.inf)
+        if num_sent or problem != position.problem:
+            self._record(replace(self._position, time=utc_now(), problem=problem))
+        num_pending = sum(item.step <= limit for item in left)
+        place = self._position.place
+        if self._tracker is None:
+            self._position = None  # `trainkit sync` may continue
+            self.release()
+        return Sent(self.name, num_sent, num_pending, len(left) - num_pending, place, problem)
+
+    def _send(self, position: Position, limit: float) -> int:
+        """Send the settled steps; returns their number."""
+        if self._tracker is None:
+            if not samples(self.run, 0, limit):
+                return 0  # nothing yet: not even a name
+            self._tracker = open_tracker(self.name, self.settings, read_facts(self.run), position)
+            step = self._tracker.newest_step(position)
+            # Before the first step is sent: a run must be found again by its key.
+            self._record(replace(position, place=self._tracker.place, step=step))
+        assert self._position is not None
+        batch = samples(self.run, self._position.step, limit)
+        if batch:
+            self._tracker.send(batch)
+            self._record(replace(self._position, step=batch[-1].step, time=utc_now(), problem=""))
+        for label, file in manifests(self.run).items():
+            if self._manifests.get(label) != file:
+                self._tracker.send_manifest(label, file)
+                self._manifests[label] = file
+        return len(batch)
+
+    def _record(self, position: Position) -> None:
+        self._position = position
+        write_json(self.run.trackers_dir / f"{self.name}.json", asdict(position))
+
+    def _acquire(self) -> None:
+        if self._lock is None:
+            self.run.trackers_dir.mkdir(mode=0o700, exist_ok=True)
+            self._lock = acquire_lock(self.run.trackers_dir / f".{self.name}.lock", 0.0)
+
+    def release(self) -> None:
+        """Let another process send to the tracker."""
+        self._tracker = None
+        self._manifests.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def open_tracker(
+    name: str, settings: MlflowConfig | WandbConfig, facts: Facts, position: Position
+) -> Tracker:
+    """Open the run in a tracker, or create it there."""
+    # Imported where they are used: a run may have one of the two, and neither module needs to be installed.
+    if isinstance(settings, MlflowConfig):
+        from trainkit.trackers.mlflow_run import MlflowRun
+
+        return MlflowRun(settings, facts, position.key)
+    from trainkit.trackers.wandb_run import OfflineRun, OnlineRun
+
+    kind = OfflineRun if settings.mode == "offline" else OnlineRun
+    return kind(settings, facts, position.key)
+
+
+def sync_run(run: RunDir) -> list[Sent]:
+    """Send what is settled to every tracker of a run.
+
+    Raises UsageError for a run without trackers, and what `RunTracker.update` raises.
+    """
+    state = state_of(run)
+    found = []
+    for name, settings in trackers_of(run).items():
+        tracker = RunTracker(run, name, settings)
+        try:
+            found.append(tracker.update(state, closes=True))
+        finally:
+            tracker.release()
+    return found
+
+
+def one_line(error: BaseException) -> str:
+    """An error of another library, without line breaks and not too long for a log."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]
