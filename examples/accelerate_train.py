@@ -3,9 +3,9 @@
     trainkit submit --nodes 2 --gpus-per-node 4 --launcher accelerate -- accelerate_train.py --steps 200
     trainkit submit --nodes 2 --launcher accelerate --set precision.dtype=bf16 -- accelerate_train.py
 
-trainkit passes hosts, ranks, address and port to `accelerate launch`, and in a file what the config sets, such
-as the precision; no `accelerate config` is needed. The script saves every 20 steps, and when it is asked to
-stop: all ranks then save the same step and exit with code 75.
+trainkit passes hosts, ranks, address and port to `accelerate launch`, and in a file what the config sets,
+such as the precision; no `accelerate config` is needed. The script saves every 20 steps, and when it is asked
+to stop: all ranks then save the same step and exit with code 75.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A Lightning script that resumes after any interruption; the Trainer's arguments come from the trainkit config.
+"""A Lightning script that resumes after any interruption; trainkit's config has the Trainer's arguments.
 
     trainkit submit --nodes 2 --gpus-per-node 2 --launcher lightning --set train.steps=2000 -- \
         examples/lightning_train.py --num-nodes {num_nodes} --devices {devices} --max-steps {max_steps}
