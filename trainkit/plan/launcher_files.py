@@ -133,7 +133,7 @@ def _accelerate(job: Job, command: Sequence[str]) -> LauncherInput:
     if not (sharded or job.has("precision.dtype")):
         # accelerate then reads the user's own default file, if there is one.
         return LauncherInput(env=env)
-    several = "MULTI_GPU" if job.world_size > 1 else "NO"
+    several = "MULTI_GPU" if job.world_size > 1 else "'NO'"
     lines = [
         "compute_environment: LOCAL_MACHINE",
         f"distributed_type: {'FSDP' if sharded else several}",
