@@ -34,7 +34,7 @@ from trainkit.rundir import RunDir, read_json
 SCRIPTS = Path(__file__).parent / "foreign"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NUM_STEPS = 100
-MANY_STEPS = 1000
+MANY_STEPS = 400
 """Of the examples, which do not sleep between two steps."""
 LOG_EVERY = 10
 """The examples print every tenth step."""

@@ -247,7 +247,8 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
         _warn_of_secrets(options.command)
     click.echo(f"  {'points':<18}  {describe_points(spec, values, bool(group_request.sweeps))}", err=True)
     if options.command is not None and group_request.sweeps:
-        if not reaches_command(values, options.command):
+        generated = {json.dumps(item.plan.launcher_files) for item in points}
+        if len(generated) == 1 and not reaches_command(values, options.command):
             click.echo(
                 "  note: a COMMAND sees only {KEY} in its words and swept launch.env.NAME; the other values "
                 "are in config.yaml of the run folder, $TRAINKIT_JOB_RUN_DIR",
