@@ -277,12 +277,14 @@ def test_every_command_and_option_of_the_docs_exists() -> None:
 OPTIONS_OF_LAUNCHED_TOOLS = {
     "--config",  # --config_file of accelerate
     "--init",  # --init_from of nanoGPT
+    "--adam-beta",
     "--bf",  # --bf16 and --fp16 of Megatron, as are all others
     "--fp",
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
     "--context-parallel-size",
     "--load",
+    "--save",
     "--use-distributed-optimizer",
     "--use-megatron-fsdp",
     "--exit-signal-handler",
