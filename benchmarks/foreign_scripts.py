@@ -5,9 +5,9 @@
 Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and runs on two of them each
 script of `benchmarks/foreign/`, none of which knows anything of trainkit, and those of `examples/` that get
 their tool's configuration from trainkit. VENV has torch, accelerate, transformers, lightning and deepspeed;
-FOLDER is a clone of nanoGPT, whose lines for CUDA are replaced in a copy. Every script runs undisturbed first;
-then a rank is killed, the job preempted, requeued with `trainkit requeue`, and cancelled and resumed. A case
-holds if the script reaches its last step on the same ranks, with the weights of the undisturbed run.
+FOLDER is a clone of nanoGPT, whose lines for CUDA are replaced in a copy. Every script runs undisturbed
+first; then a rank is killed, the job preempted, requeued with `trainkit requeue`, and cancelled and resumed.
+A case holds if the script reaches its last step on the same ranks, with the weights of the undisturbed run.
 
 Prints one line of a table per case. The exit code is 0 if all hold.
 """
