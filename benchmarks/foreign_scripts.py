@@ -2,12 +2,12 @@
 
     python -m benchmarks.foreign_scripts --python VENV/bin/python [--nanogpt FOLDER] [--only KIND ...]
 
-Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and runs each script of
-`benchmarks/foreign/` on two of them, none of which knows anything of trainkit. VENV has torch, accelerate,
-transformers, lightning and deepspeed; FOLDER is a clone of nanoGPT, whose lines for CUDA are replaced in a
-copy. Every script runs undisturbed first; then a rank is killed, the job preempted, requeued with `trainkit
-requeue`, and cancelled and resumed. A case holds if the script reaches its last step on the same ranks, with
-the weights of the undisturbed run.
+Starts a cluster of four hosts on this machine (as root; see tools/slurm_cluster) and runs on two of them each
+script of `benchmarks/foreign/`, none of which knows anything of trainkit, and those of `examples/` that get
+their tool's configuration from trainkit. VENV has torch, accelerate, transformers, lightning and deepspeed;
+FOLDER is a clone of nanoGPT, whose lines for CUDA are replaced in a copy. Every script runs undisturbed
+first; then a rank is killed, the job preempted, requeued with `trainkit requeue`, and cancelled and resumed.
+A case holds if the script reaches its last step on the same ranks, with the weights of the undisturbed run.
 
 Prints one line of a table per case. The exit code is 0 if all hold.
 """
@@ -32,7 +32,12 @@ from tools.slurm_cluster.processes import Pid
 from trainkit.rundir import RunDir, read_json
 
 SCRIPTS = Path(__file__).parent / "foreign"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 NUM_STEPS = 100
+MANY_STEPS = 400
+"""Of the examples, which do not sleep between two steps."""
+LOG_EVERY = 10
+"""The examples print every tenth step."""
 DISTURBED_AT = 25
 TIMEOUT_S = 400.0
 TOLERANCE = 1e-6
@@ -49,6 +54,14 @@ exec "$0" train.py --init_from=$init_from --dataset=random --device=cpu --backen
 """
 
 
+DEEPSPEED = ("parallel.zero=2", "train.device_batch_size=16", "optimizer.lr=1e-3")
+LIGHTNING = "--num-nodes {num_nodes} --devices {devices} --max-steps {max_steps}"
+
+
+def _set(*pairs: str) -> tuple[str, ...]:
+    return tuple(word for pair in pairs for word in ("--set", pair))
+
+
 @dataclass(frozen=True)
 class Kind:
     """A script and how it is submitted."""
@@ -58,12 +71,13 @@ class Kind:
     num_ranks: int = 2
     has_exact_resume: bool = True
     """Whether the framework reads the same data after a resume."""
+    num_steps: int = NUM_STEPS
 
 
 def kinds(python: str, nanogpt: Path | None) -> dict[str, Kind]:
     """The scripts by name; `python` runs them."""
     one, two = ("--gpus-per-node", "1"), ("--gpus-per-node", "2")
-    steps = str(NUM_STEPS)
+    steps, many = str(NUM_STEPS), str(MANY_STEPS)
     found = {
         "DDP, a task per rank": Kind((*one, "--per", "gpu"), (python, "ddp.py", steps)),
         "DDP, torchrun": Kind((*two, "--launcher", "torchrun"), (python, "ddp.py", steps), 4),
@@ -76,6 +90,25 @@ def kinds(python: str, nanogpt: Path | None) -> dict[str, Kind]:
             (*two, "--per", "node"), (python, "lightning_fit.py", steps, "2", "2"), 4
         ),
         "accelerate": Kind((*one, "--launcher", "accelerate"), (python, "accelerate_loop.py", steps)),
+        "Lightning, its SLURMEnvironment": Kind(
+            (*one, "--per", "gpu"), (python, "lightning_slurm.py", steps, "2")
+        ),
+        "example, accelerate launcher": Kind(
+            (*one, "--launcher", "accelerate", *_set("precision.dtype=bf16")),
+            (python, "accelerate_train.py", "--steps", many),
+            has_exact_resume=False,  # it prints no weights
+            num_steps=int(many),
+        ),
+        "example, DeepSpeed ZeRO-2": Kind(
+            (*one, "--launcher", "deepspeed", *_set(*DEEPSPEED)),
+            (python, "deepspeed_train.py", "--steps", many, "--deepspeed_config", "{ds_config}"),
+            num_steps=int(many),
+        ),
+        "example, Lightning launcher": Kind(
+            (*one, "--launcher", "lightning", *_set(f"train.steps={many}")),
+            (python, "lightning_train.py", *LIGHTNING.split()),
+            num_steps=int(many),
+        ),
         "DeepSpeed ZeRO-1": Kind((*one, "--launcher", "deepspeed"), (python, "deepspeed_loop.py", steps)),
     }
     if nanogpt is not None:
@@ -112,7 +145,9 @@ def logs(run: RunDir, attempt: int) -> str:
 
 
 def steps(run: RunDir, attempt: int) -> list[int]:
-    return [int(number) for number in re.findall(r"^(?:step|iter) (\d+)", logs(run, attempt), re.MULTILINE)]
+    return [
+        int(number) for number in re.findall(r"^(?:step|iter)[ =](\d+)", logs(run, attempt), re.MULTILINE)
+    ]
 
 
 def last_attempt(run: RunDir) -> int:
@@ -149,7 +184,7 @@ def disturb(login: Login, run: RunDir, case: str, command: Sequence[str]) -> Non
 
 def process_of_rank(run: RunDir, rank: int, command: Sequence[str]) -> int:
     """The process of a rank that runs the script."""
-    script = next(word for word in ("train.py", *command) if word.endswith(".py") and word in str(command))
+    script = next(word for word in (*command, "train.py") if word.endswith(".py") and word in str(command))
     wanted = {f"TRAINKIT_JOB_RUN_DIR={run.path}".encode(), f"RANK={rank}".encode()}
     for folder in Path("/proc").iterdir():
         try:
@@ -162,9 +197,11 @@ def process_of_rank(run: RunDir, rank: int, command: Sequence[str]) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
-def weights_of(run: RunDir) -> set[float]:
+def weights_of(run: RunDir, kind: Kind) -> set[float]:
     """The sums of all weights that the ranks of the last attempt printed at the last step."""
-    found = re.findall(rf"^done at {NUM_STEPS} weights (\S+)", logs(run, last_attempt(run)), re.MULTILINE)
+    found = re.findall(
+        rf"^done at {kind.num_steps} weights (\S+)", logs(run, last_attempt(run)), re.MULTILINE
+    )
     return {float(text) for text in found}
 
 
@@ -176,12 +213,12 @@ def judge(run: RunDir, case: str, kind: Kind, reference: set[float] | None) -> l
         wrong.append(f"{end['state']}: {end['reason']}")
     if (case != "undisturbed") != (last_attempt(run) > 1):
         wrong.append(f"{last_attempt(run)} attempts")
-    if max(steps(run, last_attempt(run)), default=0) < NUM_STEPS - 1:
+    if max(steps(run, last_attempt(run)), default=0) < kind.num_steps - LOG_EVERY:
         wrong.append("the last step was not reached")
-    found = re.findall(r"^rank (\d+) of (\d+)$", logs(run, 1), re.MULTILINE)
+    found = re.findall(r"^rank (\d+) of (\d+)\b", logs(run, 1), re.MULTILINE)
     if found and sorted(found) != [(str(rank), str(kind.num_ranks)) for rank in range(kind.num_ranks)]:
         wrong.append(f"ranks {sorted(found)}")
-    mine = weights_of(run)
+    mine = weights_of(run, kind)
     if kind.has_exact_resume and not mine:
         wrong.append("no weights")
     for expected in reference or ():
@@ -209,7 +246,7 @@ def main() -> int:
     cluster = up(owner=Pid.of(os.getpid()))
     try:
         login = Login(cluster, folder)
-        for script in SCRIPTS.glob("*.py"):
+        for script in (*SCRIPTS.glob("*.py"), *EXAMPLES.glob("*_train.py")):
             shutil.copy(script, folder)
         if args.nanogpt is not None:
             copy_nanogpt(args.nanogpt, folder)
@@ -233,7 +270,7 @@ def main() -> int:
                     disturb(login, run, case, kind.command)
                     wrong = judge(run, case, kind, reference)
                     if case == "undisturbed":
-                        reference = weights_of(run)
+                        reference = weights_of(run, kind)
                     first = first_steps(run)
                 except AssertionError as error:
                     wrong, first = [str(error)[:300]], []

@@ -1,20 +1,53 @@
-"""A Hugging Face accelerate script, started by `accelerate launch` on one host or many.
+"""A Hugging Face accelerate script that resumes after any interruption, on one host or many.
 
     trainkit submit --nodes 2 --gpus-per-node 4 --launcher accelerate -- accelerate_train.py --steps 200
+    trainkit submit --nodes 2 --launcher accelerate --set precision.dtype=bf16 -- accelerate_train.py
 
-trainkit passes hosts, ranks, address and port to `accelerate launch`; no `accelerate config` is needed.
+trainkit passes hosts, ranks, address and port to `accelerate launch`, and in a file what the config sets,
+such as the precision; no `accelerate config` is needed. The script saves every 20 steps, and when it is asked
+to stop: all ranks then save the same step and exit with code 75.
 """
 
 import argparse
 import gc
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+EXIT_SAVED = 75
+SAVE_EVERY = 20
+asked_to_stop = False
 
-def main() -> None:
+
+def note_signal(number, frame) -> None:
+    """Set a flag and nothing else: in the middle of a step there is no state to save."""
+    global asked_to_stop
+    asked_to_stop = True
+
+
+def save(accelerator: Accelerator, folder: Path, step: int) -> None:
+    """Save under another name first: a rename is atomic, whenever the process is killed."""
+    part, done = folder / "part", folder / f"step-{step:08d}"
+    if accelerator.is_main_process:
+        shutil.rmtree(part, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(part))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process and not done.exists():
+        part.rename(done)
+    accelerator.wait_for_everyone()
+
+
+def main() -> int:
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, note_signal)
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=0.05)
@@ -31,7 +64,14 @@ def main() -> None:
     model = nn.Linear(16, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    saved = Path(os.environ["TRAINKIT_JOB_RUN_DIR"]) / "accelerate"  # the same folder at every start
+    last = max(saved.glob("step-*"), default=None)
     step = 0
+    if last is not None:
+        accelerator.load_state(str(last))
+        step = int(last.name.removeprefix("step-"))
+        accelerator.print(f"resumed after step {step}", flush=True)
     while step < args.steps:
         for x, y in loader:
             loss = nn.functional.mse_loss(model(x), y)
@@ -39,17 +79,27 @@ def main() -> None:
             accelerator.backward(loss)
             optimizer.step()
             step += 1
+            # Summed over the ranks: a signal may reach one of them a step later than another.
+            stop = (
+                accelerator.reduce(torch.tensor(float(asked_to_stop), device=accelerator.device)).item() > 0
+            )
             if step == 1 or step % 20 == 0 or step == args.steps:
                 mean = accelerator.reduce(loss.detach(), reduction="mean").item()
                 accelerator.print(f"step={step} loss={mean:.6f}", flush=True)
+            if step % SAVE_EVERY == 0 or stop:
+                save(accelerator, saved, step)
             if step == args.steps:
                 break
+            if stop:
+                return EXIT_SAVED
     accelerator.wait_for_everyone()
     print(f"rank {accelerator.process_index} of {accelerator.num_processes} is done", flush=True)
     accelerator.end_training()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    code = main()
     # A gloo process group that is still referenced when Python exits can end it with SIGABRT.
     gc.collect()
+    sys.exit(code)

@@ -1,4 +1,4 @@
-"""Each recipe, as docs/recipes.md types it: it learns, survives a SIGKILL, and its model is loaded elsewhere."""
+"""Each recipe, as docs/recipes.md types it, learns, survives a SIGKILL, and exports a model."""
 
 from __future__ import annotations
 

@@ -178,3 +178,39 @@ def test_built_in_trainer_in_slices_on_two_nodes(desk):
     assert read_json(run.attempt(2).end_file)["state"] == "finished"
     steps = [(line["attempt"], line["step"]) for line in read_jsonl(run.metrics_file)]
     assert steps == [(1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (2, 6)]
+
+
+@pytest.mark.slow
+def test_accelerate_gets_what_the_dry_run_shows_and_after_a_resume_what_was_set(desk):
+    names = ["ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "WORLD_SIZE"]
+    (desk.folder / "shows.py").write_text(f"import os\nprint('got', *(os.environ.get(n) for n in {names}))\n")
+    options = {"cwd": desk.folder, "env": desk.environ, "capture_output": True, "text": True, "timeout": 400}
+
+    def trainkit(*args):
+        done = subprocess.run([sys.executable, "-m", "trainkit", *args], **options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    launch = ["submit", str(desk.config), "--nodes", "2", "--launcher", "accelerate"]
+    launch += ["--set", "precision.dtype=bf16"]
+    shown = trainkit(*launch, "--dry-run", "--", "shows.py")
+    run = RunDir(trainkit(*launch, "--follow", "--", "shows.py").splitlines()[0])
+    config = run.path / "accelerate.yaml"
+    before = config.read_text()
+    assert shown == f"{run.plan_file.read_text()}==> {config} <==\n{before}"
+    assert "got bf16 2 2" in run.attempt(1).rank_log(0).read_text()
+    # config.yaml has every key, parallel.dp_shard: -1 too, but only those that were set are passed on.
+    trainkit("resume", str(run.path), "--nodes", "1", "--follow")
+    assert "got bf16 4 None" in run.attempt(2).rank_log(0).read_text()
+    assert config.read_text() == before.replace("MULTI_GPU", "'NO'")
+    assert (run.attempt(1).path / config.name).read_text() == before
+
+
+def test_a_launcher_refuses_a_key_that_its_tool_has_no_word_for(desk):
+    options = ["--launcher", "deepspeed", "--set", "parallel.tp=2"]
+    done = desk.trainkit("submit", str(desk.config), *options, "--", "p.py", "{ds_config}")
+    assert done.returncode == 2
+    assert (
+        "--set parallel.tp=2: parallel.tp: is 2, which --launcher deepspeed does not pass on" in done.stderr
+    )
+    assert not (desk.folder / "runs").exists()

@@ -54,18 +54,18 @@ def test_damaged_job_file_is_no_attempts(tmp_path):
 
 def test_attempts_keep_their_own_config_and_plan(tmp_path):
     run = RunDir(tmp_path)
-    open_attempt(run, "a: 1\n", "1")
-    second = open_attempt(run, "a: 2\n", "2")
+    open_attempt(run, "a: 1\n", '{"a": 1}')
+    second = open_attempt(run, "a: 2\n", '{"a": 2}')
     assert second.number == 2
     assert (run.attempt(1).config_file.read_text(), run.config_file.read_text()) == ("a: 1\n", "a: 2\n")
-    assert (run.attempt(1).plan_file.read_text(), run.plan_file.read_text()) == ("1", "2")
+    assert (run.attempt(1).plan_file.read_text(), run.plan_file.read_text()) == ('{"a": 1}', '{"a": 2}')
     assert (run.attempts_dir / "latest").readlink().name == "002"
 
 
 def test_a_link_that_a_killed_command_left_behind_is_replaced(tmp_path):
     run = make_attempt(tmp_path / "run").run
     (run.attempts_dir / ".latest-002").symlink_to("001")
-    assert open_attempt(run, "a: 2\n", "2").number == 2
+    assert open_attempt(run, "a: 2\n", '{"a": 2}').number == 2
     assert (run.attempts_dir / "latest").readlink().name == "002"
 
 

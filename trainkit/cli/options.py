@@ -323,9 +323,9 @@ def launcher_option(function: Function) -> Function:
     """``--launcher``, given as `launcher`."""
     return click.option(
         "--launcher",
-        type=click.Choice(["python", "torchrun", "accelerate", "deepspeed"]),
+        type=click.Choice(["python", "torchrun", "accelerate", "deepspeed", "lightning", "megatron"]),
         default="python",
-        help="How COMMAND starts: once per rank (python), or through a launcher once per node.",
+        help="How COMMAND starts: once per rank (python, lightning), or through a launcher once per node.",
     )(function)
 
 

@@ -100,12 +100,12 @@ def command(
         require_not_running(source, "resume")
     flags = shape_flags(nodes, gpus_per_node) | slurm_flags(slurm)
     loaded = load_config(source.config_file, overrides=overrides, flags=flags, layers=False)
-    loaded = loaded.adjusting(
-        "train.device_batch_size",
-        "parallel.pp_microbatches",
-        origin=loaded.origins["name"].rpartition(":")[0],
-    )
     before = LaunchPlan.from_dict(read_json(source.plan_file))
+    adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
+    if before.command is not None:
+        # config.yaml has every key: those that were not set must not reach the tool of the launcher.
+        adjustable = loaded.origins.keys() - set(before.launcher_keys)
+    loaded = loaded.adjusting(*adjustable, origin=loaded.origins["name"].rpartition(":")[0])
     fork = None if fork_dir is None else Path(fork_dir).absolute()
     with submission_folder(source, new_code or fork is not None) as code_dir:
         target = None if place is None else hosts_target(place)

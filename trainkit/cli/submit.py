@@ -30,6 +30,7 @@ from trainkit.errors import EXIT_OK, UsageError
 if TYPE_CHECKING:
     from trainkit.config import LoadedConfig
     from trainkit.plan.launch import LaunchPlan
+    from trainkit.rundir import RunDir
 
 
 @click.command(
@@ -148,16 +149,18 @@ def _warn_of_secrets(command_argv: tuple[str, ...]) -> None:
 
 def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only: bool) -> int:
     """Print the script or plan that would be submitted, or Slurm's estimate of its start."""
+    from trainkit.submit.create import future_run
+
     if plan.backend == "local":
         if test_only:
             raise UsageError(
                 "--test-only asks Slurm, but this run would start on this machine", hint="use --dry-run"
             )
         click.echo(plan.to_text(), nl=False)
+        _print_files(future_run(loaded.config.name, folder), plan)
         return EXIT_OK
     from trainkit.config import dump_effective
     from trainkit.submit.code.snapshot import planned_code
-    from trainkit.submit.create import future_run
     from trainkit.submit.preflight_checks import refuse_leaks
     from trainkit.submit.start import script_of_attempt
 
@@ -172,7 +175,16 @@ def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only
     }
     for where, text in texts.items():
         refuse_leaks(text, where, config.launch.secrets, os.environ)
-    return _print_script(script.text, test_only)
+    _print_script(script.text, test_only)
+    if not test_only:
+        _print_files(run, plan)
+    return EXIT_OK
+
+
+def _print_files(run: RunDir, plan: LaunchPlan) -> None:
+    """Print the files that the tool of the launcher would get, each below its path, as `head` does."""
+    for name, text in plan.launcher_files.items():
+        click.echo(f"==> {run.path / name} <==\n{text}", nl=False)
 
 
 def _print_script(text: str, test_only: bool) -> int:
@@ -235,7 +247,8 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
         _warn_of_secrets(options.command)
     click.echo(f"  {'points':<18}  {describe_points(spec, values, bool(group_request.sweeps))}", err=True)
     if options.command is not None and group_request.sweeps:
-        if not reaches_command(values, options.command):
+        generated = {json.dumps(item.plan.launcher_files) for item in points}
+        if len(generated) == 1 and not reaches_command(values, options.command):
             click.echo(
                 "  note: a COMMAND sees only {KEY} in its words and swept launch.env.NAME; the other values "
                 "are in config.yaml of the run folder, $TRAINKIT_JOB_RUN_DIR",

@@ -10,6 +10,7 @@ import contextlib
 import enum
 import hashlib
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -339,7 +340,7 @@ def next_attempt_number(run: RunDir) -> int:
 
 
 def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
-    """Create the run's next attempt; its config and plan also become those of the run.
+    """Create the run's next attempt; its config, plan and launcher files also become those of the run.
 
     Raises FileExistsError when another command has already created it, OSError when it cannot be written.
     """
@@ -352,6 +353,9 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
         ):
             write_atomic(own, text)
             write_atomic(newest, text)
+        for name, text in json.loads(plan_text).get("launcher_files", {}).items():
+            write_atomic(attempt.path / name, text)
+            write_atomic(run.path / name, text)
     except OSError:
         discard_attempt(attempt)
         raise

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from trainkit.plan.slurm_request import SlurmRequest
 
 PLAN_VERSION = 1
+PER_RANK = ("python", "lightning")
+"""Launchers with which a command starts once per rank, by the agent of its node."""
+ACCELERATE_CONFIG = "accelerate.yaml"
+DS_CONFIG = "ds_config.json"
+MEGATRON_ARGS = "megatron_args.txt"
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,13 @@ class LaunchPlan:
     command_signal: str = "auto"
     """The signal that asks `command` to save: ``USR2``, ``TERM``, or ``auto`` for the one that it handles."""
     launcher: str = "python"
-    """How `command` starts: ``python`` once per rank; ``torchrun`` and other launchers once per node."""
+    """How `command` starts: ``python`` and ``lightning`` once per rank; other launchers once per node."""
+    launcher_files: dict[str, str] = field(default_factory=dict)
+    """Files for the tool of `launcher`, in the run folder: name -> text."""
+    launcher_values: dict[str, str] = field(default_factory=dict)
+    """Placeholders in `command`, without their braces, and their values."""
+    launcher_keys: tuple[str, ...] = ()
+    """The keys that the user had set: a resume passes on no others."""
     python: tuple[str, ...] | None = None
     """The interpreter for `launcher` or the built-in trainer; None uses that of the agent."""
     venv: str | None = None
@@ -145,6 +156,11 @@ class LaunchPlan:
     warnings: tuple[str, ...] = ()
     """What could not be checked, or may be slow, one sentence each."""
     version: int = PLAN_VERSION
+
+    @property
+    def has_launcher(self) -> bool:
+        """Whether a launcher such as torchrun starts the ranks of a node."""
+        return self.launcher not in PER_RANK
 
     @property
     def world_size(self) -> int:
@@ -187,7 +203,7 @@ class LaunchPlan:
         fields["batch"] = Batch(**fields["batch"])
         requeue = fields.get("requeue", {})
         fields["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
-        for name in ("command", "python", "trackers", "node_sizes", "warnings"):
+        for name in ("command", "python", "trackers", "node_sizes", "warnings", "launcher_keys"):
             if fields.get(name) is not None:
                 fields[name] = tuple(fields[name])
         if fields.get("slurm") is not None:

@@ -18,6 +18,13 @@ from trainkit.manifest import MANIFEST_NAME
 from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
 from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
 from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
+from trainkit.plan.launcher_files import (
+    Job,
+    LauncherInput,
+    describe_input,
+    keys_set_by_user,
+    launcher_input,
+)
 from trainkit.plan.layouts.rules import batch_problems, compiles, layout_problems
 from trainkit.plan.memory.weights import host_problem, staging_problem
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape, vocabulary_note
@@ -37,8 +44,8 @@ def make_plan(
 ) -> LaunchPlan:
     """Make the plan of a config for a target; `machine` is this machine.
 
-    The layout and batch of a `command` that replaces the built-in trainer are not planned.
-    Raises ConfigError with every problem.
+    The layout and batch of a `command` that replaces the built-in trainer are not planned, except for what
+    its launcher's tool gets. Raises ConfigError with every problem.
     """
     draft = _draft(loaded, machine, target)
     config = loaded.config
@@ -51,12 +58,15 @@ def make_plan(
     sizes = target.node_sizes
     num_nodes = config.resources.nodes if sizes is None else len(sizes)
     world_size = num_nodes * workers_per_node if sizes is None else sum(sizes)
+    given = LauncherInput()
     if command is None:
         layout = draft.layout(world_size)
         batch = draft.batch(layout)
         lr = draft.lr(layout)
     else:
         layout, batch, lr = Layout(dp_shard=world_size), Batch(0, 0, 0, 0), 0.0
+        job = Job(loaded, world_size, num_nodes, workers_per_node, device)
+        given = _launcher_input(draft, job, command, launcher)
     draft.check_oversubscription(device, world_size)
     threads = draft.threads_per_worker(world_size)
     lead_s = draft.lead_s()
@@ -68,7 +78,7 @@ def make_plan(
         backend=target.backend,
         num_nodes=num_nodes,
         workers_per_node=workers_per_node,
-        env=dict(config.launch.env),
+        env={**given.env, **config.launch.env},
         network=config.launch.network,
         requeue=_policy(config.requeue),
         spare_nodes=0 if slurm is None else config.resources.spare_nodes,
@@ -84,10 +94,25 @@ def make_plan(
         command_signal=config.requeue.signal,
         launcher=launcher,
         trackers=tuple(config.logging.trackers),
+        launcher_files=given.files,
+        launcher_values=given.values,
+        launcher_keys=() if command is None else keys_set_by_user(loaded),
         slurm=slurm,
         node_sizes=None if sizes is None or len(set(sizes)) == 1 else sizes,
         warnings=tuple(draft.warnings),
     )
+
+
+def _launcher_input(draft: LaunchDraft, job: Job, command: Sequence[str], launcher: str) -> LauncherInput:
+    try:
+        given = launcher_input(job, command, launcher)
+    except ConfigError as error:
+        draft.collect(error)
+        return LauncherInput()
+    description = describe_input(given, launcher)
+    if description is not None:
+        draft.reasons["launcher"] = description
+    return given
 
 
 def _draft(loaded: LoadedConfig, machine: Machine, target: Target) -> LaunchDraft:

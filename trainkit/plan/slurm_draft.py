@@ -11,6 +11,7 @@ from trainkit.cluster.resource_request import ResourceRequest, matching_nodes, r
 from trainkit.cluster.units import time_limit_s, time_text
 from trainkit.errors import SlurmError
 from trainkit.plan.gpu_binding import gpu_binding_problems, gpu_binding_warnings
+from trainkit.plan.launch import PER_RANK
 from trainkit.plan.launch_draft import LaunchDraft
 from trainkit.plan.slurm_request import SlurmRequest, make_request, reserved_options, with_excluded
 
@@ -159,7 +160,7 @@ class SlurmDraft(LaunchDraft):
 
     def per(self, launcher: str) -> Literal["gpu", "node"]:
         """Return the unit of a Slurm task."""
-        if launcher == "python":
+        if launcher in PER_RANK:
             return self.loaded.config.launch.per
         self.reasons["per"] = f"node: {launcher} starts the ranks of a node itself"
         return "node"

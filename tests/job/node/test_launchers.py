@@ -76,3 +76,34 @@ def test_script_of() -> None:
     assert script_of(("/usr/bin/python3.11", "a.py", "-x")) == ("a.py", "-x")
     assert script_of(("a.py", "-x")) == ("a.py", "-x")
     assert script_of(("python",)) == ("python",)
+
+
+def test_lightning_starts_once_per_rank_with_the_values_that_the_command_asks_for() -> None:
+    command = ("train.py", "--nodes={num_nodes}", "{other}")
+    plan = replace(PLAN, command=command, launcher="lightning", launcher_values={"num_nodes": "2"})
+    plan = replace(plan, python=("/venv/bin/python",))
+    assert worker_argv(plan, PLACE, RUN) == ("/venv/bin/python", "train.py", "--nodes=2", "{other}")
+    assert not plan.has_launcher
+
+
+def test_deepspeed_gets_the_path_of_its_file() -> None:
+    plan = replace(PLAN, command=("train.py", "--deepspeed_config={ds_config}"), launcher="deepspeed")
+    assert worker_argv(plan, PLACE, RUN)[-1] == "--deepspeed_config={ds_config}"
+    plan = replace(plan, launcher_files={"ds_config.json": "{}"})
+    assert worker_argv(plan, PLACE, RUN)[-1] == "--deepspeed_config=/runs/mine/ds_config.json"
+
+
+def test_accelerate_reads_the_kind_of_processes_from_its_file() -> None:
+    plan = replace(PLAN, command=("train.py",), launcher="accelerate")
+    assert "--multi_gpu" in worker_argv(plan, PLACE, RUN)
+    argv = worker_argv(replace(plan, launcher_files={"accelerate.yaml": ""}), PLACE, RUN)
+    assert "--multi_gpu" not in argv
+    assert argv[-2:] == ("--config_file=/runs/mine/accelerate.yaml", "train.py")
+
+
+def test_megatron_is_torchrun_with_flags_behind_the_command() -> None:
+    files = {"megatron_args.txt": "--bf16\n--train-iters 5\n"}
+    plan = replace(PLAN, command=("python", "pretrain_gpt.py", "--x"), launcher="megatron")
+    argv = worker_argv(replace(plan, launcher_files=files), PLACE, RUN)
+    assert argv[1:3] == ("-m", "torch.distributed.run")
+    assert argv[-5:] == ("pretrain_gpt.py", "--x", "--bf16", "--train-iters", "5")

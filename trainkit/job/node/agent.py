@@ -81,7 +81,7 @@ class Agent(ProcessGroup):
     @property
     def has_launcher(self) -> bool:
         """Whether the only child is a launcher, such as torchrun, that starts the ranks of the node."""
-        return self.plan.launcher != "python"
+        return self.plan.has_launcher
 
     @property
     def is_slurm_task(self) -> bool:

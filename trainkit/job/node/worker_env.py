@@ -19,7 +19,7 @@ from trainkit.job.rank_env import (
     RankEnv,
 )
 from trainkit.job.work_folder import WORK_DIR_VARIABLE
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS, LaunchPlan
 from trainkit.rundir import RunDir
 
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
@@ -74,7 +74,7 @@ def worker_environ(
     if plan.backend == "local" and plan.device == "cuda" and plan.num_nodes > 1:
         visible = environ.get("CUDA_VISIBLE_DEVICES")
         environ["CUDA_VISIBLE_DEVICES"] = gpu_slice(plan, rank_env.node_rank, visible)
-    if plan.launcher == "python":
+    if not plan.has_launcher:
         environ.update(rank_env.to_environ())
         if plan.command is not None:
             # As torchrun does, so that a framework takes these ranks and not those that Slurm's variables
@@ -127,10 +127,29 @@ def worker_argv(plan: LaunchPlan, rank_env: RankEnv, run: RunDir) -> tuple[str, 
     if plan.command is None:
         trainer = module_argv("trainkit.trainer", str(run.path))
         return trainer if plan.python is None else (*plan.python, *trainer[trainer.index("-m") :])
+    command = _filled_in(plan, run)
     if plan.launcher == "python":
-        return plan.command
+        return command
     python = plan.python or (sys.executable,)
-    return (*python, "-m", *_LAUNCHERS[plan.launcher](rank_env), *script_of(plan.command))
+    if plan.launcher == "lightning":
+        return (*python, *script_of(command))
+    module = _LAUNCHERS[plan.launcher](rank_env)
+    config = run.path / ACCELERATE_CONFIG
+    if config.name in plan.launcher_files:
+        # The file says which kind of processes: with --multi_gpu, accelerate would not read it.
+        module = (*(word for word in module if word != "--multi_gpu"), f"--config_file={config}")
+    flags = plan.launcher_files.get(MEGATRON_ARGS, "").split()
+    return (*python, "-m", *module, *script_of(command), *flags)
+
+
+def _filled_in(plan: LaunchPlan, run: RunDir) -> tuple[str, ...]:
+    """The command of a plan with its placeholders filled in; any other text in braces stays."""
+    command, values = plan.command or (), dict(plan.launcher_values)
+    if DS_CONFIG in plan.launcher_files:
+        values["ds_config"] = str(run.path / DS_CONFIG)
+    for name, value in values.items():
+        command = tuple(word.replace(f"{{{name}}}", value) for word in command)
+    return command
 
 
 def script_of(command: Sequence[str]) -> tuple[str, ...]:
@@ -177,5 +196,10 @@ def _deepspeed(rank_env: RankEnv) -> tuple[str, ...]:
     )
 
 
-_LAUNCHERS = {"torchrun": _torchrun, "accelerate": _accelerate, "deepspeed": _deepspeed}
+_LAUNCHERS = {
+    "torchrun": _torchrun,
+    "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
+    "megatron": _torchrun,
+}
 """Launcher -> function that returns its module and options for the ranks of one node."""

@@ -1,0 +1,79 @@
+"""A Lightning script that resumes after any interruption; trainkit's config has the Trainer's arguments.
+
+    trainkit submit --nodes 2 --gpus-per-node 2 --launcher lightning --set train.steps=2000 -- \
+        examples/lightning_train.py --num-nodes {num_nodes} --devices {devices} --max-steps {max_steps}
+
+Lightning takes its ranks from the variables that trainkit sets, as if torchrun had started it. On SIGTERM it
+raises an exception, on which ModelCheckpoint saves, and exits; trainkit starts the script again.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+BATCH_SIZE = 16
+
+
+class Model(lightning.LightningModule):
+    """Learns a random linear map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.register_buffer("truth", torch.randn(64, 1, generator=generator))
+        self.net = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1))
+
+    def training_step(self, batch, index):
+        # Lightning starts the epoch's data again after a resume within it, so these depend on the step.
+        seed = self.global_step * self.trainer.world_size + self.global_rank
+        x = torch.randn(BATCH_SIZE, 64, generator=torch.Generator().manual_seed(seed)).to(self.device)
+        loss = nn.functional.mse_loss(self.net(x), x @ self.truth)
+        if self.global_rank == 0 and self.global_step % 10 == 0:
+            print(f"step {self.global_step} loss {loss.item():.6f}", flush=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--max-steps", type=int, default=2000)
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--accelerator", default="auto")
+    args = parser.parse_args()
+
+    saved = Path(os.environ["TRAINKIT_JOB_RUN_DIR"]) / "lightning"  # the same folder at every start
+    lightning.seed_everything(0)
+    trainer = lightning.Trainer(
+        accelerator=args.accelerator,
+        strategy="ddp",
+        num_nodes=args.num_nodes,
+        devices=args.devices,
+        max_steps=args.max_steps,
+        precision=args.precision,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=[
+            ModelCheckpoint(dirpath=saved, save_last=True, every_n_train_steps=20, save_on_exception=True)
+        ],
+    )
+    print(f"rank {trainer.global_rank} of {trainer.world_size}", flush=True)
+    model, last = Model(), saved / "last.ckpt"
+    data = DataLoader(TensorDataset(torch.zeros(4096)), batch_size=BATCH_SIZE)
+    trainer.fit(model, data, ckpt_path=last if last.exists() else None)
+    if trainer.global_step == args.max_steps:
+        weights = sum(parameter.double().sum() for parameter in model.parameters()).item()
+        print(f"done at {trainer.global_step} weights {weights:.9f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""What the tools of launchers get: golden texts, and refusals of what a tool has no counterpart for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainkit.config import LoadedConfig, load_config
+from trainkit.errors import ConfigError
+from trainkit.plan.launch import ACCELERATE_CONFIG, DS_CONFIG, MEGATRON_ARGS
+from trainkit.plan.launcher_files import Job, LauncherInput, keys_set_by_user, launcher_input
+
+DS = ("train.py", "--deepspeed_config", "{ds_config}")
+
+
+def loaded(tmp_path: Path, text: str) -> LoadedConfig:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    return load_config(file, layers=False)
+
+
+def given(
+    tmp_path: Path, launcher: str, text: str, command: tuple[str, ...] = DS, device: str = "cuda"
+) -> LauncherInput:
+    """What a launcher's tool gets on two nodes of four."""
+    return launcher_input(Job(loaded(tmp_path, text), 8, 2, 4, device), command, launcher)
+
+
+def refusal(tmp_path: Path, launcher: str, text: str, device: str = "cuda") -> str:
+    with pytest.raises(ConfigError) as caught:
+        given(tmp_path, launcher, text, device=device)
+    return caught.value.render()
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun", "accelerate", "lightning", "megatron"])
+def test_nothing_is_generated_for_keys_that_are_not_set(tmp_path: Path, launcher: str) -> None:
+    assert given(tmp_path, launcher, "name: mine") == LauncherInput()
+
+
+def test_values_of_a_shipped_config_are_not_the_users() -> None:
+    job = Job(load_config("quickstart", layers=False), 8, 2, 4, "cuda")
+    assert launcher_input(job, ("train.py",), "accelerate") == LauncherInput()
+    assert launcher_input(job, ("train.py",), "megatron") == LauncherInput()
+    assert keys_set_by_user(job.loaded) == ()
+
+
+def test_keys_set_by_user(tmp_path: Path) -> None:
+    config = loaded(tmp_path, "train: {steps: 5}\nlaunch: {env: {A: b}}\nparallel: {zero: 2}")
+    assert keys_set_by_user(config) == ("parallel.zero", "train.steps")
+
+
+def test_deepspeed_gets_a_file_only_where_the_command_asks(tmp_path: Path) -> None:
+    text = "train: {device_batch_size: 4}"
+    assert given(tmp_path, "deepspeed", text, ("train.py",)) == LauncherInput()
+    assert given(tmp_path, "deepspeed", text).files == {
+        DS_CONFIG: '{\n  "train_micro_batch_size_per_gpu": 4\n}\n'
+    }
+
+
+def test_deepspeed(tmp_path: Path) -> None:
+    text = """
+train: {device_batch_size: 4, global_batch_size: 64, steps: 100, grad_clip: 0.5}
+optimizer: {lr: 1.0e-3, lr_scale: sqrt, lr_scale_base: 2}
+schedule: {warmup_steps: 10}
+parallel: {zero: 2, offload: true}
+precision: {dtype: fp16, init_loss_scale: 1024, loss_scale_growth_interval: 500}
+"""
+    assert json.loads(given(tmp_path, "deepspeed", text).files[DS_CONFIG]) == {
+        "train_micro_batch_size_per_gpu": 4,
+        "train_batch_size": 64,
+        "gradient_accumulation_steps": 2,
+        "fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 500},
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 2.0e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        },
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": 100,
+                "warmup_num_steps": 10,
+                "warmup_type": "linear",
+                "cos_min_ratio": 0.1,
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        ("dp_shard: -1", {"stage": 3}),
+        ("dp_shard: 1, dp_replicate: -1", {"stage": 0}),
+        (
+            "offload: true",
+            {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        ),
+    ],
+)
+def test_zero_stages(tmp_path: Path, parallel: str, expected: dict[str, object]) -> None:
+    text = f"train: {{global_batch_size: 64}}\nparallel: {{{parallel}}}"
+    assert json.loads(given(tmp_path, "deepspeed", text).files[DS_CONFIG]) == {
+        "train_batch_size": 64,
+        "zero_optimization": expected,
+    }
+
+
+def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    text = "train: {device_batch_size: 4, global_batch_size: 40}"
+    for launcher in ("deepspeed", "accelerate", "megatron"):
+        message = refusal(tmp_path, launcher, text)
+        assert "train.global_batch_size: is 40, which is not a multiple of 32" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("parallel: {tp: 2}", "parallel.tp: is 2, which --launcher deepspeed does not pass on"),
+        ("name: mine", "{ds_config} needs a batch size: DeepSpeed has no default"),
+        ("parallel: {dp_shard: 4, dp_replicate: 2}", "is 4, but ZeRO shards over all 8 processes"),
+        ("schedule: {name: wsd}", "schedule.name: is wsd, which DeepSpeed does not have"),
+        ("schedule: {name: linear}", "is 0.1, but DeepSpeed's linear decay ends at 0"),
+        ("schedule: {name: cosine}", "train.steps: is not set, but the schedule needs a number of steps"),
+        ("schedule: {warmup_steps: 0}", "is 0, but DeepSpeed warms up over at least 2 steps"),
+        ("optimizer: {name: adamw_8bit}", "optimizer.name: is adamw_8bit, which DeepSpeed does not have"),
+        ("precision: {init_loss_scale: 1000}", "is 1000, but DeepSpeed needs a power of 2"),
+    ],
+)
+def test_deepspeed_refuses(tmp_path: Path, text: str, words: str) -> None:
+    message = refusal(tmp_path, "deepspeed", text)
+    assert words in message
+    assert "hint: " in message
+
+
+def test_accelerate_ddp(tmp_path: Path) -> None:
+    text = "train: {device_batch_size: 4, global_batch_size: 64}\nprecision: {dtype: bf16}"
+    found = given(tmp_path, "accelerate", text, device="cpu")
+    assert found.files[ACCELERATE_CONFIG] == (
+        "compute_environment: LOCAL_MACHINE\n"
+        "distributed_type: MULTI_GPU\n"
+        "mixed_precision: 'bf16'\n"
+        "use_cpu: true\n"
+    )
+    assert found.env == {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}
+    alone = given(tmp_path, "accelerate", "train: {global_batch_size: 64}")
+    assert alone == LauncherInput(), "accelerate has no word for a batch size alone"
+
+
+def test_accelerate_fsdp(tmp_path: Path) -> None:
+    text = "parallel: {dp_shard: 4, dp_replicate: 2, zero: 2, offload: true, activation_checkpointing: full}"
+    assert yaml.safe_load(given(tmp_path, "accelerate", text).files[ACCELERATE_CONFIG]) == {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": False,
+            "fsdp_offload_params": True,
+            "fsdp_activation_checkpointing": True,
+        },
+        "parallelism_config": {
+            "parallelism_config_dp_replicate_size": 2,
+            "parallelism_config_dp_shard_size": 4,
+        },
+    }
+    message = refusal(tmp_path, "accelerate", "parallel: {dp_shard: -1}", device="cpu")
+    assert "parallel.dp_shard: is -1, but accelerate shards models on GPUs only" in message
+    message = refusal(tmp_path, "accelerate", "parallel: {pp: 2}")
+    assert "parallel.pp: is 2, which --launcher accelerate does not pass on" in message
+
+
+def test_accelerate_reads_what_is_generated(tmp_path: Path) -> None:
+    """By its own parser, which refuses keys that it does not know."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    for text, device, expected in (
+        ("precision: {dtype: bf16}", "cpu", ("multi_gpu", "bf16", None)),
+        ("precision: {dtype: fp32}", "cuda", ("multi_gpu", "no", None)),
+        ("parallel: {dp_shard: -1, zero: 2}", "cuda", ("use_fsdp", "no", False)),
+    ):
+        file = tmp_path / ACCELERATE_CONFIG
+        file.write_text(given(tmp_path, "accelerate", text, device=device).files[file.name])
+        argv = [f"--config_file={file}", "--num_machines=2", "--num_processes=8", "train.py"]
+        args, _, _ = _validate_launch_command(launch_command_parser().parse_args(argv))
+        kind, precision, reshards = expected
+        assert getattr(args, kind)
+        assert (args.mixed_precision, args.num_processes) == (precision, 8)
+        assert reshards is None or args.fsdp_reshard_after_forward is reshards
+
+
+def test_lightning_fills_in_what_the_command_asks_for(tmp_path: Path) -> None:
+    names = ("num_nodes", "devices", "accelerator", "strategy", "precision", "max_steps", "batch_size")
+    names = (*names, "accumulate_grad_batches", "gradient_clip_val", "lr")
+    command = tuple(f"--{name}={{{name}}}" for name in names)
+    text = "train: {device_batch_size: 4, global_batch_size: 64}\nprecision: {dtype: bf16}"
+    values = given(tmp_path, "lightning", text, command).values
+    assert tuple(values) == names
+    assert tuple(values.values()) == ("2", "4", "gpu", "ddp", "bf16-mixed", "200", "4", "2", "1", "0.0003")
+    sharded = given(tmp_path, "lightning", "parallel: {dp_shard: -1}", ("t.py", "{strategy}", "{other}"))
+    assert sharded.values == {"strategy": "fsdp"}
+
+
+def test_megatron(tmp_path: Path) -> None:
+    text = """
+seed: 1
+model: {preset: 8b}
+data: {seq_len: 2048}
+parallel: {tp: 2, pp: 2, sequence_parallel: true, activation_checkpointing: full}
+train: {device_batch_size: 8, global_batch_size: 32, steps: 1000, grad_clip: null}
+optimizer: {lr: 1.0e-4, betas: [0.9, 0.98]}
+schedule: {name: cosine}
+precision: {dtype: bf16}
+"""
+    assert given(tmp_path, "megatron", text).files[MEGATRON_ARGS].splitlines() == [
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--sequence-parallel",
+        "--recompute-granularity full",
+        "--recompute-method uniform",
+        "--recompute-num-layers 1",
+        "--micro-batch-size 2",  # 4 microbatches of a device batch
+        "--global-batch-size 32",
+        "--bf16",
+        "--seed 1",
+        "--seq-length 2048",
+        "--max-position-embeddings 2048",
+        "--train-iters 1000",
+        "--clip-grad 0.0",
+        "--lr 0.0001",
+        "--adam-beta1 0.9",
+        "--adam-beta2 0.98",
+        "--lr-decay-style cosine",
+        "--lr-warmup-iters 20",
+        "--min-lr 1e-05",
+        "--num-layers 32",
+        "--hidden-size 4096",
+        "--ffn-hidden-size 14336",
+        "--num-attention-heads 32",
+        "--group-query-attention",
+        "--num-query-groups 8",
+        "--swiglu",
+        "--normalization RMSNorm",
+        "--norm-epsilon 1e-05",
+        "--disable-bias-linear",
+        "--position-embedding-type rope",
+        "--rotary-base 500000",
+        "--untie-embeddings-and-output-weights",
+        "--hidden-dropout 0.0",
+        "--attention-dropout 0.0",
+    ]
+
+
+def test_megatron_sequence_parallel_is_not_switched_on_by_a_default(tmp_path: Path) -> None:
+    text = "parallel: {tp: 2}"
+    assert given(tmp_path, "megatron", text).files == {MEGATRON_ARGS: "--tensor-model-parallel-size 2\n"}
+
+
+def test_megatron_refuses_a_flag_that_the_command_has(tmp_path: Path) -> None:
+    job = Job(loaded(tmp_path, "train: {steps: 5}"), 8, 2, 4, "cuda")
+    for words in (("--train-iters", "9"), ("--train-iters=9",)):
+        with pytest.raises(ConfigError, match="--train-iters is in the command, and a key of the config"):
+            launcher_input(job, ("pretrain_gpt.py", *words), "megatron")
+    assert "set optimizer.lr" in refusal(tmp_path, "megatron", "schedule: {name: cosine}")
+    assert "does not pass on" in refusal(tmp_path, "megatron", "parallel: {offload: true}")
