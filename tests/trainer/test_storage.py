@@ -49,6 +49,13 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert found["step"].item() == 7
 
 
+def test_paths_of_another_python_are_read(tmp_path: Path) -> None:
+    """Python 3.13 has moved the class."""
+    for module in (b"pathlib", b"pathlib._local"):
+        (tmp_path / METADATA_NAME).write_bytes(b"c" + module + b"\nPosixPath\n(V/a\ntR.")
+        assert SafeReader(tmp_path).read_metadata() == Path("/a")  # type: ignore[comparison-overlap]
+
+
 def test_an_existing_checkpoint_is_not_written_over(tmp_path: Path) -> None:
     before = save(tmp_path / "saved").files
     with pytest.raises(CheckpointException, match="already exists"):

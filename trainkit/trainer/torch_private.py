@@ -153,9 +153,13 @@ def all_gather_dim(local: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of the collectives of a group that the device mesh has made with the default one.
 
-    When it goes: pass the timeout to `init_device_mesh`, in the options of its backends.
+    When it goes: `torch.distributed.set_timeout` of torch 2.15 takes its place.
     """
-    _set_pg_timeout(timeout, group)
+    public = getattr(dist, "set_timeout", None)
+    if public is not None:
+        public(timeout, group)
+    else:
+        _set_pg_timeout(timeout, group)
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

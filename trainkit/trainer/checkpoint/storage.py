@@ -135,6 +135,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles only the classes of checkpoint metadata; raises UnpicklingError for others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # what Python 3.13 calls the module in which paths are defined
+            module = "pathlib"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _SAFE_NAMES:
             return super().find_class(module, name)
