@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +13,32 @@ from pydantic import BaseModel
 from trainkit.config import RunConfig, load_config
 from trainkit.resources import shipped_configs
 
-SHIPPED = sorted(
+FILES = sorted(
     file for file in shipped_configs().rglob("*.yaml") if file.parent.name != "clusters"
 )  # profiles of clusters are no run configs
+PROFILES = [file for file in FILES if "." in file.stem]
+SHIPPED = [file for file in FILES if file not in PROFILES]
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=[str(file.relative_to(shipped_configs())) for file in SHIPPED])
 def test_shipped_config(file: Path, tmp_path: Path) -> None:
     assert file.read_text().startswith("# ")
     load_config(file, environ={}, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("file", PROFILES, ids=[file.stem for file in PROFILES])
+def test_profile_of_one_config(file: Path, tmp_path: Path) -> None:
+    """Their models are those of a hub: any other one takes their place."""
+    assert file.read_text().startswith("# ")
+    recipe, _, profile = file.stem.partition(".")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+    model = {"model_type": "qwen2", "intermediate_size": 96, "rms_norm_eps": 1e-6, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    has_model = "hf:" in file.read_text() or "phase1_multimodal.cluster.yaml" in file.read_text()
+    overrides = [f"model.hf={tmp_path}", "data.tokenizer=bytes"] if has_model else []
+    loaded = load_config(f"recipes/{recipe}", profile=profile, overrides=overrides, environ={}, cwd=tmp_path)
+    assert loaded.config.resources.gpus_per_node in (2, 4, 8)
+    assert loaded.config.precision.dtype == "bf16"
 
 
 def test_quickstart_and_a_model_of_every_useful_size_ship() -> None:
