@@ -247,6 +247,7 @@ def _show(problems: list[str], source: str) -> None:
 
 def _files_of(loaded: LoadedConfig) -> list[_QuestionFile]:
     """The files of questions of a config of multimodal_lm."""
+    from trainkit.data.demo import DEMO
     from trainkit.data.questions import QuestionFormat
 
     config = loaded.config
@@ -256,7 +257,12 @@ def _files_of(loaded: LoadedConfig) -> list[_QuestionFile]:
     if "train" not in args:
         raise UsageError("task_args has no train, the file to train on", hint="see docs/multimodal.md")
     max_tokens = form.max_tokens(config.data.seq_len)
-    files = [args[name] for name in ("train", "val") if args.get(name) is not None]
+    files = [args[name] for name in ("train", "val") if args.get(name) not in (None, DEMO)]
+    if not files:
+        raise UsageError(
+            f"task_args.train is {DEMO}, whose rows are built in",
+            hint="name a file, or validate it by itself",
+        )
     return [_QuestionFile(Path(file), form.medium, config.data.tokenizer, max_tokens) for file in files]
 
 
