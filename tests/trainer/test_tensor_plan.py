@@ -234,7 +234,7 @@ def test_plans_that_do_not_fit(tmp_path: Path, plan: Any, message: str, hint: st
     task = Planned(config_of(tmp_path))
     task.plan = plan
     with pytest.raises(TaskError) as caught:
-        find_styles(task, "t.py:Planned", task.build_model(), 3)
+        find_styles(task, task.config, task.build_model(), 3)
     assert message in str(caught.value)
     assert hint in (caught.value.hint or "")
 
@@ -243,7 +243,7 @@ def test_the_first_pattern_counts(tmp_path: Path) -> None:
     task = Planned(config_of(tmp_path))
     task.plan = {"layers.0.up": "colwise_gather_output", "layers.*.up": "colwise"}
     model = task.build_model()
-    found = find_styles(task, "t.py:Planned", model, 2)
+    found = find_styles(task, task.config, model, 2)
     first, second = (model.get_submodule(f"layers.{index}.up") for index in range(2))
     assert found == {first: STYLES["colwise_gather_output"], second: STYLES["colwise"]}
 
@@ -254,7 +254,7 @@ def test_an_embedding_with_a_padding_index_cannot_be_split_by_rows(tmp_path: Pat
     model = task.build_model()
     model.embed = nn.Embedding(24, 32, padding_idx=0)
     with pytest.raises(TaskError, match="embed has padding_idx"):
-        find_styles(task, "t.py:Planned", model, 2)
+        find_styles(task, task.config, model, 2)
 
 
 def test_a_rank_gets_memory_for_its_shards_only(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_rank_gets_memory_for_its_shards_only(tmp_path: Path) -> None:
     join_fake_world(1, 2)
     try:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        values = split_model("t.py:Speak", model, find_styles(task, "t.py:Speak", model, 2), mesh)
+        values = split_model(task.config, model, find_styles(task, task.config, model, 2), mesh)
         assert all(param.is_meta for param in model.parameters())
         allocate(model, torch.device("cpu"))
         fill_shards(model, values)
@@ -325,6 +325,7 @@ def test_a_smoke_test_checks_the_plan(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "tp", "message"),
     [

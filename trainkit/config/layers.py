@@ -130,8 +130,7 @@ class Layers:
         folders = [self.cwd / "profiles", self.cwd / "configs" / "profiles", shipped_configs() / "profiles"]
         if config is not None:
             config = self.cwd / config
-            own = config.with_name(f"{config.stem}.{name}.yaml")
-            if "/" not in name and own.is_file():
+            if "/" not in name and (own := config.with_name(f"{config.stem}.{name}.yaml")).is_file():
                 return self.file(own)
             folders.insert(0, config.parent / "profiles")
         for folder in folders:

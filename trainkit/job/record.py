@@ -353,13 +353,21 @@ def open_attempt(run: RunDir, config_text: str, plan_text: str) -> AttemptDir:
         ):
             write_atomic(own, text)
             write_atomic(newest, text)
-        for name, text in json.loads(plan_text).get("launcher_files", {}).items():
+        for name, text in _launcher_files(plan_text).items():
             write_atomic(attempt.path / name, text)
             write_atomic(run.path / name, text)
     except OSError:
         discard_attempt(attempt)
         raise
     return attempt
+
+
+def _launcher_files(plan_text: str) -> dict[str, str]:
+    try:
+        found: dict[str, str] = json.loads(plan_text).get("launcher_files", {})
+    except ValueError:
+        return {}  # the attempt ends with that as its reason, which its owner can read
+    return found
 
 
 def reopen_attempt(attempt: AttemptDir) -> AttemptDir:
