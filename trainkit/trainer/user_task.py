@@ -193,9 +193,10 @@ class UserTask:
                 f"{on_meta} of its model is on the meta device",
                 "define read_weight(), which returns its initial value",
             )
-        self.num_params = sum(param.numel() for param in model.parameters())
-        self.num_params += sum(math.prod(layer.shape) for layer in quantized_layers(model).values())
-        self._shapes = {name: param.shape for name, param in model.named_parameters()}
+        self._shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        for name, layer in quantized_layers(model).items():  # whose weights are no parameters
+            self._shapes[f"{name}.weight"] = tuple(layer.shape)
+        self.num_params = sum(math.prod(shape) for shape in self._shapes.values())
         return model
 
     @torch.no_grad()
@@ -218,7 +219,7 @@ class UserTask:
         if not isinstance(value, Tensor):
             raise refusal(self.config, f"read_weight() returned a {type(value).__name__}", "return a Tensor")
         expected = self._shapes[name][1:]
-        if value.shape[1:] != expected:
+        if tuple(value.shape[1:]) != expected:
             message = f"read_weight({name!r}) returned rows of shape {list(value.shape[1:])}"
             raise refusal(self.config, message, f"in its model they have shape {list(expected)}")
         columns = (slice(None), *rest)  # which tensor parallelism divides
