@@ -71,10 +71,11 @@ ALLOWED = {
     },
     # What a user's own task is a subclass of: the public face of the trainer.
     "safetensors": {"errors"},
-    "task": {"errors", "config", "data.shards", "safetensors"},
+    "adapters": {"errors", "config"},
+    "task": {"errors", "config", "data.shards", "safetensors", "adapters"},
     # The only one with torch, with its public face. It is named in argv, never imported.
     "trainer": {
-        *("errors", "rundir", "manifest", "config", "data", "plan", "task", "safetensors"),
+        *("errors", "rundir", "manifest", "config", "data", "plan", "task", "safetensors", "adapters"),
         *("job.signals", "job.rank_env"),
     },
     # The other public face of the trainer: for loops of the user's own.
@@ -161,7 +162,7 @@ def test_only_the_trainer_imports_torch() -> None:
     found = [
         item.place
         for path in files()
-        if part_of(path) not in ("trainer", "task", "loop", "safetensors")
+        if part_of(path) not in ("trainer", "task", "loop", "safetensors", "adapters")
         for item in imports_of(path)
         if item.module.split(".")[0] in ("torch", "torchvision", "tensorboard")
     ]

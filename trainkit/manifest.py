@@ -23,6 +23,8 @@ MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
 SEAL = "sha256"
 BEST_LINK = "best"
+BASE_FINGERPRINT = "the fingerprint of model.hf"
+"""The key in `data` for files with weights that checkpoints may lack."""
 _PUBLISHED = re.compile(re.escape(CHECKPOINT_PREFIX) + r"(\d{8,})")
 _REJECTED = re.compile(_PUBLISHED.pattern + re.escape(REJECTED_SUFFIX) + r"(-\d+)?")
 _CHUNK_BYTES = 8 * 2**20

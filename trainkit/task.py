@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from trainkit.adapters import add_adapters as add_adapters  # what a task calls
 from trainkit.config.schema import RunConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.shards import open_dataset
@@ -118,7 +119,8 @@ class Task(ABC):
         Parameters with ``requires_grad = False`` are frozen. Persistent buffers are saved; all ranks have the
         values of rank 0 after each step.
 
-        A large model is built with `parameters_on_meta`; `read_weight` then has its initial values.
+        A large model is built with `parameters_on_meta`; `read_weight` then has its initial values. The
+        config key ``model.lora`` is for a module that is passed to `add_adapters` here.
         """
 
     def read_weight(self, name: str, rows: slice) -> Tensor:
@@ -128,6 +130,14 @@ class Task(ABC):
         again whenever the run starts, so its file must not change.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say the value of {name}")
+
+    @property
+    def base_fingerprint(self) -> str | None:
+        """A string that changes with the files of `read_weight`; None if nobody compares them.
+
+        A run is not resumed if it has changed.
+        """
+        return None
 
     @abstractmethod
     def train_dataset(self) -> Samples | Stream:

@@ -447,7 +447,7 @@ def test_adapters_are_exported_without_reading_the_model(
         return read(self, name, index)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StoredWeights, "read", recording)
-    monkeypatch.setattr(HFCausalLM, "_read_whole", None)
+    monkeypatch.setattr("trainkit.trainer.hf_task.read_whole", None)
     out = tmp_path / "adapters"
     out.mkdir()
     request = (str(tmp_path / "run"), str(config), str(checkpoint.path), str(out), "fp32")

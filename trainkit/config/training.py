@@ -56,7 +56,8 @@ class ModelConfig(Section):
     )
     lora: dict[str, Any] | None = Field(
         default=None,
-        description="Train low-rank adapters of hf only: the arguments of peft's LoraConfig, such as r.",
+        description="Train low-rank adapters of hf, or of what your task adapts: the arguments of peft's"
+        " LoraConfig, such as r.",
     )
     quantize: Literal["nf4"] | None = Field(
         default=None,

@@ -128,7 +128,6 @@ def _hf(loaded: LoadedConfig) -> Iterator[Problem]:
     config, model = loaded.config, loaded.config.model
     needs_hf = {
         "model.from_scratch": model.from_scratch,
-        "model.lora": model.lora is not None,
         "model.quantize": model.quantize is not None,
         "model.architecture": config.uses_transformers,
     }
@@ -138,7 +137,12 @@ def _hf(loaded: LoadedConfig) -> Iterator[Problem]:
         elif is_used and config.has_user_task:
             message = f"is set, but task is {config.task}, which builds its model itself"
             yield loaded.problem(key, message, f"remove {key}")
-    if model.hf is None or config.has_user_task:
+    if config.has_user_task:
+        return
+    if model.lora is not None and model.hf is None:
+        hint = "set model.hf to the model's folder, or use a task of your own"
+        yield loaded.problem("model.lora", "is set, but model.hf is null", hint)
+    if model.hf is None:
         return
     if model.lora is not None and not config.uses_transformers:
         message = f"is set, but model.architecture is {model.architecture}"

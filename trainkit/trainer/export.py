@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from trainkit.adapters import merge_adapters
 from trainkit.config import read_effective
 from trainkit.config.hf_model import CONFIG_NAME, TOKENIZER_NAME
 from trainkit.config.schema import RunConfig
@@ -26,7 +27,7 @@ from trainkit.data.mixture import is_mixture
 from trainkit.data.sources import prepared_folder
 from trainkit.data.tokenizer_identity import BYTES, BYTES_IDENTITY, identify
 from trainkit.errors import EXIT_FAILED, TrainkitError, UsageError
-from trainkit.manifest import Checkpoint
+from trainkit.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.plan.model_shape import ModelShape, RopeScaling, resolve_model_shape
 from trainkit.rundir import RunDir
 from trainkit.safetensors import FILE_NAME, INDEX_NAME, write_safetensors
@@ -35,7 +36,7 @@ from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.hf_task import HFCausalLM, save_pretrained
 from trainkit.trainer.models.decoder import llama_name
 from trainkit.trainer.precision import DTYPES
-from trainkit.trainer.user_task import BASE_FINGERPRINT, UserTask
+from trainkit.trainer.user_task import UserTask
 
 MAX_FILE_BYTES = 5_000_000_000
 GROUP_BYTES = 1 << 30
@@ -248,7 +249,9 @@ def _export_task(
         _copy_generation_config(config, out)
         return _export_tokenizer(config, out)
     if request.merge:
-        raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
+        if config.model.lora is None:
+            raise UsageError("--merge is for runs with model.lora", hint="remove --merge")
+        merge_adapters(model)
     task.export(_cast(model, DTYPES[request.dtype]), out)
     return []
 
@@ -265,7 +268,8 @@ def load_task_model(
     before = Checkpoint(Path(reader.path), 0).manifest()["data"].get(BASE_FINGERPRINT)
     if before is not None and before != task.base_fingerprint:
         raise UsageError(
-            f"{config.model.hf} has changed since the checkpoint was saved", hint="restore its files"
+            f"{config.model.hf or 'what read_weight() reads'} has changed since the checkpoint was saved",
+            hint="restore its files",
         )
     saved = saved_tensors(reader, "model.")
     if adapters_only:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 import os
-import re
 from collections.abc import Collection, Mapping
-from difflib import SequenceMatcher
 from logging import getLogger
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainkit.adapters import (
+    check_targets,
+    errors_of_lora,
+    is_independent,
+    keeps_base,
+    lora_config,
+    require,
+    reset_meta_adapters,
+)
 from trainkit.config.hf_model import CONFIG_NAME
 from trainkit.config.schema import RunConfig
 from trainkit.data.cache import has_validation
@@ -29,24 +35,7 @@ from trainkit.trainer.parallel.tensor import matches
 from trainkit.trainer.parallel.tensor_plan import STYLES, find_styles
 
 log = getLogger(__name__)
-ADAPTER = "default"
-"""The name of the adapter in peft."""
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
-LORA_HINT = "it has the arguments of peft.LoraConfig, such as r, lora_alpha and target_modules"
-UNSUPPORTED = ("layer_replication", "ensure_weight_tying")
-"""Arguments of LoraConfig with which several modules share parameters."""
-NEEDS_WEIGHTS = ("use_dora", "use_qalora", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
-"""Arguments of LoraConfig with which the initial values of the adapters depend on the model's weights."""
-
-
-def require(module: str, key: str, extra: str) -> None:
-    """Raise TrainkitError (exit code 78) unless a module that a config key needs is installed."""
-    if importlib.util.find_spec(module) is None:
-        raise TrainkitError(
-            f"{key} needs {module}, which is not installed",
-            hint=f"pip install 'trainkit[{extra}]'",
-            exit_code=EXIT_NO_RESTART,
-        )
 
 
 def import_transformers() -> Any:
@@ -100,13 +89,13 @@ class HFCausalLM(Task):
         transformers = import_transformers()
         self._check_positions(transformers.AutoConfig.from_pretrained(self._folder, **LOCAL))
         if self._weights is None:
-            return self._counted(_create(self._folder))
+            return self._counted(create_model(self._folder))
         with parameters_on_meta():
-            model = _create(self._folder)
+            model = create_model(self._folder)
         lora = self.config.model.lora
-        found, why = self._find_stored(model)
+        found, why = find_stored(model, self._weights)
         if not why and lora is not None:
-            why = "" if _is_independent(lora) else "the initial values of model.lora depend on it"
+            why = "" if is_independent(lora) else "the initial values of model.lora depend on it"
         if not why:
             adapted = model if lora is None else self._adapted(model, lora)
             self._names = {
@@ -119,22 +108,23 @@ class HFCausalLM(Task):
                 return self._quantized(self._counted(adapted))
         self._refuse_quantized(why)
         log.warning(f"each process reads all of {self._folder}: {why}")
-        model = self._read_whole(transformers)
+        model = read_whole(self._folder)
         return self._counted(model if lora is None else self._adapted(model, lora))
 
     def check_model(self) -> None:
         """Raise TrainkitError for files or adapters that do not fit the model; reads no weights."""
         lora = self.config.model.lora
         with errors_of_user(self.config, "its model cannot be built", but=OSError), parameters_on_meta():
-            model = _create(self._folder)
-        found, why = self._find_stored(model)
+            model = create_model(self._folder)
+        assert self._weights is not None
+        found, why = find_stored(model, self._weights)
         self._refuse_quantized(why)
         if lora is None:
             return
-        if _is_independent(lora):
+        if is_independent(lora):
             self._refuse_quantized(_find_copied(self._adapted(model, lora), found))
         else:
-            _check_targets(model, lora_config(lora), self._folder)
+            check_targets(model, lora_config(lora, task_type="CAUSAL_LM"), str(self._folder))
             self._refuse_quantized("the initial values of model.lora depend on it")
 
     @torch.no_grad()
@@ -147,11 +137,12 @@ class HFCausalLM(Task):
 
         lora = self.config.model.lora
         assert lora is not None
-        if not _is_independent(lora):
+        if not is_independent(lora):
             return self.build_model()
         with parameters_on_meta():
-            model = _create(self._folder)
-        found, _ = self._find_stored(model)
+            model = create_model(self._folder)
+        assert self._weights is not None
+        found, _ = find_stored(model, self._weights)
         adapted = self._adapted(model, lora)
         tensors = adapted.state_dict(keep_vars=True)
         exported = {id(item) for item in peft.get_peft_model_state_dict(adapted, tensors).values()}
@@ -162,45 +153,10 @@ class HFCausalLM(Task):
                 return self.build_model()  # the embedding of a model whose files have other names
             value = torch.empty_like(param, device="cpu")
             if not param.requires_grad:
-                assert self._weights is not None
                 value.copy_(self._weights.read(found[param]))
             owner, _, leaf = name.rpartition(".")
             setattr(adapted.get_submodule(owner), leaf, nn.Parameter(value, param.requires_grad))
         return adapted
-
-    def _find_stored(self, model: Any) -> tuple[dict[nn.Parameter, str], str]:
-        """The names in the files by parameter, and why they cannot be used; fills the buffers."""
-        assert self._weights is not None
-        found = {}
-        saved, prefix = model.state_dict(), f"{model.base_model_prefix}."
-        buffers = [(name, item) for name, item in model.named_buffers() if name in saved]
-        for name, tensor in [*model.named_parameters(), *buffers]:
-            names = (name, name.removeprefix(prefix))
-            stored = next((item for item in names if item in self._weights), None)
-            if stored is None:
-                return {}, f"it has no {name}"
-            if self._weights.shape(stored) != tuple(tensor.shape):
-                shapes = f"{list(self._weights.shape(stored))}, not {list(tensor.shape)}"
-                raise WeightsError(f"{stored} in {self._folder} has shape {shapes} as in its config.json")
-            if isinstance(tensor, nn.Parameter):
-                found[tensor] = stored
-            else:
-                tensor.copy_(self._weights.read(stored))
-        return found, ""
-
-    def _read_whole(self, transformers: Any) -> Any:
-        """The model as transformers reads it; raises WeightsError if the files lack a part of it."""
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            self._folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **LOCAL
-        )
-        missing = sorted(found["missing_keys"]) + sorted(str(item) for item in found["mismatched_keys"])
-        if missing:
-            raise WeightsError(
-                f"{self._folder} has no weights for {missing[0]}",
-                hint="save the whole model with `AutoModelForCausalLM…save_pretrained`",
-            )
-        model.config.use_cache = False
-        return model
 
     def _check_positions(self, settings: Any) -> None:
         """Raise TrainkitError if samples are longer than a table of positions."""
@@ -221,21 +177,11 @@ class HFCausalLM(Task):
     def _adapted(self, model: nn.Module, lora: dict[str, Any]) -> nn.Module:
         import peft
 
-        settings = lora_config(lora)
-        try:
-            _check_targets(model, settings, self._folder)
+        settings = lora_config(lora, task_type="CAUSAL_LM")
+        with errors_of_lora(str(self._folder)):
+            check_targets(model, settings, str(self._folder))
             adapted: nn.Module = peft.get_peft_model(model, settings)
-        except (TypeError, ValueError, re.error) as error:
-            raise TrainkitError(
-                f"model.lora does not fit {self._folder}: {error}", hint=LORA_HINT, exit_code=EXIT_NO_RESTART
-            ) from error
-        for module in adapted.modules():
-            if isinstance(module, peft.tuners.lora.LoraLayer):
-                parts = [getattr(module, name) for name in module.adapter_layer_names]
-                if any(param.is_meta for part in parts for param in part.parameters()):
-                    for part in parts:
-                        part.to_empty(device="cpu")
-                    module.reset_lora_parameters(ADAPTER, settings.init_lora_weights)
+        reset_meta_adapters(adapted, settings)
         return adapted
 
     def _quantized(self, model: nn.Module) -> nn.Module:
@@ -316,13 +262,48 @@ class HFCausalLM(Task):
         return self._flops
 
 
-def _create(folder: Path) -> Any:
+def create_model(folder: Path) -> Any:
     """The model of a config.json, with random weights in float32."""
     transformers = import_transformers()
     settings = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     settings.use_cache = False
     factory = transformers.AutoModelForCausalLM
     return factory.from_config(settings, dtype=torch.float32, trust_remote_code=False)
+
+
+def read_whole(folder: Path) -> Any:
+    """The model as transformers reads it; raises WeightsError if the files lack a part of it."""
+    model, found = import_transformers().AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **LOCAL
+    )
+    missing = sorted(found["missing_keys"]) + sorted(str(item) for item in found["mismatched_keys"])
+    if missing:
+        raise WeightsError(
+            f"{folder} has no weights for {missing[0]}",
+            hint="save the whole model with `AutoModelForCausalLM…save_pretrained`",
+        )
+    model.config.use_cache = False
+    return model
+
+
+def find_stored(model: Any, weights: StoredWeights) -> tuple[dict[nn.Parameter, str], str]:
+    """The names in the files by parameter, and why they cannot be used; fills the buffers."""
+    found = {}
+    saved, prefix = model.state_dict(), f"{model.base_model_prefix}."
+    buffers = [(name, item) for name, item in model.named_buffers() if name in saved]
+    for name, tensor in [*model.named_parameters(), *buffers]:
+        names = (name, name.removeprefix(prefix))
+        stored = next((item for item in names if item in weights), None)
+        if stored is None:
+            return {}, f"it has no {name}"
+        if weights.shape(stored) != tuple(tensor.shape):
+            shapes = f"{list(weights.shape(stored))}, not {list(tensor.shape)}"
+            raise WeightsError(f"{stored} in {weights.folder} has shape {shapes} as in its config.json")
+        if isinstance(tensor, nn.Parameter):
+            found[tensor] = stored
+        else:
+            tensor.copy_(weights.read(stored))
+    return found, ""
 
 
 def _no_split(tp: int, message: str, hint: str) -> TaskError:
@@ -336,64 +317,6 @@ def _find_copied(model: nn.Module, found: Collection[nn.Parameter]) -> str:
     return "" if name is None else f"model.lora copies {name}"
 
 
-def _check_targets(model: nn.Module, settings: Any, folder: Path) -> None:
-    """Raise TrainkitError (exit code 78) if adapters are for a module that the model does not have."""
-    targets = settings.target_modules
-    if targets is None or targets == "all-linear":
-        return  # peft knows the modules, or raises
-    names = [name for name, _ in model.named_modules()]
-    ends = {name.rpartition(".")[2] for name, module in model.named_modules() if _is_adaptable(module)}
-    for target in [targets] if isinstance(targets, str) else targets:
-        # As in peft, a string is a pattern for the whole name, and a list has the ends of names.
-        if isinstance(targets, str):
-            is_known = any(re.fullmatch(target, name) for name in names)
-        else:
-            is_known = any(f".{name}".endswith(f".{target}") for name in names)
-        if not is_known:
-            last = target.rpartition(".")[2]
-            closest = sorted(ends, key=lambda end: (-SequenceMatcher(None, last, end).ratio(), end))
-            raise TrainkitError(
-                f"model.lora.target_modules has {target}, which matches no module of {folder}",
-                hint=f"the modules with weights are called {', '.join(closest)}",
-                exit_code=EXIT_NO_RESTART,
-            )
-
-
-def _is_adaptable(module: nn.Module) -> bool:
-    """Whether a module has a matrix of its own."""
-    return any(param.dim() > 1 for param in module.parameters(recurse=False))
-
-
-def lora_config(lora: dict[str, Any]) -> Any:
-    """The config of peft; raises TrainkitError (exit code 78) for what it or trainkit does not take."""
-    import peft
-
-    for name in UNSUPPORTED:
-        if lora.get(name):
-            raise TrainkitError(
-                f"model.lora.{name} is set, which trainkit does not support",
-                hint="shared parameters cannot be sharded layer by layer",
-                exit_code=EXIT_NO_RESTART,
-            )
-    try:
-        return peft.LoraConfig(task_type="CAUSAL_LM", **lora)
-    except (TypeError, ValueError) as error:
-        raise TrainkitError(
-            f"model.lora is {lora}: {error}", hint=LORA_HINT, exit_code=EXIT_NO_RESTART
-        ) from error
-
-
-def _is_independent(lora: dict[str, Any]) -> bool:
-    """Whether the initial values of adapters do not depend on the weights that they adapt."""
-    return lora.get("init_lora_weights", True) in (True, "gaussian") and keeps_base(lora)
-
-
-def keeps_base(lora: dict[str, Any]) -> bool:
-    """Whether peft leaves the weights of the model as they are."""
-    is_simple = lora.get("init_lora_weights", True) in (True, False, "gaussian")
-    return is_simple and not any(lora.get(key) for key in NEEDS_WEIGHTS)
-
-
 def find_hf_problem(config: RunConfig) -> Problem | None:
     """The problem of `model.hf` that can be seen without its weights; None without one."""
     assert config.model.hf is not None
@@ -401,14 +324,14 @@ def find_hf_problem(config: RunConfig) -> Problem | None:
         if config.uses_transformers:
             task = HFCausalLM(config)
             if config.model.lora is not None:
-                lora_config(config.model.lora)
+                lora_config(config.model.lora, task_type="CAUSAL_LM")
             if not config.model.from_scratch:
                 task.check_model()
         elif not config.model.from_scratch:
             StoredWeights(Path(config.model.hf))
         if config.uses_transformers and config.parallel.tp > 1:
             with torch.device("meta"):
-                model = _create(Path(config.model.hf))
+                model = create_model(Path(config.model.hf))
             find_styles(HFCausalLM(config), config, model, config.parallel.tp)
     except TaskError as error:
         return error.problem

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from logging import getLogger
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,17 +24,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainkit.adapters import is_independent, require
 from trainkit.config.schema import RunConfig
 from trainkit.data.demo import DEMO, Split, demo_rows
 from trainkit.data.questions import Medium, QuestionFormat, num_patches, read_row, row_texts, too_long
 from trainkit.data.tokenize import Tokenizer
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError, UsageError
 from trainkit.plan.model_shape import resolve_model_shape
-from trainkit.task import Loss, Task
-from trainkit.trainer.hf_task import LOCAL, import_transformers, require
+from trainkit.safetensors import StoredWeights
+from trainkit.task import Loss, Task, add_adapters, parameters_on_meta
+from trainkit.trainer.hf_task import create_model, find_stored, read_whole
 from trainkit.trainer.models.decoder import Decoder
 from trainkit.trainer.models.model import StageSpec
 
+log = getLogger(__name__)
 FREQUENCIES = 4
 """Pairs of Fourier features of each time of a curve, at frequencies that double."""
 MAX_LISTED = 5
@@ -245,19 +249,34 @@ class OwnLM(nn.Module):
 
 
 class HFLM(nn.Module):
-    """A model of transformers, which takes embeddings [B, T, D] and returns logits [B, T, vocab]."""
+    """A model of transformers, which takes embeddings [B, T, D] and returns logits [B, T, vocab].
 
-    def __init__(self, config: RunConfig) -> None:
+    `stored` has the parameters without memory, whose values each rank reads for its shard, and their names
+    in the files.
+    """
+
+    def __init__(self, config: RunConfig, weights: StoredWeights | None) -> None:
         super().__init__()
-        require("transformers", "model.hf", "hf")
-        transformers, folder = import_transformers(), config.model.hf
-        factory = transformers.AutoModelForCausalLM
-        if config.model.from_scratch:
-            settings = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
-            self.model: Any = factory.from_config(settings, dtype=torch.float32, trust_remote_code=False)
-        else:
-            self.model = factory.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **LOCAL)
+        self.stored: dict[nn.Parameter, str] = {}
+        self.model: Any = self._build(config, weights)
         self.dim: int = self.model.get_input_embeddings().weight.shape[1]
+
+    def _build(self, config: RunConfig, weights: StoredWeights | None) -> Any:
+        folder = Path(cast(str, config.model.hf))
+        if weights is None:
+            return create_model(folder)
+        with parameters_on_meta():
+            model = create_model(folder)
+        found, why = find_stored(model, weights)
+        if not why and not is_independent(config.model.lora or {}):
+            why = "the initial values of model.lora depend on it"
+        if not why and any(_is_taken(f"lm.model.{name}", config) for name, _ in model.named_parameters()):
+            why = "model.init_from has other weights"
+        if why:
+            log.warning(f"each process reads all of {folder}: {why}")
+            return read_whole(folder)
+        self.stored = found
+        return model
 
     @property
     def embedding(self) -> nn.Module:
@@ -266,6 +285,12 @@ class HFLM(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.model(inputs_embeds=x, use_cache=False).logits
         return logits
+
+
+def _is_taken(name: str, config: RunConfig) -> bool:
+    """Whether the initial value of a parameter is that of `model.init_from`."""
+    patterns = config.model.init_include or ("*",)
+    return config.model.init_from is not None and any(fnmatchcase(name, item) for item in patterns)
 
 
 class MultimodalModel(nn.Module):
@@ -321,14 +346,26 @@ class MultimodalLM(Task):
         self._sizes = {"width": width, "layers": layers, "heads": heads}
         self._queries = queries
         self._frozen = tuple(frozen)
+        self._weights: StoredWeights | None = None
+        if config.model.hf is not None:
+            require("transformers", "model.hf", "hf")
+            if not config.model.from_scratch:
+                self._weights = StoredWeights(Path(config.model.hf))
+        self._names: dict[str, str] = {}
+        """Names in the files by the names of parameters."""
         self._max_tokens = form.max_tokens(config.data.seq_len)
 
     def build_model(self) -> nn.Module:
         model = self.config.model
-        lm = HFLM(self.config) if model.hf is not None else self._own_lm()
+        lm = HFLM(self.config, self._weights) if model.hf is not None else self._own_lm()
         encoder = Encoder(self._medium, **self._sizes)
         aligner = Aligner(self._sizes["width"], lm.dim, self._queries, self._sizes["heads"])
+        add_adapters(lm.model if isinstance(lm, HFLM) else lm, self.config)
         whole = MultimodalModel(encoder, aligner, lm)
+        if isinstance(lm, HFLM):
+            self._names = {
+                name: lm.stored[param] for name, param in whole.named_parameters() if param in lm.stored
+            }
         for pattern in self._frozen:
             found = [param for name, param in whole.named_parameters() if fnmatchcase(name, pattern)]
             if not found:
@@ -339,6 +376,14 @@ class MultimodalLM(Task):
             for param in found:
                 param.requires_grad_(False)
         return whole
+
+    def read_weight(self, name: str, rows: slice) -> Tensor:
+        assert self._weights is not None
+        return self._weights.read(self._names[name], (rows,))
+
+    @property
+    def base_fingerprint(self) -> str | None:
+        return None if self._weights is None else self._weights.fingerprint
 
     def _own_lm(self) -> OwnLM:
         vocab_size = Tokenizer(self.config.data.tokenizer).identity.vocab_size

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from trainkit.adapters import lora_config, require
 from trainkit.config.schema import RunConfig
 from trainkit.errors import Problem, TrainkitError
 from trainkit.task import Loss, ParameterOptions, Stream, Task
@@ -53,9 +54,15 @@ def definite_problem(config: RunConfig) -> Problem | None:
         return find_hf_problem(config)
     try:
         load_task_class(config)
+        if config.model.lora is not None:
+            require("peft", "model.lora", "peft")
+            lora_config(config.model.lora)
     except TaskError as error:
         cause = error.__cause__
         return error.problem if cause is None or isinstance(cause, DEFINITE) else None
+    except TrainkitError as error:
+        key, _, message = error.message.partition(" ")
+        return Problem(key, message, hint=error.hint)
     return None
 
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset
 
+from trainkit.adapters import has_adapters, require
 from trainkit.config.schema import RunConfig
+from trainkit.manifest import BASE_FINGERPRINT
 from trainkit.plan.launch import Batch, LaunchPlan
 from trainkit.rundir import RunDir
 from trainkit.task import Loss, Samples, Stream, Task
@@ -54,8 +56,6 @@ from trainkit.trainer.task_batches import (
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules whose weights have the type of their statistics, float32."""
-BASE_FINGERPRINT = "the fingerprint of model.hf"
-"""Its key in the `data` of a manifest."""
 
 
 class UserTask:
@@ -66,6 +66,8 @@ class UserTask:
         self.flops_per_token: float | None = None
         self.num_params = 0
         """Known once the model is built."""
+        if config.model.lora is not None:
+            require("peft", "model.lora", "peft")
         seed_generators(stable_key(config.seed, "task"))
         self.task = load_task(config, run)
         if opens_data:
@@ -107,9 +109,8 @@ class UserTask:
 
     @property
     def base_fingerprint(self) -> str | None:
-        """That of the Hugging Face model on which the run is based, if it is."""
-        found: str | None = getattr(self.task, "base_fingerprint", None)
-        return found
+        """That of the files with weights on which the run is based, if it is."""
+        return self.task.base_fingerprint
 
     @property
     def rereads_frozen(self) -> bool:
@@ -193,6 +194,9 @@ class UserTask:
                 f"{on_meta} of its model is on the meta device",
                 "define read_weight(), which returns its initial value",
             )
+        if self.config.model.lora is not None and not has_adapters(model):
+            message = "build_model() added no adapters for model.lora"
+            raise refusal(self.config, message, "pass a module to trainkit.task.add_adapters in it")
         self._shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         for name, layer in quantized_layers(model).items():  # whose weights are no parameters
             self._shapes[f"{name}.weight"] = tuple(layer.shape)

@@ -22,7 +22,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
 from trainkit.job.rank_env import find_rank_env
 from trainkit.job.signals import StopRequest
-from trainkit.manifest import Checkpoint
+from trainkit.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.layouts.rules import compiles
 from trainkit.rundir import AttemptDir
@@ -221,8 +221,8 @@ def refuse_other_data(checkpoint: Checkpoint, manifest: dict[str, Any], identity
     """Raise TrainkitError (exit code 78) if positions in the data no longer refer to the same samples."""
     for key, value in identity.items():
         before = manifest["data"].get(key)
-        if before == value:
-            continue
+        if before == value or (before is None and key == BASE_FINGERPRINT):
+            continue  # older checkpoints of tasks lack the fingerprint, and have the frozen weights
         changed = (
             "the training data has changed" if key == "fingerprint" else f"{key} is {value}, was {before}"
         )
@@ -263,7 +263,8 @@ def resume(
         read_initial_weights(built.weights, built.read_weight, resumed=chosen is not None)
     if chosen is None:
         if config.model.init_from is not None:
-            load_initial_weights(tensors.tensors, config.model, world)
+            base = task.data_identity().get(BASE_FINGERPRINT)
+            load_initial_weights(tensors.tensors, config.model, world, base)
         tensors.copy_duplicates()
         return TrainingState(best_metric=best_metric)
     checkpoint, manifest = chosen

@@ -13,7 +13,14 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from trainkit.config.training import ModelConfig
 from trainkit.errors import EXIT_NO_RESTART, TrainkitError
-from trainkit.manifest import BEST_LINK, MANIFEST_NAME, Checkpoint, find_plain_damage, published
+from trainkit.manifest import (
+    BASE_FINGERPRINT,
+    BEST_LINK,
+    MANIFEST_NAME,
+    Checkpoint,
+    find_plain_damage,
+    published,
+)
 from trainkit.rundir import RunDir
 from trainkit.trainer.checkpoint.loader import agree_on_damage, broadcast_from_main, gather_from_all
 from trainkit.trainer.checkpoint.storage import SafeReader
@@ -51,11 +58,14 @@ def read_initial_weights(weights: Sequence[Weight], read: ReadWeight, *, resumed
         shard.copy_(value)
 
 
-def load_initial_weights(tensors: Mapping[str, Tensor], config: ModelConfig, world: World) -> None:
+def load_initial_weights(
+    tensors: Mapping[str, Tensor], config: ModelConfig, world: World, base: object = None
+) -> None:
     """Fill the weights and buffers among `tensors` that match `model.init_include`, in place.
 
     Raises InitError unless each of them is in the checkpoint, with its shape; and without `init_include`, if
-    the checkpoint has others.
+    the checkpoint has others. A checkpoint of a run with the same `base`, the fingerprint of files with
+    weights, may lack some: what was frozen there still is as in the files.
     """
     assert config.init_from is not None
     found = broadcast_from_main(_find(Path(config.init_from)) if world.is_main else None, world)
@@ -76,6 +86,9 @@ def load_initial_weights(tensors: Mapping[str, Tensor], config: ModelConfig, wor
     everywhere: dict[str, tuple[int, ...]] = {}
     for part in gather_from_all({name: tuple(tensor.shape) for name, tensor in own.items()}, world):
         everywhere |= part
+    if base is not None and checkpoint.manifest()["data"].get(BASE_FINGERPRINT) == base:
+        everywhere = {name: shape for name, shape in everywhere.items() if name in shapes}
+        own = {name: tensor for name, tensor in own.items() if name in shapes}
     problem = _problem(everywhere, shapes, is_part=bool(config.init_include))
     if problem:
         raise InitError(

@@ -1,0 +1,168 @@
+"""Low-rank adapters of peft: the key `model.lora`."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.config.schema import RunConfig
+from trainkit.errors import EXIT_NO_RESTART, TrainkitError
+
+ADAPTER = "default"
+"""The name of the adapter in peft."""
+HINT = "it has the arguments of peft.LoraConfig, such as r, lora_alpha and target_modules"
+UNSUPPORTED = ("layer_replication", "ensure_weight_tying")
+"""Arguments of LoraConfig with which several modules share parameters."""
+NEEDS_WEIGHTS = ("use_dora", "use_qalora", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
+"""Arguments of LoraConfig with which the initial values of the adapters depend on the model's weights."""
+
+
+def require(module: str, key: str, extra: str) -> None:
+    """Raise TrainkitError (exit code 78) unless a module that a config key needs is installed."""
+    if importlib.util.find_spec(module) is None:
+        raise TrainkitError(
+            f"{key} needs {module}, which is not installed",
+            hint=f"pip install 'trainkit[{extra}]'",
+            exit_code=EXIT_NO_RESTART,
+        )
+
+
+def add_adapters(module: nn.Module, config: RunConfig) -> None:
+    """Add the adapters of ``model.lora`` to a module of a model, in place, and freeze its other parameters.
+
+    Does nothing if the key is not set. What is outside `module` is trained as before. Raises TrainkitError
+    (exit code 78) if the adapters do not fit it.
+    """
+    lora = config.model.lora
+    if lora is None:
+        return
+    require("peft", "model.lora", "peft")
+    import peft
+
+    name = type(module).__name__
+    settings = lora_config(lora)
+    if settings.modules_to_save:
+        raise TrainkitError(
+            f"model.lora.modules_to_save is {settings.modules_to_save}, but task is {config.task}",
+            hint="remove it: the task decides what is trained besides the adapters",
+            exit_code=EXIT_NO_RESTART,
+        )
+    is_on_meta = any(param.is_meta for param in module.parameters())
+    if is_on_meta and not is_independent(lora):
+        raise TrainkitError(
+            f"model.lora is {lora}, for which the weights of {name} must be in memory",
+            hint="build it without parameters_on_meta",
+            exit_code=EXIT_NO_RESTART,
+        )
+    with errors_of_lora(name):
+        check_targets(module, settings, name)
+        peft.inject_adapter_in_model(settings, module, ADAPTER)
+    reset_meta_adapters(module, settings)
+
+
+def lora_config(lora: dict[str, Any], task_type: str | None = None) -> Any:
+    """The config of peft; raises TrainkitError (exit code 78) for what it or trainkit does not take."""
+    import peft
+
+    for name in UNSUPPORTED:
+        if lora.get(name):
+            raise TrainkitError(
+                f"model.lora.{name} is set, which trainkit does not support",
+                hint="shared parameters cannot be sharded layer by layer",
+                exit_code=EXIT_NO_RESTART,
+            )
+    try:
+        return peft.LoraConfig(task_type=task_type, **lora)
+    except (TypeError, ValueError) as error:
+        raise TrainkitError(f"model.lora is {lora}: {error}", hint=HINT, exit_code=EXIT_NO_RESTART) from error
+
+
+@contextmanager
+def errors_of_lora(model: str) -> Iterator[None]:
+    """Raise TrainkitError (exit code 78) if peft cannot add adapters to what `model` names."""
+    try:
+        yield
+    except (TypeError, ValueError, re.error) as error:
+        raise TrainkitError(
+            f"model.lora does not fit {model}: {error}", hint=HINT, exit_code=EXIT_NO_RESTART
+        ) from error
+
+
+def check_targets(module: nn.Module, settings: Any, model: str) -> None:
+    """Raise TrainkitError (exit code 78) if adapters are for a module that `model` does not have."""
+    targets = settings.target_modules
+    if targets is None or targets == "all-linear":
+        return  # peft knows the modules, or raises
+    names = [name for name, _ in module.named_modules()]
+    ends = {name.rpartition(".")[2] for name, part in module.named_modules() if _is_adaptable(part)}
+    for target in [targets] if isinstance(targets, str) else targets:
+        # As in peft, a string is a pattern for the whole name, and a list has the ends of names.
+        if isinstance(targets, str):
+            is_known = any(re.fullmatch(target, name) for name in names)
+        else:
+            is_known = any(f".{name}".endswith(f".{target}") for name in names)
+        if not is_known:
+            last = target.rpartition(".")[2]
+            closest = sorted(ends, key=lambda end: (-SequenceMatcher(None, last, end).ratio(), end))
+            raise TrainkitError(
+                f"model.lora.target_modules has {target}, which matches no module of {model}",
+                hint=f"the modules with weights are called {', '.join(closest)}",
+                exit_code=EXIT_NO_RESTART,
+            )
+
+
+def _is_adaptable(module: nn.Module) -> bool:
+    """Whether a module has a matrix of its own."""
+    return any(param.dim() > 1 for param in module.parameters(recurse=False))
+
+
+def reset_meta_adapters(model: nn.Module, settings: Any) -> None:
+    """Give adapters of weights on the meta device memory and their initial values."""
+    for layer in _adapted_layers(model):
+        parts = [getattr(layer, name) for name in layer.adapter_layer_names]
+        if any(param.is_meta for part in parts for param in part.parameters()):
+            for part in parts:
+                part.to_empty(device="cpu")
+            layer.reset_lora_parameters(ADAPTER, settings.init_lora_weights)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a module of a model has low-rank adapters."""
+    return any(True for _ in _adapted_layers(model))
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Add the adapters of `add_adapters` to the weights, in place; the names are again those without them."""
+    for name, layer in [(name, item) for name, item in model.named_modules() if _is_adapted(item)]:
+        layer.merge()
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, layer.get_base_layer())
+
+
+def _adapted_layers(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if _is_adapted(module))
+
+
+def _is_adapted(module: Any) -> bool:
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(module, LoraLayer)
+
+
+def is_independent(lora: dict[str, Any]) -> bool:
+    """Whether the initial values of adapters do not depend on the weights that they adapt."""
+    return lora.get("init_lora_weights", True) in (True, "gaussian") and keeps_base(lora)
+
+
+def keeps_base(lora: dict[str, Any]) -> bool:
+    """Whether peft leaves the weights of the model as they are."""
+    is_simple = lora.get("init_lora_weights", True) in (True, False, "gaussian")
+    return is_simple and not any(lora.get(key) for key in NEEDS_WEIGHTS)
