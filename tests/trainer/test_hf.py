@@ -22,7 +22,6 @@ from trainkit.rundir import AttemptDir, RunDir, read_json, read_metrics, write_j
 from trainkit.safetensors import StoredWeights, WeightsError
 from trainkit.trainer.checkpoint.storage import SafeReader
 from trainkit.trainer.export import ExportRequest, export
-from trainkit.trainer.hf_task import HFCausalLM
 from trainkit.trainer.task_check import definite_problem
 from trainkit.trainer.user_task import UserTask
 
