@@ -3,10 +3,10 @@
     pip install -e '.[hf]' accelerate lightning
     python -m benchmarks.hf_step
 
-All four train a Llama with the same weights and batch size in one process. They take turns step by step, in
-random order, so that changes in machine speed affect all alike. The batch of the others stays in memory;
-trainkit reads and tokenises its own. AdamW is fused and the gradient is clipped everywhere; nothing is logged
-or saved. The first fifth of the steps is warm-up.
+All four train a Llama with the same weights, batch size and data in one process: the tokens of Python's
+standard library, through a shuffling DataLoader with two workers. They take turns step by step, in random
+order, so that changes in machine speed affect all alike. AdamW is fused and the gradient is clipped
+everywhere; nothing is logged or saved. The first fifth of the steps is warm-up.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.training_loop import make_attempt
 
 SEQ_LEN = 256
+NUM_WORKERS = 2
+"""Those of trainkit's default."""
+NUM_RESAMPLES = 2000
 BATCH_SIZE = 8
 SIZES = {
     "hidden_size": 256,
@@ -79,15 +83,39 @@ def trainkit_step(folder: Path, dtype: str, architecture: str) -> Step:
     return trainer.step
 
 
-def accelerate_step(folder: Path, dtype: str, tokens: Tensor) -> Step:
+class Tokens(Dataset[dict[str, Tensor]]):
+    """The samples that trainkit reads, in the form of transformers."""
+
+    def __init__(self) -> None:
+        from trainkit.config import load_config
+        from trainkit.task import TokenSamples
+
+        overrides = [f"data.seq_len={SEQ_LEN}", "data.tokenizer=bytes"]
+        self._samples = TokenSamples(load_config(None, overrides=overrides, layers=False).config.data)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = self._samples[index][:SEQ_LEN]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def new_loader() -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(Tokens(), BATCH_SIZE, shuffle=True, num_workers=NUM_WORKERS, persistent_workers=True)
+
+
+def accelerate_step(folder: Path, dtype: str) -> Step:
     """A step of a loop with accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="no" if dtype == "fp32" else dtype, cpu=True)
     model = load(folder)
-    model, optimizer = accelerator.prepare(model, new_optimizer(model))
+    model, optimizer, loader = accelerator.prepare(model, new_optimizer(model), new_loader())
+    batches = iter(loader)
 
     def step() -> None:
+        tokens = next(batches)["input_ids"]
         accelerator.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -96,15 +124,17 @@ def accelerate_step(folder: Path, dtype: str, tokens: Tensor) -> Step:
     return step
 
 
-def fabric_step(folder: Path, dtype: str, tokens: Tensor) -> Step:
+def fabric_step(folder: Path, dtype: str) -> Step:
     """A step of a loop with Lightning Fabric."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1, precision="32-true" if dtype == "fp32" else "bf16-mixed")
     model = load(folder)
     model, optimizer = fabric.setup(model, new_optimizer(model))
+    batches = iter(fabric.setup_dataloaders(new_loader()))
 
     def step() -> None:
+        tokens = next(batches)["input_ids"]
         fabric.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
@@ -113,7 +143,7 @@ def fabric_step(folder: Path, dtype: str, tokens: Tensor) -> Step:
     return step
 
 
-def trainer_step(folder: Path, dtype: str, tokens: Tensor, num_steps: int) -> Step:
+def trainer_step(folder: Path, dtype: str, num_steps: int) -> Step:
     """A step of the Trainer of transformers, whose own loop runs in a thread and waits for its turn."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -126,7 +156,6 @@ def trainer_step(folder: Path, dtype: str, tokens: Tensor, num_steps: int) -> St
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             done.release()
 
-    samples = [{"input_ids": row, "labels": row} for row in tokens.repeat(num_steps, 1)]
     options = TrainingArguments(
         output_dir=str(folder.parent / "trainer"),
         max_steps=num_steps,
@@ -140,8 +169,9 @@ def trainer_step(folder: Path, dtype: str, tokens: Tensor, num_steps: int) -> St
         logging_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        dataloader_num_workers=NUM_WORKERS,
     )
-    trainer = Trainer(model=load(folder), args=options, train_dataset=samples, callbacks=[Turns()])
+    trainer = Trainer(model=load(folder), args=options, train_dataset=Tokens(), callbacks=[Turns()])
     threading.Thread(target=trainer.train, daemon=True).start()
 
     def step() -> None:
@@ -154,13 +184,12 @@ def trainer_step(folder: Path, dtype: str, tokens: Tensor, num_steps: int) -> St
 
 def measure(folder: Path, dtype: str, num_steps: int) -> dict[str, list[float]]:
     """Seconds of the steps of each, after the warm-up."""
-    tokens = torch.randint(0, 256, (BATCH_SIZE, SEQ_LEN))
     steps: dict[str, Step] = {
         "trainkit, transformers": trainkit_step(folder, dtype, "transformers"),
         "trainkit, its own decoder": trainkit_step(folder, dtype, "llama"),
-        "accelerate": accelerate_step(folder, dtype, tokens),
-        "Fabric": fabric_step(folder, dtype, tokens),
-        "Trainer": trainer_step(folder, dtype, tokens, num_steps),
+        "accelerate": accelerate_step(folder, dtype),
+        "Fabric": fabric_step(folder, dtype),
+        "Trainer": trainer_step(folder, dtype, num_steps),
     }
     times_s: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
@@ -181,8 +210,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="steps of each (a fifth is warm-up)")
     parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=list(DTYPES))
     args = parser.parse_args()
-    print("| type | loop | median ms | min | max | speed of trainkit with transformers |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| type | loop | median ms | min | max | speed of trainkit with transformers | 95 % of resamples |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     for dtype in args.dtype:
         # In a process of its own, since accelerate keeps its precision as long as the process lives.
         process = multiprocessing.get_context("spawn").Process(target=report, args=(dtype, args.steps))
@@ -201,11 +230,25 @@ def report(dtype: str, num_steps: int) -> None:
         config = AutoConfig.for_model("llama", **SIZES)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
         times_s = measure(folder, dtype, num_steps)
-    ours = statistics.median(times_s["trainkit, transformers"])
+    ours = times_s["trainkit, transformers"]
     for name, values in times_s.items():
         found = statistics.median(values)
         row = [f"{1e3 * value:.0f}" for value in (found, min(values), max(values))]
-        print(f"| {dtype} | {name} | {' | '.join(row)} | {found / ours:.3f} |", flush=True)
+        low, high = ratio_interval(ours, values)
+        ratio = f"{found / statistics.median(ours):.3f} | {low:.3f} to {high:.3f}"
+        print(f"| {dtype} | {name} | {' | '.join(row)} | {ratio} |", flush=True)
+
+
+def ratio_interval(ours: list[float], theirs: list[float]) -> tuple[float, float]:
+    """The middle 95 % of the ratio of the medians, over resamples of the rounds."""
+    rounds, draw = list(zip(ours, theirs, strict=True)), random.Random(0)
+    ratios = []
+    for _ in range(NUM_RESAMPLES):
+        chosen = draw.choices(rounds, k=len(rounds))
+        medians = [statistics.median(values) for values in zip(*chosen, strict=True)]
+        ratios.append(medians[1] / medians[0])
+    ratios.sort()
+    return ratios[NUM_RESAMPLES * 25 // 1000], ratios[NUM_RESAMPLES * 975 // 1000]
 
 
 if __name__ == "__main__":
