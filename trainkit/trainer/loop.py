@@ -28,6 +28,7 @@ from trainkit.trainer.optimizer import ShardedAdamW, learning_rate
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.slow_ranks import NUM_TIMES, Slowdown, SlowRanks, StepClock
 from trainkit.trainer.step_sync import (
     AsyncSum,
     ReportReadback,
@@ -75,6 +76,11 @@ class Trainer:
     """The fields of every checkpoint manifest of this attempt, besides the training state."""
     nominal_count: int
     """What the loss of a step is divided by, if all its tokens or samples are valid."""
+    clock: StepClock
+    slow_ranks: SlowRanks | None
+    """On rank 0 of several."""
+    hosts: Sequence[str]
+    """The host name of every rank."""
     buffers: StateBuffers | None = None
     _steps_done: int = 0
     """Steps of this attempt."""
@@ -138,6 +144,7 @@ class Trainer:
         started = time.monotonic()
         batch = next(self.batches)
         data_wait_s = time.monotonic() - started
+        self.clock.begin_step(data_wait_s)
         if self.buffers is not None:
             # A forward pass may change them.
             self._await_staging()
@@ -145,6 +152,7 @@ class Trainer:
         report = self._apply_gradient(totals, square_sum, lr)
         self._update_state(batch, report)
         self.progress.end_step()
+        self._find_slow_ranks(report)
         self.profiler.after(step)
         if step % GC_EVERY_STEPS == 0:
             # On all ranks at the same step: a collection at a random time would make one rank a straggler.
@@ -154,8 +162,8 @@ class Trainer:
     def _compute_gradient(self, batch: Any, data_wait_s: float) -> tuple[Tensor, Tensor]:
         """Compute this step's gradient, divided by the nominal count of the loss, for the optimizer.
 
-        Returns the sums of `pack_report` over all ranks, float64 [5 + 2 x metrics], and the gradient's sum of
-        squares, float64 [].
+        Returns the sums of `pack_report` over all ranks and the times of each, float64
+        [5 + 2 x metrics + 2 x ranks], and the gradient's sum of squares, float64 [].
         """
         # Gradients are averaged over the dp x cp ranks, hence the factor. `_apply_gradient` corrects for the
         # actual count, which is known only then.
@@ -165,6 +173,7 @@ class Trainer:
 
         def on_loss(sums: Tensor) -> None:
             nonlocal local_report, async_sum
+            self.clock.end_forward()
             local_report = self._pack_report(sums, batch.num_tokens, data_wait_s)
             if self.optimizer.has_whole_gradient:
                 # Overlaps with the last backward pass.
@@ -183,21 +192,26 @@ class Trainer:
         return sums[:-1], sums[-1]
 
     def _pack_report(self, sums: Tensor, num_tokens: int | None, data_wait_s: float) -> Tensor:
-        return pack_report(self.world, sums, num_tokens, bool(self.stop), self._save_by_time(), data_wait_s)
+        due = self._save_by_time()
+        report = pack_report(self.world, sums, num_tokens, bool(self.stop), due, data_wait_s)
+        return torch.cat((report, self.clock.report())) if self.world.size > 1 else report
 
     def _apply_gradient(self, totals: Tensor, square_sum: Tensor, lr: float) -> StepReport:
         """Clip and apply the gradient, or skip it on all ranks if it is not finite."""
         self.progress.enter("update")
         divisor = (totals[1] / self.nominal_count).float() * self.loss_scale.value
         grad_norm = square_sum.sqrt().float() / divisor
-        readback = ReportReadback(self.world, self.forward_backward.metric_names)
+        num_times = NUM_TIMES * self.world.size if self.world.size > 1 else 0
+        readback = ReportReadback(self.world, self.forward_backward.metric_names, num_times)
         readback.start(totals, grad_norm)
         skip = (~torch.isfinite(grad_norm + totals[0])).float()
         if self.config.train.grad_clip is not None:
             divisor = divisor * (grad_norm / self.config.train.grad_clip).clamp(min=1.0)
         self._await_staging()
+        self.clock.begin_update()
         self.optimizer.step(lr, divisor, skip)
         self.optimizer.zero_grad()
+        self.clock.end_update()
         self.loss_scale.update(skip)
         if self.buffers is not None:
             self.buffers.settle(self.world)
@@ -235,6 +249,40 @@ class Trainer:
                 f"up to step {state.step}",
                 hint="lower optimizer.lr, raise schedule.warmup_steps, or check the data of these steps",
             )
+
+    def _find_slow_ranks(self, report: StepReport) -> None:
+        """Record on rank 0 that a rank, or the run, has become slow or is no longer."""
+        if self.slow_ranks is None:
+            return
+        for found in self.slow_ranks.add(self.state.step, report.rank_times, self.progress.last_step_s):
+            self._record_slowdown(found)
+
+    def _record_slowdown(self, found: Slowdown) -> None:
+        fields: dict[str, Any] = {} if found.rank is None else {"rank": found.rank}
+        if found.rank is not None:
+            fields["host"] = self.hosts[found.rank]
+        name = "run" if found.rank is None else f"rank {found.rank} on {fields['host']}"
+        usual = "before" if found.rank is None else "the other ranks"
+        event = "slow_run" if found.rank is None else "slow_rank"
+        if found.is_over:
+            log.info(f"step={self.state.step} {name} is no longer slow")
+        else:
+            log.warning(
+                f"step={self.state.step} {name} is slow since step {found.since_step} ({found.phase}):"
+                f" {1e3 * found.own_s:.1f} ms a step, {usual} {1e3 * found.usual_s:.1f} ms"
+            )
+        record_event(
+            self.run,
+            self.attempt,
+            f"{event}_over" if found.is_over else event,
+            **fields,
+            step=self.state.step,
+            since_step=found.since_step,
+            phase=found.phase,
+            ratio=round(found.ratio, 2),
+            own_s=round(found.own_s, 6),
+            usual_s=round(found.usual_s, 6),
+        )
 
     def _require_updated_weights(self) -> None:
         """Raise DivergedError if every step of the run was skipped: it has trained nothing."""

@@ -91,6 +91,11 @@ class Progress:
         return CurrentPhase(*self._current)
 
     @property
+    def last_step_s(self) -> float:
+        """The duration of the last step in seconds."""
+        return self._recent_s[(self._num_steps - 1) % NUM_RECENT]
+
+    @property
     def median_step_s(self) -> float | None:
         """The median duration of the recent steps in seconds; None before the first has ended."""
         num_steps = self._num_steps

@@ -1,7 +1,8 @@
 """One small all-reduce per step, in which the ranks agree on everything that must be equal on all of them.
 
 It carries the loss, the number of tokens, the time spent waiting for data, whether a rank was asked to stop,
-and whether a checkpoint is due. Logging, clipping and signals need no other communication.
+whether a checkpoint is due, and how long each rank computed on its own. Logging, clipping and signals need no
+other communication.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class StepReport:
     """Mean over the ranks."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Those of a user's task, each divided by its count."""
+    rank_times: tuple[float, ...] = ()
+    """The terms of `StepClock.report` of all ranks; empty without any."""
 
 
 def all_reduce_sum(values: Tensor, world: World) -> Tensor:
@@ -99,9 +102,11 @@ class ReportReadback:
     for the gradients, while the device computes the update.
     """
 
-    def __init__(self, world: World, metric_names: Sequence[str] = ()) -> None:
+    def __init__(self, world: World, metric_names: Sequence[str] = (), num_times: int = 0) -> None:
+        """`num_times` is the number of times after the terms of `pack_report`."""
         self._world = world
         self._metric_names = metric_names
+        self._num_times = num_times
         self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -120,9 +125,11 @@ class ReportReadback:
         if self._event is not None:
             self._event.synchronize()
         total, count, stop, save, data_wait_s, *sums, grad_norm = self._host.tolist()
+        end = len(sums) - self._num_times
+        sums, times = sums[:end], tuple(sums[end:])
         loss = total / count if count else 0.0
         finite = abs(loss) < float("inf") and abs(grad_norm) < float("inf")
         pairs = zip(self._metric_names, sums[::2], sums[1::2], strict=True)
         metrics = {name: value / divisor for name, value, divisor in pairs if divisor}
         wait_s = data_wait_s / self._world.size
-        return StepReport(int(count), loss, grad_norm, finite, stop > 0, save > 0, wait_s, metrics)
+        return StepReport(int(count), loss, grad_norm, finite, stop > 0, save > 0, wait_s, metrics, times)

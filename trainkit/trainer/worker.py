@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -28,7 +29,12 @@ from trainkit.plan.layouts.rules import compiles
 from trainkit.rundir import AttemptDir
 from trainkit.trainer.build import BuiltModel, build, set_determinism
 from trainkit.trainer.checkpoint.initial import load_initial_weights, read_initial_weights
-from trainkit.trainer.checkpoint.loader import broadcast_from_main, choose_checkpoint, load_tensors
+from trainkit.trainer.checkpoint.loader import (
+    broadcast_from_main,
+    choose_checkpoint,
+    gather_from_all,
+    load_tensors,
+)
 from trainkit.trainer.checkpoint.saver import CheckpointSaver
 from trainkit.trainer.checkpoint.state import StateTensors, TrainingState
 from trainkit.trainer.distributed import World, join_world, record_event, select_device
@@ -39,6 +45,7 @@ from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.slow_ranks import SlowRanks, StepClock
 from trainkit.trainer.tasks import AnyTask, build_task
 
 log = getLogger(__name__)
@@ -208,6 +215,9 @@ def build_trainer(
         # Only the loss of a user's task knows what it is divided by.
         nominal_count=plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step,
         buffers=built.buffers,
+        clock=StepClock(world, plan.layout),
+        slow_ranks=SlowRanks(plan.layout) if world.is_main and world.size > 1 else None,
+        hosts=gather_from_all(socket.gethostname(), world),
     )
     return trainer, tensorboard
 

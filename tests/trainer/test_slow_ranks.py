@@ -1,0 +1,183 @@
+"""Ranks that hold the others up: which are named, when, and when nobody is."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import ForkedWorker
+from tests.support.runs import fork_workers, make_attempt, wait_for
+from trainkit.plan.launch import Layout
+from trainkit.rundir import RunDir, read_jsonl, read_metrics
+from trainkit.trainer.slow_ranks import WINDOW, Slowdown, SlowRanks
+
+STEP_S = 0.2
+
+
+def play(
+    ranks: SlowRanks, steps: range, size: int, slow: dict[int, tuple[float, float]], *, seed: int = 0
+) -> list[Slowdown]:
+    """Add steps in which each rank waits 1 ms for data and computes 20 ms; `slow` adds to both, by rank."""
+    draw, found = random.Random(seed), []
+    for step in steps:
+        times: list[float] = []
+        for rank in range(size):
+            data_s, compute_s = slow.get(rank, (0.0, 0.0))
+            times += [0.001 + data_s, 0.02 * draw.uniform(0.9, 1.1) + compute_s]
+        found += ranks.add(step, times, STEP_S + max(map(sum, slow.values()), default=0.0))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 64, 1024])
+def test_a_slow_rank_is_named_within_30_steps_and_when_it_is_over(size: int) -> None:
+    ranks, slow = SlowRanks(Layout(dp_shard=size)), size - 1
+    assert play(ranks, range(1, 51), size, {}) == []
+    [found] = play(ranks, range(51, 81), size, {slow: (0.0, 0.015)})
+    assert (found.rank, found.is_over, found.phase, found.since_step) == (slow, False, "compute", 51)
+    assert 1.5 < found.ratio < 2.0
+    assert play(ranks, range(81, 121), size, {slow: (0.0, 0.015)}) == []  # said once
+    [over] = play(ranks, range(121, 151), size, {})
+    assert (over.rank, over.is_over) == (slow, True)
+
+
+def test_data_and_computation_are_told_apart() -> None:
+    ranks = SlowRanks(Layout(dp_replicate=4))
+    [found] = play(ranks, range(1, 41), 4, {2: (0.05, 0.01)})
+    assert (found.rank, found.phase) == (2, "data")
+
+
+def test_two_slow_ranks() -> None:
+    ranks = SlowRanks(Layout(dp_shard=8))
+    found = play(ranks, range(1, 41), 8, {1: (0.0, 0.02), 5: (0.0, 0.03)})
+    assert [item.rank for item in found] == [1, 5]
+
+
+def test_one_long_step_is_not_a_slow_rank() -> None:
+    ranks = SlowRanks(Layout(dp_shard=4))
+    for start in range(1, 400, WINDOW):
+        assert play(ranks, range(start, start + 1), 4, {start % 4: (0.0, 5.0)}) == []
+        assert play(ranks, range(start + 1, start + WINDOW), 4, {}) == []
+
+
+def test_a_single_slow_window_is_not_a_slow_rank() -> None:
+    ranks = SlowRanks(Layout(dp_shard=4))
+    play(ranks, range(1, 11), 4, {})
+    for start in range(11, 200, 2 * WINDOW):
+        assert play(ranks, range(start, start + WINDOW), 4, {1: (0.0, 0.05)}) == []
+        assert play(ranks, range(start + WINDOW, start + 2 * WINDOW), 4, {}) == []
+
+
+def test_stages_of_a_pipeline_are_not_compared() -> None:
+    ranks = SlowRanks(Layout(pp=2, dp_shard=2))
+    last = {2: (0.0, 0.1), 3: (0.0, 0.1)}  # the stage with the head
+    assert play(ranks, range(1, 101), 4, last) == []
+    [found] = play(ranks, range(101, 141), 4, {**last, 2: (0.0, 0.3)})
+    assert found.rank == 2
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_is_named_in_an_undisturbed_run(seed: int) -> None:
+    ranks = SlowRanks(Layout(dp_shard=16))
+    assert play(ranks, range(1, 1001), 16, {}, seed=seed) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "data_s", "compute_s"), [("data", 0.2, 0.0), ("compute", 0.0, 0.2), ("network", 0.0, 0.0)]
+)
+def test_a_slow_run_is_compared_with_its_past(phase: str, data_s: float, compute_s: float) -> None:
+    ranks = SlowRanks(Layout(dp_shard=4))
+    assert play(ranks, range(1, 101), 4, {}) == []
+    found: list[Slowdown] = []
+    for step in range(101, 141):
+        times = [value for rank in range(4) for value in (0.001 + data_s, 0.02 + compute_s)]
+        found += ranks.add(step, times, 0.5)
+    [slow] = found
+    assert (slow.rank, slow.phase, slow.is_over, slow.since_step) == (None, phase, False, 101)
+    assert slow.own_s == pytest.approx(0.5)
+    assert slow.usual_s == pytest.approx(STEP_S)
+    [over] = play(ranks, range(141, 201), 4, {})
+    assert (over.rank, over.is_over) == (None, True)
+
+
+def test_short_steps_are_not_judged_by_a_moment() -> None:
+    ranks = SlowRanks(Layout(dp_shard=4))
+    found: list[int] = []
+    for step in range(1, 1001):
+        times = [0.001, 0.002, 0.001, 0.002, 0.001, 0.002, 0.001, 0.02]
+        if ranks.add(step, times, 0.0251):
+            found.append(step)
+    assert found == [130]  # three seconds after the warm-up
+
+
+class Brake:
+    """Slows a process down: it runs for 2 of every 5 ms."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._ends = pid, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            os.kill(self._pid, signal.SIGSTOP)
+            time.sleep(0.003)
+            os.kill(self._pid, signal.SIGCONT)
+            time.sleep(0.002)
+
+    def release(self) -> None:
+        self._ends.set()
+        self._thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp_shard", "dp_replicate"])
+def test_a_rank_with_less_of_its_cpu_is_named(tmp_path: Path, layout: str) -> None:
+    options = ["train.steps=100000", f"parallel.{layout}=4", "model.num_layers=8", "model.dim=128"]
+    attempt = make_attempt(tmp_path / "run", [*options, "data.seq_len=128"], 4)
+    workers = fork_workers(attempt, 4)
+    run, brake = attempt.run, None
+    try:
+        wait_until(lambda: last_step(run) > 60, workers)
+        before = slow_events(run)
+        begins = last_step(run)
+        brake = Brake(workers[2].pid)
+        wait_until(lambda: any(event["rank"] == 2 for event in slow_events(run)), workers)
+    finally:
+        if brake is not None:
+            brake.release()
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+        wait_for(workers)
+    assert before == []
+    [found] = [event for event in slow_events(run) if event["rank"] == 2][:1]
+    assert found["host"] == socket.gethostname()
+    assert found["phase"] == "compute"
+    assert found["ratio"] > 1.4
+    assert begins - WINDOW < found["since_step"] <= begins + 2 * WINDOW
+    assert f"rank 2 on {found['host']} is slow since step" in attempt.rank_log(0).read_text()
+
+
+def last_step(run: RunDir) -> int:
+    records = read_metrics(run) if run.metrics_file.exists() else []
+    return int(records[-1]["step"]) if records else 0
+
+
+def slow_events(run: RunDir) -> list[dict[str, Any]]:
+    return list(read_jsonl(run.events_file, ["slow_rank"]))
+
+
+def wait_until(is_true: Callable[[], bool], workers: Sequence[ForkedWorker]) -> None:
+    end_s = time.monotonic() + 240
+    while not is_true():
+        assert all(worker.poll() is None for worker in workers)
+        assert time.monotonic() < end_s
+        time.sleep(0.1)

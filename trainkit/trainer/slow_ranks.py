@@ -1,0 +1,247 @@
+"""Finds ranks that hold the others up, from how long each computes before it first waits for another.
+
+A rank that is slow makes all ranks slow: the others wait for it in their collectives, so the duration of a
+step tells none apart. What differs is the time between the last collective of a step and the first of the
+next one: the update, the wait for data, and without sharded parameters the forward pass. Every rank adds its
+times to the all-reduce that each step has anyway, and rank 0 compares them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainkit.plan.launch import Layout
+from trainkit.trainer.distributed import World
+
+Phase = Literal["data", "compute", "network"]
+WINDOW = 10
+"""Steps that are judged together."""
+WINDOWS = 2
+"""Windows in a row after which a rank is slow, or no longer slow."""
+RATIO = 1.4
+"""A rank is slow if its own time is this many times that of the others."""
+MIN_EXCESS_S = 0.5e-3
+MIN_EXCESS_SHARE = 0.02
+"""Smallest difference that counts: in seconds, and as a share of the step."""
+MIN_SLOW_S = 3.0
+"""How long it must be slow: on busy hosts, short steps differ for a moment."""
+RUN_RATIO = 1.5
+"""The run is slow if its steps take this many times the median of its earlier windows."""
+RUN_WINDOWS = 3
+BASE_WINDOWS = 5
+"""Windows to know before the run is compared with its own past."""
+MAX_PAST = 100
+FEW = 4
+"""Ranks below which a slow one changes the median, so that it is compared with the others alone."""
+NUM_TIMES = 2
+"""Times of a rank in a report: waiting for data, and computing."""
+LAG = 2
+"""Steps after which the events of a GPU are certainly complete: the host runs at most one step ahead."""
+
+
+class StepClock:
+    """Measures the times of this rank; never waits for the device.
+
+    On a GPU the times are those of its stream, and of an earlier step.
+    """
+
+    def __init__(self, world: World, layout: Layout) -> None:
+        self._world = world
+        self._uses_events = world.device.type == "cuda" and world.size > 1
+        self._has_local_forward = layout.world_size == layout.dp_replicate
+        """Whether a forward pass has no collective."""
+        self._data_s = 0.0
+        self._marks: list[float | torch.cuda.Event] = []
+        self._past: deque[tuple[float, list[float | torch.cuda.Event]]] = deque(maxlen=LAG)
+
+    def begin_step(self, data_wait_s: float) -> None:
+        """Call once the batch is there, before the forward pass."""
+        self._data_s = data_wait_s
+        self._marks = [self._now(), self._now()]
+
+    def end_forward(self) -> None:
+        """Call before the first collective of the backward pass."""
+        if self._has_local_forward:
+            self._marks[1] = self._now()
+
+    def begin_update(self) -> None:
+        """Call after the last collective of the step."""
+        self._marks.append(self._now())
+
+    def end_update(self) -> None:
+        """Call after the update."""
+        self._marks.append(self._now())
+        self._past.append((self._data_s, self._marks))
+
+    def report(self) -> torch.Tensor:
+        """The times of an earlier step as the terms of this rank, float64 [ranks x 2]; zeros before it."""
+        terms = torch.zeros(self._world.size * NUM_TIMES, dtype=torch.float64, device="cpu")
+        needed = LAG if self._uses_events else 1
+        if len(self._past) >= needed:
+            data_s, marks = self._past[-needed]
+            compute_s = _elapsed_s(marks[0], marks[1]) + _elapsed_s(marks[2], marks[3])
+            at = self._world.rank * NUM_TIMES
+            terms[at], terms[at + 1] = data_s, compute_s
+        if not self._uses_events:
+            return terms
+        return terms.pin_memory().to(self._world.device, non_blocking=True)
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._uses_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _elapsed_s(first: float | torch.cuda.Event, last: float | torch.cuda.Event) -> float:
+    if isinstance(first, float) or isinstance(last, float):
+        assert isinstance(first, float)
+        assert isinstance(last, float)
+        return last - first
+    return float(first.elapsed_time(last)) / 1e3
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """A rank, or with `rank` None the whole run, that became slow, or is no longer slow."""
+
+    rank: int | None
+    is_over: bool
+    phase: Phase
+    """Where most of the difference is."""
+    ratio: float
+    """Its time over that of the others, or of the run's past."""
+    since_step: int
+    own_s: float
+    """Its time of a step, in seconds, of a rank before its first collective."""
+    usual_s: float
+    """That of the others, or of the run's past."""
+
+
+@dataclass
+class _Episode:
+    """A rank, or the run, that seems slow, and the windows in a row that say so or no longer do."""
+
+    since_step: int
+    num_slow: int = 0
+    slow_s: float = 0.0
+    num_normal: int = 0
+    is_reported: bool = False
+
+
+class SlowRanks:
+    """Compares the times of the ranks, on rank 0."""
+
+    def __init__(self, layout: Layout) -> None:
+        stages = np.array([layout.place(rank).pp for rank in range(layout.world_size)])
+        self._groups = [np.flatnonzero(stages == stage) for stage in range(layout.pp)]
+        """Ranks that do the same work: those of each pipeline stage."""
+        self._times: list[npt.NDArray[np.float64]] = []
+        self._steps_s: list[float] = []
+        self._past: list[tuple[float, float, float]] = []
+        """Of earlier windows: seconds of a step, and the ranks' median seconds of data and computing."""
+        self._episodes: dict[int | None, _Episode] = {}
+        self._has_started = False
+        self._window_s = 0.0
+
+    def add(self, step: int, times: Sequence[float], step_s: float) -> list[Slowdown]:
+        """Add the times of a step, [ranks x 2]; returns what changed, at the end of a window.
+
+        `step_s` is the duration of the step, without saves and validation.
+        """
+        self._times.append(np.array(times).reshape(-1, NUM_TIMES))
+        self._steps_s.append(step_s)
+        if len(self._times) < WINDOW:
+            return []
+        window, steps_s = np.stack(self._times), self._steps_s
+        self._window_s = sum(steps_s)
+        self._times, self._steps_s = [], []
+        if not self._has_started:
+            self._has_started = True  # compiling, and first accesses to files and memory
+            return []
+        # Without the longest one: a page fault or a signal is not a slow rank.
+        own = (window.sum(0) - window[window.sum(2).argmax(0), np.arange(window.shape[1])]) / (WINDOW - 1)
+        first = step - WINDOW + 1
+        duration_s = statistics.median(steps_s)
+        found = list(self._of_ranks(own, first, duration_s))
+        if None in self._episodes or not self._episodes:
+            found += self._of_run(own, first, duration_s)  # unless a slow rank explains it
+        return [slowdown for slowdown in found if slowdown is not None]
+
+    def _of_ranks(self, own: npt.NDArray[np.float64], first: int, step_s: float) -> Iterator[Slowdown | None]:
+        total = own.sum(1)
+        min_excess_s = max(MIN_EXCESS_S, MIN_EXCESS_SHARE * step_s)
+        for group in self._groups:
+            if len(group) < 2:
+                continue
+            median = np.median(own[group], axis=0)
+            limit = median.sum() * (1.0 if len(group) < FEW else RATIO)
+            above: set[int] = set(group[total[group] > limit].tolist())
+            above |= {rank for rank in group.tolist() if rank in self._episodes}
+            for rank in sorted(above):
+                usual = np.median(own[group[group != rank]], axis=0) if len(group) < FEW else median
+                excess = own[rank] - usual
+                is_slow = total[rank] > RATIO * usual.sum() and excess.sum() > min_excess_s
+                if is_slow or rank in self._episodes:
+                    yield self._judge(rank, is_slow, first, WINDOWS, excess, total[rank], usual.sum())
+
+    def _of_run(self, own: npt.NDArray[np.float64], first: int, step_s: float) -> Iterator[Slowdown | None]:
+        data_s, compute_s = np.median(own, axis=0).tolist()
+        if len(self._past) >= BASE_WINDOWS:
+            usual_s, usual_data_s, usual_compute_s = np.median(self._past, axis=0).tolist()
+            is_slow = step_s > RUN_RATIO * usual_s
+            excess_s = step_s - usual_s
+            if data_s - usual_data_s > excess_s / 2:
+                phase: Phase = "data"
+            else:
+                phase = "compute" if compute_s > RUN_RATIO * usual_compute_s else "network"
+            yield self._judge(None, is_slow, first, RUN_WINDOWS, phase, step_s, usual_s)
+            if is_slow:
+                return  # not what is usual
+        self._past = [*self._past[-MAX_PAST:], (step_s, data_s, compute_s)]
+
+    def _judge(
+        self,
+        rank: int | None,
+        is_slow: bool,
+        first: int,
+        num_windows: int,
+        where: Phase | npt.NDArray[np.float64],
+        own_s: float,
+        usual_s: float,
+    ) -> Slowdown | None:
+        """Count a window of a rank or the run; returns a slowdown if it has just begun or ended."""
+        episode = self._episodes.get(rank)
+        if episode is None:
+            if not is_slow:
+                return None
+            episode = self._episodes[rank] = _Episode(first)
+        if isinstance(where, np.ndarray):
+            phase: Phase = "data" if where[0] > where[1] else "compute"
+        else:
+            phase = where
+        ratio = own_s / usual_s if usual_s else math.inf
+        slowdown = Slowdown(rank, not is_slow, phase, ratio, episode.since_step, own_s, usual_s)
+        if is_slow:
+            episode.num_slow, episode.num_normal = episode.num_slow + 1, 0
+            episode.slow_s += self._window_s
+            if episode.is_reported or episode.num_slow < num_windows or episode.slow_s < MIN_SLOW_S:
+                return None
+            episode.is_reported = True
+            return slowdown
+        episode.num_normal += 1
+        if not episode.is_reported or episode.num_normal >= num_windows:
+            del self._episodes[rank]
+            return slowdown if episode.is_reported else None
+        return None
