@@ -39,7 +39,7 @@ def play(
 
 @pytest.mark.parametrize("size", [2, 3, 4, 64, 1024])
 def test_a_slow_rank_is_named_within_30_steps_and_when_it_is_over(size: int) -> None:
-    ranks, slow = SlowRanks(Layout(dp_shard=size)), size - 1
+    ranks, slow = SlowRanks(Layout(dp_shard=size), on_gpu=True), size - 1
     assert play(ranks, range(1, 51), size, {}) == []
     [found] = play(ranks, range(51, 81), size, {slow: (0.0, 0.015)})
     assert (found.rank, found.is_over, found.phase, found.since_step) == (slow, False, "compute", 51)
@@ -50,26 +50,26 @@ def test_a_slow_rank_is_named_within_30_steps_and_when_it_is_over(size: int) -> 
 
 
 def test_data_and_computation_are_told_apart() -> None:
-    ranks = SlowRanks(Layout(dp_replicate=4))
+    ranks = SlowRanks(Layout(dp_replicate=4), on_gpu=True)
     [found] = play(ranks, range(1, 41), 4, {2: (0.05, 0.01)})
     assert (found.rank, found.phase) == (2, "data")
 
 
 def test_two_slow_ranks() -> None:
-    ranks = SlowRanks(Layout(dp_shard=8))
+    ranks = SlowRanks(Layout(dp_shard=8), on_gpu=True)
     found = play(ranks, range(1, 41), 8, {1: (0.0, 0.02), 5: (0.0, 0.03)})
     assert [item.rank for item in found] == [1, 5]
 
 
 def test_one_long_step_is_not_a_slow_rank() -> None:
-    ranks = SlowRanks(Layout(dp_shard=4))
+    ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
     for start in range(1, 400, WINDOW):
         assert play(ranks, range(start, start + 1), 4, {start % 4: (0.0, 5.0)}) == []
         assert play(ranks, range(start + 1, start + WINDOW), 4, {}) == []
 
 
 def test_a_single_slow_window_is_not_a_slow_rank() -> None:
-    ranks = SlowRanks(Layout(dp_shard=4))
+    ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
     play(ranks, range(1, 11), 4, {})
     for start in range(11, 200, 2 * WINDOW):
         assert play(ranks, range(start, start + WINDOW), 4, {1: (0.0, 0.05)}) == []
@@ -77,7 +77,7 @@ def test_a_single_slow_window_is_not_a_slow_rank() -> None:
 
 
 def test_stages_of_a_pipeline_are_not_compared() -> None:
-    ranks = SlowRanks(Layout(pp=2, dp_shard=2))
+    ranks = SlowRanks(Layout(pp=2, dp_shard=2), on_gpu=True)
     last = {2: (0.0, 0.1), 3: (0.0, 0.1)}  # the stage with the head
     assert play(ranks, range(1, 101), 4, last) == []
     [found] = play(ranks, range(101, 141), 4, {**last, 2: (0.0, 0.3)})
@@ -86,7 +86,7 @@ def test_stages_of_a_pipeline_are_not_compared() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_nobody_is_named_in_an_undisturbed_run(seed: int) -> None:
-    ranks = SlowRanks(Layout(dp_shard=16))
+    ranks = SlowRanks(Layout(dp_shard=16), on_gpu=True)
     assert play(ranks, range(1, 1001), 16, {}, seed=seed) == []
 
 
@@ -94,7 +94,7 @@ def test_nobody_is_named_in_an_undisturbed_run(seed: int) -> None:
     ("phase", "data_s", "compute_s"), [("data", 0.2, 0.0), ("compute", 0.0, 0.2), ("network", 0.0, 0.0)]
 )
 def test_a_slow_run_is_compared_with_its_past(phase: str, data_s: float, compute_s: float) -> None:
-    ranks = SlowRanks(Layout(dp_shard=4))
+    ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
     assert play(ranks, range(1, 101), 4, {}) == []
     found: list[Slowdown] = []
     for step in range(101, 141):
@@ -109,13 +109,19 @@ def test_a_slow_run_is_compared_with_its_past(phase: str, data_s: float, compute
 
 
 def test_short_steps_are_not_judged_by_a_moment() -> None:
-    ranks = SlowRanks(Layout(dp_shard=4))
+    ranks = SlowRanks(Layout(dp_shard=4), on_gpu=True)
     found: list[int] = []
     for step in range(1, 1001):
         times = [0.001, 0.002, 0.001, 0.002, 0.001, 0.002, 0.001, 0.02]
         if ranks.add(step, times, 0.0251):
             found.append(step)
     assert found == [130]  # three seconds after the warm-up
+
+
+def test_on_cpus_sharded_ranks_are_not_compared() -> None:
+    assert play(SlowRanks(Layout(dp_shard=4), on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)}) == []
+    found = play(SlowRanks(Layout(dp_replicate=4), on_gpu=False), range(1, 101), 4, {1: (0.0, 0.1)})
+    assert [item.rank for item in found] == [1]
 
 
 class Brake:
@@ -139,15 +145,13 @@ class Brake:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp_shard", "dp_replicate"])
-def test_a_rank_with_less_of_its_cpu_is_named(tmp_path: Path, layout: str) -> None:
-    options = ["train.steps=100000", f"parallel.{layout}=4", "model.num_layers=8", "model.dim=128"]
+def test_a_rank_with_less_of_its_cpu_is_named(tmp_path: Path) -> None:
+    options = ["train.steps=100000", "parallel.dp_replicate=4", "model.num_layers=8", "model.dim=128"]
     attempt = make_attempt(tmp_path / "run", [*options, "data.seq_len=128"], 4)
     workers = fork_workers(attempt, 4)
     run, brake = attempt.run, None
     try:
-        wait_until(lambda: last_step(run) > 60, workers)
-        before = slow_events(run)
+        wait_until(lambda: last_step(run) > 40, workers)
         begins = last_step(run)
         brake = Brake(workers[2].pid)
         wait_until(lambda: any(event["rank"] == 2 for event in slow_events(run)), workers)
@@ -157,12 +161,13 @@ def test_a_rank_with_less_of_its_cpu_is_named(tmp_path: Path, layout: str) -> No
         for worker in workers:
             worker.send_signal(signal.SIGTERM)
         wait_for(workers)
-    assert before == []
-    [found] = [event for event in slow_events(run) if event["rank"] == 2][:1]
+    # On a busy machine, others may have been slow for a while too.
+    [found, *_] = [event for event in slow_events(run) if event["rank"] == 2]
     assert found["host"] == socket.gethostname()
     assert found["phase"] == "compute"
     assert found["ratio"] > 1.4
     assert begins - WINDOW < found["since_step"] <= begins + 2 * WINDOW
+    assert found["step"] <= found["since_step"] + 3 * WINDOW
     assert f"rank 2 on {found['host']} is slow since step" in attempt.rank_log(0).read_text()
 
 

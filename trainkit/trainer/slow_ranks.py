@@ -30,9 +30,12 @@ WINDOWS = 2
 """Windows in a row after which a rank is slow, or no longer slow."""
 RATIO = 1.4
 """A rank is slow if its own time is this many times that of the others."""
-MIN_EXCESS_S = 0.5e-3
+MIN_EXCESS_S = 2e-3
 MIN_EXCESS_SHARE = 0.02
-"""Smallest difference that counts: in seconds, and as a share of the step."""
+"""Smallest difference that counts: in seconds, and as a share of the step where the forward pass is measured.
+
+Sharded ranks measure little more than their update: it shows how fast they are, not how long they compute.
+"""
 MIN_SLOW_S = 3.0
 """How long it must be slow: on busy hosts, short steps differ for a moment."""
 RUN_RATIO = 1.5
@@ -49,6 +52,11 @@ LAG = 2
 """Steps after which the events of a GPU are certainly complete: the host runs at most one step ahead."""
 
 
+def has_local_forward(layout: Layout) -> bool:
+    """Whether a forward pass has no collective."""
+    return layout.world_size == layout.dp_replicate
+
+
 class StepClock:
     """Measures the times of this rank; never waits for the device.
 
@@ -58,8 +66,7 @@ class StepClock:
     def __init__(self, world: World, layout: Layout) -> None:
         self._world = world
         self._uses_events = world.device.type == "cuda" and world.size > 1
-        self._has_local_forward = layout.world_size == layout.dp_replicate
-        """Whether a forward pass has no collective."""
+        self._has_local_forward = has_local_forward(layout)
         self._data_s = 0.0
         self._marks: list[float | torch.cuda.Event] = []
         self._past: deque[tuple[float, list[float | torch.cuda.Event]]] = deque(maxlen=LAG)
@@ -143,8 +150,11 @@ class _Episode:
 class SlowRanks:
     """Compares the times of the ranks, on rank 0."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, on_gpu: bool) -> None:
         stages = np.array([layout.place(rank).pp for rank in range(layout.world_size)])
+        self._has_local_forward = has_local_forward(layout)
+        # On CPUs, other processes of the host disturb an update more than a slow CPU does.
+        self._compares_ranks = on_gpu or self._has_local_forward
         self._groups = [np.flatnonzero(stages == stage) for stage in range(layout.pp)]
         """Ranks that do the same work: those of each pipeline stage."""
         self._times: list[npt.NDArray[np.float64]] = []
@@ -174,14 +184,14 @@ class SlowRanks:
         own = (window.sum(0) - window[window.sum(2).argmax(0), np.arange(window.shape[1])]) / (WINDOW - 1)
         first = step - WINDOW + 1
         duration_s = statistics.median(steps_s)
-        found = list(self._of_ranks(own, first, duration_s))
+        found = list(self._of_ranks(own, first, duration_s)) if self._compares_ranks else []
         if None in self._episodes or not self._episodes:
             found += self._of_run(own, first, duration_s)  # unless a slow rank explains it
         return [slowdown for slowdown in found if slowdown is not None]
 
     def _of_ranks(self, own: npt.NDArray[np.float64], first: int, step_s: float) -> Iterator[Slowdown | None]:
         total = own.sum(1)
-        min_excess_s = max(MIN_EXCESS_S, MIN_EXCESS_SHARE * step_s)
+        min_excess_s = max(MIN_EXCESS_S, MIN_EXCESS_SHARE * step_s if self._has_local_forward else 0.0)
         for group in self._groups:
             if len(group) < 2:
                 continue

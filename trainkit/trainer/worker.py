@@ -182,6 +182,7 @@ def build_trainer(
     tensorboard = None
     if config.logging.tensorboard and world.is_main:
         tensorboard = TensorBoardLog(attempt.run.tensorboard_dir, state.step + 1)
+    uses_gpu = world.device.type == "cuda"
     trainer = Trainer(
         run=attempt.run,
         attempt=attempt.number,
@@ -216,7 +217,7 @@ def build_trainer(
         nominal_count=plan.batch.global_batch_size if config.has_user_task else plan.batch.tokens_per_step,
         buffers=built.buffers,
         clock=StepClock(world, plan.layout),
-        slow_ranks=SlowRanks(plan.layout) if world.is_main and world.size > 1 else None,
+        slow_ranks=SlowRanks(plan.layout, on_gpu=uses_gpu) if world.is_main and world.size > 1 else None,
         hosts=gather_from_all(socket.gethostname(), world),
     )
     return trainer, tensorboard
