@@ -206,6 +206,10 @@ class RequeueConfig(Section):
         default=None,
         description="Seconds without output of any rank after which a COMMAND hangs; null disables this.",
     )
+    exclude_slow_hosts: bool = Field(
+        default=False,
+        description="After an interruption, continue without the hosts of ranks that held the others up.",
+    )
     follow_ups: NotNegative = Field(
         default=0,
         description="Jobs that wait in the queue to continue the run, for nodes without scontrol.",

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from trainkit.cluster.bad_nodes import excluded, note_failure
+from trainkit.config import read_effective
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.attempt_end import (
@@ -47,6 +48,7 @@ from trainkit.job.record import (
     find_entry,
     is_cancelled,
     newest_entry,
+    open_slowdowns,
     reopen_attempt,
     run_lock,
     superseding_entry,
@@ -313,8 +315,8 @@ class SlurmAllocation(Allocation):
 
         A host on which ranks were only killed or hung is used until that has happened twice in the run.
         """
-        suspect = None if failure is None else suspect_host(failure)
-        if failure is None or suspect is None:
+        self._avoid_slow_hosts(attempt)
+        if failure is None or (suspect := suspect_host(failure)) is None:
             return
         host, kind = suspect
         if host not in self.hosts:
@@ -327,6 +329,14 @@ class SlurmAllocation(Allocation):
             note_failure(cluster, host, kind, reason, run=str(attempt.run.path), attempt=attempt.number)
         except OSError as error:
             log_line(f"cannot record that {host} failed: {error}")
+
+    def _avoid_slow_hosts(self, attempt: AttemptDir) -> None:
+        """Stop using the hosts of ranks that were slow when an attempt ended, if the config asks for it."""
+        excludes = read_effective(attempt.config_file).requeue.exclude_slow_hosts
+        for event in open_slowdowns(attempt.run, attempt.number) if excludes else ():
+            if event.get("host") in self.hosts:
+                log_line(f"excluding {event['host']}: rank {event['rank']} is {event['ratio']} times slower")
+                self.bad[event["host"]] = "slow"
 
     def hosts_to_exclude(self) -> list[str]:
         """The hosts that the next start of the run should avoid: bad in this job or in an earlier one."""

@@ -28,6 +28,7 @@ from trainkit.rundir import (
     process_stat,
     read_end,
     read_json,
+    read_jsonl,
     utc_now,
     will_resume,
     write_atomic,
@@ -393,3 +394,17 @@ def discard_attempt(attempt: AttemptDir) -> None:
         ):
             if own.exists():
                 write_atomic(newest, own.read_text(encoding="utf-8"))
+
+
+SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")
+
+
+def open_slowdowns(run: RunDir, attempt: int) -> list[dict[str, Any]]:
+    """The events of ranks of an attempt, or of the whole run, that became slow and still are."""
+    found: dict[object, dict[str, Any]] = {}
+    for event in read_jsonl(run.events_file, SLOWDOWN_EVENTS):
+        if event.get("attempt") == attempt:
+            found.pop(event.get("rank"), None)
+            if event.get("event") in ("slow_rank", "slow_run"):
+                found[event.get("rank")] = event
+    return list(found.values())

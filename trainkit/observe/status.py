@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
+from trainkit.job.record import open_slowdowns
 from trainkit.manifest import published
 from trainkit.observe.follow import last_records
 from trainkit.observe.restarts import RESTART_EVENTS, Restart, find_restarts
+from trainkit.observe.text import slowdown_line
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.rundir import (
     AttemptDir,
@@ -81,6 +83,9 @@ class RunStatus:
     checkpoint: str | None
     """The newest published checkpoint."""
     warnings: list[str]
+    slowdowns: list[dict[str, Any]] = field(default_factory=list)
+    """The ranks that hold the others up: ``rank, host, phase, ratio, since_step, own_s, usual_s``;
+    without ``rank`` the whole run is slower than before."""
     trackers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """How far each tracker has the metrics: ``step, place, time, problem``."""
 
@@ -117,6 +122,8 @@ def read_status(
     state, reason = attempt_state(
         entry, end, alive, slurm_job, events, bool(own_metrics) or printed is not None
     )
+    is_known = isinstance(attempt, int) and state in ("running", "stopping")
+    slowdowns = open_slowdowns(run, attempt) if is_known and isinstance(attempt, int) else []
     metrics_age_s = seconds_between(last.get("time"), now)
     return RunStatus(
         name=str(job.get("name") or run.name),
@@ -142,7 +149,11 @@ def read_status(
         verdict=end.get("verdict"),
         restarts=find_restarts(read_jsonl(run.events_file, RESTART_EVENTS)),
         checkpoint=newest_checkpoint(run),
-        warnings=_warnings(state, own_metrics, metrics_age_s, entry),
+        warnings=[
+            *_warnings(state, own_metrics, metrics_age_s, entry),
+            *(slowdown_line(event) for event in slowdowns),
+        ],
+        slowdowns=slowdowns,
         trackers={file.stem: _json(file) for file in sorted(run.trackers_dir.glob("*.json"))},
     )
 

@@ -47,3 +47,12 @@ def duration(seconds: float | None) -> str:
     if whole < 86_400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+
+
+def slowdown_line(event: Mapping[str, Any]) -> str:
+    """Say which rank is slow since when, of an event ``slow_rank`` or ``slow_run``."""
+    is_rank = event.get("rank") is not None
+    who = f"rank {event.get('rank')} on {event.get('host')}" if is_rank else "the run"
+    own, usual = (f"{1e3 * float(event.get(key) or 0.0):,.0f} ms" for key in ("own_s", "usual_s"))
+    than = f"the other ranks {usual}" if is_rank else f"{usual} before"
+    return f"{who} is slow since step {event.get('since_step')} ({event.get('phase')}): {own} a step, {than}"

@@ -263,7 +263,7 @@ class Trainer:
             fields["host"] = self.hosts[found.rank]
         name = "run" if found.rank is None else f"rank {found.rank} on {fields['host']}"
         usual = "before" if found.rank is None else "the other ranks"
-        event = "slow_run" if found.rank is None else "slow_rank"
+        event, over = ("slow_run", "slow_run_over") if found.rank is None else ("slow_rank", "slow_rank_over")
         if found.is_over:
             log.info(f"step={self.state.step} {name} is no longer slow")
         else:
@@ -274,7 +274,7 @@ class Trainer:
         record_event(
             self.run,
             self.attempt,
-            f"{event}_over" if found.is_over else event,
+            over if found.is_over else event,
             **fields,
             step=self.state.step,
             since_step=found.since_step,

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,7 +20,7 @@ from trainkit import __version__
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.errors import EXIT_NO_RESTART, EXIT_STOPPED, TrainkitError
-from trainkit.job.rank_env import find_rank_env
+from trainkit.job.rank_env import find_rank_env, own_host
 from trainkit.job.signals import StopRequest
 from trainkit.manifest import BASE_FINGERPRINT, Checkpoint
 from trainkit.plan.launch import LaunchPlan
@@ -218,7 +217,7 @@ def build_trainer(
         buffers=built.buffers,
         clock=StepClock(world, plan.layout),
         slow_ranks=SlowRanks(plan.layout, on_gpu=uses_gpu) if world.is_main and world.size > 1 else None,
-        hosts=gather_from_all(socket.gethostname(), world),
+        hosts=gather_from_all(own_host(), world),
     )
     return trainer, tensorboard
 
