@@ -1,8 +1,9 @@
 """Finds ranks that hold the others up, from how long each computes before it first waits for another.
 
-A slow rank makes all ranks slow, because of the collectives, so the duration of a step tells none apart.
-next one: the update, the wait for data, and without sharded parameters the forward pass. Every rank adds its
-times to the all-reduce that each step has anyway, and rank 0 compares them.
+A slow rank makes all ranks slow, because of the collectives, so the duration of a step tells none apart. What
+differs is the time between the last collective of a step and the first of the next one: the update, the wait
+for data, and without sharded parameters the forward pass. Every rank adds its times to the all-reduce that
+each step has anyway, and rank 0 compares them.
 """
 
 from __future__ import annotations
