@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Command,
-    epilog=examples("trainkit diagnose last", "trainkit diagnose last --attempt 1", "trainkit diagnose last --json"),
+    epilog=examples(
+        "trainkit diagnose last", "trainkit diagnose last --attempt 1", "trainkit diagnose last --json"
+    ),
 )
 @run_argument
 @click.option(
@@ -74,7 +76,9 @@ def diagnosis_text(found: Diagnosis) -> str:
         lines += [f"first:  {where}"] if where else []
     lines += _section("evidence", [_line(item) for item in found.evidence])
     lines += _section("what to do", [f"- {item}" for item in found.advice])
-    lines += _section("last lines of that rank" if found.rank is not None else "last lines", map(_line, found.tail))
+    lines += _section(
+        "last lines of that rank" if found.rank is not None else "last lines", map(_line, found.tail)
+    )
     lines += _section("earlier failures, which --attempt explains", found.earlier)
     return "\n".join(lines)
 

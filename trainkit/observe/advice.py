@@ -60,7 +60,9 @@ def _plan_values(plan: Mapping[str, Any]) -> dict[str, str]:
 
 def _batch_values(batch: Mapping[str, Any]) -> dict[str, str]:
     """The batch, and the next smaller one with the same global batch."""
-    size, steps, whole = (batch.get(key) for key in ("device_batch_size", "accumulation_steps", "global_batch_size"))
+    size, steps, whole = (
+        batch.get(key) for key in ("device_batch_size", "accumulation_steps", "global_batch_size")
+    )
     if not all(isinstance(value, int) for value in (size, steps, whole)):
         return {}
     assert isinstance(size, int) and isinstance(steps, int)

@@ -10,13 +10,23 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.observe.advice import run_values
-from trainkit.observe.run_text import Evidence, Match, Text, clean, json_line, read_log, record_text
+from trainkit.observe.launcher_output import WATCHDOG, describe_signal, exception_of, root_causes
+from trainkit.observe.run_text import (
+    MAX_LINES_AFTER,
+    Evidence,
+    Match,
+    Text,
+    clean,
+    json_line,
+    read_log,
+    record_text,
+)
 from trainkit.observe.signatures import Role, Signature, Where, fill
 from trainkit.rundir import AttemptDir, RunDir, read_end, read_json, will_resume
 from trainkit.slurm.jobs import JobInfo
@@ -24,6 +34,8 @@ from trainkit.slurm.jobs import JobInfo
 MAX_LOGS = 256
 """How many logs of ranks are searched when no record says which rank failed first."""
 MAX_EVIDENCE = 6
+MAX_START = 200
+"""Characters by which the line of an exception is found in a log."""
 TAIL_LINES = 20
 _KILLED = re.compile(r"killed by (SIG\w+)")
 OWN_SIGNALS = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
@@ -75,10 +87,16 @@ class _First:
 
     record: Mapping[str, Any]
     text: Text
+    log_rank: int | None = None
+    """The rank whose log has its output: one launcher such as torchrun writes for all ranks of its node."""
 
     @property
     def rank(self) -> int | None:
         return self.text.rank
+
+    @property
+    def host(self) -> str | None:
+        return self.text.host
 
     @property
     def is_exception(self) -> bool:
@@ -134,7 +152,8 @@ class _Case:
             except (OSError, ValueError):
                 continue  # cut off by a crash
             if isinstance(record, dict):
-                found.append(_First(record, record_text(path, self.run.path, record)))
+                text = record_text(path, self.run.path, record)
+                found.append(_First(record, text, text.rank))
         return sorted(found, key=lambda first: str(first.record.get("time") or "~"))
 
     def _first(self) -> _First | None:
@@ -142,11 +161,43 @@ class _Case:
         verdict = self.end.get("verdict")
         if not isinstance(verdict, dict):
             return self.records[0] if self.records else None
+        first = self._of_verdict(verdict)
+        return first if first.rank is None or not self._plan().get("command") else self._of_launcher(first)
+
+    def _of_launcher(self, first: _First) -> _First:
+        """The rank that torchrun names as the first to fail, if torchrun has started the ranks."""
+        roots = [(root, text) for text in self._rank_logs() for root in root_causes(text)]
+        if not roots:
+            return first
+        root, text = min(roots, key=lambda item: item[0].time)
+        known = self._hosts()
+        host = next((name for name in known if name.split(".")[0] == root.host.split(".")[0]), text.host)
+        host = host or (first.host if text.rank == first.rank else root.host)
+        index = root.index
+        record: dict[str, Any] = {
+            **first.record,
+            "rank": root.rank,
+            "host": host,
+            "exit_code": abs(root.code),
+        }
+        if root.code < 0:
+            name = describe_signal(-root.code)
+            record |= {"type": "RankKilled", "message": f"killed by {name}", "exit_code": 128 - root.code}
+        elif not first.is_exception:
+            record |= {"type": "exit", "message": f"ended with exit code {root.code}"}
+        if root.code > 0 and (raised := exception_of(text, root.rank)) is not None:
+            index, record["type"], record["message"] = raised
+        line = text.part(index, 1, "record")
+        shown = clean(f"{record['type']}: {record['message']}")
+        return _First(record, replace(line, lines=[shown], rank=root.rank, host=host), text.rank)
+
+    def _of_verdict(self, verdict: Mapping[str, Any]) -> _First:
         same = ("rank", "time", "type")
         for first in self.records:
             if all(first.record.get(key) == verdict.get(key) for key in same):
                 return first
-        return _First(verdict, record_text(self.attempt.end_file, self.run.path, verdict))
+        text = record_text(self.attempt.end_file, self.run.path, verdict)
+        return _First(verdict, text, text.rank)
 
     def _end_text(self) -> Text:
         keys = [key for key in ("cause", "state", "reason") if self.end.get(key) is not None]
@@ -179,8 +230,9 @@ class _Case:
     def _rank_logs(self) -> Iterator[Text]:
         """The output of ranks, that of the first failing rank first."""
         paths = sorted(self.attempt.logs_dir.glob("rank-*.log"))
-        if self.first is not None and self.first.rank is not None:
-            own = self.attempt.rank_log(self.first.rank)
+        first = self.__dict__.get("first")  # unset while it is determined
+        if first is not None and first.log_rank is not None:
+            own = self.attempt.rank_log(first.log_rank)
             paths.sort(key=lambda path: path != own)
         yield from self._logs("log", paths[:MAX_LOGS])
 
@@ -193,7 +245,7 @@ class _Case:
     def _explain(self) -> Match | None:
         own = None
         if self.first is not None:
-            own = self._best([self.first.text])
+            own = self._best([self.first.text]) or self._best(self._rest_of_the_message(self.first))
             if own is not None and own.signature.role == "cascade":
                 own = self._before_the_cascade() or own
             if own is not None and own.signature.role == "cause":
@@ -204,6 +256,16 @@ class _Case:
         if found is None and (self.first is None or not self.first.was_killed):
             found = self._from_logs(own)
         return found or own or self._best(self._outside(), ("symptom", "cascade"))
+
+    def _rest_of_the_message(self, first: _First) -> Iterator[Text]:
+        """The lines of an exception's message, of which the record of a COMMAND has only the first."""
+        if first.log_rank is None or not first.is_exception:
+            return
+        for text in self._logs("log", [self.attempt.rank_log(first.log_rank)]):
+            start = str(first.text.lines[0])[:MAX_START]
+            found = [index for index, line in enumerate(text.lines) if start in line]
+            if found:
+                yield text.part(found[-1], MAX_LINES_AFTER, "record")
 
     def _before_the_cascade(self) -> Match | None:
         """Make the earliest record that is no cascade the first failure; returns its match."""
@@ -221,11 +283,14 @@ class _Case:
         num_logs = MAX_LOGS if is_in_doubt else 1
         texts = list(islice(self._rank_logs(), num_logs))
         found = self._best(texts, ("cause",))
-        if found is None and own is None:
-            found = self._best(texts, ("symptom", "cascade"))
+        if found is None and (own is None or own.signature.role == "symptom"):
+            # What a rank printed before it aborted says more than that it did.
+            found = self._best(texts, ("symptom", "cascade") if own is None else ("cascade",))
         return found
 
-    def _best(self, texts: Iterable[Text], roles: Sequence[Role] = ("cause", "symptom", "cascade")) -> Match | None:
+    def _best(
+        self, texts: Iterable[Text], roles: Sequence[Role] = ("cause", "symptom", "cascade")
+    ) -> Match | None:
         """The first match in the order of roles, then of texts, then of signatures."""
         texts = list(texts)
         for role in roles:
@@ -290,32 +355,13 @@ class _Case:
         if "rank" in match.groups and match.groups["rank"].isdigit():
             rank = int(match.groups["rank"])
             return rank, match.groups.get("host") or self._host_of(rank), step
-        own = self._root_rank(match)
-        if own is not None:
-            return *own, step
         rank = first.get("rank") if isinstance(first.get("rank"), int) else None
-        if match.text.kind == "log" and (rank is None or match.text.rank != rank):
+        if match.text.kind == "log" and (self.first is None or match.text.rank != self.first.log_rank):
             return match.text.rank, match.text.host, step
         host = first.get("host") or (None if rank is None else self._host_of(rank))
         if match.text.kind in ("agent", "srun") and match.groups.get("host"):
             host = match.groups["host"]
         return rank, str(host) if host else match.text.host, step
-
-    def _root_rank(self, match: Match) -> tuple[int, str | None] | None:
-        """The rank and host that torchrun names as the first failure; its own log is that of a whole node."""
-        if self.first is None or self.first.rank is None or match.signature.role == "cascade":
-            return None
-        logs = [text for text in self._rank_logs() if any("Root Cause" in line for line in text.lines)]
-        roots = [root for text in logs for root in _root_causes(text)]
-        if not roots:
-            return None
-        _, rank, host = min(roots)
-        return rank, self._host_of_torchrun(host)
-
-    def _host_of_torchrun(self, host: str) -> str | None:
-        """The host under the name that the run knows it by."""
-        known = self._hosts()
-        return next((name for name in known if name.partition(".")[0] == host.partition(".")[0]), host or None)
 
     def _hang_values(self, match: Match, values: Mapping[str, str]) -> tuple[dict[str, str], list[Evidence]]:
         """Which ranks wait, and where, according to the reports of a hang."""
@@ -335,12 +381,17 @@ class _Case:
             lines.append(Evidence(self._shown(path), json_line(path, "stack"), text))
         return ({"waiting": _ranks(waiting)} if waiting else {}), lines
 
-    def _rank_list_values(self, match: Match, values: Mapping[str, str]) -> tuple[dict[str, str], list[Evidence]]:
+    def _rank_list_values(
+        self, match: Match, values: Mapping[str, str]
+    ) -> tuple[dict[str, str], list[Evidence]]:
         """The hosts of the ranks that a message lists as missing."""
         ranks = [int(number) for number in re.findall(r"\d+", match.groups.get("missing", ""))]
         if "joined" in match.groups:
-            printed = {int(found[1]) for path in self.attempt.logs_dir.glob("rank-*.log")
-                       if (found := _RANK_FILE.fullmatch(path.stem)) and path.stat().st_size}
+            printed = {
+                int(found[1])
+                for path in self.attempt.logs_dir.glob("rank-*.log")
+                if (found := _RANK_FILE.fullmatch(path.stem)) and path.stat().st_size
+            }
             ranks = [rank for rank in range(self._world_size()) if rank not in printed]
         if not ranks:
             return {}, []
@@ -348,14 +399,16 @@ class _Case:
         added = {"missing_ranks": _ranks(ranks), "suspect_rank": str(ranks[0])}
         return (added | {"missing_hosts": ", ".join(hosts)} if hosts else added), []
 
-    def _collective_values(self, match: Match, values: Mapping[str, str]) -> tuple[dict[str, str], list[Evidence]]:
+    def _collective_values(
+        self, match: Match, values: Mapping[str, str]
+    ) -> tuple[dict[str, str], list[Evidence]]:
         """The rank that did not take part in the collective that timed out."""
         if match.signature.name != "nccl-timeout":
             return {}, []
         timed_out: dict[int, int] = {}
         for text in self._rank_logs():
             for line in text.lines:
-                for found in _WATCHDOG.finditer(line):
+                for found in WATCHDOG.finditer(line):
                     timed_out.setdefault(int(found["rank"]), int(found["sequence"]))
         silent = [rank for rank in range(self._world_size()) if rank not in timed_out]
         if timed_out and silent and len(silent) < self._world_size():
@@ -367,7 +420,9 @@ class _Case:
             return {"suspect": why, "suspect_rank": str(behind[0])}, []
         return {}, []
 
-    def _import_values(self, match: Match, values: Mapping[str, str]) -> tuple[dict[str, str], list[Evidence]]:
+    def _import_values(
+        self, match: Match, values: Mapping[str, str]
+    ) -> tuple[dict[str, str], list[Evidence]]:
         """The hosts that reported an import error, if the run has others."""
         if match.signature.name != "import-error":
             return {}, []
@@ -382,7 +437,7 @@ class _Case:
         rank = None if first is None else first.rank
         text = next(self._rank_logs(), None)
         # The log of another rank would mislead.
-        if text is not None and rank is not None and text.rank != rank:
+        if text is not None and first is not None and text.rank != first.log_rank:
             text = None
         tail = [] if text is None else [text.evidence(n) for n in range(len(text.lines))][-TAIL_LINES:]
         if first is None:
@@ -390,9 +445,6 @@ class _Case:
             return self._make(cause=f"no known cause was found: {clean(str(reason))}", tail=tail)
         record = first.record
         host = record.get("host") or (None if rank is None else self._host_of(rank))
-        root = _root_causes(text)[:1] if text is not None and first.is_exception else []
-        if root:
-            rank, host = root[0][1], self._host_of_torchrun(root[0][2])
         hint = str(record.get("hint") or "")
         step = record.get("step")
         return self._make(
@@ -470,25 +522,6 @@ class _Case:
 
     def _shown(self, path: Path) -> str:
         return str(path.relative_to(self.run.path))
-
-
-_WATCHDOG = re.compile(r"\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<sequence>\d+)")
-_ROOT = re.compile(
-    r"time\s*: (?P<time>\S+)\n\s*host\s*: (?P<host>\S*)\n\s*rank\s*: (?P<rank>\d+) .*\n\s*exitcode\s*: (?P<code>-?\d+)"
-)
-
-
-def _root_causes(text: Text) -> list[tuple[str, int, str]]:
-    """(time, rank, host) of the first failures that torchrun reports, without ranks that it stopped itself."""
-    joined = "\n".join(text.lines)
-    start = joined.rfind("Root Cause (first observed failure)")
-    if start < 0:
-        return []
-    return [
-        (found["time"], int(found["rank"]), found["host"])
-        for found in _ROOT.finditer(joined, start)
-        if int(found["code"]) != -signal.SIGTERM
-    ][:1]
 
 
 def earlier_failures(run: RunDir, before: int) -> list[str]:

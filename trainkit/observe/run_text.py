@@ -7,7 +7,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,11 @@ class Text:
         after = self.lines[index + 1 :]
         return sum(not _REST_OF_AN_ERROR.match(line) for line in after) > MAX_LINES_AFTER
 
+    def part(self, start: int, count: int, kind: Where) -> Text:
+        """Some of its lines, as another kind of text."""
+        number = None if self.first_line is None else self.first_line + start
+        return replace(self, kind=kind, lines=self.lines[start : start + count], first_line=number)
+
     def evidence(self, index: int) -> Evidence:
         """The line at an index as evidence."""
         number = None if self.first_line is None else self.first_line + index
@@ -110,7 +115,9 @@ def clean(line: str) -> str:
     return _CONTROL.sub("", line[: 4 * MAX_LINE])[:MAX_LINE].rstrip()
 
 
-def read_log(path: Path, root: Path, kind: Where, rank: int | None = None, host: str | None = None) -> Text | None:
+def read_log(
+    path: Path, root: Path, kind: Where, rank: int | None = None, host: str | None = None
+) -> Text | None:
     """The last lines of a log; None when it is empty, missing or unreadable."""
     try:
         with path.open("rb") as stream:
@@ -132,7 +139,12 @@ def read_log(path: Path, root: Path, kind: Where, rank: int | None = None, host:
     if not lines:
         return None
     return Text(
-        str(path.relative_to(root)), kind, lines[skipped:], rank, host, None if first is None else first + skipped
+        str(path.relative_to(root)),
+        kind,
+        lines[skipped:],
+        rank,
+        host,
+        None if first is None else first + skipped,
     )
 
 

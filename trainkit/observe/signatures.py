@@ -54,7 +54,9 @@ class Signature:
 
 def user_files(cwd: Path, environ: Mapping[str, str] = os.environ) -> list[tuple[Path, str]]:
     """The signature files of the project and of the user that exist, each with its name in messages."""
-    config_home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "~").expanduser() / ".config")
+    config_home = Path(
+        environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "~").expanduser() / ".config"
+    )
     files = [(cwd / FILE_NAME, FILE_NAME)]
     in_home = config_home / "trainkit" / FILE_NAME
     files.append((in_home, str(in_home)))
@@ -129,7 +131,9 @@ def _parse(name: str, entry: Entry, is_shipped: bool, problems: list[Problem]) -
             continue
         groups.update(patterns[-1].groupindex)
         if patterns[-1].search(""):
-            problem("pattern", f"{text!r} matches an empty line", "it would match every run", origin_of("pattern"))
+            problem(
+                "pattern", f"{text!r} matches an empty line", "it would match every run", origin_of("pattern")
+            )
     title = values.get("title")
     if not isinstance(title, str) or not title:
         problem("title", "is missing or no text", origin=origin_of("title"))
