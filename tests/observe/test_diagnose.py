@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import yaml
 import pytest
+import yaml
 
 from tests.support.broken_runs import FOLDER, unpack
 from trainkit.observe.diagnose import diagnose

@@ -12,10 +12,10 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.observe.advice import run_values
+from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptFiles
 from trainkit.observe.launcher_output import WATCHDOG, describe_signal, exception_of, root_causes
 from trainkit.observe.run_text import (
     MAX_LINES_AFTER,
@@ -24,15 +24,12 @@ from trainkit.observe.run_text import (
     Text,
     clean,
     json_line,
-    read_log,
     record_text,
 )
-from trainkit.observe.signatures import Role, Signature, Where, fill
+from trainkit.observe.signatures import Role, Signature, fill
 from trainkit.rundir import AttemptDir, RunDir, read_end, read_json, will_resume
 from trainkit.slurm.jobs import JobInfo
 
-MAX_LOGS = 256
-"""How many logs of ranks are searched when no record says which rank failed first."""
 MAX_EVIDENCE = 6
 MAX_START = 200
 """Characters by which the line of an exception is found in a log."""
@@ -40,7 +37,6 @@ TAIL_LINES = 20
 _KILLED = re.compile(r"killed by (SIG\w+)")
 OWN_SIGNALS = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
 """A process raises them itself, so that its output may say why; others come from outside."""
-_RANK_FILE = re.compile(r"(?:rank|node)-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,8 @@ class _Case:
     ) -> None:
         self.attempt, self.run, self.signatures = attempt, attempt.run, signatures
         self.alive, self.slurm_job = alive, slurm_job
-        self.end = read_end(attempt) or {}
+        self.files = AttemptFiles(attempt, slurm_job)
+        self.end = self.files.end
         self.records = self._records()
         self.first = self._first()
 
@@ -162,7 +159,9 @@ class _Case:
         if not isinstance(verdict, dict):
             return self.records[0] if self.records else None
         first = self._of_verdict(verdict)
-        return first if first.rank is None or not self._plan().get("command") else self._of_launcher(first)
+        return (
+            first if first.rank is None or not self.files.plan().get("command") else self._of_launcher(first)
+        )
 
     def _of_launcher(self, first: _First) -> _First:
         """The rank that torchrun names as the first to fail, if torchrun has started the ranks."""
@@ -170,7 +169,7 @@ class _Case:
         if not roots:
             return first
         root, text = min(roots, key=lambda item: item[0].time)
-        known = self._hosts()
+        known = self.files.hosts()
         host = next((name for name in known if name.split(".")[0] == root.host.split(".")[0]), text.host)
         host = host or (first.host if text.rank == first.rank else root.host)
         index = root.index
@@ -199,34 +198,6 @@ class _Case:
         text = record_text(self.attempt.end_file, self.run.path, verdict)
         return _First(verdict, text, text.rank)
 
-    def _end_text(self) -> Text:
-        keys = [key for key in ("cause", "state", "reason") if self.end.get(key) is not None]
-        lines = [clean(f"{key}: {self.end[key]}") for key in keys]
-        number = json_line(self.attempt.end_file, keys[0]) if keys else None
-        return Text(self._shown(self.attempt.end_file), "end", lines, first_line=number)
-
-    def _slurm_text(self) -> Iterator[Text]:
-        if self.slurm_job is not None:
-            job = self.slurm_job
-            line = f"{job.slurm_state or job.state.value.upper()} {job.reason}".strip()
-            yield Text(f"Slurm's state of job {job.job_id}", "slurm", [line], first_line=None)
-
-    def _logs(self, kind: Where, paths: Iterable[Path]) -> Iterator[Text]:
-        for path in paths:
-            number = _RANK_FILE.fullmatch(path.stem)
-            rank = int(number[1]) if number and kind == "log" else None
-            node = int(number[1]) if number and kind == "agent" else None
-            host = self._host_of(rank) if rank is not None else self._host_of_node(node)
-            text = read_log(path, self.run.path, kind, rank, host)
-            if text is not None:
-                yield text
-
-    def _outside(self) -> Iterator[Text]:
-        """What Slurm, the supervisor and the agents wrote: no program of the user can."""
-        yield from self._slurm_text()
-        yield from self._logs("srun", [self.attempt.supervisor_log, self.attempt.batch_host_log])
-        yield from self._logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
-
     def _rank_logs(self) -> Iterator[Text]:
         """The output of ranks, that of the first failing rank first."""
         paths = sorted(self.attempt.logs_dir.glob("rank-*.log"))
@@ -234,13 +205,13 @@ class _Case:
         if first is not None and first.log_rank is not None:
             own = self.attempt.rank_log(first.log_rank)
             paths.sort(key=lambda path: path != own)
-        yield from self._logs("log", paths[:MAX_LOGS])
+        yield from self.files.logs("log", paths[:MAX_LOGS])
 
     # How the cause is found.
 
     def _asked_from_outside(self) -> Match | None:
         """The reason for a stop that was requested: ranks that fail while they stop are not its cause."""
-        return self._best([self._end_text()], ("cause",))
+        return self._best([self.files.end_text()], ("cause",))
 
     def _explain(self) -> Match | None:
         own = None
@@ -252,16 +223,16 @@ class _Case:
                 return own
             if own is None and self.first.is_exception:
                 return None  # the exception is known, and nothing else explains it
-        found = self._best(self._outside(), ("cause",))
+        found = self._best(self.files.outside(), ("cause",))
         if found is None and (self.first is None or not self.first.was_killed):
             found = self._from_logs(own)
-        return found or own or self._best(self._outside(), ("symptom", "cascade"))
+        return found or own or self._best(self.files.outside(), ("symptom", "cascade"))
 
     def _rest_of_the_message(self, first: _First) -> Iterator[Text]:
         """The lines of an exception's message, of which the record of a COMMAND has only the first."""
         if first.log_rank is None or not first.is_exception:
             return
-        for text in self._logs("log", [self.attempt.rank_log(first.log_rank)]):
+        for text in self.files.logs("log", [self.attempt.rank_log(first.log_rank)]):
             start = str(first.text.lines[0])[:MAX_START]
             found = [index for index, line in enumerate(text.lines) if start in line]
             if found:
@@ -327,7 +298,7 @@ class _Case:
             more += lines
         if "suspect_rank" in values:
             rank = int(values["suspect_rank"])
-            host = self._host_of(rank)
+            host = self.files.host_of(rank)
         advice = [text for text in (fill(template, values) for template in signature.advice) if text]
         hint = str(record.get("hint") or "")
         if hint and hint not in advice:
@@ -354,11 +325,11 @@ class _Case:
         step = first.get("step") if isinstance(first.get("step"), int) else None
         if "rank" in match.groups and match.groups["rank"].isdigit():
             rank = int(match.groups["rank"])
-            return rank, match.groups.get("host") or self._host_of(rank), step
+            return rank, match.groups.get("host") or self.files.host_of(rank), step
         rank = first.get("rank") if isinstance(first.get("rank"), int) else None
         if match.text.kind == "log" and (self.first is None or match.text.rank != self.first.log_rank):
             return match.text.rank, match.text.host, step
-        host = first.get("host") or (None if rank is None else self._host_of(rank))
+        host = first.get("host") or (None if rank is None else self.files.host_of(rank))
         if match.text.kind in ("agent", "srun") and match.groups.get("host"):
             host = match.groups["host"]
         return rank, str(host) if host else match.text.host, step
@@ -378,7 +349,7 @@ class _Case:
                 waiting.append(rank)
             top = str(stack[0]) if stack else "no stack"
             text = clean(f"rank {rank} on {report.get('host')}, in {phase}: {top}")
-            lines.append(Evidence(self._shown(path), json_line(path, "stack"), text))
+            lines.append(Evidence(self.files.shown(path), json_line(path, "stack"), text))
         return ({"waiting": _ranks(waiting)} if waiting else {}), lines
 
     def _rank_list_values(
@@ -390,12 +361,12 @@ class _Case:
             printed = {
                 int(found[1])
                 for path in self.attempt.logs_dir.glob("rank-*.log")
-                if (found := _RANK_FILE.fullmatch(path.stem)) and path.stat().st_size
+                if (found := RANK_FILE.fullmatch(path.stem)) and path.stat().st_size
             }
-            ranks = [rank for rank in range(self._world_size()) if rank not in printed]
+            ranks = [rank for rank in range(self.files.world_size()) if rank not in printed]
         if not ranks:
             return {}, []
-        hosts = dict.fromkeys(filter(None, map(self._host_of, ranks)))
+        hosts = dict.fromkeys(filter(None, map(self.files.host_of, ranks)))
         added = {"missing_ranks": _ranks(ranks), "suspect_rank": str(ranks[0])}
         return (added | {"missing_hosts": ", ".join(hosts)} if hosts else added), []
 
@@ -410,8 +381,8 @@ class _Case:
             for line in text.lines:
                 for found in WATCHDOG.finditer(line):
                     timed_out.setdefault(int(found["rank"]), int(found["sequence"]))
-        silent = [rank for rank in range(self._world_size()) if rank not in timed_out]
-        if timed_out and silent and len(silent) < self._world_size():
+        silent = [rank for rank in range(self.files.world_size()) if rank not in timed_out]
+        if timed_out and silent and len(silent) < self.files.world_size():
             why = f"{_ranks(silent)} reported no time-out: the others waited for {'it' if len(silent) == 1 else 'them'}"
             return {"suspect": why, "suspect_rank": str(silent[0])}, []
         behind = [rank for rank, number in timed_out.items() if number == min(timed_out.values())]
@@ -427,7 +398,7 @@ class _Case:
         if match.signature.name != "import-error":
             return {}, []
         hosts = {first.text.host for first in self.records if first.text.find(match.signature)}
-        known = set(self._hosts())
+        known = set(self.files.hosts())
         if hosts and None not in hosts and hosts < known:
             return {"import_hosts": ", ".join(sorted(map(str, hosts))), "num_hosts": str(len(known))}, []
         return {}, []
@@ -444,7 +415,7 @@ class _Case:
             reason = self.end.get("reason") or "the supervisor exited without recording how the attempt ended"
             return self._make(cause=f"no known cause was found: {clean(str(reason))}", tail=tail)
         record = first.record
-        host = record.get("host") or (None if rank is None else self._host_of(rank))
+        host = record.get("host") or (None if rank is None else self.files.host_of(rank))
         hint = str(record.get("hint") or "")
         step = record.get("step")
         return self._make(
@@ -475,53 +446,9 @@ class _Case:
             **(defaults | values),
         )
 
-    # Hosts and ranks.
-
     def _is_over(self) -> bool:
         is_terminal = self.slurm_job is not None and self.slurm_job.is_terminal
         return self.alive is False or is_terminal
-
-    def _world_size(self) -> int:
-        plan = self._plan()
-        sizes = plan.get("node_sizes")
-        if isinstance(sizes, list):
-            return sum(sizes)
-        return int(plan.get("num_nodes") or 0) * int(plan.get("workers_per_node") or 0)
-
-    def _hosts(self) -> list[str]:
-        """The hosts by node rank; empty when unknown."""
-        try:
-            return [str(host) for host in read_json(self.attempt.rendezvous_file)["hosts"]]
-        except (OSError, ValueError, LookupError, TypeError):
-            return []
-
-    def _host_of_node(self, node_rank: int | None) -> str | None:
-        hosts = self._hosts()
-        if node_rank is not None and node_rank < len(hosts):
-            return hosts[node_rank]
-        return None
-
-    def _host_of(self, rank: int | None) -> str | None:
-        plan = self._plan()
-        sizes = plan.get("node_sizes")
-        if not isinstance(sizes, list):
-            sizes = [plan.get("workers_per_node") or 1] * int(plan.get("num_nodes") or 0)
-        start = 0
-        for node, size in enumerate(sizes):
-            if rank is not None and rank < start + size:
-                return self._host_of_node(node)
-            start += size
-        return None
-
-    def _plan(self) -> dict[str, Any]:
-        try:
-            plan = read_json(self.attempt.plan_file)
-        except (OSError, ValueError):
-            return {}
-        return plan if isinstance(plan, dict) else {}
-
-    def _shown(self, path: Path) -> str:
-        return str(path.relative_to(self.run.path))
 
 
 def earlier_failures(run: RunDir, before: int) -> list[str]:
