@@ -96,20 +96,22 @@ BROKEN = {
     ),
     "bad-arguments": Broken(
         expect("bad-config", None, "likely"),
-        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()",
+        "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--lr')\nparser.parse_args()",
         arguments=("--learning-rate", "3"),
     ),
     "exit-code": Broken(expect("exit-code", 1, "likely"), WAIT + "print('giving up'); sys.exit(5)"),
     "caught-oom": Broken(
         expect("killed"),
         WAIT + "print('RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB; skipping this batch')\n"
-        "for step in range(3): print(f'step {step} loss 2.1')\nsys.stdout.flush()\nos.kill(os.getpid(), signal.SIGKILL)",
+        "for step in range(3): print(f'step {step} loss 2.1')\n"
+        "sys.stdout.flush()\nos.kill(os.getpid(), signal.SIGKILL)",
     ),
     "torchrun-oom": Broken(
         expect("cuda-oom"),
         GROUP + "dist.init_process_group('gloo')\ndist.barrier()\n"
-        "if rank == 1: raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total"
-        " capacity of 79.11 GiB of which 1.03 GiB is free.')\ndist.barrier()",
+        "if rank == 1: raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1"
+        " has a total capacity of 79.11 GiB of which 1.03 GiB is free.')\ndist.barrier()",
         launcher=True,
     ),
     "torchrun-killed": Broken(expect("killed"), WAIT + "os.kill(os.getpid(), signal.SIGKILL)", launcher=True),
@@ -168,7 +170,7 @@ def make(name: str, folder: Path) -> Path:
     else:
         argv += [part for setting in TRAINER for part in ("--set", setting)]
     env = {**os.environ, "XDG_STATE_HOME": str(home), "XDG_CONFIG_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    env |= {"PYTHONPATH": os.pathsep.join(sys.path[:1] + [str(Path(__file__).parents[2])]), **broken.env}
+    env |= {"PYTHONPATH": str(Path(__file__).parents[2]), **broken.env}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     env["GLOO_SOCKET_IFNAME"] = "lo"
     with (folder / "submit.log").open("wb") as log:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 def command(run_name: str, number: int | None, as_json: bool) -> int:
     """Name the first failing rank of RUN, the cause with its evidence, and what to do.
 
-    Says `unknown`, with the last lines of that rank, where no known cause explains the failure. Causes of your
-    own go into ./signatures.yaml or ~/.config/trainkit/signatures.yaml.
+    Says `unknown`, with the last lines of that rank, where no known cause explains the failure. Your own
+    causes go into ./signatures.yaml or ~/.config/trainkit/signatures.yaml.
     """
     from trainkit.control.jobs import query_job_status
     from trainkit.control.run_registry import find_run

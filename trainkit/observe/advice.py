@@ -19,7 +19,7 @@ _CLOCK = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def run_values(run: RunDir, attempt: AttemptDir) -> dict[str, str]:
-    """The values of an attempt, by placeholder; a value that is unknown, or means nothing here, is left out."""
+    """The values of an attempt, by placeholder; what is unknown, or means nothing here, is left out."""
     plan = _plan(attempt)
     values = {
         "run": quote(str(run.path)),
@@ -65,7 +65,8 @@ def _batch_values(batch: Mapping[str, Any]) -> dict[str, str]:
     )
     if not all(isinstance(value, int) for value in (size, steps, whole)):
         return {}
-    assert isinstance(size, int) and isinstance(steps, int)
+    assert isinstance(size, int)
+    assert isinstance(steps, int)
     values = {"device_batch_size": str(size), "global_batch_size": str(whole)}
     if size == 1:
         values["smallest_batch"] = "1"
@@ -118,7 +119,7 @@ def _twice(time: str) -> str:
 
 
 def _disk_values(run: RunDir) -> dict[str, str]:
-    values = {}
+    values: dict[str, str] = {}
     try:
         folder = run.path.resolve()
         free = shutil.disk_usage(folder).free

@@ -73,7 +73,7 @@ def diagnose(
     alive: bool | None = False,
     slurm_job: JobInfo | None = None,
 ) -> Diagnosis:
-    """Diagnose an attempt; `alive` and `slurm_job` are its job's liveness and Slurm's information about it."""
+    """Diagnose an attempt; `alive` and `slurm_job` are its job's liveness and state in Slurm."""
     return _Case(attempt, signatures, alive, slurm_job).diagnosis()
 
 
@@ -159,9 +159,8 @@ class _Case:
         if not isinstance(verdict, dict):
             return self.records[0] if self.records else None
         first = self._of_verdict(verdict)
-        return (
-            first if first.rank is None or not self.files.plan().get("command") else self._of_launcher(first)
-        )
+        is_command = bool(self.files.plan().get("command"))
+        return self._of_launcher(first) if is_command and first.rank is not None else first
 
     def _of_launcher(self, first: _First) -> _First:
         """The rank that torchrun names as the first to fail, if torchrun has started the ranks."""
@@ -326,13 +325,13 @@ class _Case:
         if "rank" in match.groups and match.groups["rank"].isdigit():
             rank = int(match.groups["rank"])
             return rank, match.groups.get("host") or self.files.host_of(rank), step
-        rank = first.get("rank") if isinstance(first.get("rank"), int) else None
         if match.text.kind == "log" and (self.first is None or match.text.rank != self.first.log_rank):
             return match.text.rank, match.text.host, step
-        host = first.get("host") or (None if rank is None else self.files.host_of(rank))
+        own = None if self.first is None else self.first.rank
+        host = first.get("host") or self.files.host_of(own)
         if match.text.kind in ("agent", "srun") and match.groups.get("host"):
             host = match.groups["host"]
-        return rank, str(host) if host else match.text.host, step
+        return own, str(host) if host else match.text.host, step
 
     def _hang_values(self, match: Match, values: Mapping[str, str]) -> tuple[dict[str, str], list[Evidence]]:
         """Which ranks wait, and where, according to the reports of a hang."""
@@ -383,7 +382,7 @@ class _Case:
                     timed_out.setdefault(int(found["rank"]), int(found["sequence"]))
         silent = [rank for rank in range(self.files.world_size()) if rank not in timed_out]
         if timed_out and silent and len(silent) < self.files.world_size():
-            why = f"{_ranks(silent)} reported no time-out: the others waited for {'it' if len(silent) == 1 else 'them'}"
+            why = f"{_ranks(silent)} reported no time-out: the other ranks waited there"
             return {"suspect": why, "suspect_rank": str(silent[0])}, []
         behind = [rank for rank, number in timed_out.items() if number == min(timed_out.values())]
         if timed_out and len(behind) < len(timed_out):
@@ -419,7 +418,7 @@ class _Case:
         hint = str(record.get("hint") or "")
         step = record.get("step")
         return self._make(
-            cause=f"{_subject(rank, host)} failed first, and no known cause explains it: {first.text.lines[0]}",
+            cause=f"{_subject(rank, host)} failed first, for no known cause: {first.text.lines[0]}",
             rank=rank,
             host=str(host) if host else None,
             step=step if isinstance(step, int) else None,

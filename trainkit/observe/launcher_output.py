@@ -1,4 +1,4 @@
-"""Parses what torchrun and torch.distributed print about failed ranks: who was first, and with which exception."""
+"""Parses what torchrun and torch.distributed print about failed ranks: which was first, and why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ WATCHDOG = re.compile(
 """A rank whose collective timed out, and the number of that collective."""
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _FAILURE = re.compile(
-    r"time\s*: (?P<time>\S+)\n\s*host\s*: (?P<host>\S*)\n\s*rank\s*: (?P<rank>\d+) .*\n\s*exitcode\s*: (?P<code>-?\d+)"
+    r"time\s*: (?P<time>\S+)\n\s*host\s*: (?P<host>\S*)\n"
+    r"\s*rank\s*: (?P<rank>\d+) .*\n\s*exitcode\s*: (?P<code>-?\d+)"
 )
 _EXCEPTION = re.compile(r"\[rank(?P<rank>\d+)\]: (?P<type>[A-Za-z_][\w.]*): (?P<message>.*)")
 """Torch prefixes the lines of an uncaught exception once the ranks have joined their group."""
@@ -34,7 +35,7 @@ class RootCause:
 
 
 def root_causes(text: Text) -> list[RootCause]:
-    """The first failure that torchrun reports at the end of a log, unless torchrun stopped that rank itself."""
+    """The first failure that torchrun reports in a log, unless torchrun stopped that rank itself."""
     joined = "\n".join(text.lines)
     start = joined.rfind(_ROOT_CAUSE)
     found = _FAILURE.search(joined, start) if start >= 0 else None

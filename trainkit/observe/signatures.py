@@ -23,8 +23,8 @@ Role = Literal["cause", "symptom", "cascade"]
 """A `cause` explains a failure. A `symptom` says how a rank ended, as `killed by SIGKILL`, which something
 else may explain. A `cascade` is what ranks report after another one has failed."""
 Where = Literal["record", "log", "agent", "srun", "slurm", "end"]
-"""The first failure and the records of ranks, the output of ranks, the logs of agents, the output of srun, the
-job's state in Slurm, and the cause that end.json names."""
+"""The first failure and the records of ranks, the output of ranks, the logs of agents, the output of srun,
+the job's state in Slurm, and the cause that end.json names."""
 Confidence = Literal["certain", "likely"]
 
 MAX_PATTERN_S = 2.0
@@ -122,14 +122,13 @@ def _parse(name: str, entry: Entry, is_shipped: bool, problems: list[Problem]) -
             problem(key, f"is {value!r}", f"use {' or '.join(allowed)}", origin_of(key))
         return value
 
-    patterns, groups = [], set()
+    patterns = []
     for text in texts("pattern", required=True):
         try:
             patterns.append(re.compile(text, re.MULTILINE))
         except (re.error, RecursionError, OverflowError) as error:
             problem("pattern", f"{text!r} is not a regular expression: {error}", origin=origin_of("pattern"))
             continue
-        groups.update(patterns[-1].groupindex)
         if patterns[-1].search(""):
             problem(
                 "pattern", f"{text!r} matches an empty line", "it would match every run", origin_of("pattern")
