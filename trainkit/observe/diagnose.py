@@ -272,7 +272,7 @@ class _Case:
                             return match
         return None
 
-    # How it is told.
+    # What is reported.
 
     def _found(self, match: Match) -> Diagnosis:
         signature, first = match.signature, self.first
