@@ -79,7 +79,7 @@ def test_the_advice_has_the_values_of_the_run(tmp_path: Path) -> None:
 def test_a_hang_says_which_ranks_wait(tmp_path: Path) -> None:
     _, found = diagnosis_of("hang", tmp_path)
     assert found.cause.startswith(f"rank 1 on {HOST} blocks the others: does not respond")
-    assert any(item.startswith("rank 0 waits") or item.startswith("rank 0 wait") for item in found.advice)
+    assert any(item.startswith("waiting for it: rank 0;") for item in found.advice)
     assert any(item.file.startswith("attempts/001/hangs/") for item in found.evidence)
 
 
