@@ -53,6 +53,7 @@ def command(
     from trainkit.control.jobs import liveness_probe
     from trainkit.control.run_registry import find_run
     from trainkit.observe.follow import LogTail, follow, start_of_last
+    from trainkit.rundir import read_end
 
     if sum((rank is not None, node is not None, all_ranks)) > 1:
         raise UsageError("--rank, --node and --all are mutually exclusive", hint="give only one of them")
@@ -76,6 +77,9 @@ def command(
         texts = LogTail(path, start).read_rest()
         for text in texts if lines is None else texts[max(0, len(texts) - lines) :]:
             click.echo(f"{path.stem} | {text}" if named else text)
+    if (read_end(attempt) or {}).get("state") == "failed":
+        which = f"{quote(str(run.path))} --attempt {attempt.number}"
+        click.echo(f"hint: `trainkit diagnose {which}` names the cause of its failure", err=True)
     return EXIT_OK
 
 

@@ -34,6 +34,7 @@ SECTIONS = {
     "Watch": {
         "status": "Show what runs are doing, or one run in detail.",
         "logs": "Print the output of a run.",
+        "diagnose": "Name the first failing rank of a run, its cause, and what to do.",
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
         "ui": "Show the curves of a run in a browser.",

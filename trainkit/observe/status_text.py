@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from shlex import join
+from shlex import join, quote
 from typing import Any
 
 from trainkit.observe.group import GroupStatus, PointStatus, most_relevant
@@ -75,12 +75,14 @@ def run_details(status: RunStatus) -> str:
         }
     if status.command is None or status.checkpoint is not None:
         lines["checkpoint"] = _text(status.checkpoint)
+    is_failed = status.state in ("failed", "died")
     lines |= {name: _tracker(position) for name, position in status.trackers.items()}
     lines |= {
         "last event": event_line(status.last_event) if status.last_event else "-",
         "restarts": restarts_line(status.restarts) if status.restarts else "",
         "failure": failure_line(status.verdict) if status.verdict else "",
         "hint": (status.verdict or {}).get("hint", ""),
+        "diagnosis": f"`trainkit diagnose {quote(status.run_dir)}` names the cause" if is_failed else "",
     }
     text = [f"{key:<10}  {value}" for key, value in lines.items() if value]
     return "\n".join(text + [f"warning: {warning}" for warning in status.warnings])

@@ -122,6 +122,15 @@ ModuleNotFoundError: No module named 'fancy_attention'
             None,
         ),
         (
+            TRACEBACK
+            + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+            + "Failures:\n[1]:\n  traceback : Signal 15 (SIGTERM) received by PID 11\n"
+            + "Root Cause (first observed failure):\n[0]:\n  exitcode  : 1 (pid: 12)\n",
+            "ModuleNotFoundError",
+            "No module named 'fancy_attention'",
+            True,
+        ),
+        (
             "[ERROR] [launch.py:325:sigkill_handler] ['python', 'x.py'] exits with return code = -9\n",
             "RankKilled",
             "the launcher ended: a rank was killed by SIGKILL",

@@ -37,6 +37,7 @@ _KILLED_RANK = re.compile(
     r"traceback : Signal \d+ \((?P<signal>SIG\w+)\) received|exits with return code = -(?P<number>\d+)"
 )
 """How torchrun and deepspeed report a killed rank; they exit with 1 whatever happened to their ranks."""
+_ROOT_CAUSE = "Root Cause (first observed failure)"
 MAX_LINES_AFTER = 20
 """An exception further from the end of the output counts as handled by the program."""
 FINAL = ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError")
@@ -156,7 +157,10 @@ def _death_fields(attempt: AttemptDir, rank: int, exit_code: int, out_of_memory:
 
 def _signal_of_killed_rank(lines: Sequence[str]) -> str | None:
     """The signal that killed a rank of a launcher, according to the launcher's output; None without one."""
-    found = next((match for line in reversed(lines) if (match := _KILLED_RANK.search(line))), None)
+    # The root cause stands at the end of torchrun's report, below the ranks that torchrun stopped itself.
+    roots = [index for index, line in enumerate(lines) if line.startswith(_ROOT_CAUSE)]
+    last = lines[roots[-1] :] if roots else lines
+    found = next((match for line in reversed(last) if (match := _KILLED_RANK.search(line))), None)
     if found is None:
         return None
     return found["signal"] or describe_exit(128 + int(found["number"]))

@@ -1,0 +1,228 @@
+"""`diagnose` on broken runs: recorded ones, a few that are made again, and what could mislead it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from tests.support.broken_runs import BROKEN, FOLDER, HOST, make, unpack
+from trainkit.cli.diagnose import diagnosis_text
+from trainkit.cli.main import cli
+from trainkit.errors import ConfigError, UsageError
+from trainkit.observe import run_text
+from trainkit.observe.diagnose import Diagnosis, diagnose
+from trainkit.observe.run_text import read_log
+from trainkit.observe.signatures import load_signatures, placeholders, user_files
+from trainkit.rundir import RunDir, write_json
+
+RECORDED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def diagnosis_of(name: str, folder: Path) -> tuple[dict[str, object], Diagnosis]:
+    content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    unpack(content, folder)
+    return content["expect"], newest(RunDir(folder))
+
+
+def newest(run: RunDir, *files: tuple[Path, str]) -> Diagnosis:
+    return diagnose(run.attempt(run.attempt_numbers()[-1]), load_signatures(files))
+
+
+def shown(found: Diagnosis, expected: dict[str, object]) -> dict[str, object]:
+    """The expected fields of a diagnosis; all ranks fail alike where no rank is expected."""
+    fields = {key: getattr(found, key) for key in expected}
+    return fields | {"rank": None} if expected.get("rank", 0) is None else fields
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_names_the_first_rank_and_the_cause(name: str, tmp_path: Path) -> None:
+    expected, found = diagnosis_of(name, tmp_path)
+    assert shown(found, expected) == expected, found
+
+
+def test_the_set_covers_the_causes_and_none_is_wrong_with_confidence(tmp_path: Path) -> None:
+    num_right, causes = 0, set()
+    for name in RECORDED:
+        expected, found = diagnosis_of(name, tmp_path / name)
+        is_right = shown(found, expected) == expected
+        assert is_right or found.confidence != "certain", (name, found)
+        num_right += is_right
+        causes.add(expected.get("name"))
+    assert len(causes) >= 24
+    assert num_right >= len(RECORDED) * 22 / 24
+
+
+@pytest.mark.slow(seconds=40)
+@pytest.mark.parametrize("name", random.Random(18).sample(sorted(BROKEN), 4))
+def test_runs_that_are_broken_again(name: str, tmp_path: Path) -> None:
+    found = newest(RunDir(make(name, tmp_path)))
+    expected = {key: value for key, value in BROKEN[name].expect.items() if key != "host"}
+    assert shown(found, expected) == expected, found
+
+
+def test_the_advice_has_the_values_of_the_run(tmp_path: Path) -> None:
+    _, found = diagnosis_of("cuda-oom", tmp_path)
+    change = "train.device_batch_size 16 -> 8 keeps the global batch of 256 with accumulation 4"
+    assert change in found.advice
+    _, found = diagnosis_of("nccl-timeout", tmp_path / "timeout")
+    assert found.advice[0] == "rank 6 reported no time-out: the other ranks waited there"
+    _, found = diagnosis_of("ranks-missing", tmp_path / "missing")
+    assert "rank 5, 6, 7" in found.evidence[0].text
+    assert any("they run on node02" in item for item in found.advice)
+
+
+def test_a_hang_says_which_ranks_wait(tmp_path: Path) -> None:
+    _, found = diagnosis_of("hang", tmp_path)
+    assert found.cause.startswith(f"rank 1 on {HOST} blocks the others: does not respond")
+    assert any(item.startswith("waiting for it: rank 0;") for item in found.advice)
+    assert any(item.file.startswith("attempts/001/hangs/") for item in found.evidence)
+
+
+def test_evidence_is_the_line_of_the_file(tmp_path: Path) -> None:
+    _, found = diagnosis_of("shape-mismatch", tmp_path)
+    first = found.evidence[0]
+    assert first.line is not None
+    line = (tmp_path / first.file).read_text().splitlines()[first.line - 1]
+    assert first.text.partition(": ")[2] in line
+    assert f"{first.file}:{first.line}: {first.text}" in diagnosis_text(found)
+
+
+def failed(folder: Path, log: bytes, message: str = "ended with exit code 1", kind: str = "exit") -> RunDir:
+    """A run of which rank 0 failed, with this output."""
+    folder.mkdir(exist_ok=True)
+    run = RunDir(folder)
+    attempt = run.attempt(1)
+    attempt.create()
+    record = {"rank": 0, "host": HOST, "time": "2026-01-01T00:00:00Z", "type": kind, "message": message}
+    write_json(attempt.rank_error(0), record)
+    write_json(attempt.end_file, {"state": "failed", "cause": "crash", "verdict": record})
+    attempt.rank_log(0).write_bytes(log)
+    return run
+
+
+def test_an_exception_that_is_known_is_not_explained_by_other_lines(tmp_path: Path) -> None:
+    log = b"No space left on device, cleaning up\nTraceback (most recent call last):\nKeyError: 'x'\n"
+    found = newest(failed(tmp_path, log, "'x'", "KeyError"))
+    assert (found.name, found.confidence, found.title) == (None, "unknown", "unknown")
+    assert found.tail[-1].text == "KeyError: 'x'"
+
+
+def test_an_error_long_before_the_end_was_handled(tmp_path: Path) -> None:
+    log = b"CUDA out of memory\n" + b"step 1 loss 2\n" * 21
+    assert newest(failed(tmp_path / "handled", log)).name == "exit-code"
+    found = newest(failed(tmp_path / "last", log + b"CUDA out of memory\n"))
+    assert (found.name, found.confidence) == ("cuda-oom", "likely")
+
+
+def test_a_log_that_is_binary_cut_off_or_one_long_line(tmp_path: Path) -> None:
+    for number, log in enumerate((b"\x00\xff\xfe" * 1000, b"x" * 10**6, b"", b"\x1b[31mCUDA out of mem")):
+        assert newest(failed(tmp_path / str(number), log)).name == "exit-code"
+
+
+def test_a_huge_log_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rank-0000.log"
+    with path.open("wb") as stream:
+        stream.seek(2**30)  # a sparse file: no disk is needed
+        stream.write(b"\nCUDA out of memory\n")
+    text = read_log(path, tmp_path, "log")
+    assert text is not None
+    assert text.first_line is None
+    assert text.lines[-1] == "CUDA out of memory"
+    path.write_bytes(b"step\n" * 100_000 + b"the end\n")
+    text = read_log(path, tmp_path, "log")
+    assert text is not None
+    assert text.evidence(len(text.lines) - 1).line == 100_001
+    assert len(text.lines) == run_text.MAX_LAST_LINES
+
+
+def test_an_earlier_attempt_does_not_explain_a_later_one(tmp_path: Path) -> None:
+    run = failed(tmp_path, b"", "CUDA out of memory", "OutOfMemoryError")
+    second = run.attempt(2)
+    second.create()
+    write_json(second.end_file, {"state": "finished", "action": "finished", "verdict": None})
+    found = newest(run)
+    assert (found.state, found.name) == ("nothing failed", None)
+    assert len(found.earlier) == 1
+    assert diagnose(run.attempt(1), load_signatures()).name == "cuda-oom"
+
+
+def test_a_running_attempt_has_no_failure(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.attempt(1).create()
+    assert diagnose(run.attempt(1), load_signatures(), alive=True).state == "nothing failed"
+    assert diagnose(run.attempt(1), load_signatures(), alive=None).state == "unknown"
+    assert diagnose(run.attempt(1), load_signatures(), alive=False).name is None
+
+
+def own_signatures(folder: Path, text: str) -> tuple[Path, str]:
+    path = folder / "signatures.yaml"
+    path.write_text(text)
+    return path, path.name
+
+
+def test_signatures_of_the_user(tmp_path: Path) -> None:
+    text = 'license:\n  title: No license\n  pattern: "license error (?P<n>[0-9]+)"\n'
+    text += '  cause: "{subject}: error {n}"\n  advice: ["ask {nobody}", "see {run}"]\n'
+    files = own_signatures(tmp_path, text)
+    run = failed(tmp_path / "run", b"", "license error 7", "RuntimeError")
+    found = newest(run, files)
+    assert (found.name, found.cause) == ("license", f"rank 0 on {HOST}: error 7")
+    assert found.advice == [f"see {run.path}"]
+
+
+def test_problems_of_signatures_have_their_lines(tmp_path: Path) -> None:
+    text = "a:\n  title: A\n  pattern: '('\nb:\n  pattern: x\n  wher: log\nc:\n  title: C\n  pattern: 'y*'\n"
+    with pytest.raises(ConfigError) as error:
+        load_signatures([own_signatures(tmp_path, text)])
+    message = error.value.message
+    assert "signatures.yaml:3: a.pattern: '(' is not a regular expression" in message
+    assert "signatures.yaml:6: b.wher: there is no such key" in message
+    assert "b.title: is missing or no text" in message
+    assert "signatures.yaml:9: c.pattern: 'y*' matches an empty line" in message
+
+
+def test_a_pattern_that_takes_forever_is_stopped(tmp_path: Path) -> None:
+    files = own_signatures(tmp_path, "slow:\n  title: S\n  pattern: '(a+)+b'\n")
+    run = failed(tmp_path / "run", b"", "a" * 200, "RuntimeError")
+    with pytest.raises(UsageError, match=r"signatures.yaml:1: the patterns of slow took longer"):
+        newest(run, files)
+
+
+def test_the_shipped_signatures_are_sound() -> None:
+    signatures = load_signatures()
+    assert all(signature.doc and signature.is_shipped for signature in signatures)
+    known = {"subject", "rank", "host", "message", "run", "attempt_dir", "command", "suspect", "waiting"}
+    for signature in signatures:
+        groups = {name for pattern in signature.patterns for name in pattern.groupindex}
+        always = {*known, *groups}
+        assert set(placeholders(signature.cause)) <= always, signature.name
+
+
+def test_the_files_of_the_user_are_in_the_folder_and_at_home(tmp_path: Path) -> None:
+    home = tmp_path / "config"
+    (home / "trainkit").mkdir(parents=True)
+    for folder in (home / "trainkit", tmp_path):
+        (folder / "signatures.yaml").touch()
+    names = [shown for _, shown in user_files(tmp_path, {"XDG_CONFIG_HOME": str(home)})]
+    assert names == ["signatures.yaml", str(home / "trainkit" / "signatures.yaml")]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    unpack(yaml.safe_load((FOLDER / "disk-full.yaml").read_text()), tmp_path)
+    (tmp_path / "config.yaml").write_text("name: x\n")
+    entry = {"attempt": 1, "job_id": "local-1", "host": "elsewhere", "submitted_at": "2026-01-01T00:00:00Z"}
+    write_json(tmp_path / "job.json", {"name": "x", "attempts": [entry]})
+    done = CliRunner().invoke(cli, ["diagnose", str(tmp_path), "--json"], standalone_mode=False)
+    assert done.exception is None, done.output
+    assert json.loads(done.stdout)["name"] == "disk-full"
+    done = CliRunner().invoke(cli, ["diagnose", str(tmp_path)], standalone_mode=False)
+    assert done.stdout.startswith("attempt 1 failed: Disk full\na disk is full\nfirst:  rank 1 on node01\n")
+    with pytest.raises(UsageError, match="has no attempt 2"):
+        CliRunner().invoke(
+            cli, ["diagnose", str(tmp_path), "--attempt", "2"], standalone_mode=False, catch_exceptions=False
+        )

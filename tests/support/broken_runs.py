@@ -1,0 +1,288 @@
+"""Runs that fail for real on this machine, each for a reason of its own, and their folders as one file each.
+
+`python -m tests.support.broken_runs NAME…` makes runs (all of them without NAME) and records them in
+tests/observe/broken_runs, with the names of this machine and its folders replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).parents[1] / "observe" / "broken_runs"
+HOST = "node01"
+TIMEOUT_S = 180
+MAX_LINES = 60
+"""How many lines of a recorded log are kept: its last ones."""
+
+PREAMBLE = """\
+import datetime, errno, os, signal, socket, sys, time
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+print(f"rank {rank} of {world} starts", flush=True)
+"""
+GROUP = "import torch, torch.distributed as dist\n"
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A run that fails: its script or settings, and what a diagnosis has to say."""
+
+    expect: dict[str, Any]
+    script: str = ""
+    """The Python code of every rank; empty for the built-in trainer."""
+    options: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    num_ranks: int = 2
+    env: dict[str, str] = field(default_factory=dict)
+    launcher: bool = False
+    """Whether torchrun starts the ranks."""
+
+
+def expect(name: str | None, rank: int | None = 1, confidence: str = "certain") -> dict[str, Any]:
+    return {"name": name, "rank": rank, "host": HOST, "confidence": confidence}
+
+
+WAIT = "if rank != 1: signal.pause()\n"
+TRAINER = ("model.preset=nano", "data.seq_len=64", "train.device_batch_size=4", "train.global_batch_size=16")
+TRAINER += ("train.log_every=1", "train.eval_every=null", "device=cpu", "logging.tensorboard=false")
+BROKEN = {
+    "killed": Broken(expect("killed"), WAIT + "os.kill(os.getpid(), signal.SIGKILL)"),
+    "segfault": Broken(expect("killed"), WAIT + "os.kill(os.getpid(), signal.SIGSEGV)"),
+    "import-error": Broken(expect("import-error"), WAIT + "import a_package_that_is_not_there"),
+    "syntax-error": Broken(expect("syntax-error", None), "def broken(:\n"),
+    "disk-full": Broken(expect("disk-full"), WAIT + "open('/dev/full', 'w').write('x' * 10**6)"),
+    "quota": Broken(
+        expect("quota"),
+        WAIT + "raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), '/scratch/user/model.pt')",
+    ),
+    "memory-limit": Broken(
+        expect("host-oom"),
+        WAIT + "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))\nbytearray(2**32)",
+    ),
+    "port-in-use": Broken(
+        expect("port-in-use", 0),
+        GROUP + "if rank: signal.pause()\nbusy = socket.create_server(('127.0.0.1', 0))\n"
+        "dist.TCPStore('127.0.0.1', busy.getsockname()[1], 2, True)",
+    ),
+    "rendezvous": Broken(
+        expect("rendezvous", 0),
+        GROUP + "if rank: signal.pause()\n"
+        "dist.TCPStore('127.0.0.1', 0, 2, True, datetime.timedelta(seconds=1), wait_for_workers=True)",
+    ),
+    "wrong-interface": Broken(
+        expect("wrong-interface", None),
+        GROUP + "os.environ['GLOO_SOCKET_IFNAME'] = 'nope0'\ndist.init_process_group('gloo')",
+    ),
+    "own-exception": Broken(
+        expect(None, 1, "unknown"),
+        GROUP + "dist.init_process_group('gloo')\ndist.barrier()\n"
+        "if rank == 1: raise ValueError('the table of labels has 10 classes, not 12')\ndist.barrier()",
+    ),
+    "shape-mismatch": Broken(
+        expect("shape-mismatch"),
+        GROUP + WAIT + "torch.nn.Linear(4, 8).load_state_dict(torch.nn.Linear(4, 16).state_dict())",
+    ),
+    "loss-is-nan": Broken(
+        expect("diverged"), WAIT + "raise FloatingPointError(f'loss is {float(\"nan\")} at step 12')"
+    ),
+    "bad-arguments": Broken(
+        expect("bad-config", None, "likely"),
+        "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--lr')\nparser.parse_args()",
+        arguments=("--learning-rate", "3"),
+    ),
+    "exit-code": Broken(expect("exit-code", 1, "likely"), WAIT + "print('giving up'); sys.exit(5)"),
+    "caught-oom": Broken(
+        expect("killed"),
+        WAIT + "print('RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB; skipping this batch')\n"
+        "for step in range(3): print(f'step {step} loss 2.1')\n"
+        "sys.stdout.flush()\nos.kill(os.getpid(), signal.SIGKILL)",
+    ),
+    "torchrun-oom": Broken(
+        expect("cuda-oom"),
+        GROUP + "dist.init_process_group('gloo')\ndist.barrier()\n"
+        "if rank == 1: raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1"
+        " has a total capacity of 79.11 GiB of which 1.03 GiB is free.')\ndist.barrier()",
+        launcher=True,
+    ),
+    "torchrun-killed": Broken(expect("killed"), WAIT + "os.kill(os.getpid(), signal.SIGKILL)", launcher=True),
+    "diverged": Broken(
+        expect("diverged", None),
+        options=("--set", "optimizer.lr=1e30", "--set", "train.steps=100", "--set", "precision.dtype=fp32"),
+    ),
+    "hang": Broken(
+        expect("hang"),
+        options=(
+            *(
+                "--set",
+                "train.steps=100000",
+                "--set",
+                "requeue.hang_min_s=5",
+                "--set",
+                "requeue.hang_factor=2",
+            ),
+            *("--set", "checkpoint.every_steps=null"),
+        ),
+    ),
+    "finished": Broken(
+        {"name": None, "state": "nothing failed"}, "print('CUDA out of memory, but not here')"
+    ),
+}
+
+
+def make(name: str, folder: Path) -> Path:
+    """Make one run below a folder, to its end; returns its run folder."""
+    broken = BROKEN[name]
+    run, home = folder / "run", folder / "home"
+    argv = [
+        sys.executable,
+        "-m",
+        "trainkit",
+        "submit",
+        "--backend",
+        "local",
+        "--follow",
+        "--run-dir",
+        str(run),
+    ]
+    argv += [
+        "--nodes",
+        "1",
+        "--gpus-per-node",
+        str(broken.num_ranks),
+        "--set",
+        "requeue.max=0",
+        *broken.options,
+    ]
+    if broken.script:
+        (folder / "train.py").write_text(PREAMBLE * (name != "syntax-error") + broken.script + "\n")
+        argv += ["--launcher", "torchrun"] * broken.launcher
+        argv += ["--", *([] if broken.launcher else ["python"]), "train.py", *broken.arguments]
+    else:
+        argv += [part for setting in TRAINER for part in ("--set", setting)]
+    env = {**os.environ, "XDG_STATE_HOME": str(home), "XDG_CONFIG_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    env |= {"PYTHONPATH": str(Path(__file__).parents[2]), **broken.env}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+    env["GLOO_SOCKET_IFNAME"] = "lo"
+    with (folder / "submit.log").open("wb") as log:
+        started = subprocess.Popen(argv, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            if name == "hang":
+                _stop_rank(run, 1)
+            started.wait(timeout=TIMEOUT_S)
+        finally:
+            started.kill()
+            started.wait()
+    return run
+
+
+def _stop_rank(run: Path, rank: int) -> None:
+    """Stop the process of a rank once it trains."""
+    import signal
+    import time
+
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > 1000:
+            for path in Path("/proc").glob("[0-9]*/environ"):
+                try:
+                    command = (path.parent / "cmdline").read_bytes()
+                    environ = path.read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                if (
+                    str(run).encode() in command
+                    and b"trainkit.trainer" in command
+                    and f"RANK={rank}".encode() in environ
+                ):
+                    os.kill(int(path.parent.name), signal.SIGSTOP)
+                    return
+        time.sleep(0.1)
+    raise TimeoutError(f"{run} does not train")
+
+
+KEPT = (
+    "attempts/*/end.json",
+    "attempts/*/plan.json",
+    "attempts/*/rendezvous.json",
+    "attempts/*/errors/*.json",
+)
+KEPT += ("attempts/*/hangs/*.json", "attempts/*/logs/*.log", "attempts/*/config.yaml")
+
+
+def record(name: str) -> None:
+    """Make a run and write its folder as one YAML file."""
+    with tempfile.TemporaryDirectory() as temporary:
+        run = make(name, Path(temporary))
+        files = {}
+        for pattern in KEPT:
+            for path in sorted(run.glob(pattern)):
+                if path.parent.name == "latest" or "latest" in path.parts:
+                    continue
+                lines = path.read_text(errors="replace").splitlines()
+                if path.suffix == ".log":
+                    lines = lines[-MAX_LINES:]
+                text = neutral("\n".join(lines), temporary)
+                if text:
+                    files[str(path.relative_to(run))] = text + "\n"
+    write(
+        name,
+        {
+            "about": "Recorded from a real run by tests/support/broken_runs.py.",
+            "expect": BROKEN[name].expect,
+            "files": files,
+        },
+    )
+
+
+def neutral(text: str, folder: str) -> str:
+    """A text without the names and folders of this machine."""
+    for found, name in (
+        (folder, "/home/user/project"),
+        (str(Path(__file__).parents[2]), "/home/user/trainkit"),
+        (str(Path(sys.prefix)), "/home/user/venv"),
+        (str(Path(sys.base_prefix)), "/usr"),
+    ):
+        text = text.replace(found, name)
+    return re.sub(rf"(?<![\w.-]){re.escape(socket.gethostname())}(?![\w-])", HOST, text)
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
+
+
+def write(name: str, content: dict[str, Any]) -> None:
+    (FOLDER / f"{name}.yaml").write_text(
+        yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True)
+    )
+
+
+def unpack(content: dict[str, Any], run: Path) -> None:
+    """Write a recorded run folder."""
+    for name, text in content["files"].items():
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(text)
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for chosen in sys.argv[1:] or BROKEN:
+        print(chosen, flush=True)
+        record(chosen)

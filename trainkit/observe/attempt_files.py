@@ -1,0 +1,95 @@
+"""The files of one attempt that a diagnosis reads, as texts, and the hosts of its ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainkit.observe.run_text import Text, clean, json_line, read_log
+from trainkit.observe.signatures import Where
+from trainkit.rundir import AttemptDir, read_end, read_json
+from trainkit.slurm.jobs import JobInfo
+
+MAX_LOGS = 256
+"""How many logs of ranks are searched when no record says which rank failed first."""
+RANK_FILE = re.compile(r"(?:rank|node)-(\d+)")
+
+
+class AttemptFiles:
+    """Reads the files of an attempt; a file that is missing or damaged reads as empty."""
+
+    def __init__(self, attempt: AttemptDir, slurm_job: JobInfo | None) -> None:
+        self.attempt, self.run, self.slurm_job = attempt, attempt.run, slurm_job
+        self.end = read_end(attempt) or {}
+
+    def end_text(self) -> Text:
+        keys = [key for key in ("cause", "state", "reason") if self.end.get(key) is not None]
+        lines = [clean(f"{key}: {self.end[key]}") for key in keys]
+        number = json_line(self.attempt.end_file, keys[0]) if keys else None
+        return Text(self.shown(self.attempt.end_file), "end", lines, first_line=number)
+
+    def slurm_text(self) -> Iterator[Text]:
+        if self.slurm_job is not None:
+            job = self.slurm_job
+            line = f"{job.slurm_state or job.state.value.upper()} {job.reason}".strip()
+            yield Text(f"Slurm's state of job {job.job_id}", "slurm", [line], first_line=None)
+
+    def logs(self, kind: Where, paths: Iterable[Path]) -> Iterator[Text]:
+        for path in paths:
+            number = RANK_FILE.fullmatch(path.stem)
+            rank = int(number[1]) if number and kind == "log" else None
+            node = int(number[1]) if number and kind == "agent" else None
+            host = self.host_of(rank) if rank is not None else self.host_of_node(node)
+            text = read_log(path, self.run.path, kind, rank, host)
+            if text is not None:
+                yield text
+
+    def outside(self) -> Iterator[Text]:
+        """What Slurm, the supervisor and the agents wrote: no program of the user can."""
+        yield from self.slurm_text()
+        yield from self.logs("srun", [self.attempt.supervisor_log, self.attempt.batch_host_log])
+        yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
+
+    def world_size(self) -> int:
+        plan = self.plan()
+        sizes = plan.get("node_sizes")
+        if isinstance(sizes, list):
+            return sum(sizes)
+        return int(plan.get("num_nodes") or 0) * int(plan.get("workers_per_node") or 0)
+
+    def hosts(self) -> list[str]:
+        """The hosts by node rank; empty when unknown."""
+        try:
+            return [str(host) for host in read_json(self.attempt.rendezvous_file)["hosts"]]
+        except (OSError, ValueError, LookupError, TypeError):
+            return []
+
+    def host_of_node(self, node_rank: int | None) -> str | None:
+        hosts = self.hosts()
+        if node_rank is not None and node_rank < len(hosts):
+            return hosts[node_rank]
+        return None
+
+    def host_of(self, rank: int | None) -> str | None:
+        plan = self.plan()
+        sizes = plan.get("node_sizes")
+        if not isinstance(sizes, list):
+            sizes = [plan.get("workers_per_node") or 1] * int(plan.get("num_nodes") or 0)
+        start = 0
+        for node, size in enumerate(sizes):
+            if rank is not None and rank < start + size:
+                return self.host_of_node(node)
+            start += size
+        return None
+
+    def plan(self) -> dict[str, Any]:
+        try:
+            plan = read_json(self.attempt.plan_file)
+        except (OSError, ValueError):
+            return {}
+        return plan if isinstance(plan, dict) else {}
+
+    def shown(self, path: Path) -> str:
+        return str(path.relative_to(self.run.path))

@@ -1,0 +1,471 @@
+"""Diagnoses an attempt: which rank failed first, why, the lines that show it, and what to do.
+
+Only reads the run folder. What trainkit recorded counts most: the verdict in end.json, which names the first
+failing rank, and the records of ranks. Logs are searched where these leave the cause open: a rank that was
+killed, or that reports the end of another one.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from typing import Any, Literal
+
+from trainkit.observe.advice import run_values
+from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptFiles
+from trainkit.observe.launcher_output import WATCHDOG, describe_signal, exception_of, root_causes
+from trainkit.observe.run_text import (
+    MAX_LINES_AFTER,
+    Evidence,
+    Match,
+    Text,
+    clean,
+    json_line,
+    record_text,
+)
+from trainkit.observe.signatures import Role, Signature, fill
+from trainkit.rundir import AttemptDir, RunDir, read_end, read_json, will_resume
+from trainkit.slurm.jobs import JobInfo
+
+MAX_EVIDENCE = 6
+MAX_START = 200
+"""Characters by which the line of an exception is found in a log."""
+TAIL_LINES = 20
+_KILLED = re.compile(r"killed by (SIG\w+)")
+OWN_SIGNALS = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL")
+"""A process raises them itself, so that its output may say why; others come from outside."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What ended one attempt; None where a value does not exist or is unknown."""
+
+    run_dir: str
+    attempt: int
+    state: str
+    """``failed`` or ``stopped``, ``nothing failed``, or ``unknown`` when this host cannot tell."""
+    name: str | None
+    """The signature; None when no known cause was found."""
+    title: str
+    cause: str
+    confidence: Literal["certain", "likely", "unknown"]
+    rank: int | None
+    host: str | None
+    step: int | None
+    time: str | None
+    evidence: list[Evidence]
+    advice: list[str]
+    tail: list[Evidence] = field(default_factory=list)
+    """For an unknown cause, the last lines of the first failing rank."""
+    earlier: list[str] = field(default_factory=list)
+    """The failures of earlier attempts, one line each."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def diagnose(
+    attempt: AttemptDir,
+    signatures: Sequence[Signature],
+    alive: bool | None = False,
+    slurm_job: JobInfo | None = None,
+) -> Diagnosis:
+    """Diagnose an attempt; `alive` and `slurm_job` are its job's liveness and state in Slurm."""
+    return _Case(attempt, signatures, alive, slurm_job).diagnosis()
+
+
+@dataclass
+class _First:
+    """The first failure: a record of a rank, or the verdict."""
+
+    record: Mapping[str, Any]
+    text: Text
+    log_rank: int | None = None
+    """The rank whose log has its output: one launcher such as torchrun writes for all ranks of its node."""
+
+    @property
+    def rank(self) -> int | None:
+        return self.text.rank
+
+    @property
+    def host(self) -> str | None:
+        return self.text.host
+
+    @property
+    def is_exception(self) -> bool:
+        """Whether it says more than how the process ended."""
+        return self.record.get("type") not in ("exit", "RankKilled", None)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it was killed from outside, so that its own output does not say why."""
+        found = _KILLED.search(str(self.record.get("message")))
+        if found is not None:
+            return found[1] not in OWN_SIGNALS
+        code = self.record.get("exit_code")
+        return isinstance(code, int) and code in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+
+
+class _Case:
+    def __init__(
+        self,
+        attempt: AttemptDir,
+        signatures: Sequence[Signature],
+        alive: bool | None,
+        slurm_job: JobInfo | None,
+    ) -> None:
+        self.attempt, self.run, self.signatures = attempt, attempt.run, signatures
+        self.alive, self.slurm_job = alive, slurm_job
+        self.files = AttemptFiles(attempt, slurm_job)
+        self.end = self.files.end
+        self.records = self._records()
+        self.first = self._first()
+
+    def diagnosis(self) -> Diagnosis:
+        if self.end.get("state") == "finished":
+            return self._nothing("the run finished")
+        if not self.end and not self.records and not self._is_over():
+            if self.alive:
+                return self._nothing("the attempt is still running or pending")
+            return self._plain("unknown", "this host cannot tell whether the run is alive", "unknown")
+        match = self._asked_from_outside() or self._explain()
+        if match is not None:
+            return self._found(match)
+        if self.first is None and self.end.get("state") == "stopped":
+            return self._nothing("the run saved and stopped: " + str(self.end.get("reason")))
+        return self._unknown()
+
+    # What is searched.
+
+    def _records(self) -> list[_First]:
+        """The records of ranks, in the order of their time."""
+        found = []
+        for path in sorted(self.attempt.errors_dir.glob("rank-*.json")):
+            try:
+                record = read_json(path)
+            except (OSError, ValueError):
+                continue  # cut off by a crash
+            if isinstance(record, dict):
+                text = record_text(path, self.run.path, record)
+                found.append(_First(record, text, text.rank))
+        return sorted(found, key=lambda first: str(first.record.get("time") or "~"))
+
+    def _first(self) -> _First | None:
+        """The verdict, with the place of the record that it is from; else the earliest record."""
+        verdict = self.end.get("verdict")
+        if not isinstance(verdict, dict):
+            return self.records[0] if self.records else None
+        first = self._of_verdict(verdict)
+        is_command = bool(self.files.plan().get("command"))
+        return self._of_launcher(first) if is_command and first.rank is not None else first
+
+    def _of_launcher(self, first: _First) -> _First:
+        """The rank that torchrun names as the first to fail, if torchrun has started the ranks."""
+        roots = [(root, text) for text in self._rank_logs() for root in root_causes(text)]
+        if not roots:
+            return first
+        root, text = min(roots, key=lambda item: item[0].time)
+        known = self.files.hosts()
+        host = next((name for name in known if name.split(".")[0] == root.host.split(".")[0]), text.host)
+        host = host or (first.host if text.rank == first.rank else root.host)
+        index = root.index
+        record: dict[str, Any] = {
+            **first.record,
+            "rank": root.rank,
+            "host": host,
+            "exit_code": abs(root.code),
+        }
+        if root.code < 0:
+            name = describe_signal(-root.code)
+            record |= {"type": "RankKilled", "message": f"killed by {name}", "exit_code": 128 - root.code}
+        elif not first.is_exception:
+            record |= {"type": "exit", "message": f"ended with exit code {root.code}"}
+        if root.code > 0 and (raised := exception_of(text, root.rank)) is not None:
+            index, record["type"], record["message"] = raised
+        line = text.part(index, 1, "record")
+        shown = clean(f"{record['type']}: {record['message']}")
+        return _First(record, replace(line, lines=[shown], rank=root.rank, host=host), text.rank)
+
+    def _of_verdict(self, verdict: Mapping[str, Any]) -> _First:
+        same = ("rank", "time", "type")
+        for first in self.records:
+            if all(first.record.get(key) == verdict.get(key) for key in same):
+                return first
+        text = record_text(self.attempt.end_file, self.run.path, verdict)
+        return _First(verdict, text, text.rank)
+
+    def _rank_logs(self) -> Iterator[Text]:
+        """The output of ranks, that of the first failing rank first."""
+        paths = sorted(self.attempt.logs_dir.glob("rank-*.log"))
+        first = self.__dict__.get("first")  # unset while it is determined
+        if first is not None and first.log_rank is not None:
+            own = self.attempt.rank_log(first.log_rank)
+            paths.sort(key=lambda path: path != own)
+        yield from self.files.logs("log", paths[:MAX_LOGS])
+
+    # How the cause is found.
+
+    def _asked_from_outside(self) -> Match | None:
+        """The reason for a stop that was requested: ranks that fail while they stop are not its cause."""
+        return self._best([self.files.end_text()], ("cause",))
+
+    def _explain(self) -> Match | None:
+        own = None
+        if self.first is not None:
+            own = self._best([self.first.text]) or self._best(self._rest_of_the_message(self.first))
+            if own is not None and own.signature.role == "cascade":
+                own = self._before_the_cascade() or own
+            if own is not None and own.signature.role == "cause":
+                return own
+            if own is None and self.first.is_exception:
+                return None  # the exception is known, and nothing else explains it
+        found = self._best(self.files.outside(), ("cause",))
+        if found is None and (self.first is None or not self.first.was_killed):
+            found = self._from_logs(own)
+        return found or own or self._best(self.files.outside(), ("symptom", "cascade"))
+
+    def _rest_of_the_message(self, first: _First) -> Iterator[Text]:
+        """The lines of an exception's message, of which the record of a COMMAND has only the first."""
+        if first.log_rank is None or not first.is_exception:
+            return
+        for text in self.files.logs("log", [self.attempt.rank_log(first.log_rank)]):
+            start = str(first.text.lines[0])[:MAX_START]
+            found = [index for index, line in enumerate(text.lines) if start in line]
+            if found:
+                yield text.part(found[-1], MAX_LINES_AFTER, "record")
+
+    def _before_the_cascade(self) -> Match | None:
+        """Make the earliest record that is no cascade the first failure; returns its match."""
+        for first in self.records:
+            match = self._best([first.text])
+            is_exit = match is not None and match.signature.role == "symptom"
+            if match is None or match.signature.role == "cause" or (is_exit and not first.was_killed):
+                self.first = first
+                return match
+        return None
+
+    def _from_logs(self, own: Match | None) -> Match | None:
+        """A cause in the output of the first failing rank; of all ranks if the first one is in doubt."""
+        is_in_doubt = self.first is None or own is None or own.signature.role == "cascade"
+        num_logs = MAX_LOGS if is_in_doubt else 1
+        texts = list(islice(self._rank_logs(), num_logs))
+        found = self._best(texts, ("cause",))
+        if found is None and (own is None or own.signature.role == "symptom"):
+            # What a rank printed before it aborted says more than that it did.
+            found = self._best(texts, ("symptom", "cascade") if own is None else ("cascade",))
+        return found
+
+    def _best(
+        self, texts: Iterable[Text], roles: Sequence[Role] = ("cause", "symptom", "cascade")
+    ) -> Match | None:
+        """The first match in the order of roles, then of texts, then of signatures."""
+        texts = list(texts)
+        for role in roles:
+            for text in texts:
+                for signature in self.signatures:
+                    if signature.role == role and text.kind in signature.where:
+                        match = text.find(signature)
+                        if match is not None:
+                            return match
+        return None
+
+    # What is reported.
+
+    def _found(self, match: Match) -> Diagnosis:
+        signature, first = match.signature, self.first
+        is_request = match.text.kind == "end"
+        rank, host, step = None, match.text.host, self.end.get("step")
+        if not is_request:
+            rank, host, step = self._place(match)
+        values = run_values(self.run, self.attempt) | dict(match.groups)
+        record = {} if first is None or is_request else first.record
+        values |= {
+            "subject": _subject(rank, host),
+            "message": clean(str(record.get("message") or "")),
+            "reason": clean(str(self.end.get("reason") or "")),
+            **({} if rank is None else {"rank": str(rank)}),
+            **({} if host is None else {"host": host}),
+            **({} if step is None else {"step": str(step)}),
+        }
+        more: list[Evidence] = []
+        for add in (self._hang_values, self._rank_list_values, self._collective_values, self._import_values):
+            added, lines = add(match, values)
+            values |= added
+            more += lines
+        if "suspect_rank" in values:
+            rank = int(values["suspect_rank"])
+            host = self.files.host_of(rank)
+        advice = [text for text in (fill(template, values) for template in signature.advice) if text]
+        hint = str(record.get("hint") or "")
+        if hint and hint not in advice:
+            advice.insert(0, hint)
+        confidence = "likely" if match.text.kind == "log" else signature.confidence
+        evidence = [match.evidence]
+        if first is not None and not is_request and first.text is not match.text:
+            evidence.append(first.text.evidence(0))
+        return self._make(
+            name=signature.name,
+            title=signature.title,
+            cause=fill(signature.cause, values) or signature.title,
+            confidence=confidence,
+            rank=rank,
+            host=host,
+            step=step if isinstance(step, int) else None,
+            evidence=(evidence + more)[:MAX_EVIDENCE],
+            advice=advice,
+        )
+
+    def _place(self, match: Match) -> tuple[int | None, str | None, int | None]:
+        """The rank, host and step of a match: those that it names, else those of the first failure."""
+        first = {} if self.first is None else self.first.record
+        step = first.get("step") if isinstance(first.get("step"), int) else None
+        if "rank" in match.groups and match.groups["rank"].isdigit():
+            rank = int(match.groups["rank"])
+            return rank, match.groups.get("host") or self.files.host_of(rank), step
+        if match.text.kind == "log" and (self.first is None or match.text.rank != self.first.log_rank):
+            return match.text.rank, match.text.host, step
+        own = None if self.first is None else self.first.rank
+        host = first.get("host") or self.files.host_of(own)
+        if match.text.kind in ("agent", "srun") and match.groups.get("host"):
+            host = match.groups["host"]
+        return own, str(host) if host else match.text.host, step
+
+    def _hang_values(self, match: Match, values: Mapping[str, str]) -> tuple[dict[str, str], list[Evidence]]:
+        """Which ranks wait, and where, according to the reports of a hang."""
+        waiting, lines = [], []
+        if match.signature.name != "hang":
+            return {}, []
+        for path in sorted(self.attempt.hangs_dir.glob("rank-*.json"))[:MAX_LOGS]:
+            try:
+                report = read_json(path)
+                rank, phase, stack = int(report["rank"]), str(report["phase"]), list(report["stack"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # cut off by a crash
+            if str(rank) != values.get("rank"):
+                waiting.append(rank)
+            top = str(stack[0]) if stack else "no stack"
+            text = clean(f"rank {rank} on {report.get('host')}, in {phase}: {top}")
+            lines.append(Evidence(self.files.shown(path), json_line(path, "stack"), text))
+        return ({"waiting": _ranks(waiting)} if waiting else {}), lines
+
+    def _rank_list_values(
+        self, match: Match, values: Mapping[str, str]
+    ) -> tuple[dict[str, str], list[Evidence]]:
+        """The hosts of the ranks that a message lists as missing."""
+        ranks = [int(number) for number in re.findall(r"\d+", match.groups.get("missing", ""))]
+        if "joined" in match.groups:
+            printed = {
+                int(found[1])
+                for path in self.attempt.logs_dir.glob("rank-*.log")
+                if (found := RANK_FILE.fullmatch(path.stem)) and path.stat().st_size
+            }
+            ranks = [rank for rank in range(self.files.world_size()) if rank not in printed]
+        if not ranks:
+            return {}, []
+        hosts = dict.fromkeys(filter(None, map(self.files.host_of, ranks)))
+        added = {"missing_ranks": _ranks(ranks), "suspect_rank": str(ranks[0])}
+        return (added | {"missing_hosts": ", ".join(hosts)} if hosts else added), []
+
+    def _collective_values(
+        self, match: Match, values: Mapping[str, str]
+    ) -> tuple[dict[str, str], list[Evidence]]:
+        """The rank that did not take part in the collective that timed out."""
+        if match.signature.name != "nccl-timeout":
+            return {}, []
+        timed_out: dict[int, int] = {}
+        for text in self._rank_logs():
+            for line in text.lines:
+                for found in WATCHDOG.finditer(line):
+                    timed_out.setdefault(int(found["rank"]), int(found["sequence"]))
+        silent = [rank for rank in range(self.files.world_size()) if rank not in timed_out]
+        if timed_out and silent and len(silent) < self.files.world_size():
+            why = f"{_ranks(silent)} reported no time-out: the other ranks waited there"
+            return {"suspect": why, "suspect_rank": str(silent[0])}, []
+        behind = [rank for rank, number in timed_out.items() if number == min(timed_out.values())]
+        if timed_out and len(behind) < len(timed_out):
+            why = f"{_ranks(behind)} had started fewer collectives than the others"
+            return {"suspect": why, "suspect_rank": str(behind[0])}, []
+        return {}, []
+
+    def _import_values(
+        self, match: Match, values: Mapping[str, str]
+    ) -> tuple[dict[str, str], list[Evidence]]:
+        """The hosts that reported an import error, if the run has others."""
+        if match.signature.name != "import-error":
+            return {}, []
+        hosts = {first.text.host for first in self.records if first.text.find(match.signature)}
+        known = set(self.files.hosts())
+        if hosts and None not in hosts and hosts < known:
+            return {"import_hosts": ", ".join(sorted(map(str, hosts))), "num_hosts": str(len(known))}, []
+        return {}, []
+
+    def _unknown(self) -> Diagnosis:
+        first = self.first
+        rank = None if first is None else first.rank
+        text = next(self._rank_logs(), None)
+        # The log of another rank would mislead.
+        if text is not None and first is not None and text.rank != first.log_rank:
+            text = None
+        tail = [] if text is None else [text.evidence(n) for n in range(len(text.lines))][-TAIL_LINES:]
+        if first is None:
+            reason = self.end.get("reason") or "the supervisor exited without recording how the attempt ended"
+            return self._make(cause=f"no known cause was found: {clean(str(reason))}", tail=tail)
+        record = first.record
+        host = record.get("host") or (None if rank is None else self.files.host_of(rank))
+        hint = str(record.get("hint") or "")
+        step = record.get("step")
+        return self._make(
+            cause=f"{_subject(rank, host)} failed first, for no known cause: {first.text.lines[0]}",
+            rank=rank,
+            host=str(host) if host else None,
+            step=step if isinstance(step, int) else None,
+            evidence=[first.text.evidence(0)],
+            advice=[hint] if hint else [],
+            tail=tail,
+        )
+
+    def _nothing(self, cause: str) -> Diagnosis:
+        return self._plain("nothing failed", cause, "certain")
+
+    def _plain(self, state: str, cause: str, confidence: Literal["certain", "unknown"]) -> Diagnosis:
+        return self._make(state=state, title=state, cause=cause, confidence=confidence)
+
+    def _make(self, **values: Any) -> Diagnosis:
+        state = "stopped" if self.end.get("state") in ("stopped", "cancelled") else "failed"
+        time = (None if self.first is None else self.first.record.get("time")) or self.end.get("time")
+        defaults: dict[str, Any] = {"name": None, "title": "unknown", "confidence": "unknown", "state": state}
+        defaults |= {"rank": None, "host": None, "step": None, "time": time, "evidence": [], "advice": []}
+        return Diagnosis(
+            run_dir=str(self.run.path),
+            attempt=self.attempt.number,
+            earlier=earlier_failures(self.run, self.attempt.number),
+            **(defaults | values),
+        )
+
+    def _is_over(self) -> bool:
+        is_terminal = self.slurm_job is not None and self.slurm_job.is_terminal
+        return self.alive is False or is_terminal
+
+
+def earlier_failures(run: RunDir, before: int) -> list[str]:
+    """The failures of the attempts before one, oldest first, one line each."""
+    found = []
+    for number in run.attempt_numbers():
+        end = read_end(run.attempt(number)) if number < before else None
+        if end is not None and isinstance(end.get("verdict"), dict):
+            follows = "restarted" if will_resume(end) else "not restarted"
+            found.append(clean(f"attempt {number} ({follows}): {end.get('reason')}"))
+    return found
+
+
+def _subject(rank: int | None, host: object) -> str:
+    where = f" on {host}" if host else ""
+    return f"rank {rank}{where}" if rank is not None else f"the job{where}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,183 @@
+"""The text of a run that a diagnosis searches: bounded parts of its logs, and its records as lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainkit.observe.signatures import Signature, Where, limited_time
+
+TAIL_BYTES = 262_144
+COUNTED_BYTES = 64 * 2**20
+"""Up to this size of a log, its lines are counted to give the number of one near the end."""
+MAX_LINE = 1000
+"""Characters of a line that are searched and shown."""
+MAX_LAST_LINES = 400
+"""A log is searched in its last lines; what a program has printed before, it has survived."""
+MAX_LINES_AFTER = 20
+"""An error with more lines of ordinary output after it counts as handled by the program."""
+_REST_OF_AN_ERROR = re.compile(
+    r"\s|$|Traceback|\[rank\d+\]|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |frame #|terminate called|srun:|slurmstepd:"
+    r"|Exception raised|During handling|The above exception|=+$|-+$|\*+$|[\w.]+(?:Error|Exception)\b"
+    r"|.*NCCL (?:WARN|INFO)|Root Cause|Failures:|Fatal Python error|Thread 0x|Current thread"
+)
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A line of a file of the run."""
+
+    file: str
+    """Relative to the run folder."""
+    line: int | None
+    """Counted from 1; None in a file too large to count its lines, and outside files."""
+    text: str
+
+    @property
+    def place(self) -> str:
+        return self.file if self.line is None else f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Lines from one file, of one rank or host if known."""
+
+    file: str
+    kind: Where
+    lines: Sequence[str]
+    rank: int | None = None
+    host: str | None = None
+    first_line: int | None = 1
+    """The number of the first line; None when unknown."""
+
+    @cached_property
+    def _joined(self) -> tuple[str, list[int]]:
+        starts, position = [], 0
+        for line in self.lines:
+            starts.append(position)
+            position += len(line) + 1
+        return "\n".join(self.lines), starts
+
+    def find(self, signature: Signature) -> Match | None:
+        """The last line that matches a signature and that the program has not survived; None without one."""
+        text, starts = self._joined
+        found: tuple[int, re.Match[str]] | None = None
+        with limited_time(signature):
+            for pattern in signature.patterns:
+                for match in pattern.finditer(text):
+                    index = bisect_right(starts, match.start()) - 1
+                    if (found is None or index > found[0]) and not self._is_survived(index):
+                        found = index, match
+        if found is None:
+            return None
+        index, match = found
+        groups = {name: value for name, value in match.groupdict().items() if value}
+        return Match(signature, self, self.evidence(index), groups)
+
+    def _is_survived(self, index: int) -> bool:
+        if self.kind != "log":
+            return False
+        after = self.lines[index + 1 :]
+        return sum(not _REST_OF_AN_ERROR.match(line) for line in after) > MAX_LINES_AFTER
+
+    def part(self, start: int, count: int, kind: Where) -> Text:
+        """Some of its lines, as another kind of text."""
+        number = None if self.first_line is None else self.first_line + start
+        return replace(self, kind=kind, lines=self.lines[start : start + count], first_line=number)
+
+    def evidence(self, index: int) -> Evidence:
+        """The line at an index as evidence."""
+        number = None if self.first_line is None else self.first_line + index
+        return Evidence(self.file, number, self.lines[index])
+
+
+@dataclass(frozen=True)
+class Match:
+    """A line that matches a signature."""
+
+    signature: Signature
+    text: Text
+    evidence: Evidence
+    groups: Mapping[str, str] = field(default_factory=dict)
+
+
+def clean(line: str) -> str:
+    """A line without control characters, cut to `MAX_LINE` characters."""
+    line = line.rpartition("\r")[2] or line  # a progress bar
+    return _CONTROL.sub("", line[: 4 * MAX_LINE])[:MAX_LINE].rstrip()
+
+
+def read_log(
+    path: Path, root: Path, kind: Where, rank: int | None = None, host: str | None = None
+) -> Text | None:
+    """The last lines of a log; None when it is empty, missing or unreadable."""
+    try:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            start = max(0, size - TAIL_BYTES)
+            first: int | None = 1
+            if size > COUNTED_BYTES:
+                first = None
+            elif start:
+                first = 1 + sum(block.count(b"\n") for block in _blocks(stream, start))
+            stream.seek(start)
+            data = stream.read(TAIL_BYTES)
+    except OSError:
+        return None
+    lines = [clean(line) for line in data.decode("utf-8", errors="replace").split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    skipped = max(0, len(lines) - MAX_LAST_LINES)
+    if not lines:
+        return None
+    return Text(
+        str(path.relative_to(root)),
+        kind,
+        lines[skipped:],
+        rank,
+        host,
+        None if first is None else first + skipped,
+    )
+
+
+def _blocks(stream: Any, end: int) -> Iterator[bytes]:
+    left = end
+    while left > 0:
+        block = stream.read(min(1 << 20, left))
+        if not block:
+            return
+        left -= len(block)
+        yield block
+
+
+def record_text(path: Path, root: Path, record: Mapping[str, Any]) -> Text:
+    """A failure as the line ``Type: message``, at the line of its message in a JSON file."""
+    message = f"{record.get('type')}: {record.get('message')}"
+    # An exception's message may have lines of its own: they count as one.
+    line = clean(" ".join(message.split()))
+    return Text(
+        str(path.relative_to(root)),
+        "record",
+        [line],
+        record["rank"] if isinstance(record.get("rank"), int) else None,
+        record["host"] if isinstance(record.get("host"), str) else None,
+        json_line(path, "message"),
+    )
+
+
+def json_line(path: Path, key: str) -> int | None:
+    """The number of the first line of an indented JSON file that has a key; None if none has."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            marker = f"{json.dumps(key)}:"
+            return next((n for n, line in enumerate(stream, 1) if line.lstrip().startswith(marker)), None)
+    except OSError:
+        return None
