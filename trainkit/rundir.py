@@ -135,6 +135,10 @@ class RunDir:
         """How far each tracker, such as MLflow, has the metrics."""
         return self.path / "trackers"
 
+    def health_file(self, host: str) -> Path:
+        """Samples of a node: processors, memory, network, disks and GPUs."""
+        return self.path / "health" / f"{host}.jsonl"
+
     @property
     def checkpoints_dir(self) -> Path:
         return self.path / "checkpoints"

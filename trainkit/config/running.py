@@ -247,6 +247,11 @@ class LoggingConfig(Section):
     """Where metrics are logged, in addition to metrics.jsonl."""
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard event files.")
+    health_every_s: Positive | None = Field(
+        default=10.0,
+        description="Seconds between samples of processors, memory, network, disks and GPUs of each node, in"
+        " health/ of the run folder; null for none.",
+    )
     pattern: str | None = Field(
         default=None,
         description="Regular expression with the groups step and loss, for status of a COMMAND: "

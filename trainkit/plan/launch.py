@@ -151,6 +151,8 @@ class LaunchPlan:
     """The Slurm options; None for a local job."""
     trackers: tuple[str, ...] = ()
     """The trackers that get the metrics, such as ``mlflow``."""
+    health_every_s: float | None = None
+    """Seconds between samples of the health of each node; None for none."""
     node_sizes: tuple[int, ...] | None = None
     """Workers of each node if they differ; `workers_per_node` is then the maximum."""
     warnings: tuple[str, ...] = ()

@@ -94,6 +94,7 @@ def make_plan(
         command_signal=config.requeue.signal,
         launcher=launcher,
         trackers=tuple(config.logging.trackers),
+        health_every_s=config.logging.health_every_s,
         launcher_files=given.files,
         launcher_values=given.values,
         launcher_keys=() if command is None else keys_set_by_user(loaded),

@@ -24,6 +24,7 @@ from trainkit.errors import EXIT_FAILED, EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED,
 from trainkit.job import processes
 from trainkit.job.failure.records import record_refusal, record_silent_death
 from trainkit.job.failure.stacks import StackCollector, describe_state
+from trainkit.job.node.health import HealthSampler
 from trainkit.job.node.network import network_environ
 from trainkit.job.node.preflight import check_node
 from trainkit.job.node.process_group import KILL_MARGIN_S, PEER_EXIT_S, ProcessGroup
@@ -39,7 +40,7 @@ from trainkit.job.node.slurm_step import find_slurm_task, reason_not_a_task
 from trainkit.job.node.trackers import TrackerSender
 from trainkit.job.node.worker_env import worker_argv, worker_environ, worker_rank
 from trainkit.job.processes import log_line, redirect_output
-from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE
+from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, own_host
 from trainkit.job.signals import (
     combine_exit_codes,
     describe_exit,
@@ -69,6 +70,7 @@ class Agent(ProcessGroup):
         """The last notice signal."""
         self._has_notified = False
         """Whether the ranks of a command were asked to save."""
+        self.sampler: HealthSampler | None = None
         self.sender: TrackerSender | None = None
         """The process that sends the metrics to the trackers of the run; next to rank 0 only."""
         self._collector = StackCollector(attempt, replies_itself=plan.command is None)
@@ -126,6 +128,10 @@ class Agent(ProcessGroup):
 
         if self.plan.trackers and rendezvous.has_rank_0:
             self.sender = TrackerSender(self.attempt, self.plan)
+        # With a task for each GPU, every one of them has an agent.
+        if self.plan.health_every_s is not None and 0 in rendezvous.local_ranks:
+            self.sampler = HealthSampler(self.attempt, own_host(), self.plan.health_every_s)
+            self.sampler.start()
 
     def _must_ignore_usr2(self) -> bool:
         """Whether a command must not die of a USR2 that it does not handle.
@@ -233,6 +239,8 @@ class Agent(ProcessGroup):
         try:
             super().run()
         finally:
+            if self.sampler is not None:
+                self.sampler.end()
             if self.sender is not None:
                 self.sender.end(is_finished=self.received is None and set(self.codes) == {EXIT_OK})
             if self.has_launcher:

@@ -1,0 +1,234 @@
+"""The samples of a node's health."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainkit.job.node import health
+from trainkit.job.node.health import HealthSampler, job_memory_gib, thin_out
+from trainkit.rundir import AttemptDir, RunDir, read_jsonl
+
+KEYS = {
+    *("time", "attempt", "host", "cpu_percent", "load_1m", "mem_used_gib", "mem_total_gib", "job_mem_gib"),
+    *("net_rx_mib_s", "net_tx_mib_s", "disk_read_mib_s", "disk_write_mib_s", "gpus"),
+}
+
+
+def attempt_in(folder: Path) -> AttemptDir:
+    attempt = RunDir(folder).attempt(3)
+    attempt.create()
+    return attempt
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def test_a_node_is_sampled_until_the_end(tmp_path: Path) -> None:
+    sampler = HealthSampler(attempt_in(tmp_path), "n1", 0.02, {})
+    sampler.start()
+    wait_until(lambda: sampler.file.exists() and len(list(read_jsonl(sampler.file))) >= 3)
+    sampler.end()
+    records = list(read_jsonl(sampler.file))
+    assert sampler.file == tmp_path / "health" / "n1.jsonl"
+    assert all(set(record) == KEYS for record in records)
+    last = records[-1]
+    assert (last["attempt"], last["host"]) == (3, "n1")
+    assert 0 < last["mem_used_gib"] < last["mem_total_gib"]
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert last["mem_total_gib"] == pytest.approx(pages / 2**30, rel=0.1)
+
+
+def test_rates_are_those_since_the_sample_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proc = tmp_path / "proc"
+    (proc / "net").mkdir(parents=True)
+    (tmp_path / "block" / "sda").mkdir(parents=True)
+    (tmp_path / "block" / "loop0").mkdir()
+    monkeypatch.setattr(health, "PROC", proc)
+    monkeypatch.setattr(health, "BLOCK_DEVICES", tmp_path / "block")
+    monkeypatch.setattr(health.time, "monotonic", iter([100.0, 102.0]).__next__)
+
+    def write(busy: int, idle: int, mib: int) -> None:
+        (proc / "stat").write_text(f"cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+        (proc / "meminfo").write_text("MemTotal: 4194304 kB\nMemAvailable: 1048576 kB\n")
+        line = f"{mib << 20} 0 0 0 0 0 0 0 {2 * mib << 20} 0"
+        (proc / "net" / "dev").write_text(f"h\nh\n  lo: {line}\n  ib0: {line}\n")
+        sectors = (mib << 20) // 512
+        disk = f"0 0 {sectors} 0 0 0 {3 * sectors} 0"
+        (proc / "diskstats").write_text(f"8 0 sda {disk}\n8 1 sda1 {disk}\n7 0 loop0 {disk}\n")
+
+    write(100, 300, 10)
+    counters = health._Counters()
+    write(160, 340, 30)
+    found = counters.sample()
+    assert found["cpu_percent"] == 60.0
+    assert (found["net_rx_mib_s"], found["net_tx_mib_s"]) == (10.0, 20.0)
+    assert (found["disk_read_mib_s"], found["disk_write_mib_s"]) == (10.0, 30.0)
+    assert (found["mem_used_gib"], found["mem_total_gib"]) == (3.0, 4.0)
+
+
+def test_what_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PROC", tmp_path / "none")
+    monkeypatch.setattr(health, "BLOCK_DEVICES", tmp_path / "none")
+    found = health._Counters().sample()
+    assert {key for key, value in found.items() if value is not None} == {"load_1m"}
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("0::/system.slice/job_7/step_0/user/task_0", "system.slice/job_7/memory.current"),
+        ("0::/user.slice", "user.slice/memory.current"),
+        ("4:memory:/slurm/job_7/step_0", "memory/slurm/job_7/memory.usage_in_bytes"),
+    ],
+)
+def test_the_memory_of_a_job_is_that_of_its_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, file: str
+) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(line + "\n")
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(f"{3 << 29}\n")
+    monkeypatch.setattr(health, "PROC", tmp_path)
+    monkeypatch.setattr(health, "CGROUPS", tmp_path)
+    assert job_memory_gib() == 1.5
+
+
+class NVMLError(Exception):
+    pass
+
+
+class NotSupported(NVMLError):
+    pass
+
+
+def fake_nvml(**changes: Any) -> SimpleNamespace:
+    """NVML with two GPUs."""
+    values: dict[str, Any] = {
+        "NVMLError": NVMLError,
+        "NVMLError_NotSupported": NotSupported,
+        "NVMLError_FunctionNotFound": NotSupported,
+        "NVMLError_NoPermission": NotSupported,
+        "NVML_TEMPERATURE_GPU": 0,
+        "NVML_CLOCK_SM": 1,
+        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": 1,
+        "NVML_VOLATILE_ECC": 0,
+        "nvmlClocksThrottleReasonSwThermalSlowdown": 32,
+        "nvmlClocksThrottleReasonHwThermalSlowdown": 64,
+        "nvmlClocksThrottleReasonSwPowerCap": 4,
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetHandleByUUID": lambda name: {"GPU-b": 1}[name],
+        "nvmlDeviceGetIndex": lambda gpu: gpu,
+        "nvmlDeviceGetName": lambda gpu: b"H100",
+        "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=90 + gpu),
+        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=3 << 29, total=80 << 30),
+        "nvmlDeviceGetPowerUsage": lambda gpu: 650_500,
+        "nvmlDeviceGetTemperature": lambda gpu, kind: 88,
+        "nvmlDeviceGetClockInfo": lambda gpu, kind: 1200,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 1 | 32 | 64,
+        "nvmlDeviceGetTotalEccErrors": lambda gpu, kind, counter: 0,
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, listed: str | None, **changes: Any) -> tuple[Any, str]:
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(**changes))
+    found = health._Gpus(listed)
+    found.open()
+    return found.sample()
+
+
+def test_gpus_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, problem = gpus(monkeypatch, None)
+    assert problem == ""
+    assert found[1] == {
+        "index": 1,
+        "name": "H100",
+        "util_percent": 91,
+        "mem_used_gib": 1.5,
+        "mem_total_gib": 80.0,
+        "power_w": 650.5,
+        "temperature_c": 88,
+        "sm_clock_mhz": 1200,
+        "throttle": ["heat"],
+        "ecc_errors": 0,
+    }
+
+
+@pytest.mark.parametrize(("listed", "indices"), [("1", [1]), ("GPU-b", [1]), ("", []), ("0,1", [0, 1])])
+def test_only_the_gpus_of_the_job(monkeypatch: pytest.MonkeyPatch, listed: str, indices: list[int]) -> None:
+    assert [item["index"] for item in gpus(monkeypatch, listed)[0]] == indices
+
+
+def test_a_value_that_a_gpu_lacks_is_unknown_and_a_lost_gpu_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def raises(error: Exception) -> Callable[..., Any]:
+        def get(*args: Any) -> Any:
+            raise error
+
+        return get
+
+    found, problem = gpus(monkeypatch, "0", nvmlDeviceGetTotalEccErrors=raises(NotSupported("no")))
+    assert (found[0]["ecc_errors"], problem) == (None, "")
+    found, problem = gpus(monkeypatch, "0", nvmlDeviceGetPowerUsage=raises(NVMLError("GPU is lost")))
+    assert (found[0]["power_w"], problem) == (None, "GPU 0: GPU is lost")
+
+
+def test_without_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise NVMLError("no driver")
+
+    assert gpus(monkeypatch, None, nvmlInit=init) == ([], "")
+
+
+def test_a_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "n1.jsonl"
+    file.write_text("".join(json.dumps({"time": number}) + "\n" for number in range(100)))
+    thin_out(file)
+    times = [record["time"] for record in read_jsonl(file)]
+    assert times == [*range(0, 50, 2), *range(50, 100)]
+    monkeypatch.setattr(health, "MAX_BYTES", 4000)
+    sampler = HealthSampler(attempt_in(tmp_path / "run"), "n1", 0.001, {})
+    sampler.start()
+    sizes = []
+
+    def has_been_thinned() -> bool:
+        sizes.append(sampler.file.stat().st_size if sampler.file.exists() else 0)
+        return any(later < before for before, later in pairwise(sizes))
+
+    wait_until(has_been_thinned)
+    sampler.end()
+    assert max(sizes) < 5000
+
+
+def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tries = []
+
+    def full(path: Path, record: dict[str, Any]) -> None:
+        tries.append(record)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(health, "append_jsonl", full)
+    sampler = HealthSampler(attempt_in(tmp_path), "n1", 0.001, {})
+    sampler.start()
+    wait_until(lambda: len(tries) > 5)
+    sampler.end()
+    assert capsys.readouterr().out.count("No space left on device") == 1

@@ -1,0 +1,287 @@
+"""Samples the health of a node while its ranks run: processors, memory, network, disks and GPUs.
+
+One agent of each node appends to ``health/HOST.jsonl`` of the run folder, from a thread of its own, since a
+driver or a filesystem that does not respond must not keep it from its work. Nothing of this is in the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.job.processes import log_line
+from trainkit.job.rank_env import visible_gpus
+from trainkit.rundir import AttemptDir, append_jsonl, utc_now, write_atomic
+
+MAX_BYTES = 4 * 2**20
+"""A larger file loses every second sample of its older half."""
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+BLOCK_DEVICES = Path("/sys/block")
+NOT_DISKS = ("loop", "ram", "zram", "dm-", "md", "sr")
+"""Devices without bytes of their own, or whose bytes are those of other devices too."""
+SECTOR_BYTES = 512
+MIB, GIB = 2**20, 2**30
+THROTTLES = {
+    "SwPowerCap": "power",
+    "HwSlowdown": "hardware",
+    "SwThermalSlowdown": "heat",
+    "HwThermalSlowdown": "heat",
+    "HwPowerBrakeSlowdown": "power supply",
+}
+"""Parts of NVML's names of the reasons for lower clocks."""
+
+
+class HealthSampler:
+    """Samples a node until `end` is called."""
+
+    def __init__(
+        self, attempt: AttemptDir, host: str, interval_s: float, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        self.file = attempt.run.health_file(host)
+        self._number, self._host, self._interval_s = attempt.number, host, interval_s
+        self._gpus = _Gpus(environ.get("CUDA_VISIBLE_DEVICES"))
+        self._counters = _Counters()
+        self._problem = ""
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="health", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop sampling; returns at once, since the thread may be in a call that does not return."""
+        self._ends.set()
+
+    def _run(self) -> None:
+        self._gpus.open()
+        while not self._ends.wait(self._interval_s):
+            try:
+                self.file.parent.mkdir(exist_ok=True)
+                append_jsonl(self.file, self.sample())
+                if self.file.stat().st_size > MAX_BYTES:
+                    thin_out(self.file)
+            except OSError as error:
+                self._report(f"cannot write {self.file}: {error.strerror or error}")
+
+    def sample(self) -> dict[str, Any]:
+        """One record; None for what is unknown."""
+        record = {"time": utc_now(), "attempt": self._number, "host": self._host, **self._counters.sample()}
+        gpus, problem = self._gpus.sample()
+        if problem:
+            self._report(f"cannot query the GPUs: {problem}")
+        return {**record, "gpus": gpus}
+
+    def _report(self, problem: str) -> None:
+        """Say once what is wrong: the run continues without samples."""
+        if problem != self._problem:
+            self._problem = problem
+            log_line(f"warning: {problem}")
+
+
+def thin_out(file: Path) -> None:
+    """Drop every second line of the older half of a file."""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    half = len(lines) // 2
+    write_atomic(file, "".join(lines[:half:2] + lines[half:]))
+
+
+class _Counters:
+    """Rates since the previous sample, from the counters of the kernel."""
+
+    def __init__(self) -> None:
+        self._before = self._read()
+
+    def sample(self) -> dict[str, Any]:
+        now, before = self._read(), self._before
+        self._before = now
+        elapsed_s = max(1e-3, now["s"] - before["s"])
+
+        def rate(name: str) -> float | None:
+            if now[name] is None or before[name] is None:
+                return None
+            return round(max(0.0, now[name] - before[name]) / elapsed_s / MIB, 2)
+
+        busy, total = (now[name] - before[name] for name in ("cpu_busy", "cpu_total"))
+        memory = _memory()
+        used_gib, total_gib = (None, None) if memory is None else memory
+        return {
+            "cpu_percent": round(100.0 * busy / total, 1) if total > 0 else None,
+            "load_1m": round(os.getloadavg()[0], 2),
+            "mem_used_gib": used_gib,
+            "mem_total_gib": total_gib,
+            "job_mem_gib": job_memory_gib(),
+            "net_rx_mib_s": rate("net_rx"),
+            "net_tx_mib_s": rate("net_tx"),
+            "disk_read_mib_s": rate("disk_read"),
+            "disk_write_mib_s": rate("disk_write"),
+        }
+
+    def _read(self) -> dict[str, Any]:
+        busy, total = _cpu_jiffies()
+        received, sent = _network_bytes()
+        read, written = _disk_bytes()
+        return {
+            "s": time.monotonic(),
+            "cpu_busy": busy,
+            "cpu_total": total,
+            "net_rx": received,
+            "net_tx": sent,
+            "disk_read": read,
+            "disk_write": written,
+        }
+
+
+def _lines(path: Path) -> list[list[str]]:
+    """The words of each line of a file of the kernel; none if it cannot be read."""
+    try:
+        return [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return []
+
+
+def _cpu_jiffies() -> tuple[int, int]:
+    """Busy and all jiffies of all processors."""
+    for name, *values in _lines(PROC / "stat"):
+        if name == "cpu":
+            user, nice, system, idle, iowait, *others = map(int, values[:8])
+            total = sum((user, nice, system, idle, iowait, *others))
+            return total - idle - iowait, total
+    return 0, 0
+
+
+def _memory() -> tuple[float, float] | None:
+    """Used and total memory of the host in GiB."""
+    kib = {words[0]: int(words[1]) for words in _lines(PROC / "meminfo") if len(words) > 1}
+    total, available = kib.get("MemTotal:"), kib.get("MemAvailable:")
+    if total is None or available is None:
+        return None
+    return round((total - available) / 2**20, 2), round(total / 2**20, 2)
+
+
+def job_memory_gib() -> float | None:
+    """The memory that the kernel accounts to this job, or else to this process's control group, in GiB."""
+    for line in _lines(PROC / "self" / "cgroup"):
+        _, controllers, path = line[0].split(":", 2)
+        if controllers == "":
+            root, name = CGROUPS, "memory.current"
+        elif "memory" in controllers.split(","):
+            root, name = CGROUPS / "memory", "memory.usage_in_bytes"
+        else:
+            continue
+        own = Path(path.lstrip("/"))
+        job = next((folder for folder in (own, *own.parents) if folder.name.startswith("job_")), own)
+        found = _lines(root / job / name)
+        if found:
+            return round(int(found[0][0]) / GIB, 3)
+    return None
+
+
+def _network_bytes() -> tuple[int | None, int | None]:
+    """Bytes received and sent by all interfaces but the loopback."""
+    found = [0, 0]
+    lines = _lines(PROC / "net" / "dev")[2:]
+    for name, *rest in lines:
+        if name != "lo:" and len(rest) > 8:
+            found[0] += int(rest[0])
+            found[1] += int(rest[8])
+    return (found[0], found[1]) if lines else (None, None)
+
+
+def _disk_bytes() -> tuple[int | None, int | None]:
+    """Bytes read from and written to the disks of the host; network filesystems are not among them."""
+    try:
+        disks = {path.name for path in BLOCK_DEVICES.iterdir() if not path.name.startswith(NOT_DISKS)}
+    except OSError:
+        return None, None
+    found = [0, 0]
+    for _, _, name, *values in _lines(PROC / "diskstats"):
+        if name in disks:
+            found[0] += int(values[2]) * SECTOR_BYTES
+            found[1] += int(values[6]) * SECTOR_BYTES
+    return found[0], found[1]
+
+
+class _Gpus:
+    """The GPUs of NVML that the ranks of this node see."""
+
+    def __init__(self, listed: str | None) -> None:
+        self._listed = visible_gpus(listed)
+        self._nvml: Any = None
+        self._handles: list[tuple[int, Any, str]] = []
+
+    def open(self) -> None:
+        """Find the GPUs; without a driver there are none."""
+        try:
+            import pynvml
+        except ImportError:
+            return
+        try:
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+            names = self._listed
+            if names is None:
+                names = [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+            for name in names:
+                by_index = name.isdigit()
+                get = pynvml.nvmlDeviceGetHandleByIndex if by_index else pynvml.nvmlDeviceGetHandleByUUID
+                handle = get(int(name) if by_index else name)
+                index = int(pynvml.nvmlDeviceGetIndex(handle))
+                self._handles.append((index, handle, _text(pynvml.nvmlDeviceGetName(handle))))
+        except pynvml.NVMLError:
+            return  # no driver, or a slice of a GPU that reports nothing
+
+    def sample(self) -> tuple[list[dict[str, Any]], str]:
+        """A record of each GPU, and a problem; empty without one."""
+        problem, found = "", []
+        for index, handle, name in self._handles:
+            values = {key: self._query(get, handle) for key, get in self._queries().items()}
+            lost = [str(value) for value in values.values() if _is_lost(self._nvml, value)]
+            problem = problem or (f"GPU {index}: {lost[0]}" if lost else "")
+            known = {key: None if isinstance(value, Exception) else value for key, value in values.items()}
+            found.append({"index": index, "name": name, **known})
+        return found, problem
+
+    def _query(self, get: Any, handle: Any) -> Any:
+        try:
+            return get(handle)
+        except self._nvml.NVMLError as error:
+            return error
+
+    def _queries(self) -> dict[str, Any]:
+        nvml = self._nvml
+        return {
+            "util_percent": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+            "mem_used_gib": lambda gpu: round(nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB, 2),
+            "mem_total_gib": lambda gpu: round(nvml.nvmlDeviceGetMemoryInfo(gpu).total / GIB, 2),
+            "power_w": lambda gpu: round(nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3, 1),
+            "temperature_c": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+            "sm_clock_mhz": lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+            "throttle": lambda gpu: throttle_reasons(
+                nvml, nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+            ),
+            "ecc_errors": lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(
+                gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+        }
+
+
+def _is_lost(nvml: Any, value: object) -> bool:
+    """Whether a query failed, other than because this GPU does not have the value."""
+    unknown = (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission)
+    return isinstance(value, Exception) and not isinstance(value, unknown)
+
+
+def throttle_reasons(nvml: Any, mask: int) -> list[str]:
+    """Why the clocks of a GPU are lower than they could be, from the bits of NVML; idle is no reason."""
+    prefix = "nvmlClocksThrottleReason"
+    found = (why for name, why in THROTTLES.items() if mask & getattr(nvml, prefix + name, 0))
+    return list(dict.fromkeys(found))
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
