@@ -31,7 +31,8 @@ def problems(machine: Machine, *overrides: str, target: Target = LOCAL) -> list[
 
 
 def test_whole_plan() -> None:
-    assert plan(CPU, "resources.nodes=2", "optimizer.lr_scale=linear", "requeue.grace_s=30") == LaunchPlan(
+    assert plan(CPU, "resources.nodes=2", "optimizer.lr_scale=linear", "requeue.health_every_s=10.0,
+        grace_s=30") == LaunchPlan(
         backend="local",
         num_nodes=2,
         workers_per_node=1,

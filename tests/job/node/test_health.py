@@ -204,7 +204,7 @@ def test_a_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     times = [record["time"] for record in read_jsonl(file)]
     assert times == [*range(0, 50, 2), *range(50, 100)]
     monkeypatch.setattr(health, "MAX_BYTES", 4000)
-    sampler = HealthSampler(attempt_in(tmp_path / "run"), "n1", 0.001, {})
+    sampler = HealthSampler(attempt_in(tmp_path), "n1", 0.001, {})
     sampler.start()
     sizes = []
 
@@ -218,7 +218,7 @@ def test_a_file_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tries = []
 
@@ -231,4 +231,4 @@ def test_a_full_disk_is_said_once_and_the_next_sample_is_tried(
     sampler.start()
     wait_until(lambda: len(tries) > 5)
     sampler.end()
-    assert capsys.readouterr().out.count("No space left on device") == 1
+    assert capfd.readouterr().out.count("No space left on device") == 1

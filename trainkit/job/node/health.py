@@ -99,12 +99,14 @@ class _Counters:
     def sample(self) -> dict[str, Any]:
         now, before = self._read(), self._before
         self._before = now
-        elapsed_s = max(1e-3, now["s"] - before["s"])
+        elapsed_s: float = max(1e-3, now["s"] - before["s"])
 
         def rate(name: str) -> float | None:
             if now[name] is None or before[name] is None:
                 return None
-            return round(max(0.0, now[name] - before[name]) / elapsed_s / MIB, 2)
+            num_bytes: int = max(0, now[name] - before[name])
+            per_s: float = num_bytes / elapsed_s
+            return round(per_s / MIB, 2)
 
         busy, total = (now[name] - before[name] for name in ("cpu_busy", "cpu_total"))
         memory = _memory()
