@@ -31,8 +31,7 @@ def problems(machine: Machine, *overrides: str, target: Target = LOCAL) -> list[
 
 
 def test_whole_plan() -> None:
-    assert plan(CPU, "resources.nodes=2", "optimizer.lr_scale=linear", "requeue.health_every_s=10.0,
-        grace_s=30") == LaunchPlan(
+    assert plan(CPU, "resources.nodes=2", "optimizer.lr_scale=linear", "requeue.grace_s=30") == LaunchPlan(
         backend="local",
         num_nodes=2,
         workers_per_node=1,
@@ -42,6 +41,7 @@ def test_whole_plan() -> None:
         lr=6e-4,
         threads_per_worker=2,
         grace_s=30.0,
+        health_every_s=10.0,
         reasons={
             "device": "cpu: there is no NVIDIA driver on this machine",
             "workers_per_node": "1: a CPU node has one worker unless resources.gpus_per_node is set",
