@@ -34,10 +34,10 @@ from trainkit.rundir import RunDir, read_json
 SCRIPTS = Path(__file__).parent / "foreign"
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NUM_STEPS = 100
-MANY_STEPS = 400
+MANY_STEPS = 4000
 """Of the examples, which do not sleep between two steps."""
-LOG_EVERY = 10
-"""The examples print every tenth step."""
+LOG_EVERY = 20
+"""The examples print every tenth or twentieth step."""
 DISTURBED_AT = 25
 TIMEOUT_S = 400.0
 TOLERANCE = 1e-6
@@ -107,6 +107,11 @@ def kinds(python: str, nanogpt: Path | None) -> dict[str, Kind]:
         "example, Lightning launcher": Kind(
             (*one, "--launcher", "lightning", *_set(f"train.steps={many}")),
             (python, "lightning_train.py", *LIGHTNING.split()),
+            num_steps=int(many),
+        ),
+        "example, torchrun": Kind(
+            (*one, "--launcher", "torchrun"),
+            (python, "ddp_torchrun.py", "--steps", many),
             num_steps=int(many),
         ),
         "DeepSpeed ZeRO-1": Kind((*one, "--launcher", "deepspeed"), (python, "deepspeed_loop.py", steps)),
@@ -246,7 +251,7 @@ def main() -> int:
     cluster = up(owner=Pid.of(os.getpid()))
     try:
         login = Login(cluster, folder)
-        for script in (*SCRIPTS.glob("*.py"), *EXAMPLES.glob("*_train.py")):
+        for script in (*SCRIPTS.glob("*.py"), *EXAMPLES.glob("*_train.py"), EXAMPLES / "ddp_torchrun.py"):
             shutil.copy(script, folder)
         if args.nanogpt is not None:
             copy_nanogpt(args.nanogpt, folder)

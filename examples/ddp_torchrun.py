@@ -1,13 +1,18 @@
-"""A plain DistributedDataParallel script for torchrun, on one host or many, without any trainkit code.
+"""A plain DistributedDataParallel script for torchrun that resumes after any interruption.
 
     trainkit submit --nodes 2 --gpus-per-node 4 --launcher torchrun -- examples/ddp_torchrun.py --steps 200
 
-`-- python examples/ddp_torchrun.py` without --launcher sets the same variables without torchrun.
+`-- python examples/ddp_torchrun.py` without --launcher sets the same variables without torchrun. The script
+imports nothing of trainkit. It saves every 20 steps, and when it is asked to stop: all ranks then agree on a
+step and exit with code 75.
 """
 
 import argparse
 import gc
 import os
+import signal
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,8 +21,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+EXIT_SAVED = 75
+SAVE_EVERY = 20
+asked_to_stop = False
 
-def main() -> None:
+
+def note_signal(number, frame) -> None:
+    """Set a flag and nothing else: in the middle of a step there is no state to save."""
+    global asked_to_stop
+    asked_to_stop = True
+
+
+def save(path: Path, state: dict) -> None:
+    """Write under another name first: a rename is atomic, whenever the process is killed."""
+    part = path.with_suffix(".part")
+    torch.save(state, part)
+    part.replace(path)
+
+
+def main() -> int:
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, note_signal)
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=0.05)
@@ -26,6 +50,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
 
     # A linear map with a little noise.
@@ -37,28 +62,53 @@ def main() -> None:
 
     model = DistributedDataParallel(nn.Linear(16, 1).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    step = 0
-    for epoch in range(args.steps):
-        sampler.set_epoch(epoch)
+    saved = Path(os.environ["TRAINKIT_JOB_RUN_DIR"]) / "state.pt"  # the same file at every start
+    first = 1
+    if saved.exists():
+        state = torch.load(saved, map_location=device)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"] + 1
+    if rank == 0:
+        print(f"from step {first} to {args.steps}", flush=True)
+
+    step = (first - 1) // len(loader) * len(loader)  # where the epoch of the first step begins
+    while step < args.steps:
+        sampler.set_epoch(step // len(loader))
         for x, y in loader:
+            step += 1
+            if step < first:
+                continue  # done before
             loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            step += 1
-            if step == 1 or step % 20 == 0 or step == args.steps:
-                total = loss.detach()
-                dist.all_reduce(total)
-                if dist.get_rank() == 0:
-                    print(f"step={step} loss={total.item() / dist.get_world_size():.6f}", flush=True)
-            if step == args.steps:
-                dist.barrier()
-                print(f"rank {dist.get_rank()} of {dist.get_world_size()} is done", flush=True)
+
+            # The signal may not have reached every rank yet: they agree in a collective of every step.
+            sums = torch.stack([loss.detach(), torch.tensor(float(asked_to_stop), device=device)])
+            dist.all_reduce(sums)
+            stops = sums[1].item() > 0 and step < args.steps
+            if rank == 0 and (step == first or step % 20 == 0 or step == args.steps):
+                print(f"step={step} loss={sums[0].item() / num_ranks:.6f}", flush=True)
+            if rank == 0 and (step % SAVE_EVERY == 0 or stops):
+                state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                save(saved, state)
+            if stops:
+                dist.barrier()  # no rank leaves before rank 0 has saved
                 dist.destroy_process_group()
-                return
+                return EXIT_SAVED
+            if step == args.steps:
+                break
+    dist.barrier()
+    weights = sum(parameter.double().sum() for parameter in model.parameters()).item()
+    print(f"rank {rank} of {num_ranks} is done", flush=True)
+    print(f"done at {args.steps} weights {weights:.9f}", flush=True)
+    dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    code = main()
     # A gloo process group that is still referenced when Python exits can end it with SIGABRT.
     gc.collect()
+    sys.exit(code)

@@ -3,21 +3,49 @@
     trainkit submit --nodes 2 --gpus-per-node 2 --launcher lightning --set train.steps=2000 -- \
         examples/lightning_train.py --num-nodes {num_nodes} --devices {devices} --max-steps {max_steps}
 
-Lightning takes its ranks from the variables that trainkit sets, as if torchrun had started it. On SIGTERM it
-raises an exception, on which ModelCheckpoint saves, and exits; trainkit starts the script again.
+Lightning takes its ranks from the variables that trainkit sets, as if torchrun had started it. The script
+saves every 20 steps, and when it is asked to stop: all ranks then save the same step and exit with code 75.
 """
 
 import argparse
 import os
+import signal
+import sys
 from pathlib import Path
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 BATCH_SIZE = 16
+EXIT_SAVED = 75
+
+
+class SaveOnSignal(Callback):
+    """Saves after the step in which a rank was asked to stop.
+
+    Lightning's own handler takes part in a broadcast at once, in the middle of a step: ranks that are not at
+    the same point of it then wait for each other for ever, and nothing is saved.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.asked_to_stop = False
+        self.has_saved = False
+
+    def note_signal(self, number, frame) -> None:
+        self.asked_to_stop = True
+
+    def on_train_start(self, trainer, model) -> None:
+        signal.signal(signal.SIGTERM, self.note_signal)  # instead of Lightning's
+
+    def on_train_batch_end(self, trainer, model, outputs, batch, index) -> None:
+        # The signal may not have reached every rank yet: they agree.
+        if trainer.strategy.reduce_boolean_decision(self.asked_to_stop, all=False):
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = self.has_saved = True
 
 
 class Model(lightning.LightningModule):
@@ -42,7 +70,7 @@ class Model(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--devices", type=int, default=1)
@@ -52,6 +80,8 @@ def main() -> None:
     args = parser.parse_args()
 
     saved = Path(os.environ["TRAINKIT_JOB_RUN_DIR"]) / "lightning"  # the same folder at every start
+    last = saved / "last.ckpt"
+    stopper = SaveOnSignal(last)
     lightning.seed_everything(0)
     trainer = lightning.Trainer(
         accelerator=args.accelerator,
@@ -63,17 +93,23 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
         callbacks=[
-            ModelCheckpoint(dirpath=saved, save_last=True, every_n_train_steps=20, save_on_exception=True)
+            stopper,
+            # Without versions, the newest checkpoint is always last.ckpt, whoever wrote the one before.
+            ModelCheckpoint(
+                dirpath=saved, save_last=True, every_n_train_steps=20, enable_version_counter=False
+            ),
         ],
     )
     print(f"rank {trainer.global_rank} of {trainer.world_size}", flush=True)
-    model, last = Model(), saved / "last.ckpt"
+    model = Model()
     data = DataLoader(TensorDataset(torch.zeros(4096)), batch_size=BATCH_SIZE)
     trainer.fit(model, data, ckpt_path=last if last.exists() else None)
     if trainer.global_step == args.max_steps:
         weights = sum(parameter.double().sum() for parameter in model.parameters()).item()
         print(f"done at {trainer.global_step} weights {weights:.9f}", flush=True)
+        return 0
+    return EXIT_SAVED if stopper.has_saved else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
