@@ -88,3 +88,20 @@ def test_the_state_of_a_run_is_shown_as_far_as_its_files_tell(
     shown = capsys.readouterr()
     assert "unknown" in shown.out
     assert "did not answer" in shown.err
+
+
+def test_the_dry_run_of_a_sweep_prints_the_script_and_apart_from_it_the_files_that_differ(
+    away: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("p.py").touch()
+    sweep = ("--sweep", "train.device_batch_size=2,4", "--sweep", "launch.env.X=1,2")
+    launch = ("--launcher", "deepspeed", "--nodes", "2", "--dry-run", "--", "p.py", "{ds_config}")
+    assert main(("submit", *CPU, "--set", "train.global_batch_size=8", *sweep, *launch)) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("#!/bin/bash\n")
+    assert "==>" not in shown.out
+    for point, size in ((0, 2), (2, 4)):
+        _, text = shown.err.split(f"runs/quickstart/{point}/ds_config.json <==\n", 1)
+        assert json.JSONDecoder().raw_decode(text)[0]["train_micro_batch_size_per_gpu"] == size
+    assert shown.err.count("==>") == 2
+    assert not Path("runs").exists()

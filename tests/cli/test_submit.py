@@ -189,15 +189,16 @@ def test_accelerate_gets_what_the_dry_run_shows_and_after_a_resume_what_was_set(
     def trainkit(*args):
         done = subprocess.run([sys.executable, "-m", "trainkit", *args], **options)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return done
 
     launch = ["submit", str(desk.config), "--nodes", "2", "--launcher", "accelerate"]
     launch += ["--set", "precision.dtype=bf16"]
     shown = trainkit(*launch, "--dry-run", "--", "shows.py")
-    run = RunDir(trainkit(*launch, "--follow", "--", "shows.py").splitlines()[0])
+    run = RunDir(trainkit(*launch, "--follow", "--", "shows.py").stdout.splitlines()[0])
     config = run.path / "accelerate.yaml"
     before = config.read_text()
-    assert shown == f"{run.plan_file.read_text()}==> {config} <==\n{before}"
+    assert shown.stdout == run.plan_file.read_text()
+    assert shown.stderr.endswith(f"==> {config} <==\n{before}")
     assert "got bf16 2 2" in run.attempt(1).rank_log(0).read_text()
     # config.yaml has every key, parallel.dp_shard: -1 too, but only those that were set are passed on.
     trainkit("resume", str(run.path), "--nodes", "1", "--follow")

@@ -182,9 +182,12 @@ def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only
 
 
 def _print_files(run: RunDir, plan: LaunchPlan) -> None:
-    """Print the files that the tool of the launcher would get, each below its path, as `head` does."""
+    """Print the files that the tool of the launcher would get, each below its path, as `head` does.
+
+    They go to the standard error: the standard output is the script or plan, byte for byte.
+    """
     for name, text in plan.launcher_files.items():
-        click.echo(f"==> {run.path / name} <==\n{text}", nl=False)
+        click.echo(f"==> {run.path / name} <==\n{text}", nl=False, err=True)
 
 
 def _print_script(text: str, test_only: bool) -> int:
@@ -264,8 +267,16 @@ def _submit_group(request: ConfigRequest, group_request: GroupRequest, options: 
     if options.dry_run or options.test_only:
         run = future_run(points[0].config.name, options.run_dir)
         code = planned_code(run, points[0].config, points[0].plan, Path.cwd())
-        script = group_script(RunGroup(run.path), points, spec.directive, code)
-        return _print_script(script.text, options.test_only)
+        group = RunGroup(run.path)
+        script = group_script(group, points, spec.directive, code)
+        _print_script(script.text, options.test_only)
+        if options.dry_run:
+            shown_files: list[dict[str, str]] = []
+            for index, point in zip(spec.indices, points, strict=True):
+                if point.plan.launcher_files not in shown_files:
+                    shown_files.append(point.plan.launcher_files)
+                    _print_files(group.run(index), point.plan)
+        return EXIT_OK
     group, code = create_group(points, spec.directive, ["trainkit", *sys.argv[1:]], options.run_dir)
     print_copied(code)
     job_id = start_group(group)
