@@ -1,0 +1,189 @@
+"""Each extra of setup.cfg in an environment of its own: installed by pip, and used by trainkit."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import distribution, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 600
+
+LLAMA = """
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=320)
+LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained("llama")
+"""
+TRAINS = """
+import sys
+from trainkit.cli.main import main
+more = [word for item in sys.argv[1:] for word in ("--set", item)]
+sets = "device=cpu model.preset=nano data.seq_len=32 train.steps=2 train.device_batch_size=1 " \\
+    "train.global_batch_size=2"
+code = main(["run", "quickstart", *(w for item in sets.split() for w in ("--set", item)), *more])
+assert code == 0, code
+"""
+ADAPTERS = "model.lora={r: 2, target_modules: [q_proj, v_proj]}"
+USES = {
+    "bench": """
+from pathlib import Path
+from trainkit.bench.summary import COLUMNS, can_plot, write_plots
+assert can_plot()
+row = dict.fromkeys(COLUMNS) | {"layout": "dp_shard=2", "status": "finished", "tokens_per_s": 1.5}
+[file], _ = write_plots([row], Path("plots"))
+assert file.read_bytes().startswith(b"\\x89PNG")
+""",
+    "float8": """
+import torch
+from torch import nn
+from trainkit.trainer.precision import apply_float8
+layer = nn.Sequential(nn.Linear(32, 32, bias=False))
+apply_float8([layer], emulate=True)
+assert type(layer[0]) is not nn.Linear
+layer(torch.randn(16, 32)).sum().backward()
+""",
+    "hf": f"""{LLAMA}
+import pyarrow, pyarrow.parquet, sys
+pyarrow.parquet.write_table(pyarrow.table({{"text": ["a document of words " * 40] * 40}}), "texts.parquet")
+sys.argv[1:] = ["model.hf=llama", "data.source=texts.parquet"]
+{TRAINS}""",
+    "vision": """
+from pathlib import Path
+from PIL import Image
+from trainkit.data.questions import _image_problem
+Image.new("RGB", (2, 2)).save("image.png")
+assert _image_problem(Path("image.png")) == ""
+Path("image.png").write_bytes(b"no image")
+assert "cannot be opened" in _image_problem(Path("image.png"))
+""",
+    "peft": f"{LLAMA}\nimport sys\nsys.argv[1:] = ['model.hf=llama', {ADAPTERS!r}]\n{TRAINS}",
+    "qlora": f"{LLAMA}\nimport sys\nsys.argv[1:] = ['model.hf=llama', {ADAPTERS!r}, 'model.quantize=nf4']\n{TRAINS}",
+    "mlflow": f"""import sys
+sys.argv[1:] = ["trackers.mlflow.tracking_uri=store"]
+{TRAINS}
+import mlflow
+mlflow.set_tracking_uri("sqlite:///store/mlflow.db")
+assert len(mlflow.search_runs(search_all_experiments=True)) == 1
+""",
+    "wandb": f"""import sys
+sys.argv[1:] = ["trackers.wandb.mode=offline"]
+{TRAINS}
+from pathlib import Path
+assert [*Path("runs").glob("*/wandb/offline-run-*/*.wandb")]
+""",
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("extras")]
+
+
+def setup_cfg() -> tuple[list[str], dict[str, list[str]]]:
+    """What setup.cfg requires, and what each of its extras adds."""
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    extras = {
+        name: [line for line in text.split("\n") if line and not line.startswith("#")]
+        for name, text in parser["options.extras_require"].items()
+    }
+    return parser["options"]["install_requires"].split("\n")[1:], extras
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """The distributions of this environment that a list of requirements takes."""
+    found: set[str] = set()
+    pending = [Requirement(line) for line in requirements]
+    while pending:
+        item = pending.pop()
+        name = re.sub(r"[-_.]+", "-", item.name).lower()
+        if name not in found and (item.marker is None or item.marker.evaluate({"extra": ""})):
+            found.add(name)
+            pending += [Requirement(line) for line in requires(name) or ()]
+    return found
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with links to what trainkit itself requires, and a constraints file that keeps it."""
+    folder = tmp_path_factory.mktemp("core")
+    (folder / "site").mkdir()
+    names = closure(setup_cfg()[0])
+    for name in names:
+        files = distribution(name).files
+        assert files is not None
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            link = folder / "site" / top
+            if not link.is_symlink():
+                link.symlink_to(Path(sysconfig.get_path("purelib")) / top)
+    lines = [f"{name}=={distribution(name).version}\n" for name in sorted(names)]
+    (folder / "constraints.txt").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def python(core: Path, tmp_path: Path) -> Path:
+    """The interpreter of a new environment that has what trainkit requires and nothing else."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv/bin/python"
+    site = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
+    (Path(site.decode().strip()) / "core.pth").write_text(f"{core / 'site'}\n{ROOT}\n")
+    return python
+
+
+def execute(python: Path, code: str, folder: Path) -> str:
+    """What a program prints; it has to succeed."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ |= {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
+    (folder / "uses.py").write_text(code)
+    done = subprocess.run(
+        [python, "uses.py"],
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("extra", sorted(USES))
+def test_an_extra_is_all_that_its_feature_needs(extra: str, core: Path, python: Path, tmp_path: Path) -> None:
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    subprocess.run(
+        [*pip, "-c", core / "constraints.txt", *setup_cfg()[1][extra]], check=True, timeout=TIMEOUT_S
+    )
+    execute(python, USES[extra], tmp_path)
+
+
+def test_trainkit_is_imported_without_any_extra(python: Path, tmp_path: Path) -> None:
+    code = """
+import importlib, pkgutil, trainkit
+names = [m.name for m in pkgutil.walk_packages(trainkit.__path__, "trainkit.") if "__main__" not in m.name]
+for name in names:
+    importlib.import_module(name)
+for extra in ("matplotlib", "torchao", "transformers", "pyarrow", "PIL", "peft", "bitsandbytes", "mlflow", "wandb"):
+    assert importlib.util.find_spec(extra) is None, extra
+print(len(names))
+"""
+    assert int(execute(python, code, tmp_path)) > 100
+
+
+def test_every_extra_has_a_use_here() -> None:
+    assert set(setup_cfg()[1]) - {"test"} == set(USES)
