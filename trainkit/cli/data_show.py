@@ -67,7 +67,9 @@ def sample_fields(sample: StepSample) -> dict[str, Any]:
 
 def sample_lines(sample: StepSample, note: str = "") -> Iterator[str]:
     """A sample as text: one line for it, and one for each of its first documents."""
-    ranks = f"rank {sample.ranks[0]}" if len(sample.ranks) == 1 else f"ranks {sample.ranks[0]}-{sample.ranks[-1]}"
+    ranks = (
+        f"rank {sample.ranks[0]}" if len(sample.ranks) == 1 else f"ranks {sample.ranks[0]}-{sample.ranks[-1]}"
+    )
     text = f"  {one_line(sample.text)}" if sample.text else ""
     yield f"sample {sample.index}  {ranks} microbatch {sample.microbatch}{note}{text}"
     for document in sample.documents[:MAX_DOCUMENTS]:

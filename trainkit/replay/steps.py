@@ -82,14 +82,15 @@ def find_step(run: RunDir, step: int) -> RunStep:
             hint="only datasets with a length can be read at any step",
         )
     records = read_metrics(run)
-    last = {number: 0 for number in started}
+    last = dict.fromkeys(started, 0)
     for record in records:
         last[record["attempt"]] = record["step"]
     able = [number for number in sorted(started) if started[number]["step"] < step]
     number = next((number for number in reversed(able) if last[number] >= step), able[-1] if able else None)
     if number is None:
         raise UsageError(
-            f"no attempt of {run.path} computed step {step}", hint="a run copied from another has no earlier ones"
+            f"no attempt of {run.path} computed step {step}",
+            hint="a run copied from another has no earlier ones",
         )
     attempt = run.attempt(number)
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
@@ -113,16 +114,18 @@ def step_samples(at: RunStep) -> list[StepSample]:
     with submission_folder(run, False):
         if config.has_user_task or config.uses_transformers:
             return list(_items(at))
+        import numpy as np
+
         from trainkit.data.documents import SampleSources
         from trainkit.data.shards import open_dataset
 
         data = open_dataset(config.data, config.data.seq_len, "train")
         sources = SampleSources(config.data, data)
-        positions = range(at.start, at.stop)
+        positions = np.arange(at.start, at.stop, dtype=np.int64)
         indices = data.sample_index(positions, config.seed, config.data.shuffle).tolist()
         return [
             StepSample(position, index, *_reader(at, position), tuple(sources.documents(index)))
-            for position, index in zip(positions, indices, strict=True)
+            for position, index in zip(positions.tolist(), indices, strict=True)
         ]
 
 
