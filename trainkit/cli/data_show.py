@@ -49,7 +49,7 @@ def command(run_name: str, step: int, as_json: bool) -> int:
         click.echo(json.dumps(value, ensure_ascii=False))
         return EXIT_OK
     click.echo(
-        f"step {step} of attempt {at.attempt.number}: samples {at.start:,} to {at.stop - 1:,} of the training",
+        f"step {step} of attempt {at.attempt.number}: samples {at.start:,} to {at.stop - 1:,} of the run",
         err=True,
     )
     for sample in samples:

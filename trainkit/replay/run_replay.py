@@ -83,8 +83,8 @@ def _refuse_other_batches(run: RunDir, at: RunStep, first: int) -> None:
     before = find_step(run, first)
     if before.plan.batch.global_batch_size != at.plan.batch.global_batch_size or before.plan.lr != at.plan.lr:
         raise UsageError(
-            f"step {first} of attempt {before.attempt.number} and step {at.step} of attempt {at.attempt.number} "
-            "were computed with another batch size or learning rate",
+            f"step {first}, of attempt {before.attempt.number}, was computed with another batch size or "
+            f"learning rate than step {at.step}, of attempt {at.attempt.number}",
             hint="replay them one by one",
         )
 
@@ -114,7 +114,7 @@ def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int
 
 
 def _without_extras(config: RunConfig) -> RunConfig:
-    """The config without what does not change the steps: validation, saves and profiles; every step is logged."""
+    """The config without what does not change the steps, as validation; every step is logged."""
     train = {"log_every": 1, "eval_every": None, "eval_at_start": False, "stop_at_step": None}
     checkpoint = {"every_steps": None, "every_minutes": None, "best_metric": None, "async_save": False}
     return config.model_copy(

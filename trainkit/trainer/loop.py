@@ -28,7 +28,7 @@ from trainkit.trainer.optimizer import ShardedAdamW, learning_rate
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
-from trainkit.trainer.rank_records import LocalGradient, RankRecords
+from trainkit.trainer.rank_records import RankRecords
 from trainkit.trainer.slow_ranks import NUM_TIMES, Slowdown, SlowRanks, StepClock
 from trainkit.trainer.step_sync import (
     AsyncSum,
@@ -82,11 +82,8 @@ class Trainer:
     """On rank 0 of several."""
     hosts: Sequence[str]
     """The host name of every rank."""
-    local_gradient: LocalGradient
     rank_records: RankRecords
     buffers: StateBuffers | None = None
-    _own: tuple[Tensor, ...] = ()
-    """What this rank computed by itself in a step that is logged, for `rank_records`."""
     _steps_done: int = 0
     """Steps of this attempt."""
     _is_best: bool = False
@@ -174,15 +171,13 @@ class Trainer:
         # actual count, which is known only then.
         layout = self.plan.layout
         scale = self.loss_scale.value * (layout.dp * layout.cp / self.nominal_count)
-        local_report = async_sum = local_loss = None
-        is_logged = self._is_logged(self.state.step + 1)
-        self.local_gradient.is_due = is_logged
+        local_report = async_sum = None
+        self.rank_records.begin_step(is_due=self._is_logged(self.state.step + 1))
 
         def on_loss(sums: Tensor) -> None:
-            nonlocal local_report, async_sum, local_loss
+            nonlocal local_report, async_sum
             self.clock.end_forward()
-            if is_logged:
-                local_loss = sums.detach().double().view(-1)[0].clone()
+            self.rank_records.keep_loss(sums)
             local_report = self._pack_report(sums, batch.num_tokens, data_wait_s)
             if self.optimizer.has_whole_gradient:
                 # Overlaps with the last backward pass.
@@ -193,13 +188,7 @@ class Trainer:
             self.tied_weights.sum_gradients()
         self.optimizer.collect_gradients()
         square_sum = self.optimizer.square_sum()
-        self._own = ()
-        if local_loss is not None:
-            self._own = (
-                local_loss,
-                self.local_gradient.take(self.world.device),
-                square_sum.to(self.world.device),
-            )
+        self.rank_records.keep_gradient(square_sum, self.world.device)
         if async_sum is not None:
             return async_sum.wait(), square_sum
         assert local_report is not None
@@ -219,7 +208,7 @@ class Trainer:
         grad_norm = square_sum.sqrt().float() / divisor
         num_times = NUM_TIMES * self.world.size if self.world.size > 1 else 0
         readback = ReportReadback(self.world, self.forward_backward.metric_names, num_times)
-        readback.start(totals, grad_norm, self._own)
+        readback.start(totals, grad_norm, self.rank_records.values)
         skip = (~torch.isfinite(grad_norm + totals[0])).float()
         if self.config.train.grad_clip is not None:
             divisor = divisor * (grad_norm / self.config.train.grad_clip).clamp(min=1.0)
@@ -232,8 +221,7 @@ class Trainer:
         if self.buffers is not None:
             self.buffers.settle(self.world)
         report = readback.finish()
-        if readback.own:
-            self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own)
+        self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own)
         return report
 
     def _is_logged(self, step: int) -> bool:

@@ -1,8 +1,8 @@
 """Records what each rank computed by itself, so that `trainkit replay` can name the one that erred.
 
-On the steps that are logged, a rank keeps its share of the loss, a checksum of its gradient before it is reduced,
-and the sum of squares of its gradient afterwards. They travel to the host with the step report, without another
-copy or collective, and are written to ``attempts/NNN/ranks/rank-NNNN.jsonl`` about once a minute.
+On the steps that are logged, a rank keeps its share of the loss, a checksum of its gradient before it is
+reduced, and the sum of squares of its gradient afterwards. They travel to the host with the step report,
+without another copy or collective, and are written to ``attempts/NNN/ranks/rank-NNNN.jsonl`` once a minute.
 """
 
 from __future__ import annotations
@@ -92,17 +92,36 @@ def observe_reduce_scatter(model: torch.nn.Module, local_gradient: LocalGradient
 
 
 class RankRecords:
-    """Writes the records of this rank."""
+    """Keeps and writes the records of this rank."""
 
-    def __init__(self, attempt: AttemptDir, rank: int, host: str) -> None:
+    def __init__(self, attempt: AttemptDir, rank: int, host: str, local_gradient: LocalGradient) -> None:
         self._file = attempt.rank_record(rank)
         self._host = host
+        self._local_gradient = local_gradient
+        self.values: list[Tensor] = []
+        """Those of the current step, float64 [] each: its sum of the loss, checksum and sum of squares."""
         self._pending: deque[dict[str, object]] = deque(maxlen=MAX_PENDING)
         self._flushed_s = time.monotonic()
         self._last_norm = math.inf
 
+    def begin_step(self, *, is_due: bool) -> None:
+        """Begin a step, which is recorded if it is due."""
+        self.values, self._local_gradient.is_due = [], is_due
+
+    def keep_loss(self, sums: Tensor) -> None:
+        """Keep this rank's share of the loss, the first of the sums."""
+        if self._local_gradient.is_due:
+            self.values.append(sums.detach().double().view(-1)[0].clone())
+
+    def keep_gradient(self, square_sum: Tensor, device: torch.device) -> None:
+        """Keep the checksum of the gradient, and the sum of squares of what this rank has of it reduced."""
+        if self._local_gradient.is_due:
+            self.values += [self._local_gradient.take(device), square_sum.to(device)]
+
     def add(self, step: int, grad_norm: float, own: Sequence[float]) -> None:
-        """Add the record of a step; `own` are its sum of the loss, checksum and sum of squares."""
+        """Add the record of a step with the values of `values`; without any, the step is not due."""
+        if not own:
+            return
         values = dict(zip(("loss_sum", "local_gradient", "square_sum"), own, strict=True))
         shown = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
         self._pending.append({"step": step, "host": self._host, **shown})

@@ -1,7 +1,7 @@
 """One worker of `trainkit replay`: computes steps of a run again, and the loss of each of their samples.
 
-``python -m trainkit.trainer.replay RUN_DIR FIRST LAST`` trains the run in RUN_DIR, which is a throw-away copy, up
-to step LAST. Rank 0 writes the losses of the samples of each step from FIRST on to `SAMPLES_FILE`.
+``python -m trainkit.trainer.replay RUN_DIR FIRST LAST`` trains the run in RUN_DIR, a throw-away copy, up to
+step LAST. Rank 0 writes the losses of the samples of each step from FIRST on to `SAMPLES_FILE`.
 """
 
 from __future__ import annotations

@@ -221,8 +221,7 @@ def build_trainer(
         clock=StepClock(world, plan.layout),
         slow_ranks=SlowRanks(plan.layout, on_gpu=uses_gpu) if world.is_main and world.size > 1 else None,
         hosts=gather_from_all(own_host(), world),
-        local_gradient=local_gradient,
-        rank_records=RankRecords(attempt, world.rank, own_host()),
+        rank_records=RankRecords(attempt, world.rank, own_host(), local_gradient),
     )
     return trainer, tensorboard
 
