@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import tasks
 from tests.support.flipped import run_flipped
 from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, train
@@ -37,7 +38,9 @@ def files_of(run: Path) -> dict[str, int]:
 
 
 def add_job(run: Path) -> None:
-    write_json(RunDir(run).job_file, {"backend": "local", "name": "t", "cwd": str(run.parent), "attempts": []})
+    write_json(
+        RunDir(run).job_file, {"backend": "local", "name": "t", "cwd": str(run.parent), "attempts": []}
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,3 +160,23 @@ def test_samples_are_those_that_the_step_read(tmp_path: Path, capsys: pytest.Cap
 
     assert main(["data", "show", str(run), "--step", "7"]) == 2
     assert "has no step 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Classify", "ClassifyStream"])
+def test_tasks_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    run = tmp_path / "run"
+    options = [f"task={Path(tasks.__file__)}:{name}", "task_args.dropout=0.2", "optimizer.lr=0.01"]
+    train(run, ["train.steps=6", "checkpoint.every_steps=4", *options], 2)
+    add_job(run)
+    code, found = call(capsys, "replay", str(run), "--step", "6")
+    assert (code, found["verdict"], found["is_exact"]) == (0, "equal", True)
+    if name == "ClassifyStream":
+        assert found["samples"] == []
+        assert main(["data", "show", str(run), "--step", "6"]) == 2
+        assert "trains on a stream, whose samples have no position" in capsys.readouterr().err
+        return
+    assert [sample["loss"] for sample in found["samples"]] == [None] * 16
+    shown = call(capsys, "data", "show", str(run), "--step", "6")[1]["samples"]
+    assert [sample["position"] for sample in shown] == list(range(80, 96))
+    for sample in shown:
+        assert f"'weight': {sample['index'] % 3}}}" in sample["text"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -67,7 +68,9 @@ def command(run_name: str, steps: str, layout: str, keep: bool, as_json: bool) -
     try:
         copy = run_replay(what, folder)
         found = compare(what, copy)
-        samples = {step: step_samples(find_step(what.run, step)) for step in range(first, last + 1)}
+        samples = {}
+        if found.verdict != DIFFERENT and not what.at.is_stream:
+            samples = {step: step_samples(find_step(what.run, step)) for step in range(first, last + 1)}
         worst = worst_samples(copy, samples)
     finally:
         if keep:
@@ -77,11 +80,18 @@ def command(run_name: str, steps: str, layout: str, keep: bool, as_json: bool) -
     if as_json:
         from trainkit.cli.data_show import sample_fields
 
-        judged = [{"step": item.step, "loss": item.loss, **sample_fields(item.sample)} for item in worst]
+        judged = [
+            {"step": item.step, "loss": finite(item.loss), **sample_fields(item.sample)} for item in worst
+        ]
         click.echo(json.dumps({**found.to_dict(), "samples": judged}, ensure_ascii=False))
     else:
         click.echo("\n".join(_lines(what, found, worst)))
     return EXIT_FAILED if found.verdict == DIFFERENT else EXIT_OK
+
+
+def finite(loss: float | None) -> float | None:
+    """A loss as in metrics.jsonl: None if it is not finite."""
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -116,11 +126,11 @@ def _lines(what: ReplayPlan, found: Comparison, worst: list[JudgedSample]) -> It
     for step in found.steps:
         if step.step >= what.first or step is bad:
             yield _step_line(step)
-    if worst and found.verdict != DIFFERENT:
-        yield "samples, the worst loss first:"
+    if worst:
+        yield "samples:" if worst[0].loss is None else "samples, the worst loss first:"
         for item in worst[:MAX_SAMPLES]:
-            loss = "not finite" if item.loss is None else f"{item.loss:.4f}"
-            yield from sample_lines(item.sample, note=f"  step {item.step} loss {loss}")
+            loss = "" if item.loss is None else f" loss {item.loss:.4f}"
+            yield from sample_lines(item.sample, note=f"  step {item.step}{loss}")
         if len(worst) > MAX_SAMPLES:
             yield f"and {len(worst) - MAX_SAMPLES:,} more; `trainkit data show` lists them all"
 

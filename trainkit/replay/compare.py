@@ -162,17 +162,16 @@ class JudgedSample:
 
     step: int
     loss: float | None
-    """Mean over its tokens; None if it is not finite."""
+    """Mean over its tokens, infinite if it is not finite; None for a user's task, whose loss may not be a sum."""
     sample: StepSample
 
 
 def worst_samples(copy: RunDir, samples: Mapping[int, Sequence[StepSample]]) -> list[JudgedSample]:
     """The samples of the steps with their losses, the worst first."""
-    found = []
-    for record in read_jsonl(copy.path / SAMPLES_FILE):
-        own = samples.get(record["step"], ())
-        found += [
-            JudgedSample(record["step"], loss, sample)
-            for loss, sample in zip(record["losses"], own, strict=bool(own))
-        ]
-    return sorted(found, key=lambda item: math.inf if item.loss is None else item.loss, reverse=True)
+    losses = {record["step"]: record["losses"] for record in read_jsonl(copy.path / SAMPLES_FILE)}
+    found = [
+        JudgedSample(step, None if loss is None else float(loss), sample)
+        for step, own in samples.items()
+        for loss, sample in zip(losses.get(step, [None] * len(own)), own, strict=True)
+    ]
+    return sorted(found, key=lambda item: item.loss or 0.0, reverse=True)

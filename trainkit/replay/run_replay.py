@@ -187,7 +187,7 @@ def _run_ranks(what: ReplayPlan, attempt: AttemptDir) -> None:
 
 
 def _wait(procs: Sequence[subprocess.Popen[bytes]], attempt: AttemptDir) -> None:
-    """Wait for all ranks; raises TrainkitError as soon as one has failed, since the others wait for it."""
+    """Wait for all ranks; raises TrainkitError as soon as one has failed, since the others would wait."""
     waiting = dict(enumerate(procs))
     while waiting:
         for rank, process in list(waiting.items()):

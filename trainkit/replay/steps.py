@@ -32,6 +32,8 @@ class RunStep:
     start: int
     """Position of its first sample."""
     stop: int
+    is_stream: bool
+    """Whether the samples come from a stream and have no position."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class StepSample:
 def find_step(run: RunDir, step: int) -> RunStep:
     """A step of a run, by the newest attempt that computed it, else the one that would.
 
-    Raises UsageError for a step that the run does not have and for a stream of samples.
+    Raises UsageError for a step that the run does not have.
     """
     started = {
         event["attempt"]: event
@@ -76,11 +78,6 @@ def find_step(run: RunDir, step: int) -> RunStep:
     newest = started[max(started)]
     if not 1 <= step <= newest["total_steps"]:
         raise UsageError(f"{run.path} has no step {step}", hint=f"its steps are 1 to {newest['total_steps']}")
-    if newest.get("num_samples") is None:
-        raise UsageError(
-            f"{run.path} trains on a stream, whose samples have no position",
-            hint="only datasets with a length can be read at any step",
-        )
     records = read_metrics(run)
     last = dict.fromkeys(started, 0)
     for record in records:
@@ -100,16 +97,22 @@ def find_step(run: RunDir, step: int) -> RunStep:
     size = plan.batch.global_batch_size
     start = samples_seen + (step - 1 - at) * size
     config, stop = read_effective(attempt.config_file), start + size
-    if config.train.epochs is not None:
-        stop = min(stop, round(config.train.epochs * newest["num_samples"]))
-    return RunStep(step, attempt, config, plan, start, stop)
+    num_samples = newest.get("num_samples")
+    if config.train.epochs is not None and num_samples is not None:
+        stop = min(stop, round(config.train.epochs * num_samples))
+    return RunStep(step, attempt, config, plan, start, stop, num_samples is None)
 
 
 def step_samples(at: RunStep) -> list[StepSample]:
     """The samples of a step in their order; prepares the data again if its cache is gone.
 
-    Raises UsageError if the data cannot be read, TrainkitError if a user's task fails.
+    Raises UsageError for a stream and for data that cannot be read, TrainkitError if a user's task fails.
     """
+    if at.is_stream:
+        raise UsageError(
+            f"{at.attempt.run.path} trains on a stream, whose samples have no position",
+            hint="only datasets with a length can be read at any step",
+        )
     run, config = at.attempt.run, at.config
     with submission_folder(run, False):
         if config.has_user_task or config.uses_transformers:

@@ -6,6 +6,7 @@ step LAST. Rank 0 writes the losses of the samples of each step from FIRST on to
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -59,8 +60,8 @@ def replay(
 
 
 @torch.no_grad()
-def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | None]:
-    """The mean loss of each sample of a step, in the order of the global batch; None if it is not finite.
+def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | str]:
+    """The mean loss of each sample of a step, in the order of the global batch; ``inf`` if it is not finite.
 
     A collective. The model gets whole microbatches, of which only one sample has labels at a time: its shapes
     and random numbers are those of the training.
@@ -81,7 +82,7 @@ def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | None]:
     pairs = sums.flatten(0, 2).tolist()
     # Samples behind the end of the data have no labels.
     means = [total / count for total, count in pairs if count]
-    return [mean if abs(mean) < float("inf") else None for mean in means]
+    return [mean if math.isfinite(mean) else "inf" for mean in means]
 
 
 def main() -> None:
