@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def replayed(folders: tuple[RunDir, RunDir], layout: Layout = LAYOUT) -> Compari
     run, copy = folders
     config = RunConfig.model_validate({"name": "t", "train": {"steps": 20}})
     at = RunStep(4, run.attempt(1), config, PLAN, 24, 32, False)
-    plan = PLAN if layout == LAYOUT else LaunchPlan.from_dict({**PLAN.to_dict(), "layout": layout})
+    plan = PLAN if layout == LAYOUT else replace(PLAN, layout=layout)
     return compare(ReplayPlan(run, 4, 4, 0, at, config, plan), copy)
 
 
@@ -153,13 +154,7 @@ def test_the_attempt_that_computed_a_step_last(folders: tuple[RunDir, RunDir]) -
     second = run.attempt(2)
     second.path.mkdir()
     second.config_file.write_text(run.attempt(1).config_file.read_text())
-    batch = {
-        "device_batch_size": 4,
-        "accumulation_steps": 1,
-        "global_batch_size": 16,
-        "tokens_per_step": 1024,
-    }
-    second.plan_file.write_text(LaunchPlan.from_dict({**PLAN.to_dict(), "batch": batch}).to_text())
+    second.plan_file.write_text(replace(PLAN, batch=Batch(4, 1, 16, 1024)).to_text())
     start(run, 2, 3)
     record(run, 4, attempt=2, samples_seen=40)
     assert [find_step(run, step).attempt.number for step in (3, 4, 6, 7)] == [1, 2, 1, 2]

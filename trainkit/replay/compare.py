@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainkit.plan.launch import LaunchPlan
@@ -67,29 +67,31 @@ def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
     """Compare all steps since the checkpoint; a difference before the requested steps explains theirs."""
     recorded = recorded_steps(what.run, what.start_step + 1, what.last)
     replayed = recorded_steps(copy, what.start_step + 1, what.last)
-    tolerance = None if what.has_same_layout else TOLERANCE[what.config.precision.dtype]
+    attempts = {int(str(record["attempt"])) for record in recorded.values()}
+    is_exact = what.has_same_layout and all(
+        _layout_of(what.run, attempt) == what.plan.layout for attempt in attempts
+    )
+    tolerance = None if is_exact else TOLERANCE[what.config.precision.dtype]
     steps = []
     for step, record in sorted(replayed.items()):
-        was = recorded.get(step)
-        attempt = None if was is None else int(str(was["attempt"]))
-        exact = attempt is None or _layout_of(what.run, attempt) == what.plan.layout
-        now_values, was_values = _values(record), None if was is None else _values(was)
-        is_equal = None
-        if was_values is not None:
-            limit = tolerance if exact else TOLERANCE[what.config.precision.dtype]
-            is_equal = all(_is_equal(was_values[name], now_values[name], limit) for name in VALUES)
-        steps.append(ComparedStep(step, attempt, was_values, now_values, is_equal))
+        was, now_values = recorded.get(step), _values(record)
+        if was is None:
+            steps.append(ComparedStep(step, None, None, now_values, None))
+            continue
+        was_values = _values(was)
+        is_equal = all(_is_equal(was_values[name], now_values[name], tolerance) for name in VALUES)
+        steps.append(ComparedStep(step, int(str(was["attempt"])), was_values, now_values, is_equal))
     verdict = UNKNOWN
     if any(step.is_equal is False for step in steps):
         verdict = DIFFERENT
     elif any(step.is_equal for step in steps if step.step >= what.first):
         verdict = EQUAL
-    found = Comparison(verdict, tolerance is None, what.start_step, tuple(steps), None)
+    found = Comparison(verdict, is_exact, what.start_step, tuple(steps), None)
     bad = found.first_different
     if bad is None or bad.attempt is None:
         return found
     culprit = _culprit(what, copy, found, bad, what.run.attempt(bad.attempt))
-    return Comparison(verdict, found.is_exact, what.start_step, found.steps, culprit)
+    return replace(found, culprit=culprit)
 
 
 def _layout_of(run: RunDir, attempt: int) -> object:
@@ -162,7 +164,7 @@ class JudgedSample:
 
     step: int
     loss: float | None
-    """Mean over its tokens, infinite if it is not finite; None for a user's task, whose loss may not be a sum."""
+    """Mean over its tokens, infinite if it is not finite; None for a user's task."""
     sample: StepSample
 
 
