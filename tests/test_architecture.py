@@ -57,6 +57,11 @@ ALLOWED = {
     "observe": {
         *("errors", "rundir", "rungroup", "manifest", "tables", "config", "plan", "slurm", "job.record"),
     },
+    # Computes steps of a run again: starts ranks as the job does, in a folder of its own.
+    "replay": {
+        *("errors", "rundir", "manifest", "tables", "config", "data", "cluster", "plan", "job", "control"),
+        *("submit",),
+    },
     # Interrupts runs on purpose, as their owner could by hand.
     "drill": {
         *("errors", "rundir", "manifest", "tables", "config", "plan", "slurm"),
@@ -85,7 +90,7 @@ ALLOWED = {
     "cli": {
         *("errors", "resources", "rundir", "rungroup", "manifest", "config", "data", "cluster", "plan"),
         *("slurm", "job", "control", "submit", "observe", "drill", "bench", "tables"),
-        *("locks", "trackers"),
+        *("locks", "trackers", "replay"),
     },
     "__main__": {"cli"},
 }

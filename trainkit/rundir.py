@@ -251,6 +251,14 @@ class AttemptDir:
         return self.profile_dir / f"rank-{rank:04d}.json"
 
     @property
+    def ranks_dir(self) -> Path:
+        return self.path / "ranks"
+
+    def rank_record(self, rank: int) -> Path:
+        """What a rank computed by itself, on the steps that were logged."""
+        return self.ranks_dir / f"rank-{rank:04d}.jsonl"
+
+    @property
     def done_file(self) -> Path:
         """Created by a command to say that it is done: exit code 0 after a notice then means finished."""
         return self.path / "done"

@@ -1,4 +1,4 @@
-"""`trainkit data`: tokenise texts into shards, and validate texts and shards."""
+"""`trainkit data`: tokenise texts into shards, validate texts and shards, and show samples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainkit.cli.data_show import command as show_command
 from trainkit.cli.help import Group, examples
 from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_FAILED, EXIT_OK, UsageError
@@ -37,10 +38,14 @@ _text_key_option = click.option(
     epilog=examples(
         "trainkit data prepare stdlib --out shards",
         "trainkit data validate stdlib",
+        "trainkit data show last --step 3",
     ),
 )
 def command() -> None:
-    """Prepare and validate training data."""
+    """Prepare and validate training data, and show that of a step."""
+
+
+command.add_command(show_command, "show")
 
 
 @command.command(

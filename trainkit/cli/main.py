@@ -35,6 +35,7 @@ SECTIONS = {
         "status": "Show what runs are doing, or one run in detail.",
         "logs": "Print the output of a run.",
         "diagnose": "Name the first failing rank of a run, its cause, and what to do.",
+        "replay": "Compute steps of a run again and compare: is it the data, or the hardware?",
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
         "ui": "Show the curves of a run in a browser.",
@@ -55,7 +56,7 @@ SECTIONS = {
     "Tools": {
         "ckpt": "List, verify, prune and export checkpoints.",
         "generate": "Continue a prompt with the model of a run.",
-        "data": "Prepare and validate training data.",
+        "data": "Prepare and validate training data; show the samples of a step.",
         "schema": "Print the JSON schema of the config, for editors.",
         "completion": "Print the completion script of a shell.",
     },

@@ -5,6 +5,7 @@
     DIR/dataset.json      this file, written last: a folder without it is not a dataset
     DIR/inputs.json       the source files with the hashes of their content
     DIR/train-00000.bin   tokens, little endian, without a header; the shards of a split in order
+    DIR/train-00000.places  where in the source files the texts of a shard begin; missing in older datasets
     DIR/val-00000.bin
 """
 
@@ -29,6 +30,16 @@ VAL = "val"
 SPLITS = (TRAIN, VAL)
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 """Bytes per token, by dtype."""
+
+PLACES = [("token", "<i8"), ("place", "<i8"), ("input", "<i4"), ("form", "u1")]
+"""The fields of each text in a shard: its first token, `units.Piece.place`, its index in inputs.json, and its
+index in `sources.FORMS`. A text is a row, or up to 64 KiB of a text file.
+"""
+
+
+def places_file(shard: Path) -> Path:
+    """The file with the places of the texts in a shard."""
+    return shard.with_suffix(".places")
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,24 @@ class TokenShards:
             self._copy(start, row)
         return tokens
 
+    def places(self, index: int) -> Iterator[tuple[Path, int, int]]:
+        """The shards of a sample, each with the range of its tokens there."""
+        start, missing = index * self.seq_len, self.seq_len + 1
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        while missing:
+            shard = self._shards[number]
+            first = max(0, start - (int(self._ends[number]) - shard.num_tokens))
+            stop = min(first + missing, shard.num_tokens)
+            yield self.folder / shard.file, first, stop
+            missing -= stop - first
+            number += 1
+
+    def tokens_of(self, shard: Path, first: int, stop: int) -> list[int]:
+        """Some tokens of a shard."""
+        num_tokens = next(item.num_tokens for item in self._shards if item.file == shard.name)
+        found: list[int] = self._open_shard(shard.name, num_tokens)[first:stop].tolist()
+        return found
+
     def _copy(self, start: int, row: npt.NDArray[np.int64]) -> None:
         """Fill a row with consecutive tokens that begin at `start`, across shards."""
         number = int(np.searchsorted(self._ends, start, side="right"))

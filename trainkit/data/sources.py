@@ -103,6 +103,8 @@ ROWS = "rows"
 PARQUET = "parquet"
 ARROW = "arrow"
 TABLES = (PARQUET, ARROW)
+FORMS = (TEXT, ROWS, *TABLES)
+"""Their order is part of the format of prepared data."""
 _FORMS = {".txt": TEXT, ".jsonl": ROWS, ".parquet": PARQUET}
 KINDS = ".txt, .jsonl, .txt.gz, .jsonl.gz or .parquet"
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainkit import rundir
-from trainkit.data.dataset_file import SPLITS, Shard
-from trainkit.data.sources import DatasetSpec, Input
+from trainkit.data.dataset_file import PLACES, SPLITS, Shard, places_file
+from trainkit.data.sources import FORMS, DatasetSpec, Input
 from trainkit.data.tokenizer_identity import BYTES, identify
 from trainkit.data.units import Piece, SpanReader, Unit
 from trainkit.errors import UsageError
@@ -137,7 +137,9 @@ def _tokenize(job: UnitJob, writers: dict[str, _ShardWriter]) -> list[str]:
                 for piece, tokens in zip(
                     batch, tokenizer.encode([piece.text for piece in batch]), strict=True
                 ):
-                    writers[piece.split].append(tokens, eos if piece.ends_document else None)
+                    writer = writers[piece.split]
+                    writer.add_place(piece.place, span.input, FORMS.index(source.form))
+                    writer.append(tokens, eos if piece.ends_document else None)
         except UnicodeDecodeError as error:
             raise UsageError(
                 f"{source.path} is not UTF-8: byte {error.object[error.start]:#04x}",
@@ -200,8 +202,13 @@ class _ShardWriter:
         self.path = folder / name
         self.partial = folder / WORK_FOLDER / f"{name}.{os.getpid()}"
         self.num_tokens = 0
+        self._places: list[tuple[int, int, int, int]] = []
         self._hash = hashlib.sha256()
         self._stream = self.partial.open("wb")
+
+    def add_place(self, place: int, number: int, form: int) -> None:
+        """Record that what is appended next begins at a place of the input of this number."""
+        self._places.append((self.num_tokens, place, number, form))
 
     def append(self, tokens: Tokens, eos: int | None) -> None:
         self._write(tokens.tobytes())
@@ -217,6 +224,9 @@ class _ShardWriter:
         self._stream.close()
         if not self.num_tokens:
             return None
+        places = self.partial.with_name(f"{self.partial.name}.places")
+        np.array(self._places, dtype=PLACES).tofile(places)
+        places.rename(places_file(self.path))
         self.partial.rename(self.path)
         return Shard(self.name, self.num_tokens, self._hash.hexdigest())
 

@@ -155,6 +155,8 @@ class Piece:
     split: str
     text: bytes
     ends_document: bool
+    place: int
+    """Where it begins in its input: the byte of a text or of a line, decompressed; or the row of a table."""
 
 
 class RowError(ValueError):
@@ -219,20 +221,21 @@ class SpanReader:
             kept += block
             cut = len(kept) if position == end else _piece_border(kept)
             if cut:
-                yield Piece(split, kept[:cut], position == end and self.span.ends_document)
+                ends = position == end and self.span.ends_document
+                yield Piece(split, kept[:cut], ends, position - len(kept))
                 kept = kept[cut:]
 
-    def _rows(self, texts: Iterator[bytes]) -> Iterator[Piece]:
+    def _rows(self, texts: Iterator[tuple[int, bytes]]) -> Iterator[Piece]:
         span = self.span
         every = max(2, round(1 / self.fraction)) if span.role == BOTH else 0
         phase = rows_phase(*self._phase_of, every) if every else 0
-        for row, text in enumerate(texts):
+        for row, (place, text) in enumerate(texts):
             split = span.role if not every else VAL if row % every == phase else TRAIN
             if text:
-                yield Piece(split, text, True)
+                yield Piece(split, text, True, place)
 
-    def _lines(self, stream: IO[bytes]) -> Iterator[bytes]:
-        """The text of every line that is not blank."""
+    def _lines(self, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+        """The first byte and the text of every line that is not blank."""
         span = self.span
         stream.seek(span.start)
         position = span.start
@@ -244,14 +247,14 @@ class SpanReader:
             if not line.strip():
                 continue
             try:
-                yield row_text(line, self.key)
+                yield position - len(line), row_text(line, self.key)
             except RowError as error:
                 with open_input(self.source) as again:
                     before = _count_lines(again, span.start)
                 raise row_error(self.source, before + line_number, error) from None
 
-    def _cells(self) -> Iterator[bytes]:
-        """The text of every row of a table."""
+    def _cells(self) -> Iterator[tuple[int, bytes]]:
+        """The number, counted from 1, and the text of every row of a table."""
         try:
             for row, value in read_column(self.source, self.key, self.span.start, self.span.end):
                 try:
@@ -259,7 +262,7 @@ class SpanReader:
                 except RowError as error:
                     raise row_error(self.source, row, error) from None
                 self._hash.update(len(text).to_bytes(8, "little") + text)
-                yield text
+                yield row, text
         except TableError as error:
             raise table_error(self.source, error) from None
 

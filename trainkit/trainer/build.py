@@ -38,6 +38,7 @@ from trainkit.trainer.parallel.data_parallel import apply_data_parallel, gradien
 from trainkit.trainer.parallel.tensor import apply_tensor_parallel
 from trainkit.trainer.precision import DTYPES, apply_float8, cast_weights, require_float8
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.rank_records import LocalGradient
 from trainkit.trainer.stateless_random import fill_normal_
 from trainkit.trainer.tasks import CausalLM
 from trainkit.trainer.torch_private import shard_offset
@@ -109,7 +110,12 @@ class BuiltModel:
 
 
 def build(
-    task: CausalLM | UserTask, config: RunConfig, plan: LaunchPlan, world: World, progress: Progress
+    task: CausalLM | UserTask,
+    config: RunConfig,
+    plan: LaunchPlan,
+    world: World,
+    progress: Progress,
+    local_gradient: LocalGradient | None = None,
 ) -> BuiltModel:
     """The model of this rank on its device: split, in training mode, and with its initial values.
 
@@ -118,7 +124,7 @@ def build(
     if isinstance(task, UserTask):
         module = build_module(task, config, plan, world)
         read_quantized(module.model, task.read_weight, world.device)
-        weights, forward_backward = assemble_task(task, config, world, progress, module)
+        weights, forward_backward = assemble_task(task, config, world, progress, module, local_gradient)
         buffers = StateBuffers.of(module.model)
         return BuiltModel([module], weights, forward_backward, None, buffers, task.read_weight)
     model_parts = build_model_parts(task, config, plan, world)
@@ -130,7 +136,7 @@ def build(
         move_buffers(model, world.device)
         if not task.reads_weights:
             init_parameters(model, config.seed)
-    return assemble(task, config, plan, world, progress, model_parts)
+    return assemble(task, config, plan, world, progress, model_parts, local_gradient)
 
 
 def build_model_parts(task: CausalLM, config: RunConfig, plan: LaunchPlan, world: World) -> list[Model]:
@@ -151,6 +157,7 @@ def assemble(
     world: World,
     progress: Progress,
     model_parts: list[Model],
+    local_gradient: LocalGradient | None = None,
 ) -> BuiltModel:
     """Combine allocated model parts with the forward and backward passes of their layout."""
     layout, parallel = plan.layout, config.parallel
@@ -175,7 +182,7 @@ def assemble(
     chunks = loss_chunks(layout, model.shape, tokens) if model.COMPUTES_LOSS else 1
     forward_backward = SequentialForwardBackward(
         model,
-        gradient_switch(model, world, masters, offload=parallel.offload),
+        gradient_switch(model, world, masters, offload=parallel.offload, local_gradient=local_gradient),
         world,
         context,
         progress,

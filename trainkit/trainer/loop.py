@@ -28,6 +28,7 @@ from trainkit.trainer.optimizer import ShardedAdamW, learning_rate
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.rank_records import RankRecords
 from trainkit.trainer.slow_ranks import NUM_TIMES, Slowdown, SlowRanks, StepClock
 from trainkit.trainer.step_sync import (
     AsyncSum,
@@ -81,6 +82,7 @@ class Trainer:
     """On rank 0 of several."""
     hosts: Sequence[str]
     """The host name of every rank."""
+    rank_records: RankRecords
     buffers: StateBuffers | None = None
     _steps_done: int = 0
     """Steps of this attempt."""
@@ -170,10 +172,12 @@ class Trainer:
         layout = self.plan.layout
         scale = self.loss_scale.value * (layout.dp * layout.cp / self.nominal_count)
         local_report = async_sum = None
+        self.rank_records.begin_step(is_due=self._is_logged(self.state.step + 1))
 
         def on_loss(sums: Tensor) -> None:
             nonlocal local_report, async_sum
             self.clock.end_forward()
+            self.rank_records.keep_loss(sums)
             local_report = self._pack_report(sums, batch.num_tokens, data_wait_s)
             if self.optimizer.has_whole_gradient:
                 # Overlaps with the last backward pass.
@@ -184,6 +188,7 @@ class Trainer:
             self.tied_weights.sum_gradients()
         self.optimizer.collect_gradients()
         square_sum = self.optimizer.square_sum()
+        self.rank_records.keep_gradient(square_sum, self.world.device)
         if async_sum is not None:
             return async_sum.wait(), square_sum
         assert local_report is not None
@@ -203,7 +208,7 @@ class Trainer:
         grad_norm = square_sum.sqrt().float() / divisor
         num_times = NUM_TIMES * self.world.size if self.world.size > 1 else 0
         readback = ReportReadback(self.world, self.forward_backward.metric_names, num_times)
-        readback.start(totals, grad_norm)
+        readback.start(totals, grad_norm, self.rank_records.values)
         skip = (~torch.isfinite(grad_norm + totals[0])).float()
         if self.config.train.grad_clip is not None:
             divisor = divisor * (grad_norm / self.config.train.grad_clip).clamp(min=1.0)
@@ -215,7 +220,12 @@ class Trainer:
         self.loss_scale.update(skip)
         if self.buffers is not None:
             self.buffers.settle(self.world)
-        return readback.finish()
+        report = readback.finish()
+        self.rank_records.add(self.state.step + 1, report.grad_norm, readback.own)
+        return report
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self.config.train.log_every == 0 or step in (1, self.total_steps)
 
     def _await_staging(self) -> None:
         """Wait until the save in progress, if any, has copied the state."""
@@ -310,8 +320,7 @@ class Trainer:
             self._require_best_metric(("loss", *report.metrics), of_validation=False)
         if self._steps_done == 1 and self.world.is_main:
             record_event(self.run, self.attempt, "first_step", step=step)
-        due = step % self.config.train.log_every == 0 or step in (1, self.total_steps)
-        if due or validation is not None:
+        if self._is_logged(step) or validation is not None:
             self.metrics.write(self.state, report, lr, validation)
 
     def _eval_due(self) -> bool:
@@ -435,6 +444,15 @@ class Trainer:
         self._last_save_s = time.monotonic()
         if blocking:
             self.metrics.exclude(self._last_save_s - started)
+
+    def close(self) -> None:
+        """Write what is pending, and end the threads and processes of this rank."""
+        self.rank_records.flush()
+        self.batches.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
+        self.saver.close()
+        self.profiler.close()
 
     def _stop(self, reason: str) -> int:
         """Save unless this step is already saved, and return exit code 75.

@@ -107,11 +107,16 @@ class ReportReadback:
         self._world = world
         self._metric_names = metric_names
         self._num_times = num_times
+        self._num_own = 0
+        self.own: tuple[float, ...] = ()
+        """The values of this rank alone, after `finish`."""
         self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
-    def start(self, totals: Tensor, grad_norm: Tensor) -> None:
-        values = torch.cat((totals, grad_norm.double().view(1)))
+    def start(self, totals: Tensor, grad_norm: Tensor, own: Sequence[Tensor] = ()) -> None:
+        """`own`: float64 [] each, of this rank alone."""
+        self._num_own = len(own)
+        values = torch.cat((totals, grad_norm.double().view(1), *(value.view(1) for value in own)))
         if values.device.type != "cuda":
             self._host = values
             return
@@ -124,7 +129,10 @@ class ReportReadback:
         assert self._host is not None
         if self._event is not None:
             self._event.synchronize()
-        total, count, stop, save, data_wait_s, *sums, grad_norm = self._host.tolist()
+        values = self._host.tolist()
+        end = len(values) - self._num_own
+        values, self.own = values[:end], tuple(values[end:])
+        total, count, stop, save, data_wait_s, *sums, grad_norm = values
         end = len(sums) - self._num_times
         sums, times = sums[:end], tuple(sums[end:])
         loss = total / count if count else 0.0

@@ -43,6 +43,7 @@ from trainkit.trainer.parallel.tensor_plan import (
 )
 from trainkit.trainer.precision import DTYPES, cast_frozen, cast_weights
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.rank_records import LocalGradient
 from trainkit.trainer.stateless_random import stable_key
 from trainkit.trainer.stream import StreamBatches, StreamData, is_stream
 from trainkit.trainer.task_batches import (
@@ -456,7 +457,12 @@ def check_same_weights(model: nn.Module, config: RunConfig, world: World) -> Non
 
 
 def assemble_task(
-    task: UserTask, config: RunConfig, world: World, progress: Progress, module: LossModule
+    task: UserTask,
+    config: RunConfig,
+    world: World,
+    progress: Progress,
+    module: LossModule,
+    local_gradient: LocalGradient | None = None,
 ) -> tuple[list[Weight], TaskForwardBackward]:
     """The weights of a built model and its forward and backward passes."""
     model, dtype = module.model, DTYPES[config.precision.dtype]
@@ -473,6 +479,7 @@ def assemble_task(
                 name, master, cast=cast_param, options=options, is_read=is_read, is_reread=task.rereads_frozen
             )
         )
-    switch = gradient_switch(module, world, masters, offload=config.parallel.offload)
+    offload = config.parallel.offload
+    switch = gradient_switch(module, world, masters, offload=offload, local_gradient=local_gradient)
     forward_backward = TaskForwardBackward(module, switch, world, dtype, progress, task)
     return weights, forward_backward

@@ -44,6 +44,7 @@ from trainkit.trainer.optimizer import ShardedAdamW
 from trainkit.trainer.precision import LossScale
 from trainkit.trainer.profiler import ProfileWindow
 from trainkit.trainer.progress import Progress
+from trainkit.trainer.rank_records import LocalGradient, RankRecords
 from trainkit.trainer.slow_ranks import SlowRanks, StepClock
 from trainkit.trainer.tasks import AnyTask, build_task
 
@@ -56,7 +57,22 @@ LOG_IDLE_S = 300.0
 
 def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
     """Train as one rank of an attempt; returns the worker's exit code."""
-    config = read_effective(attempt.config_file)
+    joined = join_and_build(attempt, read_effective(attempt.config_file), plan, stop, progress)
+    if joined is None:
+        return EXIT_STOPPED
+    trainer, tensorboard, _ = joined
+    try:
+        return trainer.train()
+    finally:
+        trainer.close()
+        if tensorboard is not None:
+            tensorboard.close()
+
+
+def join_and_build(
+    attempt: AttemptDir, config: RunConfig, plan: LaunchPlan, stop: StopRequest, progress: Progress
+) -> tuple[Trainer, TensorBoardLog | None, AnyTask] | None:
+    """Join the other ranks and build the trainer; None if a rank was asked to stop meanwhile."""
     env = find_rank_env()
     if env.world_size != plan.world_size:
         raise TrainkitError(
@@ -81,22 +97,12 @@ def run_worker(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     )
     if task is None or world is None:
         log.info(f"stopped during start-up ({stop.signal_name or 'by another rank'}): no step was done")
-        return EXIT_STOPPED
+        return None
     if world.is_main:
         record_event(attempt.run, attempt.number, "rendezvous", world_size=world.size, device=str(device))
     progress.enter("build")
     check_same_data(task, world)
-    trainer, tensorboard = build_trainer(attempt, config, plan, world, task, stop, progress)
-    try:
-        return trainer.train()
-    finally:
-        trainer.batches.close()
-        if trainer.evaluator is not None:
-            trainer.evaluator.close()
-        trainer.saver.close()
-        trainer.profiler.close()
-        if tensorboard is not None:
-            tensorboard.close()
+    return *build_trainer(attempt, config, plan, world, task, stop, progress), task
 
 
 def _is_writing_log(attempt: AttemptDir, rank: int) -> bool:
@@ -153,7 +159,8 @@ def build_trainer(
         if chosen is not None:
             refuse_other_data(*chosen, task.data_identity())
             refuse_other_optimizer(*chosen, config.optimizer.name)
-    built = build(task, config, plan, world, progress)
+    local_gradient = LocalGradient()
+    built = build(task, config, plan, world, progress, local_gradient)
     optimizer = ShardedAdamW(built.weights, config.optimizer, plan.layout)
     buffers = {} if built.buffers is None else built.buffers.tensors
     tensors = StateTensors.of(built.weights, optimizer, buffers)
@@ -161,11 +168,7 @@ def build_trainer(
     loss_scale = LossScale(config.precision, world.device)
     progress.enter("load")
     state = resume(chosen, config, attempt, world, task, built, saver, tensors, loss_scale)
-    num_samples = task.train_data.num_samples
-    end = None
-    if config.train.epochs is not None:
-        assert num_samples is not None
-        end = round(config.train.epochs * num_samples)
+    num_samples, end = task.train_data.num_samples, end_position(config, task)
     total_steps = count_steps(config, plan, state, end)
     if world.is_main:
         log_summary(config, plan, world, task, total_steps)
@@ -218,6 +221,7 @@ def build_trainer(
         clock=StepClock(world, plan.layout),
         slow_ranks=SlowRanks(plan.layout, on_gpu=uses_gpu) if world.is_main and world.size > 1 else None,
         hosts=gather_from_all(own_host(), world),
+        rank_records=RankRecords(attempt, world.rank, own_host(), local_gradient),
     )
     return trainer, tensorboard
 
@@ -294,6 +298,14 @@ def resume(
         log.info(f"resumed from {checkpoint.path.name}: step={state.step} samples_seen={state.samples_seen}")
         record_event(attempt.run, attempt.number, "resumed", step=state.step, samples_seen=state.samples_seen)
     return state
+
+
+def end_position(config: RunConfig, task: AnyTask) -> int | None:
+    """Position after the last sample of the epochs; None if only the number of steps ends the training."""
+    if config.train.epochs is None:
+        return None
+    assert task.train_data.num_samples is not None
+    return round(config.train.epochs * task.train_data.num_samples)
 
 
 def count_steps(config: RunConfig, plan: LaunchPlan, state: TrainingState, end: int | None) -> int:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from trainkit.plan.launch import Layout
 from trainkit.trainer.distributed import World
 from trainkit.trainer.models.model import Model
+from trainkit.trainer.rank_records import LocalGradient, observe_reduce_scatter
 from trainkit.trainer.torch_private import after_backward, replicate
 
 # Under tensor parallelism a block's output is a view of its DTensor; nothing here modifies one in place.
@@ -150,8 +151,11 @@ def gradient_switch(
     masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
     *,
     offload: bool = False,
+    local_gradient: LocalGradient | None = None,
 ) -> GradientSwitch:
     """The gradient switch of a built model; installs `HostReduction` if the model is not wrapped.
+
+    `local_gradient` is shown the gradients of this rank, except those of `replicate`.
 
     `masters`: the float32 master of every parameter, if the model computes in another type. With `offload`, a
     single process moves the gradients of every microbatch to the host.
@@ -159,9 +163,12 @@ def gradient_switch(
     if world.mesh is None:
         return lambda enabled: None
     if not isinstance(model, FSDPModule):
-        return HostReduction(model, world.mesh["dp_replicate"].get_group(), masters).set_enabled
+        group = world.mesh["dp_replicate"].get_group()
+        return HostReduction(model, group, masters, local_gradient).set_enabled
     if world.layout.dp_shard * world.layout.cp == 1 and not (offload and world.size == 1):
         return model.set_requires_gradient_sync
+    if local_gradient is not None and world.layout.dp_shard * world.layout.cp > 1:
+        observe_reduce_scatter(model, local_gradient)
     # Reduce-scatter after every microbatch: unsharded gradients would stay in memory on every rank.
     return model.set_requires_all_reduce
 
@@ -182,8 +189,10 @@ class HostReduction:
         model: nn.Module,
         group: dist.ProcessGroup,
         masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+        local_gradient: LocalGradient | None = None,
     ) -> None:
         self._enabled = True
+        self._local_gradient = local_gradient
         self._masters = masters or {}
         self._group = group
         self._options = dist.AllreduceCoalescedOptions()
@@ -212,6 +221,8 @@ class HostReduction:
     def _start_next(self) -> None:
         owners = [self._owner(param) for param in self._buckets[len(self._works)]]
         grads = [cast(Tensor, owner.grad) for owner in owners]
+        if self._local_gradient is not None:
+            self._local_gradient.add(grads)
         self._works.append(self._group.allreduce_coalesced(grads, self._options))
 
     def _owner(self, param: nn.Parameter) -> nn.Parameter:

@@ -1,0 +1,41 @@
+"""A rank of a run with a bit that flips in the gradient of one activation, in one step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from trainkit.rundir import AttemptDir
+
+
+def run_flipped(
+    rank: int, attempt: AttemptDir, environs: Sequence[dict[str, str]], victim: int, step: int
+) -> None:
+    """What a worker does, except that the backward pass of rank `victim` errs at `step`."""
+    import torch
+
+    from tests.support.ranks import _as_worker
+    from trainkit.trainer import worker
+
+    build = worker.build
+
+    def build_flipped(*args: Any) -> Any:
+        built, progress = build(*args), args[4]
+
+        def flip(grad: torch.Tensor) -> torch.Tensor:
+            flipped = grad.clone()
+            flipped.view(torch.int32).view(-1)[7] ^= 1 << 28  # in the exponent
+            return flipped
+
+        def on_output(module: Any, inputs: Any, output: torch.Tensor) -> None:
+            if progress.current.step == step and output.requires_grad:
+                output.register_hook(flip)
+
+        built.model_parts[0].layers[0].register_forward_hook(on_output)
+        return built
+
+    if rank == victim:
+        worker.build = build_flipped
+    _as_worker(str(attempt.run.path), str(attempt.rank_log(rank)), dict(environs[rank]))
+    os._exit(1)  # a worker ends by itself

@@ -1,0 +1,1 @@
+"""Computes steps of a run again, and shows their samples."""

@@ -1,0 +1,168 @@
+"""Which attempt of a run computed a step, and which samples the step has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit.config import read_effective
+from trainkit.config.schema import RunConfig
+from trainkit.control.resume import submission_folder
+from trainkit.errors import TrainkitError, UsageError
+from trainkit.job.processes import module_argv
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl, read_metrics
+
+if TYPE_CHECKING:
+    from trainkit.data.documents import Document
+
+
+@dataclass(frozen=True)
+class RunStep:
+    """A step of a run: who computed it, and where its samples are in the sequence of all samples."""
+
+    step: int
+    attempt: AttemptDir
+    config: RunConfig
+    plan: LaunchPlan
+    start: int
+    """Position of its first sample."""
+    stop: int
+    is_stream: bool
+    """Whether the samples come from a stream and have no position."""
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """One sample of a step."""
+
+    position: int
+    """In the sequence of all samples, over all epochs."""
+    index: int
+    """In the dataset."""
+    ranks: tuple[int, ...]
+    """Those that read it: several if they share the work on a sample."""
+    microbatch: int
+    documents: tuple[Document, ...] = ()
+    text: str = ""
+    """Of a user's task: the shortened repr of the item."""
+
+    @property
+    def where(self) -> str:
+        """Its first document and how many follow; empty for a user's task."""
+        if not self.documents:
+            return ""
+        more = len(self.documents) - 1
+        return self.documents[0].where + (f" and {more:,} more" if more else "")
+
+
+def find_step(run: RunDir, step: int) -> RunStep:
+    """A step of a run, by the newest attempt that computed it, else the one that would.
+
+    Raises UsageError for a step that the run does not have.
+    """
+    started = {
+        event["attempt"]: event
+        for event in read_jsonl(run.events_file, ["training"])
+        if event.get("event") == "training" and "samples_seen" in event
+    }
+    if not started:
+        raise UsageError(
+            f"{run.path} has not begun to train",
+            hint="steps are known once the first attempt of the built-in trainer has loaded its data",
+        )
+    newest = started[max(started)]
+    if not 1 <= step <= newest["total_steps"]:
+        raise UsageError(f"{run.path} has no step {step}", hint=f"its steps are 1 to {newest['total_steps']}")
+    records = read_metrics(run)
+    last = dict.fromkeys(started, 0)
+    for record in records:
+        last[record["attempt"]] = record["step"]
+    able = [number for number in sorted(started) if started[number]["step"] < step]
+    number = next((number for number in reversed(able) if last[number] >= step), able[-1] if able else None)
+    if number is None:
+        raise UsageError(
+            f"no attempt of {run.path} computed step {step}",
+            hint="a run copied from another has no earlier ones",
+        )
+    attempt = run.attempt(number)
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    known = [(started[number]["step"], started[number]["samples_seen"])]
+    known += [(r["step"], r["samples_seen"]) for r in records if r["attempt"] == number and r["step"] < step]
+    at, samples_seen = max(known)
+    size = plan.batch.global_batch_size
+    start = samples_seen + (step - 1 - at) * size
+    config, stop = read_effective(attempt.config_file), start + size
+    num_samples = newest.get("num_samples")
+    if config.train.epochs is not None and num_samples is not None:
+        stop = min(stop, round(config.train.epochs * num_samples))
+    return RunStep(step, attempt, config, plan, start, stop, num_samples is None)
+
+
+def step_samples(at: RunStep) -> list[StepSample]:
+    """The samples of a step in their order; prepares the data again if its cache is gone.
+
+    Raises UsageError for a stream and for data that cannot be read, TrainkitError if a user's task fails.
+    """
+    if at.is_stream:
+        raise UsageError(
+            f"{at.attempt.run.path} trains on a stream, whose samples have no position",
+            hint="only datasets with a length can be read at any step",
+        )
+    run, config = at.attempt.run, at.config
+    with submission_folder(run, False):
+        if config.has_user_task or config.uses_transformers:
+            return list(_items(at))
+        import numpy as np
+
+        from trainkit.data.documents import SampleSources
+        from trainkit.data.shards import open_dataset
+
+        data = open_dataset(config.data, config.data.seq_len, "train")
+        sources = SampleSources(config.data, data)
+        positions = np.arange(at.start, at.stop, dtype=np.int64)
+        indices = data.sample_index(positions, config.seed, config.data.shuffle).tolist()
+        return [
+            StepSample(position, index, *_reader(at, position), tuple(sources.documents(index)))
+            for position, index in zip(positions.tolist(), indices, strict=True)
+        ]
+
+
+def _reader(at: RunStep, position: int) -> tuple[tuple[int, ...], int]:
+    """The ranks that read a position, and their microbatch."""
+    layout = at.plan.layout
+    microbatch, dp_rank = divmod((position - at.start) // at.plan.batch.device_batch_size, layout.dp)
+    ranks = tuple(rank for rank in range(layout.world_size) if layout.dp_rank(rank) == dp_rank)
+    return ranks, microbatch
+
+
+def _items(at: RunStep) -> Iterator[StepSample]:
+    """The items of a user's task, which another process reads: only the trainer may import torch."""
+    request = {"run": str(at.attempt.run.path), "attempt": at.attempt.number}
+    request |= {"start": at.start, "stop": at.stop}
+    argv = module_argv("trainkit.trainer.items")
+    done = subprocess.run(argv, input=json.dumps(request), capture_output=True, text=True)
+    if done.returncode:
+        raise TrainkitError(
+            f"the samples of {at.config.task} cannot be read: {last_line(done.stderr)}",
+            hint="`trainkit data validate CONFIG` reads every sample",
+        )
+    items: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
+    for position, (index, text) in zip(range(at.start, at.stop), items, strict=True):
+        yield StepSample(position, index, *_reader(at, position), text=text)
+
+
+def last_line(text: str) -> str:
+    """The last line that is not blank; ``killed`` without one."""
+    lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "killed"
+
+
+def shown_path(path: str) -> str:
+    """A path relative to the current folder, if it is inside."""
+    file = Path(path)
+    return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,57 @@
+"""Reads the items of a user's task at some positions of the training, for `trainkit data show`.
+
+``python -m trainkit.trainer.items`` reads a request as JSON from stdin, and writes ``[[index, text], …]``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from trainkit.config import read_effective
+from trainkit.data.order import sample_index
+from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, TrainkitError
+from trainkit.rundir import RunDir
+from trainkit.trainer.stateless_random import stable_key
+from trainkit.trainer.stream import StreamData
+from trainkit.trainer.task_batches import read_in_worker, seed_generators
+from trainkit.trainer.user_task import UserTask
+
+MAX_CHARS = 2000
+
+
+class _Texts(Dataset[str]):
+    """The shortened repr of items, each with the random numbers that it had in the training."""
+
+    def __init__(self, samples: object, seed: int, indices: dict[int, int]) -> None:
+        self._samples, self._seed, self._indices = samples, seed, indices
+
+    def __getitem__(self, position: int) -> str:
+        seed_generators(stable_key(self._seed, "train", "item", position))
+        return repr(self._samples[self._indices[position]])[:MAX_CHARS]  # type: ignore[index]
+
+
+def main() -> int:
+    """Print the items of the request on stdin."""
+    request = json.load(sys.stdin)
+    run = RunDir(request["run"])
+    config = read_effective(run.attempt(request["attempt"]).config_file)
+    try:
+        data = UserTask(config, run).train_data
+    except TrainkitError as error:
+        print(error.message, file=sys.stderr)
+        return EXIT_NO_RESTART
+    assert not isinstance(data, StreamData)
+    positions = range(request["start"], request["stop"])
+    found = sample_index(np.asarray(positions), data.num_samples, config.seed, config.data.shuffle).tolist()
+    indices = dict(zip(positions, found, strict=True))
+    texts = read_in_worker(_Texts(data.samples, config.seed, indices), positions, config)
+    print(json.dumps(list(zip(found, texts, strict=True))))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

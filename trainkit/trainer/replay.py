@@ -1,0 +1,106 @@
+"""One worker of `trainkit replay`: computes steps of a run again, and the loss of each of their samples.
+
+``python -m trainkit.trainer.replay RUN_DIR FIRST LAST`` trains the run in RUN_DIR, a throw-away copy, up to
+step LAST. Rank 0 writes the losses of the samples of each step from FIRST on to `SAMPLES_FILE`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from trainkit.config import read_effective
+from trainkit.errors import EXIT_FAILED, EXIT_OK
+from trainkit.job.rank_env import find_rank_env, own_host
+from trainkit.job.signals import StopRequest
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import AttemptDir, RunDir, append_jsonl, read_json
+from trainkit.trainer.__main__ import record_failure, set_up_logging
+from trainkit.trainer.batches import IGNORE_LABEL, Microbatch, StepBatch
+from trainkit.trainer.distributed import exit_process
+from trainkit.trainer.loop import Trainer
+from trainkit.trainer.progress import Progress
+from trainkit.trainer.step_sync import all_reduce_sum
+from trainkit.trainer.tasks import CausalLM
+from trainkit.trainer.worker import end_position, join_and_build
+
+SAMPLES_FILE = "sample_losses.jsonl"
+
+
+def replay(
+    attempt: AttemptDir, plan: LaunchPlan, first: int, last: int, stop: StopRequest, progress: Progress
+) -> int:
+    """Compute the steps up to `last` as one rank; returns the worker's exit code."""
+    config = read_effective(attempt.config_file)
+    joined = join_and_build(attempt, config, plan, stop, progress)
+    if joined is None:
+        return EXIT_FAILED
+    trainer, _, task = joined
+    samples = None
+    try:
+        while trainer.state.step < last:
+            if isinstance(task, CausalLM) and trainer.state.step + 1 >= first:
+                if samples is None:
+                    end = end_position(config, task)
+                    samples = task.train_batches(plan, trainer.world, trainer.state, end)
+                losses = sample_losses(trainer, next(samples))
+                if trainer.world.is_main:
+                    record = {"step": trainer.state.step + 1, "losses": losses}
+                    append_jsonl(attempt.run.path / SAMPLES_FILE, record)
+            if trainer.step() is not None:
+                return EXIT_FAILED
+    finally:
+        trainer.close()
+        if samples is not None:
+            samples.close()
+    return EXIT_OK
+
+
+@torch.no_grad()
+def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | str]:
+    """The mean loss of each sample of a step, in the order of the global batch; ``inf`` if it is not finite.
+
+    A collective. The model gets whole microbatches, of which only one sample has labels at a time: its shapes
+    and random numbers are those of the training.
+    """
+    world = trainer.world
+    num_micro, size = len(batch.microbatches), len(batch.microbatches[0].labels)
+    sums = torch.zeros(num_micro, world.layout.dp, size, 2, dtype=torch.float64, device=world.device)
+    for number, micro in enumerate(batch.microbatches):
+        for row in range(size):
+            labels = torch.full_like(micro.labels, IGNORE_LABEL)
+            labels[row] = micro.labels[row]
+            one = Microbatch(micro.tokens, labels, micro.sample_keys)
+            trainer.progress.enter("evaluate")
+            place = sums[number, world.dp_rank, row]
+            place[0] = trainer.forward_backward.loss_sums(one).double().view(-1)[0]
+            place[1] = (labels != IGNORE_LABEL).sum() * world.counts_samples
+    all_reduce_sum(sums, world)
+    pairs = sums.flatten(0, 2).tolist()
+    # Samples behind the end of the data have no labels.
+    means = [total / count for total, count in pairs if count]
+    return [mean if math.isfinite(mean) else "inf" for mean in means]
+
+
+def main() -> None:
+    """Run one worker and end the process with its exit code."""
+    folder, first, last = sys.argv[1:4]
+    stop, progress = StopRequest(), Progress()
+    stop.install()
+    attempt = RunDir(Path(folder)).attempt(1)
+    rank = find_rank_env().rank
+    set_up_logging(rank)
+    try:
+        plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+        code = replay(attempt, plan, int(first), int(last), stop, progress)
+    except BaseException as error:
+        rank_info = {"rank": rank, "node_rank": 0, "host": own_host()}
+        code = record_failure(attempt, rank_info, error, progress.current)
+    exit_process(code)
+
+
+if __name__ == "__main__":
+    main()
