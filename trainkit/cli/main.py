@@ -35,6 +35,7 @@ SECTIONS = {
         "status": "Show what runs are doing, or one run in detail.",
         "logs": "Print the output of a run.",
         "diagnose": "Name the first failing rank of a run, its cause, and what to do.",
+        "report": "Write one HTML page of what a run did and where its time went.",
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
         "ui": "Show the curves of a run in a browser.",
