@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     epilog=examples("trainkit report last", "trainkit report last --json"),
 )
 @run_argument
-@click.option("--compare", "other_name", metavar="RUN2", shell_complete=complete_run, help="Compare with a run.")
+@click.option(
+    "--compare", "other_name", metavar="RUN2", shell_complete=complete_run, help="Compare with a run."
+)
 @json_option
 def command(run_name: str, other_name: str | None, as_json: bool) -> int:
     """Write report.html in the folder of RUN and print its path.

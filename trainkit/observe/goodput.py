@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ CATEGORIES = {
 }
 """Category of allocated time -> its label, in the order in which they are shown."""
 NUM_BUCKETS = 800
+MERGED_RECORDS = 50
+"""In buckets of at least this many records, those without an event in between are added up at once."""
 Point = tuple[float, float]
 
 
@@ -144,7 +146,7 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
 def idle_gaps(attempts: Sequence[Attempt]) -> float:
     """Seconds between attempts within one allocation: a restart keeps it, a requeue gives it back."""
     total = 0.0
-    for attempt, following in zip(attempts, attempts[1:], strict=False):
+    for attempt, following in pairwise(attempts):
         is_held = attempt.action == "restart" and attempt.ended is not None and following.started is not None
         if is_held:
             total += max(0.0, following.started - attempt.ended)  # type: ignore[operator]
@@ -157,6 +159,8 @@ def _add_steps(
     """Divide the time between records into steps and what was between them; returns the new clock."""
     before, step_before = clock
     num_lost = 0
+    if len(records) >= MERGED_RECORDS:
+        records = _merged(attempt, records, before, step_before) or records
     for record in records:
         time, step = seconds(record.get("time")), record["step"]
         num_steps = step - step_before
@@ -175,6 +179,25 @@ def _add_steps(
             spent[_between_steps(attempt, before, time)] += wall_s - steps_s
         before, step_before = time, step
     return (before, step_before), num_lost
+
+
+def _merged(
+    attempt: Attempt, records: Sequence[Mapping[str, Any]], begin: float, step_before: int
+) -> list[dict[str, Any]] | None:
+    """One record with the mean of many evenly spaced ones without an event; None for any others."""
+    steps = [record["step"] for record in records]
+    every = steps[0] - step_before
+    end = seconds(records[-1].get("time"))
+    is_even = every > 0 and steps == list(range(steps[0], steps[-1] + 1, every))
+    if not is_even or end is None or steps[-1] > attempt.kept_step:
+        return None
+    if _any(attempt.evaluations, begin, end) or _any(attempt.saves, begin, end):
+        return None
+    means = {}
+    for key in ("step_s", "data_wait_s"):
+        values: list[Any] = [record.get(key) for record in records]
+        means[key] = sum(value or 0.0 for value in values) / len(values)
+    return [{"step": steps[-1], "time": records[-1]["time"], **means}]
 
 
 def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
@@ -209,6 +232,13 @@ def _add_ends(spent: dict[str, float], attempt: Attempt, clock: tuple[float, int
 
 def _extremes(records: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
     """The points with the lowest and the highest value, in order; all that is finite of a single record."""
+    values: list[Any] = [record.get(name) for record in records]
+    try:
+        if math.isfinite(sum(values)):
+            ends = sorted({values.index(min(values)), values.index(max(values))}) if values else []
+            return [(records[index]["step"], values[index]) for index in ends]
+    except TypeError:
+        pass  # one is null or missing
     points = [
         (record["step"], value)
         for record in records

@@ -148,7 +148,7 @@ def read_report(run: RunDir, status: RunStatus, now: float) -> Report:
 
 
 def percentages(spent: Mapping[str, float]) -> dict[str, float]:
-    """Shares in percent with one decimal that add up to exactly 100.0, by largest remainder; empty for 0 s."""
+    """Shares in percent that add up to exactly 100.0, rounded by largest remainder; empty for 0 s."""
     total = sum(spent.values())
     if total <= 0:
         return {}
