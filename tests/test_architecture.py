@@ -55,18 +55,8 @@ ALLOWED = {
         *("observe.group", "observe.status"),  # `--after` waits for the states that `status` shows
     },
     "observe": {
-        *(
-            "errors",
-            "resources",
-            "rundir",
-            "rungroup",
-            "manifest",
-            "tables",
-            "config",
-            "plan",
-            "slurm",
-            "job.record",
-        ),
+        *("errors", "resources", "rundir", "rungroup", "manifest", "tables", "config", "plan", "slurm"),
+        "job.record",
     },
     # Interrupts runs on purpose, as their owner could by hand.
     "drill": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -191,7 +191,7 @@ def _merged(
     is_even = every > 0 and steps == list(range(steps[0], steps[-1] + 1, every))
     if not is_even or end is None or steps[-1] > attempt.kept_step:
         return None
-    if _any(attempt.evaluations, begin, end) or _any(attempt.saves, begin, end):
+    if _evaluated(attempt, begin, end) or _saved(attempt, begin, end):
         return None
     means = {}
     for key in ("step_s", "data_wait_s"):
@@ -203,14 +203,19 @@ def _merged(
 def _between_steps(attempt: Attempt, begin: float, end: float) -> str:
     """What happened between two records besides steps."""
     # A record is written after the evaluation of its step and before the save.
-    evaluated, saved = _any(attempt.evaluations, begin, end), _any(attempt.saves, begin, end)
+    evaluated, saved = _evaluated(attempt, begin, end), _saved(attempt, begin, end)
     if evaluated and saved:
         return "evaluation_and_saving"
     return "evaluation" if evaluated else "saving" if saved else "other"
 
 
-def _any(times: Sequence[float], begin: float, end: float) -> bool:
-    return bisect_right(times, end) > bisect_right(times, begin - 0.001)
+def _evaluated(attempt: Attempt, begin: float, end: float) -> bool:
+    return bisect_right(attempt.evaluations, end) > bisect_right(attempt.evaluations, begin)
+
+
+def _saved(attempt: Attempt, begin: float, end: float) -> bool:
+    # A save that begins in the millisecond of a record follows it.
+    return bisect_left(attempt.saves, end) > bisect_left(attempt.saves, begin)
 
 
 def _add_ends(spent: dict[str, float], attempt: Attempt, clock: tuple[float, int] | None) -> None:
