@@ -55,7 +55,8 @@ ALLOWED = {
         *("observe.group", "observe.status"),  # `--after` waits for the states that `status` shows
     },
     "observe": {
-        *("errors", "rundir", "rungroup", "manifest", "tables", "config", "plan", "slurm", "job.record"),
+        *("errors", "resources", "rundir", "rungroup", "manifest", "tables", "config", "plan", "slurm"),
+        "job.record",
     },
     # Computes steps of a run again: starts ranks as the job does, in a folder of its own.
     "replay": {

@@ -36,6 +36,7 @@ SECTIONS = {
         "logs": "Print the output of a run.",
         "diagnose": "Name the first failing rank of a run, its cause, and what to do.",
         "replay": "Compute steps of a run again and compare: is it the data, or the hardware?",
+        "report": "Write one HTML page of what a run did and where its time went.",
         "stacks": "Print the Python stacks of every rank of a running job.",
         "attach": "Open a shell on a node of a running job.",
         "ui": "Show the curves of a run in a browser.",

@@ -1,0 +1,247 @@
+import json
+import shutil
+import subprocess
+from datetime import datetime, timezone
+from html.parser import HTMLParser
+
+import pytest
+
+from trainkit.config import dump_effective
+from trainkit.config.schema import RunConfig
+from trainkit.observe.charts import line_chart, nice_ticks
+from trainkit.observe.goodput import NUM_BUCKETS, idle_gaps, read_attempts, read_curves
+from trainkit.observe.report import REPORT_FILE, duration, percentages, read_report, render_report
+from trainkit.observe.status import read_status
+from trainkit.rundir import RunDir, append_jsonl, write_json
+
+START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=timezone.utc).timestamp()
+
+
+def iso(second):
+    return datetime.fromtimestamp(START + second, timezone.utc).isoformat()
+
+
+def event(second, attempt, name, **fields):
+    return {"time": iso(second), "attempt": attempt, "event": name, **fields}
+
+
+def step(second, attempt, number, **fields):
+    usual = {"loss": 10.0 / number, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 100.0}
+    return {
+        "time": iso(second),
+        "attempt": attempt,
+        "step": number,
+        "step_s": 2.0,
+        "data_wait_s": 0.5,
+        **usual,
+        **fields,
+    }
+
+
+EVENTS = [
+    event(0, 1, "submitted"),
+    event(10, 1, "started"),
+    event(20, 1, "training", step=0),
+    event(24.5, 1, "evaluated", step=2, val_loss=5.0),
+    event(25, 1, "checkpoint_begin", step=2),
+    event(33, 1, "requeue_decision", action="restart", cause="crash"),
+    event(33, 1, "stopped", state="failed", reason="rank 0 crashed"),
+    event(37, 2, "started"),
+    event(42, 2, "training", step=2),
+    event(47, 2, "finished", state="finished"),
+]
+METRICS = [
+    step(22, 1, 1),
+    step(25, 1, 2),  # 2 s of the step, 1 s of evaluation
+    step(28, 1, 3),  # computed again; 1 s of saving before it
+    step(30, 1, 4),
+    step(44, 2, 3),
+    step(46, 2, 4),
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.attempt(1).create()
+    run.config_file.write_text(dump_effective(RunConfig.model_validate({"train": {"steps": 4}})))
+    write_json(run.plan_file, {"num_nodes": 1, "workers_per_node": 2, "world_size": 2, "device": "cpu"})
+    entry = {"attempt": 2, "job_id": "local-7", "submitted_at": iso(0), "host": "here"}
+    write_json(run.job_file, {"name": "<script>alert(1)</script>", "attempts": [entry]})
+    run.attempt(2).create()
+    write_json(run.attempt(2).end_file, {"state": "finished", "action": "finished", "reason": "done"})
+    for record in EVENTS:
+        append_jsonl(run.events_file, record)
+    for record in METRICS:
+        append_jsonl(run.metrics_file, record)
+    return run
+
+
+def report_of(run):
+    now = datetime.fromtimestamp(START + 100, timezone.utc)
+    return read_report(run, read_status(run, False, now), now.timestamp())
+
+
+def test_all_allocated_time_has_a_category(run):
+    report = report_of(run)
+    assert report.spent == {
+        "productive": 6.0,  # steps 1 and 2 of attempt 1, steps 3 and 4 of attempt 2, without their data
+        "lost": 4.0,
+        "data_wait": 2.0,
+        "startup": 15.0,
+        "evaluation": 1.0,
+        "saving": 1.0,
+        "evaluation_and_saving": 0.0,
+        "shutdown": 4.0,
+        "idle": 4.0,
+        "other": 0.0,
+        "unmeasured": 0.0,
+    }
+    assert report.allocated_s == 37.0 == sum(report.spent.values())
+    assert report.goodput == 6.0 / 37.0
+    assert report.queued_s == 10.0
+    assert report.num_steps_lost == 2
+    assert report.worker_hours == 37.0 * 2 / 3600
+    assert round(sum(report.percent.values()), 6) == 100.0
+
+
+def test_a_step_computed_twice_is_drawn_once(run):
+    report = report_of(run)
+    assert {number: [x for x, _ in points] for number, points in report.curves["loss"].items()} == {
+        1: [1, 2],
+        2: [3, 4],
+    }
+
+
+def test_a_requeue_gives_the_allocation_back():
+    decision = event(33, 1, "requeue_decision", action="requeue", cause="preempted")
+    events = [decision if record["event"] == "requeue_decision" else record for record in EVENTS]
+    assert idle_gaps(read_attempts(EVENTS, None)) == 4.0
+    assert idle_gaps(read_attempts(events, None)) == 0.0
+
+
+def test_steps_after_the_last_checkpoint_of_a_failed_run_are_lost(run):
+    write_json(run.attempt(2).end_file, {"state": "failed", "action": "failed", "reason": "crashed"})
+    report = report_of(run)
+    assert report.num_steps_lost == 4
+    assert report.spent["lost"] == 8.0
+
+
+def test_a_command_without_metrics_is_unmeasured_not_idle(run):
+    run.metrics_file.unlink()
+    run.events_file.unlink()
+    append_jsonl(run.events_file, event(0, 1, "started"))
+    append_jsonl(run.events_file, event(8, 1, "finished", state="finished"))
+    report = report_of(run)
+    assert (report.spent["unmeasured"], report.allocated_s, report.goodput) == (8.0, 8.0, None)
+    assert "Unknown: the run has no metrics." in render_report(report)
+
+
+def test_percentages_add_up_although_each_is_rounded():
+    shares = percentages({"a": 1.0, "b": 1.0, "c": 1.0})
+    assert sorted(shares.values()) == [33.3, 33.3, 33.4]
+    assert percentages({"a": 0.0}) == {}
+
+
+def test_no_spike_is_lost_and_a_cut_line_is_skipped(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    count = NUM_BUCKETS * 100
+    lines = [step(20 + number * 2, 1, number, loss=2.0) for number in range(1, count + 1)]
+    lines[count // 2]["loss"] = 99.0
+    lines[count // 3]["loss"] = None
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "lo')
+    events = [
+        event(0, 1, "started"),
+        event(20, 1, "training", step=0),
+        event(21 + 2 * count, 1, "finished", state="finished"),
+    ]
+    curves = read_curves(file, read_attempts(events, None))
+    points = curves.series["loss"][1]
+    assert (count // 2 + 1, 99.0) in points
+    assert len(points) < 3 * NUM_BUCKETS
+    assert curves.num_records == count
+    assert curves.spent[1]["productive"] == pytest.approx(1.5 * count)
+    assert curves.spent[1]["data_wait"] == pytest.approx(0.5 * count)
+    assert (curves.spent[1]["startup"], curves.spent[1]["shutdown"]) == (20.0, 1.0)
+
+
+class Page(HTMLParser):
+    """Collects what a page refers to, and fails on a tag that is closed but not open."""
+
+    VOID = ("meta", "link", "br")
+    OPTIONAL = ("th", "td")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.links = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID + self.OPTIONAL:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed_escaped_and_refers_to_nothing(run):
+    text = render_report(report_of(run))
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.links == ["data:,"]
+    assert "script" not in page.tags
+    assert "&lt;script&gt;alert(1)" in text
+    assert "url(" not in text and "@import" not in text
+    assert page.tags.count("path") >= 4
+
+
+def test_a_comparison_shows_both_runs_and_the_keys_that_differ(run):
+    report = report_of(run)
+    other = report_of(run)
+    other.config["optimizer.lr"] = 0.125
+    text = render_report(report, other)
+    assert "(compared)" in text
+    assert "<td>optimizer.lr" in text and "0.125" in text
+
+
+def test_charts_keep_the_ends_of_their_values():
+    assert line_chart("empty", []) is None
+    assert nice_ticks(0.3, 9.6, 4) == [0.0, 5.0, 10.0]
+    assert [duration(value) for value in (None, 8.24, 185, 7800)] == [
+        "unknown",
+        "8.2 s",
+        "3 min 05 s",
+        "2 h 10 min",
+    ]
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize("width", [390, 1400])
+def test_a_browser_draws_the_charts_without_an_error(run, tmp_path, width):
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("needs chromium: apt-get install chromium")
+    import matplotlib.image
+
+    file, picture = run.path / REPORT_FILE, tmp_path / "page.png"
+    file.write_text(render_report(report_of(run)))
+    done = subprocess.run(
+        [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+        + [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},3000"]
+        + [f"--screenshot={picture}", file.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ":CONSOLE" not in done.stderr
+    pixels = matplotlib.image.imread(picture)[..., :3]
+    blue = (abs(pixels - [0x24 / 255, 0x63 / 255, 0xB4 / 255]) < 0.02).all(axis=2)
+    assert pixels.shape[1] == width
+    assert blue.sum() > 300
