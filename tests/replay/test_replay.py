@@ -86,6 +86,7 @@ def write_corpus(folder: Path) -> Path:
     return corpus
 
 
+@pytest.mark.smoke
 def test_a_bad_document_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus, run = write_corpus(tmp_path), tmp_path / "run"
     data = [f"data.source={corpus}", "data.val_fraction=0", f"data.cache_dir={tmp_path / 'cache'}"]
