@@ -231,7 +231,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_the_readme_links_every_page() -> None:
-    linked = set(re.findall(r"\]\(docs/([^)#]+)\)", README.read_text()))
+    linked = set(re.findall(r"\]\(docs/([^)#]+\.md)\)", README.read_text()))
     assert linked == {page.name for page in PAGES[1:]}
 
 

@@ -206,7 +206,7 @@ def test_completion_lists_commands_without_loading_them():
     }
     argv = [sys.executable, "-m", "trainkit"]
     done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "plain,replay\nplain,requeue\nplain,resume\n"
+    assert done.stdout == "plain,replay\nplain,report\nplain,requeue\nplain,resume\n"
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
