@@ -63,6 +63,8 @@ ALLOWED = {
         *("errors", "rundir", "manifest", "tables", "config", "data", "cluster", "plan", "job", "control"),
         *("submit",),
     },
+    # Checks machines before there is a run.
+    "doctor": {"errors", "config", "cluster", "plan", "slurm", "job.node", "job.rank_env"},
     # Interrupts runs on purpose, as their owner could by hand.
     "drill": {
         *("errors", "rundir", "manifest", "tables", "config", "plan", "slurm"),
@@ -81,7 +83,18 @@ ALLOWED = {
     "task": {"errors", "config", "data.shards", "safetensors", "adapters"},
     # The only one with torch, with its public face. It is named in argv, never imported.
     "trainer": {
-        *("errors", "rundir", "manifest", "config", "data", "plan", "task", "safetensors", "adapters"),
+        *(
+            "errors",
+            "rundir",
+            "manifest",
+            "config",
+            "data",
+            "plan",
+            "task",
+            "safetensors",
+            "adapters",
+            "doctor",
+        ),
         *("job.signals", "job.rank_env"),
     },
     # The other public face of the trainer: for loops of the user's own.
@@ -91,7 +104,7 @@ ALLOWED = {
     "cli": {
         *("errors", "resources", "rundir", "rungroup", "manifest", "config", "data", "cluster", "plan"),
         *("slurm", "job", "control", "submit", "observe", "drill", "bench", "tables"),
-        *("locks", "trackers", "replay"),
+        *("locks", "trackers", "replay", "doctor"),
     },
     "__main__": {"cli"},
 }

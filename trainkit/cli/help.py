@@ -19,7 +19,7 @@ SECTIONS = {
     ),
     "How": (
         *("--launcher", "--no-snapshot", "--new-code", "--after", "--workers", "--warmup", "--at-once"),
-        *("--now", "--wait", "--estimate", "--keep", "--task-smoke", "--test-only", "--dry-run"),
+        *("--quick", "--now", "--wait", "--estimate", "--keep", "--task-smoke", "--test-only", "--dry-run"),
     ),
     "Output": ("--follow", "--lines", "--limit", "--show-origin", "--compare", "--out", "--json", "--help"),
 }

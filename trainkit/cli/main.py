@@ -52,6 +52,7 @@ SECTIONS = {
         "plan": "List the parallel layouts that fit, with memory and a recommendation.",
         "drill": "Fire drill: interrupt short runs and compare their losses.",
         "bench": "Benchmark a config on several layouts.",
+        "doctor": "Check this machine or the nodes of a cluster: can a job run there?",
         "env": "Print the rank environment that a process started here would get.",
     },
     "Tools": {

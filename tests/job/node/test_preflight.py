@@ -83,7 +83,7 @@ def test_a_clock_is_wrong_where_the_supervisors_is_right(
     seen = f"{preflight.plan_digest(attempt)} {supervisors_s:.3f}"
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + own_s)
-    assert clock_offset_s(attempt) == pytest.approx(own_s, abs=1)
+    assert clock_offset_s(attempt.path) == pytest.approx(own_s, abs=1)
     if not fails:
         check(attempt, **{SUPERVISOR_VIEW_VARIABLE: seen})
         return
@@ -97,7 +97,7 @@ def test_a_server_that_takes_its_time_is_not_a_wrong_clock(
     """It stamps the file when it gets it, and answers when it is on disk."""
     real, offsets_s = time.time, iter([0.0, 7.0])
     monkeypatch.setattr(time, "time", lambda: real() + next(offsets_s))
-    assert clock_offset_s(attempt) == pytest.approx(0, abs=0.5)
+    assert clock_offset_s(attempt.path) == pytest.approx(0, abs=0.5)
 
 
 def test_a_full_run_folder_is_not_the_fault_of_the_node(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def _check(
             raise _missing_gpu(rank, name, count, visible, granted, is_task=is_task)
         if not name.isdigit():
             continue  # a UUID may be abbreviated, and a MIG slice reports no health
-        problem = _gpu_problem(nvml, int(name))
+        problem = gpu_problem(nvml, int(name))
         if problem:
             raise PreflightFailed(f"GPU {name} of {socket.gethostname()} {problem}", hint=GPU_HINT)
 
@@ -106,7 +106,8 @@ def _missing_gpu(
     return PreflightFailed(message, hint)
 
 
-def _gpu_problem(nvml: Any, index: int) -> str | None:
+def gpu_problem(nvml: Any, index: int) -> str | None:
+    """What is wrong with a GPU, as its driver says; None if nothing is."""
     try:
         return next(_gpu_problems(nvml, nvml.nvmlDeviceGetHandleByIndex(index)), None)
     except nvml.NVMLError as error:
@@ -160,7 +161,7 @@ def supervisor_view(attempt: AttemptDir) -> str:
 
     Raises PreflightFailed when the folder cannot be written.
     """
-    return f"{plan_digest(attempt)} {clock_offset_s(attempt):.3f}"
+    return f"{plan_digest(attempt)} {_clock_offset_s(attempt):.3f}"
 
 
 def check_node(
@@ -175,7 +176,7 @@ def check_node(
     One task of a node `checks_disk`: thousands of tasks write to the same file server at this moment.
     """
     if checks_disk:
-        offset_s = clock_offset_s(attempt)
+        offset_s = _clock_offset_s(attempt)
         if SUPERVISOR_VIEW_VARIABLE in environ:
             _compare_views(attempt, offset_s, environ[SUPERVISOR_VIEW_VARIABLE])
         _check_space(Path(environ.get("TMPDIR") or "/tmp"))
@@ -189,22 +190,27 @@ def plan_digest(attempt: AttemptDir) -> str:
     return hashlib.sha256(attempt.plan_file.read_bytes()).hexdigest()[:16]
 
 
-def clock_offset_s(attempt: AttemptDir) -> float:
-    """Seconds by which this host's clock is ahead of the clock of the run folder's file server.
+def clock_offset_s(folder: Path) -> float:
+    """Seconds by which this host's clock is ahead of the clock of a folder's file server.
 
-    Raises PreflightFailed when the folder cannot be written.
+    Raises OSError when the folder cannot be written.
     """
+    started_s = time.time()
+    handle, name = tempfile.mkstemp(prefix=".probe.", dir=folder)
     try:
-        started_s = time.time()
-        handle, name = tempfile.mkstemp(prefix=".probe.", dir=attempt.path)
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(bytes(PROBE_BYTES))
-            written_s, ended_s = Path(name).stat().st_mtime, time.time()
-        finally:
-            os.unlink(name)
-        # A slow server sets the file's time at any moment between these two readings.
-        return min(0.0, ended_s - written_s) + max(0.0, started_s - written_s)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(bytes(PROBE_BYTES))
+        written_s, ended_s = Path(name).stat().st_mtime, time.time()
+    finally:
+        os.unlink(name)
+    # A slow server sets the file's time at any moment between these two readings.
+    return min(0.0, ended_s - written_s) + max(0.0, started_s - written_s)
+
+
+def _clock_offset_s(attempt: AttemptDir) -> float:
+    """`clock_offset_s` of the run folder; raises PreflightFailed when it cannot be written."""
+    try:
+        return clock_offset_s(attempt.path)
     except OSError as error:
         raise PreflightFailed(
             f"{attempt.path} cannot be written on {socket.gethostname()}: {error.strerror or error}",

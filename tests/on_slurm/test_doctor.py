@@ -1,0 +1,167 @@
+"""`trainkit doctor --nodes` on a real cluster finds what is wrong with one of its hosts."""
+
+from __future__ import annotations
+
+import glob
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.on_slurm.login import Login
+from tests.on_slurm.shared_disk import shared_small_disk
+from tests.support.disks import fill
+from tools.slurm_cluster.cluster import Cluster
+
+pytestmark = pytest.mark.slow
+FAKETIME = "/usr/lib/*/faketime/libfaketimeMT.so.1"
+
+
+def checks(login: Login, *args: str, code: int) -> list[dict[str, Any]]:
+    """What `trainkit doctor` found, which must end with this exit code."""
+    done = login.trainkit("doctor", "--set", "device=cpu", "--json", *args)
+    assert done.returncode == code, done.stdout + done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)["checks"]
+    return found
+
+
+def failures(found: list[dict[str, Any]]) -> dict[tuple[str | None, str], str]:
+    """(host, name of the check) -> what failed."""
+    return {(item["host"], item["name"]): item["value"] for item in found if item["state"] == "failure"}
+
+
+@contextmanager
+def changed_file(cluster: Cluster, index: int, target: Path, text: str, folder: Path) -> Iterator[None]:
+    """Let one host, and no other, see this text in a file."""
+    own = folder / f"{target.name}-{index}"
+    own.write_text(text)
+    made = not target.exists()
+    target.touch()
+    try:
+        cluster.run(["mount", "--bind", str(own), str(target)], host=index, check=True)
+        try:
+            yield
+        finally:
+            cluster.run(["umount", "--lazy", str(target)], host=index, check=True)
+    finally:
+        if made:
+            target.unlink()
+
+
+@contextmanager
+def second_interface(cluster: Cluster, index: int, state: str) -> Iterator[None]:
+    """Give a host an interface ``fast0`` with an address, which is up or down."""
+    cluster.run(
+        ["ip", "link", "add", "fast0", "type", "veth", "peer", "name", "fast1"], host=index, check=True
+    )
+    try:
+        cluster.run(["ip", "addr", "add", f"10.77.0.{index}/24", "dev", "fast0"], host=index, check=True)
+        for name in ("fast0", "fast1"):
+            cluster.run(["ip", "link", "set", name, state], host=index, check=True)
+        yield
+    finally:
+        cluster.run(["ip", "link", "del", "fast0"], host=index, check=True)
+
+
+def test_healthy_nodes_pass_and_their_bandwidth_is_measured(login: Login) -> None:
+    found = checks(login, "--nodes", "2", code=0)
+    hosts = login.cluster.hosts[:2]
+    by_name = {item["name"]: item for item in found}
+    assert failures(found) == {}
+    assert by_name["nodes"]["value"] == f"2 of 2 nodes reported: {','.join(hosts)}"
+    assert by_name["packages"]["value"] == "the same on 2 nodes"
+    assert "Gbit/s bus bandwidth over 2 ranks (gloo, 32 MiB)" in by_name["all-reduce"]["value"]
+    assert "the slowest of 2; median" in by_name["point to point"]["value"]
+    assert by_name["Slurm"]["value"].endswith(f"cluster {login.cluster.name}")
+    text = login.trainkit("doctor", "--quick", "--nodes", "2", "--set", "device=cpu").stdout
+    assert "  port: 64 of 64 tried ports are free on all 2 nodes\n" in text
+
+
+def test_inside_an_allocation_all_its_nodes_are_checked(login: Login) -> None:
+    argv = ["salloc", "--nodes=2", "--quiet", sys.executable, "-m", "trainkit", "doctor", "--quick", "--json"]
+    done = login.run([*argv, "--set", "device=cpu"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 nodes reported" in done.stdout
+
+
+def test_what_differs_on_one_host_is_found_there(login: Login, tmp_path: Path) -> None:
+    cluster = login.cluster
+    one, two, three = cluster.hosts[:3]
+    package = Path(str(metadata.distribution("pydantic").locate_file("")))
+    info = next(package.glob("pydantic-*.dist-info")) / "METADATA"
+    version = metadata.version("pydantic")
+    hosts_file = Path("/etc/hosts")
+    known = cluster.run(["cat", str(hosts_file)], host=3, check=True).stdout
+    without = "".join(line for line in known.splitlines(keepends=True) if one not in line.split())
+    with ExitStack() as stack:
+        other = info.read_text().replace(f"Version: {version}", "Version: 2.0.1", 1)
+        stack.enter_context(changed_file(cluster, 2, info, other, tmp_path))
+        stack.enter_context(changed_file(cluster, 3, hosts_file, without, tmp_path))
+        found = checks(login, "--quick", "--nodes", "3", code=1)
+    wrong = {(item["host"], item["name"]): item for item in found if item["host"] and item["state"] != "ok"}
+    assert wrong[two, "packages"]["value"] == f"pydantic is 2.0.1, but {version} on 2 of 3 nodes"
+    assert wrong[three, "name"]["value"] == f"{one} cannot be resolved"
+    assert f"its NodeAddr {cluster.address(1)}" in wrong[three, "name"]["hint"]
+    assert {key for key in wrong if key[1] in ("packages", "name")} == {(two, "packages"), (three, "name")}
+
+
+def test_clock_that_is_off_by_ten_minutes_is_found(login: Login, tmp_path: Path) -> None:
+    library = glob.glob(FAKETIME)  # noqa: PTH207
+    if not library:
+        pytest.skip("libfaketime is not installed")
+    with (
+        changed_file(login.cluster, 2, Path("/etc/faketimerc"), "+600s\n", tmp_path),
+        changed_file(login.cluster, 2, Path("/etc/ld.so.preload"), f"{library[0]}\n", tmp_path),
+    ):
+        found = failures(checks(login, "--quick", "--nodes", "3", code=1))
+    assert set(found) == {(login.cluster.hosts[1], "clock")}
+    assert "00 s ahead of the clocks of other nodes" in found[login.cluster.hosts[1], "clock"]
+
+
+def test_interface_that_is_down_on_one_host_is_found(login: Login) -> None:
+    network = ("--set", "launch.network=fast0")
+    with second_interface(login.cluster, 1, "up"), second_interface(login.cluster, 2, "down"):
+        found = failures(checks(login, "--quick", "--nodes", "2", *network, code=1))
+    assert found == {(login.cluster.hosts[1], "interface"): "fast0 is down"}
+
+
+def test_port_in_use_on_one_host_is_found(login: Login) -> None:
+    listen = (
+        "import socket, sys; s = socket.create_server(('', 9871)); print('up', flush=True); sys.stdin.read()"
+    )
+    argv = login.cluster.command_line([sys.executable, "-c", listen], 2, "/")
+    holder = login.start(argv, stdin=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "up\n"
+        found = failures(checks(login, "--quick", "--nodes", "2", "--port", "9871", code=1))
+    finally:
+        holder.communicate()  # which closes its stdin
+    assert found == {(login.cluster.hosts[1], "port"): "9871 is in use"}
+
+
+def test_full_disk_and_one_that_a_host_can_only_read_are_found(login: Login, tmp_path: Path) -> None:
+    with shared_small_disk(login.cluster, tmp_path / "disk", "4m") as disk:
+        runs = disk / "runs"
+        runs.mkdir()
+        login.cluster.run(["mount", "-o", "remount,bind,ro", str(disk)], host=2, check=True)
+        found = failures(checks(login, "--quick", "--nodes", "2", "--run-dir", str(runs), code=1))
+        assert found[login.cluster.hosts[1], "disk"] == f"{runs} cannot be written: Read-only file system"
+        fill(disk)
+        found = failures(checks(login, "--quick", "--nodes", "2", "--run-dir", str(runs), code=1))
+    assert found[login.cluster.hosts[0], "disk"] == f"{runs} cannot be written: No space left on device"
+
+
+def test_host_without_the_environment_is_missed(login: Login) -> None:
+    login.cluster.run(["mount", "-t", "tmpfs", "tmpfs", sys.prefix], host=2, check=True)
+    try:
+        found = checks(login, "--quick", "--nodes", "2", code=1)
+    finally:
+        login.cluster.run(["umount", "--lazy", sys.prefix], host=2, check=True)
+    assert failures(found)[None, "nodes"].startswith("1 of 2 nodes did not report: ")
