@@ -205,6 +205,19 @@ def test_settings_of_slurm_that_cost_work_are_warnings() -> None:
     assert name == "preemption"
 
 
+def test_preemption_says_how_jobs_are_notified() -> None:
+    config = {**CONFIG, "PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}
+    partition = "PartitionName=low GraceTime=60"
+    (found,) = [item for item in settings_checks(config, partition) if item.name == "preemption"]
+    assert (found.state, found.value) == (
+        "ok",
+        "partition low: REQUEUE, GraceTime 60 s, notice by SIGTERM",
+    )
+    config["PreemptParameters"] = "youngest_first,send_user_signal"
+    (found,) = [item for item in settings_checks(config, partition) if item.name == "preemption"]
+    assert found.value.endswith("notice by SIGTERM and the job's own signal")
+
+
 class FakeNvml:
     """A driver with one GPU."""
 

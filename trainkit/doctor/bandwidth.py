@@ -1,30 +1,19 @@
-"""How fast ranks can exchange tensors: all-reduce over all of them, and point to point along a ring.
-
-``python -m trainkit.doctor.bandwidth`` is one rank; its environment has RANK and LOCAL_RANK, and the ranks of
-all hosts in ``TRAINKIT_DOCTOR_LAYOUT``.
-"""
+"""What the links of hosts should give, and the processes that measure it (`trainkit.trainer.bandwidth`)."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 LAYOUT_VARIABLE = "TRAINKIT_DOCTOR_LAYOUT"
-START_TIMEOUT_S = 60.0
 TIMEOUT_S = 180.0
-SIZE_MIB = {"gloo": 32, "nccl": 256}
-NUM_WARMUPS, NUM_REPEATS = 1, 5
 NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 
 
@@ -103,7 +92,7 @@ def run_ranks(layout: Layout, host: str, environ: Mapping[str, str]) -> dict[str
         }
         procs.append(
             subprocess.Popen(
-                [sys.executable, "-m", "trainkit.doctor.bandwidth"],
+                [sys.executable, "-m", "trainkit.trainer.bandwidth"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -128,83 +117,3 @@ def run_ranks(layout: Layout, host: str, environ: Mapping[str, str]) -> dict[str
                 proc.wait()
     found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1]) if first == 0 else {}
     return found
-
-
-def main() -> int:
-    """Measure as one rank; rank 0 prints the result as one line of JSON."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its `__all__`
-
-    layout = Layout.from_json(os.environ[LAYOUT_VARIABLE])
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=START_TIMEOUT_S)
-    store = TCPStore(layout.addr, layout.port, layout.world_size, is_master=rank == 0, timeout=timeout)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("ranks", store),
-        rank=rank,
-        world_size=layout.world_size,
-        timeout=timeout,
-    )
-    tensor = torch.zeros(SIZE_MIB[backend] * 2**18, device=device)
-    num_bits = 8 * tensor.numel() * tensor.element_size()
-
-    def median_s(action: Callable[[], object]) -> float:
-        times_s = []
-        for repeat in range(NUM_WARMUPS + NUM_REPEATS):
-            started_s = time.perf_counter()
-            action()
-            if backend == "nccl":
-                torch.cuda.synchronize()
-            if repeat >= NUM_WARMUPS:
-                times_s.append(time.perf_counter() - started_s)
-        return statistics.median(times_s)
-
-    def ask(peer: int) -> None:
-        dist.send(tensor[:1], peer)
-        dist.recv(tensor, peer)
-
-    def answer(peer: int) -> None:
-        dist.recv(tensor[:1], peer)
-        dist.send(tensor, peer)
-
-    # Of every byte, a rank sends and receives this share in the best algorithm: nccl-tests' "bus bandwidth".
-    share = 2 * (layout.world_size - 1) / layout.world_size
-    reduced = share * num_bits / median_s(lambda: dist.all_reduce(tensor)) / 1e9
-    points = layout.points()
-    for links in ring_rounds(len(points)):
-        dist.barrier()
-        for source, target in links:
-            (_, sender), (_, receiver) = points[source], points[target]
-            if rank == sender:
-                # The receiver asks for each transfer, so that it measures no waiting.
-                median_s(partial(answer, receiver))
-            elif rank == receiver:
-                spent_s = median_s(partial(ask, sender))
-                store.set(f"link {source}", str(num_bits / spent_s / 1e9))
-    dist.barrier()
-    if rank == 0:
-        count = len(points)
-        found = [
-            (points[index][0], points[(index + 1) % count][0], float(store.get(f"link {index}")))
-            for index in range(count)
-        ]
-        result = {
-            "backend": backend,
-            "size_mib": SIZE_MIB[backend],
-            "all_reduce_gbit_s": reduced,
-            "links": found,
-        }
-        print(json.dumps(result), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from trainkit.doctor.bandwidth import Layout, link_gbit_s, run_ranks
 from trainkit.errors import TrainkitError
+from trainkit.job.node.health import host_memory_gib
 from trainkit.job.node.network import PRESETS, addresses, interface_to, network_environ, usable_interfaces
 from trainkit.job.node.preflight import MAX_CLOCK_OFFSET_S, clock_offset_s, gpu_problem
 from trainkit.job.node.rendezvous import candidate_ports, choose_port, ephemeral_range, is_free
@@ -117,10 +118,13 @@ def check_python() -> Check:
 
 
 def check_cpus() -> Check:
-    """The cores of this process, and the load of the host."""
+    """The cores of this process, and the load and memory of the host."""
     count = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
     value = f"{count} CPU cores for this process, load {load:.1f}"
+    memory = host_memory_gib()
+    if memory is not None:
+        value += f"; {memory[1] - memory[0]:,.1f} of {memory[1]:,.1f} GiB of memory available"
     if load > 2 * count:
         return Check("CPU", "warning", value, "other programs use this host: `top` shows them")
     return Check("CPU", "ok", value)
@@ -200,7 +204,9 @@ def check_torch() -> Iterator[Check]:
     if has_driver and found["cuda"] is None:
         yield Check("torch", "failure", f"{value}: built without CUDA", cuda_torch_hint(sys.executable))
     elif has_driver and not found["gpus"]:
-        hint = "the driver may be too old for this CUDA: compare with the line `driver`, or hide no GPUs"
+        hint = "install a torch for the CUDA that the line `driver` has, or update the driver"
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            hint = "CUDA_VISIBLE_DEVICES is empty, which hides the GPUs: unset it"
         yield Check("torch", "failure", f"{value}: sees no GPU", hint)
     else:
         yield Check("torch", "ok", value)

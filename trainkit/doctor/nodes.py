@@ -332,9 +332,11 @@ def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Check]:
     if config.get("PreemptType", "").endswith("none") or not preempted:
         yield Check("preemption", "ok", "jobs are not preempted")
         return
+    signal = "SIGTERM and the job's own signal" if _sends_own_signal(config) else "SIGTERM"
     for item in preempted:
         grace_s = _seconds(item.get("GraceTime", "0")) or 0
-        value = f"partition {item['PartitionName']}: {item['PreemptMode']}, GraceTime {grace_s} s"
+        mode = item.get("PreemptMode", default)
+        value = f"partition {item['PartitionName']}: {mode}, GraceTime {grace_s} s, notice by {signal}"
         if grace_s < MIN_GRACE_S:
             hint = (
                 "a preempted run has no time for a save: set checkpoint.every_minutes to what you can lose, "
@@ -343,6 +345,11 @@ def _preemption(config: Mapping[str, str], partitions: str) -> Iterator[Check]:
             yield Check("preemption", "warning", value, hint)
         else:
             yield Check("preemption", "ok", value)
+
+
+def _sends_own_signal(config: Mapping[str, str]) -> bool:
+    """Whether preempted jobs get the signal that they asked for with ``--signal``."""
+    return "send_user_signal" in config.get("PreemptParameters", "").split(",")
 
 
 def _seconds(text: str) -> int | None:

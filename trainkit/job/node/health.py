@@ -109,7 +109,7 @@ class _Counters:
             return round(per_s / MIB, 2)
 
         busy, total = (now[name] - before[name] for name in ("cpu_busy", "cpu_total"))
-        memory = _memory()
+        memory = host_memory_gib()
         used_gib, total_gib = (None, None) if memory is None else memory
         return {
             "cpu_percent": round(100.0 * busy / total, 1) if total > 0 else None,
@@ -156,8 +156,8 @@ def _cpu_jiffies() -> tuple[int, int]:
     return 0, 0
 
 
-def _memory() -> tuple[float, float] | None:
-    """Used and total memory of the host in GiB."""
+def host_memory_gib() -> tuple[float, float] | None:
+    """Used and total memory of the host in GiB; None where the kernel does not say."""
     kib = {words[0]: int(words[1]) for words in _lines(PROC / "meminfo") if len(words) > 1}
     total, available = kib.get("MemTotal:"), kib.get("MemAvailable:")
     if total is None or available is None:
