@@ -8,7 +8,7 @@ SLURM := $(BIN)/python -m tools.slurm_cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-rest test-smoke test-oldest test-newest lint parity bench gpu cluster clean slurm venv venv-test venv-rest
+.PHONY: help demo test test-all test-fast test-rest test-smoke test-oldest test-newest lint parity bench gpu cluster clean programs slurm venv venv-test venv-rest
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -26,11 +26,11 @@ test-fast: venv-test ## Unit tests only.
 	$(PYTEST) 2 -m "not slow"
 
 # Many of these wait for Slurm: three at a time keep two cores busy.
-test-rest: slurm venv-rest ## The slow tests that `make test` leaves out.
+test-rest: slurm programs venv-rest ## The slow tests that `make test` leaves out.
 	@$(SLURM) install --slurm 24.11
 	$(PYTEST) 3 -m "slow and not smoke"
 
-test-smoke: slurm
+test-smoke: slurm programs
 	$(PYTEST) 3 -m "not slow or smoke"
 
 # Several GB each, so another disk may suit better: `make test-oldest OLDEST=/scratch/torch-2.11`
@@ -74,6 +74,10 @@ clean: ## Remove .venv, builds and caches; keep runs/.
 # Without root or apt-get this only says why the tests on Slurm will be skipped; with CI=true it fails.
 slurm: venv-test
 	@$(SLURM) install
+
+# As above: without them, tests are skipped.
+programs:
+	@.ci/install-programs
 
 venv:
 	@.ci/make-venv

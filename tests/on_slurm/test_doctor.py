@@ -17,6 +17,7 @@ import pytest
 from tests.on_slurm.login import Login
 from tests.on_slurm.shared_disk import shared_small_disk
 from tests.support.disks import fill
+from tests.support.programs import missing
 from tools.slurm_cluster.cluster import Cluster
 
 pytestmark = pytest.mark.slow
@@ -114,7 +115,7 @@ def test_what_differs_on_one_host_is_found_there(login: Login, tmp_path: Path) -
 def test_clock_that_is_off_by_ten_minutes_is_found(login: Login, tmp_path: Path) -> None:
     library = glob.glob(FAKETIME)  # noqa: PTH207
     if not library:
-        pytest.skip("libfaketime is not installed")
+        missing("faketime")
     with (
         changed_file(login.cluster, 2, Path("/etc/faketimerc"), "+600s\n", tmp_path),
         changed_file(login.cluster, 2, Path("/etc/ld.so.preload"), f"{library[0]}\n", tmp_path),
