@@ -10,7 +10,8 @@ from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
 from trainkit.observe.charts import line_chart, nice_ticks
 from trainkit.observe.goodput import NUM_BUCKETS, idle_gaps, read_attempts, read_curves
-from trainkit.observe.report import REPORT_FILE, duration, percentages, read_report, render_report
+from trainkit.observe.page import REPORT_FILE, duration
+from trainkit.observe.report import percentages, read_report, render_report
 from trainkit.observe.status import read_status
 from trainkit.rundir import RunDir, append_jsonl, write_json
 

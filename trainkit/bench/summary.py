@@ -6,14 +6,18 @@ import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from trainkit.bench.bench_file import LAYOUT, Bench, point_name
-from trainkit.bench.measure import FINISHED, Row, by_speed, row_of, speed
+from trainkit.bench.measure import FINISHED, Row, by_speed, measured, row_of, speed
 from trainkit.bench.run_bench import have_ended, run_states
 from trainkit.manifest import remove_all
+from trainkit.observe.group import PointStatus
+from trainkit.observe.page import read_config, read_object
+from trainkit.observe.sweep_report import REPEAT, Sweep
 from trainkit.plan.sweep import short_keys, shown_value
-from trainkit.rundir import write_atomic
+from trainkit.rundir import RunDir, read_metrics, write_atomic
 from trainkit.tables import table
 
 
@@ -68,6 +72,31 @@ def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
     rows = [row for row, _ in points]
     write_atomic(bench.summary_file, csv_text(bench.keys, rows))
     return Summary(rows, find_fastest(bench, points), sum(not have_ended([state]) for state, _ in states))
+
+
+def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
+    """Return the runs of a bench for `trainkit report`, which compares them by their measured speed."""
+    several = bench.repeats > 1
+    points, speeds, sizes = [], {}, {}
+    for index, (item, (state, failure)) in enumerate(zip(bench.runs, run_states(bench, warn), strict=True)):
+        run = bench.run_dir(item)
+        values = {**item.values, REPEAT: item.repeat} if several else item.values
+        points.append(PointStatus(index, values, state, failure or None, None, None, str(run.path)))
+        speeds[index] = measured(read_metrics(run), bench.length.measured)["tokens_per_s"]
+        sizes[index] = prod(item.degrees.values())
+    first = bench.run_dir(bench.runs[0])
+    origin = bench.folder if (bench.folder / "provenance.json").is_file() else first.path
+    return Sweep(
+        name=bench.folder.name,
+        folder=bench.folder,
+        keys=[*bench.keys, REPEAT] if several else [*bench.keys],
+        points=points,
+        world_sizes=sizes,
+        is_cuda=bench.device == "cuda",
+        config=read_config(first),
+        provenance=read_object(RunDir(origin).provenance_file),
+        speeds=speeds,
+    )
 
 
 def find_fastest(bench: Bench, points: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:

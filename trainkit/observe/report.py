@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainkit.config import read_effective
 from trainkit.config.names import flatten
-from trainkit.errors import TrainkitError
 from trainkit.observe.charts import Chart, Line, line_chart
 from trainkit.observe.checkpoints import ListedCheckpoint, list_checkpoints
 from trainkit.observe.goodput import (
@@ -25,12 +23,11 @@ from trainkit.observe.goodput import (
     read_curves,
     seconds,
 )
+from trainkit.observe.page import duration, read_config, read_object, render_page
 from trainkit.observe.status import RunStatus
-from trainkit.resources import shipped_templates
-from trainkit.rundir import RunDir, read_json, read_jsonl
+from trainkit.rundir import RunDir, read_jsonl
 
 TEMPLATE = "report.html.j2"
-REPORT_FILE = "report.html"
 TIME_MARGIN, MEMORY_MARGIN = 1.2, 1.25
 TITLES = {
     "loss": "Loss",
@@ -117,10 +114,10 @@ def read_report(run: RunDir, status: RunStatus, now: float) -> Report:
     spent["idle"] += idle_s
     allocated_s = sum(attempt.allocated_s for attempt in attempts) + idle_s
     spent["unmeasured"] += max(0.0, allocated_s - sum(spent.values()))
-    plan = _object(run, "plan.json")
+    plan = read_object(run.plan_file)
     world_size = plan.get("world_size")
     nodes = read_nodes(run)
-    config = _config(run)
+    config = dict(flatten(read_config(run)))
     is_measured = allocated_s > 0 and curves.num_records > 0
     goodput = spent["productive"] / allocated_s if is_measured else None
     return Report(
@@ -143,7 +140,7 @@ def read_report(run: RunDir, status: RunStatus, now: float) -> Report:
         checkpoints=checkpoints,
         config=config,
         layout=plan.get("layout") or {},
-        provenance=_object(run, "provenance.json"),
+        provenance=read_object(run.provenance_file),
     )
 
 
@@ -183,18 +180,10 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
 
 def render_report(report: Report, other: Report | None = None) -> str:
     """The page of a report; with `other`, of both side by side."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(shipped_templates()),
-        undefined=StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(duration=duration)
     argv = report.provenance.get("argv") or []
-    return environment.get_template(TEMPLATE).render(
+    return render_page(
+        TEMPLATE,
+        title=report.status.name,
         report=report,
         status=report.status,
         other=other,
@@ -204,18 +193,6 @@ def render_report(report: Report, other: Report | None = None) -> str:
         command=shlex.join(map(str, argv)),
         changed=[] if other is None else _changed(report.config, other.config),
     )
-
-
-def duration(value: float | None) -> str:
-    """Seconds as text: ``8.2 s``, ``3 min 05 s`` or ``2 h 10 min``."""
-    if value is None:
-        return "unknown"
-    if value < 60:
-        return f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
 def _charts(report: Report, other: Report | None) -> list[Chart]:
@@ -380,22 +357,6 @@ def _last_time(run: RunDir, events: list[dict[str, Any]]) -> float | None:
     if run.metrics_file.exists():
         times.append(run.metrics_file.stat().st_mtime)
     return max((time for time in times if time is not None), default=None)
-
-
-def _config(run: RunDir) -> dict[str, Any]:
-    """The effective config by dotted key; empty when it cannot be read."""
-    try:
-        return dict(flatten(read_effective(run.config_file).model_dump(mode="json", by_alias=True)))
-    except (OSError, TrainkitError):
-        return {}
-
-
-def _object(run: RunDir, name: str) -> dict[str, Any]:
-    try:
-        value = read_json(run.path / name)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _mean(samples: list[dict[str, Any]], key: str) -> float | None:
