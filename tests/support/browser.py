@@ -67,7 +67,8 @@ class Browser:
         self.page = LoadedPage()
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
                    mobile=width < 600)  # fmt: skip
-        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self._call("Emulation.setEmulatedMedia", media="", features=features)
         self._call("Page.navigate", url=file.absolute().as_uri())
         self._wait_for("Page.loadEventFired")
         return self.page
@@ -101,6 +102,10 @@ class Browser:
     def pdf(self) -> bytes:
         """The printed page."""
         return base64.b64decode(self._call("Page.printToPDF")["data"])
+
+    def emulate_print(self) -> None:
+        """Show the page as it is printed."""
+        self._call("Emulation.setEmulatedMedia", media="print")
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._numbers)

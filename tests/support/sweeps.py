@@ -83,7 +83,9 @@ def train_made_up_point(
             "time": stamp(STARTUP_S + STEP_S * step),
             "attempt": 1,
             "loss": 2.0 + away / 10 + 3 * math.exp(-step / num_steps * 4),
-            "tokens_per_s": 1000.0 + index,
+            "grad_norm": 1.0 + step % 3,
+            "lr": 1e-3 * step,
+            "tokens_per_s": 1000.0 + 10 * index + step,
             "step_s": STEP_S,
             "data_wait_s": 0.5,
         }

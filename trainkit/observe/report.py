@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from trainkit.config.names import flatten
@@ -62,6 +62,25 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class Slowdown:
+    """A rank, or with `rank` None the whole run, that was slow for a while."""
+
+    attempt: int | None
+    rank: int | None
+    host: str | None
+    phase: str | None
+    """``data``, ``compute`` or ``network``: where most of the difference was."""
+    noticed: str | None
+    since_step: int | None
+    until_step: int | None
+    """When it was seen to be as fast as usual; None if it was slow until the attempt ended, or still is."""
+    own_s: float | None
+    """Its seconds of a step; of a rank, before it first waits for others."""
+    usual_s: float | None
+    """Those of the other ranks, or of the run before."""
+
+
+@dataclass(frozen=True)
 class Report:
     """What a run did; None where a value is unknown."""
 
@@ -82,6 +101,7 @@ class Report:
     num_steps_lost: int
     curves: dict[str, dict[int, list[Point]]]
     val_loss: list[Point]
+    slowdowns: list[Slowdown]
     nodes: list[NodeUse]
     advice: list[Advice]
     checkpoints: list[ListedCheckpoint]
@@ -135,6 +155,7 @@ def read_report(run: RunDir, status: RunStatus, now: float) -> Report:
         num_steps_lost=curves.num_steps_lost,
         curves=curves.series,
         val_loss=_val_losses(events),
+        slowdowns=find_slowdowns(events),
         nodes=nodes,
         advice=_advice(config, attempts, nodes, status, curves),
         checkpoints=checkpoints,
@@ -142,6 +163,21 @@ def read_report(run: RunDir, status: RunStatus, now: float) -> Report:
         layout=plan.get("layout") or {},
         provenance=read_object(run.provenance_file),
     )
+
+
+def find_slowdowns(events: Sequence[Mapping[str, Any]]) -> list[Slowdown]:
+    """The slow ranks in a run's events, in the order in which they were noticed."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        if event.get("event") in ("slow_rank", "slow_run"):
+            found.append({**event, "noticed": event.get("time"), "until_step": None})
+        elif event.get("event") in ("slow_rank_over", "slow_run_over"):
+            same = [
+                item for item in found if all(item.get(key) == event.get(key) for key in ("attempt", "rank"))
+            ]
+            if same:
+                same[-1]["until_step"] = event.get("step")
+    return [Slowdown(**{item.name: record.get(item.name) for item in fields(Slowdown)}) for record in found]
 
 
 def percentages(spent: Mapping[str, float]) -> dict[str, float]:
@@ -289,11 +325,14 @@ def _advice(
     found = []
     longest_s = max((attempt.allocated_s for attempt in attempts), default=0.0)
     if longest_s:
-        if status.state == "finished" and len(attempts) == 1:
-            minutes = 5 * math.ceil(longest_s * TIME_MARGIN / 300)
-            following = f"--time {minutes // 60:02d}:{minutes % 60:02d}:00 (20 % above the measured time)"
-        else:
-            following = "unknown: no attempt ran from the first to the last step"
+        following = "unknown: the run did not finish"
+        if status.state == "finished":
+            needed_s = sum(attempt.allocated_s for attempt in attempts) - sum(
+                own["lost"] for own in curves.spent.values()
+            )
+            minutes = 5 * math.ceil(needed_s * TIME_MARGIN / 300)
+            what = "the measured time" if len(attempts) == 1 else "all attempts without repeated steps"
+            following = f"--time {minutes // 60:02d}:{minutes % 60:02d}:00 (20 % above {what})"
         found.append(
             Advice(
                 "Time",

@@ -16,6 +16,7 @@ from statistics import fmean, median
 from typing import Any
 
 from trainkit.config.names import flatten
+from trainkit.manifest import published
 from trainkit.observe.charts import Chart, Line, dot_chart, line_chart
 from trainkit.observe.goodput import Attempt, Point, idle_gaps, read_attempts
 from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus
@@ -120,8 +121,15 @@ class Sweep:
     is_cuda: bool
     config: Mapping[str, Any]
     provenance: dict[str, Any]
+    has_command: bool = False
+    """Whether its runs are a COMMAND."""
     speeds: Mapping[int, float | None] | None = None
     """For a bench: index of a point -> its measured tokens per second, by which points are compared."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether its runs are trained by trainkit, which knows what they saved."""
+        return self.speeds is None and not self.has_command
 
 
 def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
@@ -139,6 +147,7 @@ def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
         is_cuda=plan.get("device") == "cuda",
         config=group.record["config"],
         provenance=read_object(group.provenance_file),
+        has_command=bool(plan.get("command")),
     )
 
 
@@ -207,6 +216,9 @@ def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: fl
     attempts = read_attempts(list(read_jsonl(run.events_file, EVENTS)), None)
     if attempts and attempts[-1].ended is None:
         attempts[-1].ended = now if status.state in ACTIVE_STATES else _time(records[-1]) if records else None
+    if attempts and sweep.saves and status.state not in (*ACTIVE_STATES, "finished"):
+        # Nothing is left of the steps after the newest checkpoint.
+        attempts[-1].kept_step = max((item.step for item in published(run.checkpoints_dir)), default=0)
     allocated_s = sum(attempt.allocated_s for attempt in attempts) + idle_gaps(attempts)
     world_size = sweep.world_sizes.get(status.index)
     tokens_per_s = _median(records, "tokens_per_s") if sweep.speeds is None else sweep.speeds[status.index]
