@@ -1,17 +1,20 @@
 import json
+import os
 from datetime import datetime, timezone
 from html.parser import HTMLParser
 
 import pytest
 
+from benchmarks.report import write_run
 from trainkit.config import dump_effective
 from trainkit.config.schema import RunConfig
+from trainkit.observe import goodput
 from trainkit.observe.charts import line_chart, nice_ticks
 from trainkit.observe.goodput import NUM_BUCKETS, idle_gaps, read_attempts, read_curves
 from trainkit.observe.page import duration
 from trainkit.observe.report import percentages, read_report, render_report
 from trainkit.observe.status import read_status
-from trainkit.rundir import RunDir, append_jsonl, write_json
+from trainkit.rundir import RunDir, append_jsonl, read_jsonl, write_json
 
 START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=timezone.utc).timestamp()
 
@@ -163,6 +166,32 @@ def test_no_spike_is_lost_and_a_cut_line_is_skipped(tmp_path):
     assert curves.spent[1]["productive"] == pytest.approx(1.5 * count)
     assert curves.spent[1]["data_wait"] == pytest.approx(0.5 * count)
     assert (curves.spent[1]["startup"], curves.spent[1]["shutdown"]) == (20.0, 1.0)
+
+
+def test_processes_that_share_a_file_read_the_same_as_one(tmp_path):
+    run = RunDir(tmp_path / "long")
+    write_run(run, 4000)
+    attempts = read_attempts(list(read_jsonl(run.events_file)), None)
+    whole = read_curves(run.metrics_file, attempts)
+    parts = read_curves(run.metrics_file, attempts, part_bytes=100_000)
+    assert len(goodput.file_parts(run.metrics_file, 100_000)) == min(8, len(os.sched_getaffinity(0)))
+    assert (parts.num_records, parts.num_steps_lost, parts.last) == (4000, 0, whole.last)
+    for number in (1, 2):
+        assert parts.spent[number] == pytest.approx(whole.spent[number])
+        assert sum(parts.spent[number].values()) == pytest.approx(attempts[number - 1].allocated_s)
+    for name, by_attempt in whole.series.items():
+        for number, points in by_attempt.items():
+            assert min(points)[0] == min(parts.series[name][number])[0]
+            assert max(value for _, value in points) == max(value for _, value in parts.series[name][number])
+
+
+def test_the_size_of_a_page_does_not_grow_with_the_run(tmp_path):
+    sizes = []
+    for count in (20_000, 60_000):
+        run = RunDir(tmp_path / str(count))
+        write_run(run, count)
+        sizes.append(len(render_report(report_of(run))))
+    assert sizes[1] < 1.1 * sizes[0] < 500_000
 
 
 class Page(HTMLParser):

@@ -371,6 +371,7 @@ def render_sweep(report: SweepReport) -> str:
 
 
 def point_name(point: PointReport) -> str:
+    """The name of a point: its values, else its number."""
     return shown(point.values) or f"point {point.index}"
 
 
