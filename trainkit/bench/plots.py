@@ -28,7 +28,7 @@ RANGES = {"tokens_per_s": ("tokens_per_s_min", "tokens_per_s_max")}
 """Column -> the columns with its lowest and highest value over the repeats."""
 INSTALL_HINT = "pip install 'trainkit[bench]'"
 MAX_LINES = 8
-"""More lines cannot be told apart: bars are then clearer."""
+"""With more lines, bars are clearer."""
 MIN_VALUES = 3
 """A line over fewer values shows less than bars."""
 MAX_TICKS = 12

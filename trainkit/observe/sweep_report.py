@@ -29,7 +29,7 @@ from trainkit.rungroup import RunGroup
 
 TEMPLATE = "sweep_report.html.j2"
 MAX_LINES = 40
-"""Curves that are drawn: more cannot be told apart."""
+"""Curves that are drawn: more would cover each other."""
 MAX_NAMED_LINES = 4
 MAX_ROWS = 1000
 MAX_AXIS_KEYS = 6
