@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.bench.bench_file import PROFILED_STEPS, BenchLength, bench_changes, profiled_ranks
-from trainkit.config import LoadedConfig, load_config
-from trainkit.config.changes import with_values
+from trainkit.bench.bench_file import (
+    PROFILED_STEPS,
+    BenchLength,
+    bench_changes,
+    effective,
+    profiled_ranks,
+    profiler_changes,
+)
+from trainkit.config import LoadedConfig, RunConfig, load_config
+from trainkit.config.changes import Change, with_values
 from trainkit.errors import UsageError
 
 
@@ -18,9 +25,14 @@ def load(folder: Path, *settings: str) -> LoadedConfig:
     return load_config(file, overrides=settings, environ={}, cwd=folder)
 
 
+def changes_of(config: RunConfig, length: BenchLength, world_size: int, keep_name: bool) -> list[Change]:
+    made = bench_changes(config, "layouts", length, keep_name)
+    return effective([*made, *profiler_changes(config, length, world_size)])
+
+
 def test_only_training_is_left(tmp_path: Path) -> None:
     loaded = load(tmp_path, "train.epochs=3", "checkpoint.every_minutes=5", "train.stop_at_step=7")
-    found = bench_changes(loaded.config, BenchLength(30, 5), 2, keep_name=False)
+    found = changes_of(loaded.config, BenchLength(30, 5), 2, keep_name=False)
     values = {change.key: change.value for change in found}
     assert values == {
         "name": "mine-layouts",
@@ -40,18 +52,18 @@ def test_only_training_is_left(tmp_path: Path) -> None:
         "profiler.ranks": [0, 1],
     }
     short = with_values(loaded, values, "trainkit bench").config
-    assert bench_changes(short, BenchLength(30, 5), 2, keep_name=True) == []
+    assert changes_of(short, BenchLength(30, 5), 2, keep_name=True) == []
 
 
 def test_a_name_that_was_typed_stays(tmp_path: Path) -> None:
-    found = bench_changes(load(tmp_path).config, BenchLength(30, 5), 1, keep_name=True)
+    found = changes_of(load(tmp_path).config, BenchLength(30, 5), 1, keep_name=True)
     assert "name" not in [change.key for change in found]
 
 
 def test_a_decay_that_is_longer_than_the_bench(tmp_path: Path) -> None:
     wsd = ("schedule.name=wsd", "schedule.warmup_steps=20", "schedule.decay_steps=40", "train.steps=100")
     for steps, expected in ((30, True), (60, False)):
-        found = bench_changes(load(tmp_path, *wsd).config, BenchLength(steps, 5), 1, keep_name=True)
+        found = changes_of(load(tmp_path, *wsd).config, BenchLength(steps, 5), 1, keep_name=True)
         assert ("schedule.decay_steps" in [change.key for change in found]) == expected
 
 
@@ -60,7 +72,7 @@ def test_every_step_is_of_one_kind() -> None:
     assert list(length.measured) == list(range(6, 28))
     assert length.first_profiled == 28
     assert length.first_profiled + PROFILED_STEPS - 1 == length.steps
-    assert length.text == "30 per layout: 5 warm-up, 22 measured, 3 profiled"
+    assert length.text == "30 per run: 5 warm-up, 22 measured, 3 profiled"
 
 
 def test_one_step_has_to_be_measured() -> None:

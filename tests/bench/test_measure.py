@@ -9,15 +9,21 @@ from pathlib import Path
 import pytest
 
 from tests.support.benches import made_up_bench, profile_made_up, train_made_up
-from trainkit.bench.bench_file import Bench
-from trainkit.bench.measure import by_speed, measured, row_of
-from trainkit.bench.summary import COLUMNS, csv_text, summary_table
-from trainkit.rundir import read_metrics
+from trainkit.bench.bench_file import Bench, BenchRun, read_bench
+from trainkit.bench.measure import Row, by_speed, measured, point_row, row_of
+from trainkit.bench.summary import COLUMNS, csv_text, find_fastest, summary_table
+from trainkit.rundir import read_metrics, write_json
+
+ONE = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "pp": 1, "cp": 1}
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return made_up_bench(tmp_path / "bench")
+
+
+def point_of(bench: Bench, item: BenchRun, status: str = "finished", failure: str = "") -> Row:
+    return point_row([row_of(bench, item, status, failure)[0]])
 
 
 def test_medians_leave_out_the_warm_up_and_the_profiled_steps(bench: Bench) -> None:
@@ -31,6 +37,8 @@ def test_medians_leave_out_the_warm_up_and_the_profiled_steps(bench: Bench) -> N
         "tokens_per_s_per_gpu": 1024.0,
         "mfu": None,
         "step_s": 0.5,
+        "step_s_p10": 0.5,
+        "step_s_p90": 0.5,
         "data_wait_s": 0.05,  # of steps 3 to 7
         "mem_gib_peak": 1.07,
     }
@@ -39,8 +47,8 @@ def test_medians_leave_out_the_warm_up_and_the_profiled_steps(bench: Bench) -> N
 def test_a_row_has_every_column(bench: Bench) -> None:
     item = bench.runs[1]
     train_made_up(bench.run_dir(item))
-    row, _ = row_of(bench, item, "finished", "")
-    assert row.keys() == COLUMNS.keys()
+    row = point_of(bench, item)
+    assert row.keys() == {"layout", *COLUMNS}
     assert (row["layout"], row["tp"], row["dp_shard"], row["device_batch_size"]) == ("tp=2", 2, 1, 4)
     assert row["loss"] == 4.0
     assert row["pp_microbatches"] is None  # there is no pipeline
@@ -79,8 +87,8 @@ def test_a_run_that_ended_early_has_what_it_measured_and_no_exposed_communicatio
 
 
 def test_one_that_never_started_is_a_row_too(bench: Bench) -> None:
-    row, _ = row_of(bench, bench.runs[0], "not started", "")
-    assert row.keys() == COLUMNS.keys()
+    row = point_of(bench, bench.runs[0], "not started")
+    assert row.keys() == {"layout", *COLUMNS}
     assert (row["steps"], row["tokens_per_s"], row["loss"]) == (0, None, None)
 
 
@@ -101,15 +109,20 @@ def test_the_order_is_the_speed_and_what_failed_comes_last(bench: Bench) -> None
         {**base, "layout": "fast", "tokens_per_s": 5.0},
         {**base, "layout": "nothing", "status": "failed"},
     ]
-    assert [row["layout"] for row in by_speed(rows)] == ["fast", "slow", "failed", "nothing"]
+    assert [row["layout"] for row, _ in by_speed([row] for row in rows)] == [
+        "fast",
+        "slow",
+        "failed",
+        "nothing",
+    ]
 
 
 def test_the_csv_has_every_column_and_no_word_for_what_is_not_known(bench: Bench) -> None:
     item = bench.runs[0]
     train_made_up(bench.run_dir(item), step_s=1 / 3)
-    text = csv_text([row_of(bench, item, "failed", 'rank 1 said "no, thanks",\nand left')[0]])
+    text = csv_text(["layout"], [point_of(bench, item, "failed", 'rank 1 said "no, thanks",\nand left')])
     (row,) = csv.DictReader(io.StringIO(text))
-    assert list(row) == list(COLUMNS)
+    assert list(row) == ["layout", *COLUMNS]
     assert (row["layout"], row["status"], row["steps"]) == ("dp_shard=2", "failed", "5")
     assert row["verdict"] == 'rank 1 said "no, thanks",\nand left'
     assert (row["tokens_per_s"], row["step_s"]) == ("3072", "0.333333")
@@ -120,11 +133,67 @@ def test_the_table_says_below_why_one_failed(bench: Bench) -> None:
     item = bench.runs[0]
     train_made_up(bench.run_dir(item))
     rows = [
-        row_of(bench, item, "finished", "")[0],
-        row_of(bench, bench.runs[1], "failed", "x" * 200)[0],
+        point_of(bench, item),
+        point_of(bench, bench.runs[1], "failed", "x" * 200),
     ]
-    heading, first, second, why = summary_table(rows).splitlines()
+    heading, first, second, why = summary_table(["layout"], rows).splitlines()
     assert heading.split()[:4] == ["LAYOUT", "BATCH", "SAMPLES/S", "TOKENS/S"]
     assert first.split()[:4] == ["dp_shard=2", "4", "32.0", "2,048"]
     assert second.split()[-1] == "failed"
     assert why == f"tp=2: {'x' * 69}…"
+
+
+def test_a_point_is_the_median_of_its_repeats_with_their_range(tmp_path: Path) -> None:
+    bench = made_up_bench(tmp_path / "repeated", repeats=3)
+    for item, step_s in zip(bench.runs, (0.5, 0.4, 0.25, 0.8, 1.0, 0.2), strict=True):
+        train_made_up(bench.run_dir(item), step_s=step_s)
+    points = [[row_of(bench, item, "finished", "")[0] for item in runs] for runs in bench.points]
+    (first, _), (second, _) = by_speed(points)
+    assert [row["step_s"] for row in points[0]] == [0.5, 0.25, 1.0]  # one round after another
+    assert (first["layout"], first["tokens_per_s"]) == ("tp=2", 2560.0)
+    assert (first["tokens_per_s_min"], first["tokens_per_s_max"]) == (1280.0, 5120.0)
+    assert (second["step_s"], second["repeats"], second["steps"]) == (0.5, 3, 15)
+    assert second["run"] == "dp_shard=2.repeat-1 dp_shard=2.repeat-2 dp_shard=2.repeat-3"
+    fastest = find_fastest(bench, by_speed(points))
+    assert fastest is not None
+    assert fastest.is_clear is False
+    assert str(fastest) == (
+        "tp=2: 2,560 tokens/s, 25.0% more than dp_shard=2, which is within the spread of the repeats"
+    )
+
+
+def test_a_repeat_that_failed_marks_its_point(bench: Bench) -> None:
+    rows = []
+    for item, state in zip(bench.runs, ("finished", "failed"), strict=True):
+        train_made_up(bench.run_dir(item), 10 if state == "finished" else 1)
+        rows.append(row_of(bench, item, state, "no memory" if state == "failed" else "")[0])
+    row = point_row(rows)
+    assert (row["status"], row["verdict"], row["repeats"]) == ("failed (1 of 2)", "no memory", 1)
+    assert (row["tokens_per_s"], row["tokens_per_s_min"]) == (2048.0, None)
+
+
+def test_steps_that_vary_have_a_spread(bench: Bench) -> None:
+    records = [
+        {"step": step, "step_s": float(step), "samples_seen": step, "data_wait_s": 0.0}
+        for step in range(1, 12)
+    ]
+    row = measured(records, range(1, 12))
+    assert (row["step_s"], row["step_s_p10"], row["step_s_p90"]) == (6.0, 2.0, 10.0)
+    assert row["tokens_per_s"] is None  # the task counts no tokens
+
+
+def test_a_bench_of_version_1_is_still_read(tmp_path: Path) -> None:
+    runs = [
+        {"layout": "tp=2", "run": "tp=2", "degrees": {**ONE, "tp": 2}, "device_batch_size": 4,
+         "pp_microbatches": 4, "notes": ["a note"]}
+    ]  # fmt: skip
+    write_json(
+        tmp_path / "bench.json",
+        {"version": 1, "kind": "layouts", "config": "small.yaml", "backend": "local", "device": "cpu",
+         "length": {"steps": 10, "warmup": 2}, "changes": [], "runs": runs, "impossible": {}, "left_out": []},
+    )  # fmt: skip
+    bench = read_bench(tmp_path)
+    train_made_up(bench.run_dir(bench.runs[0]))
+    ((row,),) = [[row_of(bench, item, "finished", "")[0] for item in point] for point in bench.points]
+    assert (row["layout"], row["tp"], row["tokens_per_s"]) == ("tp=2", 2, 2048.0)
+    assert (bench.keys, bench.repeats, bench.runs[0].name) == (("layout",), 1, "tp=2")

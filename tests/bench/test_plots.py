@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.support.benches import made_up_bench, train_made_up
-from trainkit.bench.measure import Row, row_of
-from trainkit.bench.summary import PLOTS, write_plots
+from trainkit.bench.measure import Row, point_row, row_of
+from trainkit.bench.plots import PLOTS, lines_of, write_plots
 
 pytest.importorskip("matplotlib")
 
@@ -19,14 +20,14 @@ def rows(tmp_path: Path) -> list[Row]:
     bench = made_up_bench(tmp_path / "bench")
     train_made_up(bench.run_dir(bench.runs[0]))
     return [
-        row_of(bench, bench.runs[0], "finished", "")[0],
-        row_of(bench, bench.runs[1], "failed", "no memory")[0],
+        point_row([row_of(bench, bench.runs[0], "finished", "")[0]]),
+        point_row([row_of(bench, bench.runs[1], "failed", "no memory")[0]]),
     ]
 
 
 def test_a_file_for_each_quantity_that_is_known(tmp_path: Path, rows: list[Row]) -> None:
     folder = tmp_path / "plots"
-    written, empty = write_plots(rows, folder)
+    written, empty = write_plots(["layout"], rows, folder)
     assert empty == ["mfu", "exposed_comm_s"]
     assert [file.stem for file in written] == [name for name in PLOTS if name not in empty]
     assert sorted(folder.iterdir()) == sorted(written)
@@ -42,7 +43,7 @@ def test_a_plot_of_what_is_not_known_any_more_is_taken_away(tmp_path: Path, rows
     folder = tmp_path / "plots"
     folder.mkdir()
     (folder / "mfu.png").write_bytes(b"old")
-    write_plots(rows, folder)
+    write_plots(["layout"], rows, folder)
     assert not (folder / "mfu.png").exists()
 
 
@@ -50,6 +51,24 @@ def test_more_layouts_make_a_higher_plot(tmp_path: Path, rows: list[Row]) -> Non
     heights = []
     for count in (1, 10):
         many = [{**rows[0], "layout": f"layout {index}"} for index in range(count)]
-        (file, *_) = write_plots(many, tmp_path / f"plots-{count}")[0]
+        (file, *_) = write_plots(["layout"], many, tmp_path / f"plots-{count}")[0]
         heights.append(struct.unpack(">I", file.read_bytes()[20:24])[0])
     assert heights[1] > 2 * heights[0]
+
+
+def swept(rows: list[Row], **values: list[object]) -> list[Row]:
+    names = list(values)
+    return [{**rows[0], **dict(zip(names, point, strict=True))} for point in product(*values.values())]
+
+
+def test_numbers_are_lines_and_other_values_bars(tmp_path: Path, rows: list[Row]) -> None:
+    sizes = [1, 2, 64]
+    lines = lines_of(["lr", "size"], swept(rows, lr=[0.1, 0.2], size=sizes))
+    assert lines is not None
+    assert (lines.key, list(lines.rows), lines.is_logarithmic) == ("size", ["lr=0.1", "lr=0.2"], True)
+    assert [row["size"] for row in lines.rows["lr=0.2"]] == sizes
+    assert lines_of(["on"], swept(rows, on=[True, False, None])) is None
+    assert lines_of(["size"], swept(rows, size=[1, 2])) is None
+    assert lines_of(["seed", "size"], swept(rows, seed=[*range(9)], size=[*range(9)])) is None
+    (file, *_), _ = write_plots(["lr", "size"], swept(rows, lr=[0.1, 0.2], size=sizes), tmp_path / "plots")
+    assert file.stat().st_size > 10_000

@@ -68,7 +68,7 @@ def test_the_layouts_are_one_array(place: Path, capsys: pytest.CaptureFixture[st
     assert "#SBATCH --array=0-3%1\n" in group.script_file.read_text()
     layouts = [point.values["layout"] for point in group.points.values()]
     assert layouts == ["dp_shard=2", "dp_replicate=2", "tp=2", "pp=2"]
-    assert [(item.layout, item.run) for item in read_bench(group.path).runs] == [
+    assert [(item.name, item.run) for item in read_bench(group.path).runs] == [
         (layout, str(index)) for index, layout in enumerate(layouts)
     ]
     run = started(group, 2)

@@ -73,7 +73,7 @@ def test_a_dry_run_lists_what_would_be_run(desk: Desk) -> None:
     why = "a batch of 1 allows 1"
     assert f"pp=2: parallel.pp_microbatches: 1 instead of 4: {why}" in done.stderr
     assert "train.steps: 30 instead of 10: a bench is short" in done.stderr
-    assert "30 per layout: 5 warm-up, 22 measured, 3 profiled" in done.stderr
+    assert "30 per run: 5 warm-up, 22 measured, 3 profiled" in done.stderr
     assert not (desk.folder / "runs").exists()
 
 
@@ -118,7 +118,7 @@ def test_what_was_typed_wrong(desk: Desk, args: list[str], message: str) -> None
         (
             ["--collect", "nowhere"],
             "nowhere is not the folder of a bench",
-            "`trainkit bench layouts` creates",
+            "`trainkit bench layouts` and `trainkit bench settings` create",
         ),
         (["--collect", ""], "--collect is empty", "name the folder of a bench"),
         (["small.yaml", "--collect", "x", "--steps", "9"], "CONFIG, --steps would have no effect", "remove"),
@@ -143,7 +143,7 @@ def test_the_summary_of_runs_that_were_made_elsewhere(desk: Desk) -> None:
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout)
     good, bad = rows_of(made.folder)
-    assert list(good) == list(COLUMNS)
+    assert list(good) == ["layout", *COLUMNS]
     assert (
         [row["layout"] for row in value["rows"]] == [good["layout"], bad["layout"]] == ["dp_shard=2", "tp=2"]
     )

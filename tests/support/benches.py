@@ -6,8 +6,8 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from trainkit.bench.bench_file import Bench, BenchLength, bench_runs, write_bench
-from trainkit.bench.layouts import BenchLayout, Selection
+from trainkit.bench.bench_file import LAYOUT, Bench, BenchLength, BenchRun, write_bench
+from trainkit.bench.layouts import DEGREES, layout_name
 from trainkit.plan.launch import Layout
 from trainkit.rundir import RunDir, append_jsonl, write_json
 
@@ -16,20 +16,23 @@ BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TWO = (Layout(1, 2), Layout(1, 1, tp=2))
 
 
-def made_up_bench(folder: Path, layouts: tuple[Layout, ...] = TWO) -> Bench:
-    """A bench on this machine of which nothing has started."""
+def made_up_bench(folder: Path, layouts: tuple[Layout, ...] = TWO, repeats: int = 1) -> Bench:
+    """A bench of layouts on this machine of which nothing has started."""
     folder.mkdir(exist_ok=True)
-    items = tuple(made_up_layout(layout) for layout in layouts)
-    bench = Bench(folder, "local", "cpu", LENGTH, bench_runs(items, [item.name for item in items]))
-    write_bench(bench, "small.yaml", Selection(items, {}, ()), [])
+    runs = tuple(
+        made_up_run(layout, repeat, "" if repeats == 1 else f".repeat-{repeat}")
+        for repeat in range(1, repeats + 1)
+        for layout in layouts
+    )
+    bench = Bench(folder, "layouts", "local", "cpu", LENGTH, repeats, (LAYOUT,), runs)
+    write_bench(bench, "small.yaml")
     return bench
 
 
-def made_up_layout(layout: Layout) -> BenchLayout:
-    from trainkit.bench.layouts import layout_name
-
-    values = {"train.device_batch_size": 4, "parallel.pp_microbatches": 4}
-    return BenchLayout(layout_name(layout, {}), layout, values)
+def made_up_run(layout: Layout, repeat: int = 1, suffix: str = "") -> BenchRun:
+    name = layout_name(layout, {})
+    degrees = {degree: getattr(layout, degree) for degree in DEGREES}
+    return BenchRun(f"{name}{suffix}", {LAYOUT: name}, repeat, degrees, 4, 4, [])
 
 
 def train_made_up(run: RunDir, num_steps: int = 10, step_s: float = 0.5, **end: Any) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, Literal
 
-from trainkit.bench.layouts import DEGREES, BenchLayout, Selection
 from trainkit.config import RunConfig
 from trainkit.config.changes import Change, short_training
 from trainkit.errors import UsageError
+from trainkit.plan.sweep import shown
 from trainkit.rundir import RunDir, read_json, write_json
 
 PROFILED_STEPS = 3
@@ -51,7 +51,7 @@ class BenchLength:
     def text(self) -> str:
         """The number of steps of each kind, for messages."""
         return (
-            f"{self.steps} per layout: {self.warmup} warm-up, {len(self.measured)} measured, "
+            f"{self.steps} per run: {self.warmup} warm-up, {len(self.measured)} measured, "
             f"{PROFILED_STEPS} profiled"
         )
 
@@ -62,19 +62,28 @@ def profiled_ranks(world_size: int) -> tuple[int, ...]:
     return tuple(index * (world_size - 1) // max(1, count - 1) for index in range(count))
 
 
-def bench_changes(config: RunConfig, length: BenchLength, world_size: int, keep_name: bool) -> list[Change]:
-    """Return the changes to the config for all runs of a bench; model, data and optimizer are unchanged."""
-    possible = [
-        *([] if keep_name else _named(config)),
+Kind = Literal["layouts", "settings"]
+
+
+def bench_changes(config: RunConfig, kind: Kind, length: BenchLength, keep_name: bool) -> list[Change]:
+    """Return the values that a bench sets in the config of all its runs, changed or not.
+
+    Model, data and optimizer are not among them.
+    """
+    return [
+        *([] if keep_name else _named(config, kind)),
         *short_training(config, length.steps, "bench"),
         *_bare(config),
-        *_profiled(config, length, world_size),
     ]
-    return [change for change in possible if change.value != change.before]
 
 
-def _named(config: RunConfig) -> Iterator[Change]:
-    yield Change("name", f"{config.name}-layouts"[:100], config.name, "runs of a bench have their own name")
+def effective(changes: Sequence[Change]) -> list[Change]:
+    """Return the changes that change something."""
+    return [change for change in changes if change.value != change.before]
+
+
+def _named(config: RunConfig, kind: Kind) -> Iterator[Change]:
+    yield Change("name", f"{config.name}-{kind}"[:100], config.name, "runs of a bench have their own name")
 
 
 def _bare(config: RunConfig) -> Iterator[Change]:
@@ -85,39 +94,58 @@ def _bare(config: RunConfig) -> Iterator[Change]:
     yield Change("checkpoint.every_minutes", None, checkpoint.every_minutes, reason)
     yield Change("checkpoint.best_metric", None, checkpoint.best_metric, reason)
     yield Change("checkpoint.async", False, checkpoint.async_save, "a bench needs no memory for saves")
-    yield Change("requeue.on", [], list(requeue.on), "a failed layout is not restarted")
-    yield Change("requeue.follow_ups", 0, requeue.follow_ups, "a failed layout is not restarted")
+    yield Change("requeue.on", [], list(requeue.on), "a failed run is not restarted")
+    yield Change("requeue.follow_ups", 0, requeue.follow_ups, "a failed run is not restarted")
     reason = "the result is summary.csv"
     yield Change("logging.tensorboard", False, logging.tensorboard, reason)
     yield Change("logging.mlflow", None, logging.mlflow, reason)
     yield Change("logging.wandb", None, logging.wandb, reason)
 
 
-def _profiled(config: RunConfig, length: BenchLength, world_size: int) -> Iterator[Change]:
+def profiler_changes(config: RunConfig, length: BenchLength, world_size: int) -> list[Change]:
+    """Return the values that a bench sets in the section `profiler`, changed or not."""
     profiler, reason = config.profiler, "measures exposed communication"
     ranks = list(profiled_ranks(world_size))
-    yield Change("profiler.start_step", length.first_profiled, profiler.start_step, reason)
-    yield Change("profiler.num_steps", PROFILED_STEPS, profiler.num_steps, reason)
-    yield Change("profiler.ranks", ranks, list(profiler.ranks), reason)
+    return [
+        Change("profiler.start_step", length.first_profiled, profiler.start_step, reason),
+        Change("profiler.num_steps", PROFILED_STEPS, profiler.num_steps, reason),
+        Change("profiler.ranks", ranks, list(profiler.ranks), reason),
+    ]
 
 
-BENCH_VERSION = 1
+BENCH_VERSION = 2
+"""Version 1 has layouts only, one run of each."""
 BENCH_FILE = "bench.json"
 SUMMARY_FILE = "summary.csv"
 PLOTS_FOLDER = "plots"
+LAYOUT = "layout"
+"""The key by which points of a bench of layouts differ."""
 
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One run of a bench."""
+    """One run of a bench: a point, measured once."""
 
-    layout: str
     run: str
     """Its folder, relative to that of the bench."""
+    values: dict[str, Any]
+    """What is special about its point: the layout, or the values of the swept keys."""
+    repeat: int
+    """From 1 on."""
     degrees: dict[str, int]
-    device_batch_size: int
-    pp_microbatches: int
+    device_batch_size: int | None
+    pp_microbatches: int | None
     notes: list[str]
+
+    @property
+    def name(self) -> str:
+        """The name of its point."""
+        return point_name(self.values)
+
+
+def point_name(values: Mapping[str, Any]) -> str:
+    """Return the name of a point: the layout, else its values."""
+    return str(values[LAYOUT]) if values.keys() == {LAYOUT} else shown(values)
 
 
 @dataclass(frozen=True)
@@ -125,13 +153,29 @@ class Bench:
     """A bench in its folder."""
 
     folder: Path
+    kind: Kind
     backend: str
     device: str
     length: BenchLength
+    repeats: int
+    keys: tuple[str, ...]
+    """The keys of the values of every run."""
     runs: tuple[BenchRun, ...]
+    """All points once, then all of them again for each further repeat."""
 
     def run_dir(self, item: BenchRun) -> RunDir:
         return RunDir(self.folder / item.run)
+
+    @property
+    def points(self) -> list[tuple[BenchRun, ...]]:
+        """The runs of every point."""
+        num_points = len(self.runs) // self.repeats
+        return [self.runs[first::num_points] for first in range(num_points)]
+
+    @property
+    def command(self) -> str:
+        """The command that made it."""
+        return f"trainkit bench {self.kind}"
 
     @property
     def summary_file(self) -> Path:
@@ -142,34 +186,27 @@ class Bench:
         return self.folder / PLOTS_FOLDER
 
 
-def bench_runs(layouts: Sequence[BenchLayout], folders: Sequence[str]) -> tuple[BenchRun, ...]:
-    """Return the runs of layouts, each in its folder."""
-    return tuple(
-        BenchRun(
-            layout=item.name,
-            run=folder,
-            degrees={name: getattr(item.layout, name) for name in DEGREES},
-            device_batch_size=item.values["train.device_batch_size"],
-            pp_microbatches=item.values["parallel.pp_microbatches"],
-            notes=list(item.notes),
-        )
-        for item, folder in zip(layouts, folders, strict=True)
-    )
-
-
-def write_bench(bench: Bench, config: str, selection: Selection, changes: Sequence[Change]) -> None:
+def write_bench(
+    bench: Bench,
+    config: str,
+    changes: Sequence[Change] = (),
+    impossible: Mapping[str, str] | None = None,
+    left_out: Sequence[str] = (),
+) -> None:
     """Write bench.json; `config` is the file or name as typed."""
     record: dict[str, Any] = {
         "version": BENCH_VERSION,
-        "kind": "layouts",
+        "kind": bench.kind,
         "config": config,
         "backend": bench.backend,
         "device": bench.device,
         "length": asdict(bench.length),
+        "repeats": bench.repeats,
+        "keys": list(bench.keys),
         "changes": [change.to_dict() for change in changes],
         "runs": [asdict(item) for item in bench.runs],
-        "impossible": dict(selection.impossible),
-        "left_out": list(selection.left_out),
+        "impossible": dict(impossible or {}),
+        "left_out": list(left_out),
     }
     write_json(bench.folder / BENCH_FILE, record)
 
@@ -187,12 +224,20 @@ def read_bench(folder: Path) -> Bench:
                 f"{file} has version {record['version']}; this trainkit supports {BENCH_VERSION}",
                 hint="use the trainkit that wrote it, or a newer one",
             )
-        runs = tuple(BenchRun(**item) for item in record["runs"])
+        if record["version"] == 1:
+            record = _from_version_1(record)
         return Bench(
-            folder.absolute(), record["backend"], record["device"], BenchLength(**record["length"]), runs
+            folder=folder.absolute(),
+            kind=record["kind"],
+            backend=record["backend"],
+            device=record["device"],
+            length=BenchLength(**record["length"]),
+            repeats=record["repeats"],
+            keys=tuple(record["keys"]),
+            runs=tuple(BenchRun(**item) for item in record["runs"]),
         )
     except FileNotFoundError:
-        hint = "`trainkit bench layouts` creates one and prints its folder"
+        hint = "`trainkit bench layouts` and `trainkit bench settings` create one and print its folder"
         raise UsageError(
             f"{folder} is not the folder of a bench: it has no {BENCH_FILE}", hint=hint
         ) from None
@@ -201,3 +246,11 @@ def read_bench(folder: Path) -> Bench:
             f"{file} cannot be read: {error}",
             hint=f"`trainkit status {quote(str(folder))}/RUN` still shows each of its runs",
         ) from error
+
+
+def _from_version_1(record: Mapping[str, Any]) -> dict[str, Any]:
+    runs = [
+        {"values": {LAYOUT: item[LAYOUT]}, "repeat": 1} | {key: item[key] for key in item if key != LAYOUT}
+        for item in record["runs"]
+    ]
+    return {**record, "repeats": 1, "keys": [LAYOUT], "runs": runs}

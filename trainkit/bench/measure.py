@@ -108,6 +108,11 @@ def subtract(spans: Iterable[Span], others: list[Span]) -> Iterator[Span]:
 Row = dict[str, Any]
 """A value for every column; None where unknown."""
 MEDIANS = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "step_s", "data_wait_s")
+MEASURED = (
+    *("samples_per_s", *MEDIANS, "step_s_p10", "step_s_p90", "mem_gib_peak", "exposed_comm_s", "loss"),
+)
+"""The columns of a run of which the row of a point has the median over its repeats."""
+FINISHED = "finished"
 
 
 def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row, str]:
@@ -115,7 +120,7 @@ def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row
     records = read_metrics(bench.run_dir(item))
     exposed, missing = exposed_comm_s(bench, item, records)
     row: Row = {
-        "layout": item.layout,
+        **item.values,
         **item.degrees,
         "device_batch_size": item.device_batch_size,
         "pp_microbatches": item.pp_microbatches if item.degrees["pp"] > 1 else None,
@@ -129,12 +134,39 @@ def row_of(bench: Bench, item: BenchRun, status: str, failure: str) -> tuple[Row
     return row, missing
 
 
+def point_row(rows: Sequence[Row]) -> Row:
+    """Return the row of a point: medians and range over the rows of its runs.
+
+    Its state is that of a run that did not finish, if any.
+    """
+    known = [row for row in rows if row["step_s"] is not None]
+    unfinished = [row for row in rows if row["status"] != FINISHED]
+    status = unfinished[0]["status"] if unfinished else FINISHED
+    if unfinished and len(rows) > 1:
+        status = f"{status} ({len(unfinished)} of {len(rows)})"
+    speeds = [row["tokens_per_s"] for row in known if row["tokens_per_s"] is not None]
+    has_range = len(speeds) > 1
+    return {
+        **rows[0],
+        **{name: _median_of_known(row[name] for row in rows) for name in MEASURED},
+        "tokens_per_s_min": min(speeds) if has_range else None,
+        "tokens_per_s_max": max(speeds) if has_range else None,
+        "steps": sum(row["steps"] for row in rows),
+        "repeats": len(known),
+        "status": status,
+        "verdict": next((row["verdict"] for row in unfinished if row["verdict"]), None),
+        "run": " ".join(row["run"] for row in rows),
+    }
+
+
 def measured(records: Sequence[Mapping[str, Any]], steps: range) -> Row:
     """Return the medians of the metrics over `steps`, and the peak memory at the last of them."""
     counted = [record for record in records if record["step"] in steps]
     row: Row = {"steps": len(counted), "samples_per_s": _median(_samples_per_s(records, steps))}
     for name in MEDIANS:
         row[name] = _median(record.get(name) for record in counted)
+    durations = sorted(record["step_s"] for record in counted)
+    row["step_s_p10"], row["step_s_p90"] = (_percentile(durations, share) for share in (0.1, 0.9))
     row["mem_gib_peak"] = counted[-1].get("mem_gib_peak") if counted else None
     return row
 
@@ -149,6 +181,21 @@ def _samples_per_s(records: Sequence[Mapping[str, Any]], steps: range) -> Iterat
 def _median(values: Any) -> float | None:
     known = list(values)
     return median(known) if known and None not in known else None
+
+
+def _median_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float | None:
+    """Return the value below which this share of sorted values lies, interpolated between two of them."""
+    if not ordered:
+        return None
+    position = share * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def exposed_comm_s(
@@ -186,6 +233,16 @@ def _read_trace(file: Path) -> dict[str, Any] | str:
     return trace if isinstance(trace, dict) else f"{file} is not a trace"
 
 
-def by_speed(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by speed: finished runs first, the fastest on top."""
-    return sorted(rows, key=lambda row: (row["status"] != "finished", -(row["tokens_per_s"] or 0.0)))
+def speed(row: Row) -> float | None:
+    """Return tokens per second, or samples per second of a task that counts no tokens."""
+    value: float | None = row["samples_per_s"] if row["tokens_per_s"] is None else row["tokens_per_s"]
+    return value
+
+
+def by_speed(points: Iterable[Sequence[Row]]) -> list[tuple[Row, Sequence[Row]]]:
+    """Sort points, given as the rows of their runs, by speed: finished ones first, the fastest on top.
+
+    Returns the row of each point with those of its runs.
+    """
+    made = [(point_row(rows), rows) for rows in points]
+    return sorted(made, key=lambda item: (item[0]["status"] != FINISHED, -(speed(item[0]) or 0.0)))

@@ -1,19 +1,32 @@
-"""Plans a bench of layouts: chooses the layouts, plans the run of each, and creates the bench's folder."""
+"""Plans a bench of layouts or settings: plans the run of every point, and creates the bench's folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainkit.bench.bench_file import Bench, BenchLength, bench_changes, bench_runs, write_bench
+from trainkit.bench.bench_file import (
+    LAYOUT,
+    Bench,
+    BenchLength,
+    BenchRun,
+    Kind,
+    bench_changes,
+    effective,
+    point_name,
+    profiler_changes,
+    write_bench,
+)
 from trainkit.bench.layouts import (
+    DEGREES,
     BenchLayout,
     LayoutConstraints,
     Selection,
     all_layouts,
     fill_degrees,
+    first_problem,
     parse_layout,
     refuse_duplicates,
     requested_layout,
@@ -21,31 +34,79 @@ from trainkit.bench.layouts import (
 )
 from trainkit.cluster.machine import detect_machine
 from trainkit.cluster.target import Target, make_target
-from trainkit.config import LoadedConfig
+from trainkit.config import LoadedConfig, RunConfig
 from trainkit.config.changes import Change, with_values
-from trainkit.errors import ConfigError, UsageError
+from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import DataFacts, inspect_data, make_plan
 from trainkit.plan.model_shape import resolve_model_shape
 from trainkit.submit.create import new_folder
 from trainkit.submit.plan_run import plan_run
-from trainkit.submit.sweep import PlannedPoint
+from trainkit.submit.sweep import PlannedPoint, job_difference
 
 ORIGIN = "trainkit bench"
 OPTION = "--out"
+REPEAT = "repeat"
+"""The key of the repeat in the values of a group's point."""
 Planned = TypeVar("Planned")
+
+
+@dataclass(frozen=True)
+class BenchPoint:
+    """One point of a bench before its first run."""
+
+    values: dict[str, Any]
+    """The layout, or the values of the swept keys."""
+    settings: Mapping[str, Any]
+    """The values in the config that make it this point, by dotted key."""
+    config: RunConfig
+    plan: LaunchPlan
+    notes: tuple[str, ...] = ()
+    """The values adapted to the layout, one sentence each."""
+
+    @property
+    def name(self) -> str:
+        return point_name(self.values)
+
+    def run(self, folder: str, repeat: int) -> BenchRun:
+        """Return one of its runs."""
+        layout, batch = self.plan.layout, self.plan.batch
+        return BenchRun(
+            run=folder,
+            values=self.values,
+            repeat=repeat,
+            degrees={name: getattr(layout, name) for name in DEGREES},
+            device_batch_size=batch.device_batch_size,
+            pp_microbatches=batch.pp_microbatches,
+            notes=list(self.notes),
+        )
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """What was typed, for every kind of bench."""
+
+    config: str
+    """The file or name of the config."""
+    length: BenchLength
+    repeats: int
+    keep_name: bool
+    """Keep the config's name."""
 
 
 @dataclass(frozen=True)
 class PlannedBench:
     """A bench before its first run."""
 
-    config: str
-    """The file or name of the config, as typed."""
-    length: BenchLength
-    selection: Selection
-    points: list[PlannedPoint]
+    kind: Kind
+    request: BenchRequest
+    points: list[BenchPoint]
     changes: list[Change]
+    """The changes to the config for all runs."""
+    impossible: Mapping[str, str]
+    """Name of an impossible point -> reason."""
+    left_out: tuple[str, ...] = ()
+    """Names of possible layouts beyond the maximum."""
 
     @property
     def name(self) -> str:
@@ -54,67 +115,193 @@ class PlannedBench:
 
     @property
     def plan(self) -> LaunchPlan:
-        """The plan of the first layout."""
+        """The plan of the first point."""
         return self.points[0].plan
 
+    @property
+    def runs(self) -> list[PlannedPoint]:
+        """All points once, then all of them again for each further repeat: what disturbs the machine for a
+        while disturbs several points, not one."""
+        repeats = range(1, self.request.repeats + 1)
+        order = [(repeat, point) for repeat in repeats for point in self.points]
+        return [
+            PlannedPoint(index, self._group_values(point, repeat), point.config, point.plan)
+            for index, (repeat, point) in enumerate(order)
+        ]
+
+    def _group_values(self, point: BenchPoint, repeat: int) -> dict[str, Any]:
+        return {**point.values, REPEAT: repeat} if self.request.repeats > 1 else point.values
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the layouts that would run, and those that would not, as a JSON object."""
+        """Return the points that would run, and those that would not, as a JSON object."""
+        points = [
+            {
+                **({LAYOUT: item.name} if self.kind == "layouts" else {}),
+                "values": dict(item.settings),
+                "notes": list(item.notes),
+            }
+            for item in self.points
+        ]
         return {
-            "layouts": [
-                {"layout": item.name, "values": dict(item.values), "notes": list(item.notes)}
-                for item in self.selection.layouts
-            ],
-            "impossible": dict(self.selection.impossible),
-            "left_out": list(self.selection.left_out),
+            "layouts" if self.kind == "layouts" else "points": points,
+            "repeats": self.request.repeats,
+            "impossible": dict(self.impossible),
+            "left_out": list(self.left_out),
         }
 
     def create(self, folder: Path, run_names: Sequence[str]) -> Bench:
         """Write bench.json in the folder; `run_names` are the folders of the runs in it."""
-        runs = bench_runs(self.selection.layouts, run_names)
-        bench = Bench(folder.absolute(), self.plan.backend, self.plan.device, self.length, runs)
-        write_bench(bench, self.config, self.selection, self.changes)
+        num_points = len(self.points)
+        bench = Bench(
+            folder=folder.absolute(),
+            kind=self.kind,
+            backend=self.plan.backend,
+            device=self.plan.device,
+            length=self.request.length,
+            repeats=self.request.repeats,
+            keys=tuple(self.points[0].values),
+            runs=tuple(
+                self.points[index % num_points].run(name, index // num_points + 1)
+                for index, name in enumerate(run_names)
+            ),
+        )
+        write_bench(bench, self.request.config, self.changes, self.impossible, self.left_out)
         return bench
 
     def create_local(self, out: Path | None) -> Bench:
         """Create the folder of a bench on this machine; UsageError if it cannot be written."""
+        # A layout is a name for a folder; values of settings can be anything.
+        is_named = self.kind == "layouts"
+        names = [item.name if is_named else f"point-{index}" for index, item in enumerate(self.points)]
+        if self.request.repeats > 1:
+            repeats = range(1, self.request.repeats + 1)
+            names = [f"{name}.repeat-{repeat}" for repeat in repeats for name in names]
         with new_folder(self.name, out, OPTION) as (folder, _):
-            return self.create(folder, [item.name for item in self.selection.layouts])
+            return self.create(folder, names)
 
 
-def plan_bench(
-    loaded: LoadedConfig, config: str, length: BenchLength, layouts: Sequence[str], keep_name: bool
+def plan_settings(
+    request: BenchRequest, points: Iterable[tuple[dict[str, Any], LoadedConfig | ConfigError]]
 ) -> PlannedBench:
+    """Plan the run of every point of a sweep; `points` are the values and the config with these values.
+
+    Points that cannot run are listed with the reason. Raises the ConfigError of the first point if none can
+    run, and UsageError for a swept key that a bench sets itself.
+    """
+    plan = SettingsPlanner(request)
+    errors: list[ConfigError] = []
+    planned: list[BenchPoint] = []
+    impossible: dict[str, str] = {}
+    for values, loaded in points:
+        try:
+            if isinstance(loaded, ConfigError):
+                raise loaded
+            planned.append(plan.point(values, loaded, planned[0] if planned else None))
+        except ConfigError as error:
+            errors.append(error)
+            impossible[point_name(values)] = first_problem(error)
+    if not planned:
+        raise errors[0]
+    return PlannedBench("settings", request, planned, plan.changes, impossible)
+
+
+class SettingsPlanner:
+    """Plans the points of a sweep, which share the cluster and mostly the data."""
+
+    def __init__(self, request: BenchRequest) -> None:
+        self.request = request
+        self.changes: list[Change] = []
+        """The changes to the config of the first point."""
+        self._target: Target | None = None
+        self._data: dict[str, DataFacts] = {}
+
+    def point(self, values: dict[str, Any], loaded: LoadedConfig, first: BenchPoint | None) -> BenchPoint:
+        """Plan a point; raises ConfigError if it cannot run, or not in the same array as the first."""
+        length = self.request.length
+        possible = bench_changes(loaded.config, "settings", length, self.request.keep_name)
+        possible += profiler_changes(loaded.config, length, 1)
+        _refuse_set_by_bench(values, possible)
+        target = self._find_target(loaded)
+        data = None if loaded.config.has_user_task else self._facts(loaded)
+        changes = effective(bench_changes(loaded.config, "settings", length, self.request.keep_name))
+        short = with_values(loaded, {item.key: item.value for item in changes}, ORIGIN)
+        plan = plan_run(short, target=target, data=data)
+        profiler = effective(profiler_changes(short.config, length, plan.world_size))
+        full = with_values(short, {item.key: item.value for item in profiler}, ORIGIN)
+        self.changes = self.changes or [*changes, *profiler]
+        point = BenchPoint(values, values, full.config, plan)
+        if first is not None and target.backend != "local":
+            _refuse_other_job(first, point)
+        return point
+
+    def _find_target(self, loaded: LoadedConfig) -> Target:
+        if self._target is None:
+            self._target = make_target(loaded)
+            _refuse_submitit(self._target)
+        return self._target
+
+    def _facts(self, loaded: LoadedConfig) -> DataFacts:
+        key = loaded.config.data.model_dump_json()
+        if key not in self._data:
+            self._data[key] = inspect_data(loaded.config.data)
+        return self._data[key]
+
+
+def _refuse_set_by_bench(values: Mapping[str, Any], changes: Iterable[Change]) -> None:
+    for change in changes:
+        if change.key in values:
+            raise UsageError(
+                f"--sweep {change.key}: a bench sets {change.key} itself ({change.why})", hint="remove it"
+            )
+
+
+def _refuse_other_job(first: BenchPoint, point: BenchPoint) -> None:
+    """Raise ConfigError for a point that needs another script or size than the first."""
+    one, other = (PlannedPoint(0, item.values, item.config, item.plan) for item in (first, point))
+    differing = job_difference(one, other)
+    if differing:
+        message = f"needs another job than {first.name}: {differing}"
+        raise ConfigError([Problem("", message, hint="run one bench for each size")])
+
+
+def _refuse_submitit(target: Target) -> None:
+    if target.backend == "submitit":
+        raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")
+
+
+def plan_layouts(request: BenchRequest, loaded: LoadedConfig, layouts: Sequence[str]) -> PlannedBench:
     """Choose the layouts, the typed ones or all possible ones, and plan the run of each.
 
-    `config` is the file or name as typed; `keep_name` keeps the config's name. Raises ConfigError and
-    UsageError.
+    Raises ConfigError and UsageError.
     """
     if loaded.config.has_user_task:
         message = f"is {loaded.config.task}, whose possible layouts are unknown"
-        raise ConfigError(
-            [loaded.problem("task", message, "`trainkit bench layouts` needs the task causal_lm")]
-        )
+        hint = "`trainkit bench layouts` needs the task causal_lm; `trainkit bench settings` takes any task"
+        raise ConfigError([loaded.problem("task", message, hint)])
     if loaded.config.uses_transformers:
         message = "is transformers, whose memory is unknown"
-        hint = "`trainkit bench layouts` needs trainkit's own decoder"
+        hint = (
+            "`trainkit bench layouts` needs trainkit's own decoder; `trainkit bench settings` takes any model"
+        )
         raise ConfigError([loaded.problem("model.architecture", message, hint)])
     target, data = make_target(loaded), inspect_data(loaded.config.data)
-    if target.backend == "submitit":
-        raise UsageError("trainkit does not submit arrays through submitit", hint="add --backend sbatch")
+    _refuse_submitit(target)
     constraints = _find_constraints(loaded, target, data)
-    changes = bench_changes(loaded.config, length, constraints.world_size, keep_name)
+    changes = effective(
+        [
+            *bench_changes(loaded.config, "layouts", request.length, request.keep_name),
+            *profiler_changes(loaded.config, request.length, constraints.world_size),
+        ]
+    )
     short = with_values(loaded, {change.key: change.value for change in changes}, ORIGIN)
 
-    def plan(layout: BenchLayout) -> tuple[BenchLayout, LoadedConfig, LaunchPlan]:
+    def plan(layout: BenchLayout) -> BenchPoint:
         values = with_values(short, layout.values, f"layout {layout.name}")
-        return layout, values, plan_run(values, target=target, data=data)
+        made = plan_run(values, target=target, data=data)
+        return BenchPoint({LAYOUT: layout.name}, layout.values, values.config, made, layout.notes)
 
-    selection, plans = _select(short, constraints, layouts, plan)
-    points = [
-        PlannedPoint(index, {"layout": layout.name}, values.config, made)
-        for index, (layout, values, made) in enumerate(plans)
-    ]
-    return PlannedBench(config, length, selection, points, changes)
+    selection, points = _select(short, constraints, layouts, plan)
+    return PlannedBench("layouts", request, points, changes, selection.impossible, selection.left_out)
 
 
 def _select(

@@ -109,10 +109,12 @@ def end_line(bench: Bench, item: BenchRun) -> str:
     """Return one line about a run on this machine that has just ended."""
     state, failure = run_state(bench, item)
     row = measured(read_metrics(bench.run_dir(item)), bench.length.measured)
-    number = f"{bench.runs.index(item) + 1}/{len(bench.runs)}"
-    if state != "finished" or row["tokens_per_s"] is None:
-        return f"{number}  {item.layout}: {state}{f': {failure}' if failure else ''}"
-    return f"{number}  {item.layout}: {row['tokens_per_s']:,.0f} tokens/s, {row['step_s']:.4f} s per step"
+    which = f"{item.name} (repeat {item.repeat})" if bench.repeats > 1 else item.name
+    start = f"{bench.runs.index(item) + 1}/{len(bench.runs)}  {which}:"
+    if state != "finished" or row["step_s"] is None:
+        return f"{start} {state}{f': {failure}' if failure else ''}"
+    speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f} tokens/s, "
+    return f"{start} {speed}{row['step_s']:.4f} s per step"
 
 
 def wait_for_group(group: RunGroup, log_line: Callable[[str], None]) -> None:

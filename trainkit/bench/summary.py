@@ -1,21 +1,44 @@
-"""The summary of a bench: summary.csv, a table for the terminal, and plots."""
+"""The summary of a bench: summary.csv, a table for the terminal, and the fastest point."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
+from math import prod
 from typing import Any
 
-from trainkit.bench.bench_file import Bench
-from trainkit.bench.measure import Row, by_speed, row_of
+from trainkit.bench.bench_file import LAYOUT, Bench, point_name
+from trainkit.bench.measure import FINISHED, Row, by_speed, measured, row_of, speed
 from trainkit.bench.run_bench import have_ended, run_states
 from trainkit.manifest import remove_all
-from trainkit.rundir import write_atomic
+from trainkit.observe.group import PointStatus
+from trainkit.observe.page import read_config, read_object
+from trainkit.observe.sweep_report import REPEAT, Sweep
+from trainkit.plan.sweep import short_keys, shown_value
+from trainkit.rundir import RunDir, read_metrics, write_atomic
 from trainkit.tables import table
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """The fastest of several points that finished."""
+
+    name: str
+    speed: float
+    unit: str
+    second: str
+    second_speed: float
+    is_clear: bool | None
+    """Whether all of its repeats were faster than all of the second's; None if each ran once."""
+
+    def __str__(self) -> str:
+        gain = self.speed / self.second_speed - 1
+        text = f"{self.name}: {self.speed:,.0f} {self.unit}, {gain:.1%} more than {self.second}"
+        if self.is_clear is None:
+            return f"{text}; each ran once: --repeats measures how much that varies"
+        return text if self.is_clear else f"{text}, which is within the spread of the repeats"
 
 
 @dataclass(frozen=True)
@@ -23,7 +46,9 @@ class Summary:
     """The measurements of a bench so far."""
 
     rows: list[Row]
-    """The runs, sorted by speed."""
+    """A row per point, sorted by speed."""
+    fastest: Fastest | None
+    """None unless at least two points finished."""
     num_open: int
     """Runs that have not ended."""
 
@@ -35,75 +60,66 @@ class Summary:
 
 def write_summary(bench: Bench, warn: Callable[[str], None]) -> Summary:
     """Write summary.csv from the measurements so far."""
-    rows: list[Row] = []
+    by_run: dict[str, Row] = {}
     states = run_states(bench, warn)
     for item, (state, failure) in zip(bench.runs, states, strict=True):
-        row, missing = row_of(bench, item, state, failure)
-        rows.append(row)
-        if missing and state == "finished":
-            warn(f"{item.layout}: no exposed_comm_s: {missing}")
+        by_run[item.run], missing = row_of(bench, item, state, failure)
+        if missing and state == FINISHED:
+            warn(f"{item.name}: no exposed_comm_s: {missing}")
         if have_ended([state]):
             remove_all(bench.run_dir(item).checkpoints_dir)  # a bench is never resumed
-    rows = by_speed(rows)
-    write_atomic(bench.summary_file, csv_text(rows))
-    return Summary(rows, sum(not have_ended([state]) for state, _ in states))
+    points = by_speed([by_run[item.run] for item in runs] for runs in bench.points)
+    rows = [row for row, _ in points]
+    write_atomic(bench.summary_file, csv_text(bench.keys, rows))
+    return Summary(rows, find_fastest(bench, points), sum(not have_ended([state]) for state, _ in states))
 
 
-PLOTS = {
-    "samples_per_s": "samples per second",
-    "tokens_per_s": "tokens per second",
-    "mfu": "model FLOPs utilization",
-    "mem_gib_peak": "peak memory of rank 0, GiB",
-    "data_wait_s": "wait for data, seconds per step",
-    "exposed_comm_s": "exposed communication, seconds per step",
-}
-"""Column -> label of its axis."""
-INSTALL_HINT = "pip install 'trainkit[bench]'"
+def sweep_of_bench(bench: Bench, warn: Callable[[str], None]) -> Sweep:
+    """Return the runs of a bench for `trainkit report`, which compares them by their measured speed."""
+    several = bench.repeats > 1
+    points, speeds, sizes = [], {}, {}
+    for index, (item, (state, failure)) in enumerate(zip(bench.runs, run_states(bench, warn), strict=True)):
+        run = bench.run_dir(item)
+        values = {**item.values, REPEAT: item.repeat} if several else item.values
+        points.append(PointStatus(index, values, state, failure or None, None, None, str(run.path)))
+        speeds[index] = measured(read_metrics(run), bench.length.measured)["tokens_per_s"]
+        sizes[index] = prod(item.degrees.values())
+    first = bench.run_dir(bench.runs[0])
+    origin = bench.folder if (bench.folder / "provenance.json").is_file() else first.path
+    return Sweep(
+        name=bench.folder.name,
+        folder=bench.folder,
+        keys=[*bench.keys, REPEAT] if several else [*bench.keys],
+        points=points,
+        world_sizes=sizes,
+        is_cuda=bench.device == "cuda",
+        config=read_config(first),
+        provenance=read_object(RunDir(origin).provenance_file),
+        speeds=speeds,
+    )
 
 
-def can_plot() -> bool:
-    """Whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
+def find_fastest(bench: Bench, points: Sequence[tuple[Row, Sequence[Row]]]) -> Fastest | None:
+    """Return the first of sorted points, compared with the second."""
+    finished = [(row, runs) for row, runs in points if row["status"] == FINISHED and speed(row)]
+    if len(finished) < 2:
+        return None
+    (first, its_runs), (second, other_runs) = finished[:2]
+    is_clear = None
+    if bench.repeats > 1:
+        is_clear = min(speed(row) or 0.0 for row in its_runs) > max(speed(row) or 0.0 for row in other_runs)
+    unit = "samples/s" if first["tokens_per_s"] is None else "tokens/s"
+    names = [row_name(bench.keys, row) for row in (first, second)]
+    return Fastest(names[0], speed(first) or 0.0, unit, names[1], speed(second) or 0.0, is_clear)
 
 
-def write_plots(rows: Sequence[Row], folder: Path) -> tuple[list[Path], list[str]]:
-    """Plot every column that has values; returns the files, and the columns without values.
-
-    Raises OSError when the folder cannot be written.
-    """
-    folder.mkdir(exist_ok=True)
-    written, empty = [], []
-    for column, label in PLOTS.items():
-        file = folder / f"{column}.png"
-        if all(row[column] is None for row in rows):
-            file.unlink(missing_ok=True)  # a plot of an earlier summary
-            empty.append(column)
-            continue
-        _draw(rows, column, label, file)
-        written.append(file)
-    return written, empty
+def row_name(keys: Sequence[str], row: Row) -> str:
+    """Return the name of the point of a row."""
+    return point_name({key: row[key] for key in keys})
 
 
-def _draw(rows: Sequence[Row], column: str, label: str, file: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 1.2 + 0.35 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    shown = list(reversed(rows))  # the first row on top
-    bars = axes.barh([row["layout"] for row in shown], [row[column] or 0.0 for row in shown])
-    axes.bar_label(bars, labels=[_mark(row, column) for row in shown], padding=3)
-    axes.margins(x=0.15)
-    axes.set_xlabel(label)
-    figure.savefig(file, dpi=120)
-
-
-def _mark(row: Row, column: str) -> str:
-    value = "" if row[column] is None else f"{row[column]:.4g}"
-    return value if row["status"] == "finished" else f"{value} {row['status']}".strip()
-
-
+LAYOUT_COLUMN = {LAYOUT: "as --layout takes it: degrees above 1 and other requested keys"}
 COLUMNS = {
-    "layout": "as --layout takes it: degrees above 1 and other requested keys",
     "dp_replicate": "degree",
     "dp_shard": "degree",
     "tp": "degree",
@@ -111,47 +127,60 @@ COLUMNS = {
     "cp": "degree",
     "device_batch_size": "samples per process and accumulation step",
     "pp_microbatches": "microbatches per device batch; empty without a pipeline",
-    "steps": "number of measured steps, without warm-up and profiled ones",
-    "samples_per_s": "of all processes; like the next columns, the median over the measured steps",
+    "repeats": "number of runs with measured steps",
+    "steps": "number of measured steps of all repeats, without warm-up and profiled ones",
+    "samples_per_s": "of all processes; like the next columns, the median over the measured steps of a run, "
+    "and over the repeats",
     "tokens_per_s": "of all processes",
+    "tokens_per_s_min": "of the slowest repeat; empty with one",
+    "tokens_per_s_max": "of the fastest repeat; empty with one",
     "tokens_per_s_per_gpu": "per process on a machine without GPUs",
     "mfu": "model FLOPs utilization, 0 to 1; empty where the peak of the device is unknown, as for CPUs",
     "step_s": "seconds per optimizer step",
+    "step_s_p10": "a tenth of the measured steps took less",
+    "step_s_p90": "a tenth of the measured steps took more",
     "data_wait_s": "seconds per step spent waiting for data, mean over all ranks",
     "mem_gib_peak": "peak memory in GiB on rank 0: of its GPU, else resident memory of the process",
     "exposed_comm_s": "seconds per step spent waiting for communication without computing: the mean over up "
     "to 4 ranks in the last two steps, which the profiler slows; empty without a profile",
     "loss": "of the last step",
-    "status": "finished, failed, or another state of the run",
+    "status": "finished, failed, or another state of the run; with repeats, of how many",
     "verdict": "the first failure; empty for a finished run",
-    "run": "folder of the run in that of the bench",
+    "run": "folders of its runs in that of the bench",
 }
 
 
 MAX_FAILURE = 70
 # Column, heading, format of its values.
 _SHOWN = (
-    ("layout", "LAYOUT", ""),
     ("device_batch_size", "BATCH", ""),
     ("samples_per_s", "SAMPLES/S", ",.1f"),
     ("tokens_per_s", "TOKENS/S", ",.0f"),
+    ("tokens_per_s_min", "MIN", ",.0f"),
+    ("tokens_per_s_max", "MAX", ",.0f"),
     ("tokens_per_s_per_gpu", "PER GPU", ",.0f"),
     ("mfu", "MFU", ".1%"),
     ("step_s", "STEP S", ".4f"),
+    ("step_s_p90", "P90", ".4f"),
     ("data_wait_s", "DATA S", ".4f"),
     ("exposed_comm_s", "COMM S", ".4f"),
     ("mem_gib_peak", "GIB", ".2f"),
     ("loss", "LOSS", ".4f"),
     ("status", "STATUS", ""),
 )
+_OPTIONAL = ("tokens_per_s_min", "tokens_per_s_max", "mfu")
+"""Columns that are left out where no row has a value."""
 
 
-def csv_text(rows: Sequence[Row]) -> str:
+def csv_text(keys: Sequence[str], rows: Sequence[Row]) -> str:
     """The text of summary.csv: numbers with six digits, empty cells for unknown values."""
+    names = [*keys, *COLUMNS]
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows([_cell(row[name]) for name in COLUMNS] for row in rows)
+    writer.writerow(names)
+    writer.writerows(
+        [*(shown_value(row[key]) for key in keys), *(_cell(row[name]) for name in COLUMNS)] for row in rows
+    )
     return stream.getvalue()
 
 
@@ -161,13 +190,22 @@ def _cell(value: Any) -> str:
     return format(value, ".6g") if isinstance(value, float) else str(value)
 
 
-def summary_table(rows: Sequence[Row]) -> str:
-    """One line per layout, and below them the failures."""
-    heading = [heading for _, heading, _ in _SHOWN]
-    values = [[_shown(row[name], spec) for name, _, spec in _SHOWN] for row in rows]
+def summary_table(keys: Sequence[str], rows: Sequence[Row]) -> str:
+    """One line per point, and below them the failures."""
+    swept = [key.rpartition(".")[2] for key in keys]
+    columns = [item for item in _SHOWN if item[0] not in swept and _is_shown(item[0], rows)]
+    heading = [key.upper() for key in short_keys(keys)] + [heading for _, heading, _ in columns]
+    values = [
+        [*(shown_value(row[key]) for key in keys), *(_shown(row[name], spec) for name, _, spec in columns)]
+        for row in rows
+    ]
     lines = [table([heading, *values])]
-    lines += [f"{row['layout']}: {_cut(row['verdict'])}" for row in rows if row["verdict"]]
+    lines += [f"{row_name(keys, row)}: {_cut(row['verdict'])}" for row in rows if row["verdict"]]
     return "\n".join(lines)
+
+
+def _is_shown(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    return name not in _OPTIONAL or any(row[name] is not None for row in rows)
 
 
 def _shown(value: Any, spec: str) -> str:

@@ -454,6 +454,11 @@ def _with_seed(loaded: LoadedConfig, seed: int | None, origin: str) -> LoadedCon
     return with_values(loaded, {"seed": seed}, origin)
 
 
+def sweep_option(help_text: str) -> Callable[[Function], Function]:
+    """``--sweep KEY=V,V,…``, repeatable, given as `sweeps`."""
+    return click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V,V,…", help=help_text)
+
+
 def group_options(function: Function) -> Function:
     """``--sweep`` and ``--array``, given together as `group: GroupRequest`."""
 
@@ -461,12 +466,8 @@ def group_options(function: Function) -> Function:
     def wrapper(sweeps: tuple[str, ...], array: str | None, **others: Any) -> Any:
         return function(group=GroupRequest(sweeps, array), **others)
 
-    decorated: Any = click.option(
-        "--sweep",
-        "sweeps",
-        multiple=True,
-        metavar="KEY=V,V,…",
-        help="One run per value, and per combination of several --sweep, as one Slurm array.",
+    decorated: Any = sweep_option(
+        "One run per value, and per combination of several --sweep, as one Slurm array."
     )(wrapper)
     return click.option(  # type: ignore[no-any-return]
         "--array",

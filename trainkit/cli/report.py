@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainkit.cli.completion import complete_run
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option, run_argument
-from trainkit.errors import EXIT_OK
+from trainkit.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
+    from trainkit.bench.bench_file import Bench
     from trainkit.observe.report import Report
+    from trainkit.observe.sweep_report import Sweep
     from trainkit.rundir import RunDir
+    from trainkit.rungroup import RunGroup
 
 
 @click.command(
@@ -26,28 +30,91 @@ if TYPE_CHECKING:
 @click.option(
     "--compare", "other_name", metavar="RUN2", shell_complete=complete_run, help="Compare with a run."
 )
+@click.option("--sweep", "is_sweep", is_flag=True, help="RUN is a group of runs or a bench; else an error.")
 @json_option
-def command(run_name: str, other_name: str | None, as_json: bool) -> int:
+def command(run_name: str, other_name: str | None, is_sweep: bool, as_json: bool) -> int:
     """Write report.html in the folder of RUN and print its path.
 
     The page shows the time line, goodput and where the rest of the time went, curves, utilisation, requested
     and used resources, and how to repeat the run. It opens without a network.
+
+    For a group of runs and for the folder of a bench, the page compares all of their runs: a table, failures
+    first, the results by each swept key, and the curves over each other.
     """
     from trainkit.control.run_registry import find_run
-    from trainkit.observe.report import REPORT_FILE, render_report
-    from trainkit.rundir import write_atomic
+    from trainkit.rundir import RunDir
 
-    run = find_run(run_name)
+    found = _find(run_name)
+    if not isinstance(found, RunDir):
+        if other_name is not None:
+            raise UsageError(
+                f"--compare compares two runs, but {run_name} is a group of runs", hint="remove it"
+            )
+        return _report_sweep(found, as_json)
+    if is_sweep:
+        raise UsageError(f"{run_name} is a single run, not a group of runs or a bench", hint="remove --sweep")
     other_run = None if other_name is None else find_run(other_name)
+    return _report_run(found, other_run, as_json)
+
+
+def _find(text: str) -> RunDir | RunGroup | Bench:
+    """The bench in the folder of this name or path, else the run or group that RUN refers to."""
+    from trainkit.control.run_registry import find_run_or_group
+    from trainkit.rundir import RUNS_FOLDER
+
+    for folder in (Path(text), Path(RUNS_FOLDER, text)):
+        if (folder / "bench.json").is_file():
+            from trainkit.bench.bench_file import read_bench
+
+            return read_bench(folder)
+    return find_run_or_group(text)
+
+
+def _report_run(run: RunDir, other_run: RunDir | None, as_json: bool) -> int:
+    from trainkit.observe.report import render_report
+
     report = _read(run)
     other = None if other_run is None else _read(other_run)
-    file = run.path / REPORT_FILE
-    write_atomic(file, render_report(report, other))
+    value = report.to_dict()
+    if other is not None:
+        value["compared"] = other.to_dict()
+    return _write(run.path, render_report(report, other), value, as_json)
+
+
+def _report_sweep(found: RunGroup | Bench, as_json: bool) -> int:
+    from trainkit.observe.sweep_report import read_sweep, render_sweep
+    from trainkit.rungroup import RunGroup
+
+    if isinstance(found, RunGroup):
+        sweep = _read_group(found)
+    else:
+        from trainkit.bench.summary import sweep_of_bench
+
+        sweep = sweep_of_bench(found, _warn)
+    report = read_sweep(sweep, datetime.now(timezone.utc).timestamp())
+    return _write(sweep.folder, render_sweep(report), report.to_dict(), as_json)
+
+
+def _read_group(group: RunGroup) -> Sweep:
+    from trainkit.control.jobs import query_known_jobs, recover_group_job_id
+    from trainkit.observe.group import GroupFiles
+    from trainkit.observe.sweep_report import sweep_of_group
+
+    recover_group_job_id(group)
+    files = GroupFiles(group)
+    jobs = query_known_jobs(files.open_ids, _warn)
+    return sweep_of_group(group, files.status(jobs, datetime.now(timezone.utc)))
+
+
+def _write(folder: Path, page: str, value: dict[str, Any], as_json: bool) -> int:
+    """Write the page, and print its path or the report as JSON."""
+    from trainkit.observe.page import REPORT_FILE
+    from trainkit.rundir import write_atomic
+
+    file = folder / REPORT_FILE
+    write_atomic(file, page)
     if as_json:
-        value = {"report": str(file), **report.to_dict()}
-        if other is not None:
-            value["compared"] = other.to_dict()
-        click.echo(json.dumps(value, ensure_ascii=False))
+        click.echo(json.dumps({"report": str(file), **value}, ensure_ascii=False))
     else:
         click.echo(str(file))
     return EXIT_OK

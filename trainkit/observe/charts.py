@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from trainkit.plan.sweep import shown_value
 
 WIDTH, HEIGHT = 1000.0, 240.0
 Point = tuple[float, float]
@@ -16,7 +20,7 @@ class Line:
 
     points: Sequence[Point]
     color: str
-    """A CSS class, ``c0`` to ``c3``."""
+    """CSS classes: ``c0`` to ``c3``, ``best`` or ``thin``."""
     name: str = ""
 
 
@@ -31,8 +35,10 @@ class Chart:
     """CSS class and name of each line that has a name."""
     y_labels: list[tuple[float, str]]
     x_labels: list[tuple[float, str]]
-    marks: list[tuple[float, str]]
+    marks: list[tuple[float, str]] = field(default_factory=list)
     """Where attempts began."""
+    over: str = "steps"
+    """What the horizontal axis is."""
 
 
 def line_chart(title: str, lines: Sequence[Line], marks: Sequence[tuple[float, str]] = ()) -> Chart | None:
@@ -41,11 +47,8 @@ def line_chart(title: str, lines: Sequence[Line], marks: Sequence[tuple[float, s
     if not points:
         return None
     left, right = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
     right = right if right > left else left + 1
-    low, high = (low, high) if high > low else (low - abs(low) * 0.1 - 1e-9, high + abs(high) * 0.1 + 1e-9)
-    ticks = nice_ticks(low, high, 4)
-    low, high = min(low, ticks[0]), max(high, ticks[-1])
+    low, high, ticks = _range([y for _, y in points])
     paths = []
     for line in lines:
         shown = [
@@ -60,7 +63,7 @@ def line_chart(title: str, lines: Sequence[Line], marks: Sequence[tuple[float, s
         title=title,
         paths=paths,
         names=[(line.color, line.name) for line in lines if line.name and line.points],
-        y_labels=[((high - tick) / (high - low) * 100, number(tick)) for tick in ticks],
+        y_labels=_y_labels(low, high, ticks),
         x_labels=[
             ((tick - left) / (right - left) * 100, f"{tick:,.0f}")
             for tick in nice_ticks(left, right, 4)
@@ -68,6 +71,82 @@ def line_chart(title: str, lines: Sequence[Line], marks: Sequence[tuple[float, s
         ],
         marks=[((x - left) / (right - left) * 100, text) for x, text in marks if left <= x <= right],
     )
+
+
+def _range(values: Sequence[float]) -> tuple[float, float, list[float]]:
+    """The lowest and highest value of an axis, and its round numbers."""
+    low, high = min(values), max(values)
+    low, high = (low, high) if high > low else (low - abs(low) * 0.1 - 1e-9, high + abs(high) * 0.1 + 1e-9)
+    ticks = nice_ticks(low, high, 4)
+    return min(low, ticks[0]), max(high, ticks[-1]), ticks
+
+
+def _y_labels(low: float, high: float, ticks: Sequence[float]) -> list[tuple[float, str]]:
+    return [((high - tick) / (high - low) * 100, number(tick)) for tick in ticks]
+
+
+LOG_RATIO = 20.0
+"""Positive values that differ by more are shown on a logarithmic axis."""
+MAX_X_LABELS = 6
+MAX_LABEL = 14
+
+
+def dot_chart(
+    title: str, key: str, values: Sequence[Any], results: Sequence[float], best: int | None = None
+) -> Chart | None:
+    """A dot for the result of each value of a config key; the `best` one stands out.
+
+    Numbers have a numeric axis, and a line through the medians; None when there is nothing to draw.
+    """
+    if not results:
+        return None
+    low, high, ticks = _range(results)
+    places = _places(values)
+
+    def at(value: Any, result: float) -> str:
+        return f"{places[shown_value(value)] * WIDTH:.1f} {(high - result) / (high - low) * HEIGHT:.1f}"
+
+    paths = []
+    by_value: dict[str, list[tuple[Any, float]]] = {}
+    for value, result in zip(values, results, strict=True):
+        by_value.setdefault(shown_value(value), []).append((value, result))
+    if _are_numbers(values) and len(by_value) > 1:
+        groups = sorted(by_value.values(), key=lambda items: float(items[0][0]))
+        line = [at(items[0][0], median(result for _, result in items)) for items in groups]
+        paths.append(("thin", "M" + "L".join(line)))
+    for index, (value, result) in enumerate(zip(values, results, strict=True)):
+        place = at(value, result)
+        paths.append(("c1 dot" if index == best else "c0 dot", f"M{place}L{place}"))
+    paths.sort(key=lambda item: item[0] == "c1 dot")  # on top of the others
+    return Chart(title, paths, [], _y_labels(low, high, ticks), _value_labels(places), over=key)
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+
+
+def _places(values: Sequence[Any]) -> dict[str, float]:
+    """Text of a value -> its place on the axis, 0 to 1, from left to right."""
+    distinct = list({shown_value(value): value for value in values}.values())
+    if not _are_numbers(distinct) or len(distinct) == 1:
+        return {shown_value(value): (index + 0.5) / len(distinct) for index, value in enumerate(distinct)}
+    distinct.sort()
+    is_logarithmic = distinct[0] > 0 and distinct[-1] / distinct[0] >= LOG_RATIO
+    scale = [math.log(value) if is_logarithmic else value for value in distinct]
+    length = scale[-1] - scale[0]
+    return {
+        shown_value(value): 0.02 + 0.96 * (place - scale[0]) / length
+        for value, place in zip(distinct, scale, strict=True)
+    }
+
+
+def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
+    """The values as labels, but none that would touch the label before it."""
+    labels: list[tuple[float, str]] = []
+    for text, place in places.items():
+        if not labels or place * 100 - labels[-1][0] >= 100 / MAX_X_LABELS:
+            labels.append((place * 100, text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…"))
+    return labels
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import islice, pairwise
+from functools import partial
+from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,11 @@ CATEGORIES = {
 }
 """Category of allocated time -> its label, in the order in which they are shown."""
 NUM_BUCKETS = 800
+PART_BYTES = 32 * 1024 * 1024
+"""A file of at least twice this size is read by several processes."""
+MAX_READERS = 8
+OVERLAP_BYTES = 65_536
+"""How far before its part a process looks for the previous records."""
 MERGED_RECORDS = 50
 """In buckets of at least this many records, those without an event in between are added up at once."""
 Point = tuple[float, float]
@@ -114,15 +123,79 @@ def read_attempts(events: Sequence[Mapping[str, Any]], now: float | None) -> lis
     return attempts
 
 
-def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
-    """Read metrics.jsonl once: its curves and, with the attempts' events, where the time went."""
+def read_curves(path: Path, attempts: Sequence[Attempt], part_bytes: int = PART_BYTES) -> Curves:
+    """Read metrics.jsonl once: its curves and, with the attempts' events, where the time went.
+
+    Processes read the parts of a large file in parallel, as most of the time is spent parsing lines.
+    """
+    parts = file_parts(path, part_bytes)
+    read = partial(_read_part, path, attempts)
+    if len(parts) == 1:
+        found = [read(parts[0])]
+    else:
+        with ProcessPoolExecutor(len(parts), get_context("spawn")) as readers:
+            found = list(readers.map(read, parts))
+    curves, clocks = _joined(found)
+    for attempt in attempts:
+        _add_ends(curves.spent[attempt.number], attempt, clocks.get(attempt.number))
+    return curves
+
+
+Clocks = dict[int, tuple[float, int]]
+"""Attempt -> the time and step up to which its time has been divided."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a file, from the start of a line on."""
+
+    start: int
+    end: int
+    num_buckets: int
+
+
+def file_parts(path: Path, part_bytes: int) -> list[Part]:
+    """Parts of about equal size, one for each process that may run; a single one for a small file."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return [Part(0, 0, NUM_BUCKETS)]
+    count = max(1, min(MAX_READERS, len(os.sched_getaffinity(0)), size // part_bytes))
+    cuts = [0]
+    with path.open("rb") as stream:
+        for index in range(1, count):
+            stream.seek(size * index // count)
+            stream.readline()
+            cuts.append(stream.tell())
+    return [Part(*ends, NUM_BUCKETS // count) for ends in pairwise([*cuts, size])]
+
+
+def _joined(found: Sequence[tuple[Curves, Clocks]]) -> tuple[Curves, Clocks]:
+    """The curves of all parts of a file, in order."""
+    (curves, clocks), *others = found
+    for following, later in others:
+        for name, by_attempt in following.series.items():
+            for number, points in by_attempt.items():
+                curves.series[name].setdefault(number, []).extend(points)
+        for number, spent in following.spent.items():
+            for category, spent_s in spent.items():
+                curves.spent[number][category] += spent_s
+        curves.num_records += following.num_records
+        curves.num_steps_lost += following.num_steps_lost
+        curves.last = following.last or curves.last
+        clocks |= later
+    return curves, clocks
+
+
+def _read_part(path: Path, attempts: Sequence[Attempt], part: Part) -> tuple[Curves, Clocks]:
+    """Read one part of metrics.jsonl; start-up and shutdown of the attempts are not added yet."""
     by_number = {attempt.number: attempt for attempt in attempts}
     spent = {number: dict.fromkeys(CATEGORIES, 0.0) for number in by_number}
     series: dict[str, dict[int, list[Point]]] = {name: {} for name in SERIES}
-    clocks: dict[int, tuple[float, int]] = {}
+    clocks = _clocks_before(path, part.start)
     count = lost = 0
     last: dict[str, Any] = {}
-    for records in _buckets(path):
+    for records in _buckets(path, part):
         count += len(records)
         for number, own in _by_attempt(records).items():
             attempt = by_number.get(number)
@@ -138,9 +211,22 @@ def read_curves(path: Path, attempts: Sequence[Attempt]) -> Curves:
             clock = clocks.get(number, (begin, attempt.start_step))
             clock, num_lost = _add_steps(spent[number], attempt, own, clock)
             clocks[number], lost = clock, lost + num_lost
-    for attempt in attempts:
-        _add_ends(spent[attempt.number], attempt, clocks.get(attempt.number))
-    return Curves(series, spent, count, lost, last)
+    return Curves(series, spent, count, lost, last), clocks
+
+
+def _clocks_before(path: Path, position: int) -> Clocks:
+    """The clocks of the attempts whose records are just before a position."""
+    if position == 0:
+        return {}
+    with path.open("rb") as stream:
+        stream.seek(max(0, position - OVERLAP_BYTES))
+        lines = stream.read(min(position, OVERLAP_BYTES)).split(b"\n")
+    clocks = {}
+    for record in _parsed(lines):  # the first may be cut off
+        time = seconds(record.get("time"))
+        if time is not None:
+            clocks[int(record.get("attempt") or 0)] = time, record["step"]
+    return clocks
 
 
 def idle_gaps(attempts: Sequence[Attempt]) -> float:
@@ -158,9 +244,15 @@ def _add_steps(
 ) -> tuple[tuple[float, int], int]:
     """Divide the time between records into steps and what was between them; returns the new clock."""
     before, step_before = clock
-    num_lost = 0
     if len(records) >= MERGED_RECORDS:
-        records = _merged(attempt, records, before, step_before) or records
+        merged = _merged(attempt, records, before, step_before)
+        if merged is None:  # halves without the event that is in between can still be added up at once
+            half = len(records) // 2
+            clock, num_lost = _add_steps(spent, attempt, records[:half], clock)
+            clock, num_lost_after = _add_steps(spent, attempt, records[half:], clock)
+            return clock, num_lost + num_lost_after
+        records = merged
+    num_lost = 0
     for record in records:
         time, step = seconds(record.get("time")), record["step"]
         num_steps = step - step_before
@@ -269,18 +361,23 @@ def _by_attempt(records: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, A
     return found
 
 
-def _buckets(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """The records of a file in about `NUM_BUCKETS` lists."""
-    try:
-        size = path.stat().st_size
-        stream = path.open("rb")
-    except FileNotFoundError:
+def _buckets(path: Path, part: Part) -> Iterator[list[dict[str, Any]]]:
+    """The records of a part of a file in about the number of lists that it names."""
+    if part.end == part.start:
         return
-    with stream:
+    with path.open("rb") as stream:
+        stream.seek(part.start)
         first = len(stream.readline()) or 1
-        stream.seek(0)
-        count = max(1, size // first // NUM_BUCKETS)
-        while lines := list(islice(stream, count)):
+        stream.seek(part.start)
+        count = max(1, (part.end - part.start) // first // part.num_buckets)
+        position = part.start
+        while position < part.end:
+            lines: list[bytes] = []
+            while position < part.end and len(lines) < count:
+                lines.append(stream.readline())
+                position += len(lines[-1])
+                if not lines[-1]:
+                    return
             records = _parsed(lines)
             if records:
                 yield records

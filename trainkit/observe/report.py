@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from trainkit.config import read_effective
 from trainkit.config.names import flatten
-from trainkit.errors import TrainkitError
 from trainkit.observe.charts import Chart, Line, line_chart
 from trainkit.observe.checkpoints import ListedCheckpoint, list_checkpoints
 from trainkit.observe.goodput import (
@@ -25,12 +23,11 @@ from trainkit.observe.goodput import (
     read_curves,
     seconds,
 )
+from trainkit.observe.page import duration, read_config, read_object, render_page
 from trainkit.observe.status import RunStatus
-from trainkit.resources import shipped_templates
-from trainkit.rundir import RunDir, read_json, read_jsonl
+from trainkit.rundir import RunDir, read_jsonl
 
 TEMPLATE = "report.html.j2"
-REPORT_FILE = "report.html"
 TIME_MARGIN, MEMORY_MARGIN = 1.2, 1.25
 TITLES = {
     "loss": "Loss",
@@ -65,6 +62,25 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class Slowdown:
+    """A rank, or with `rank` None the whole run, that was slow for a while."""
+
+    attempt: int | None
+    rank: int | None
+    host: str | None
+    phase: str | None
+    """``data``, ``compute`` or ``network``: where most of the difference was."""
+    noticed: str | None
+    since_step: int | None
+    until_step: int | None
+    """When it was seen to be as fast as usual; None if it was slow until the attempt ended, or still is."""
+    own_s: float | None
+    """Its seconds of a step; of a rank, before it first waits for others."""
+    usual_s: float | None
+    """Those of the other ranks, or of the run before."""
+
+
+@dataclass(frozen=True)
 class Report:
     """What a run did; None where a value is unknown."""
 
@@ -85,6 +101,7 @@ class Report:
     num_steps_lost: int
     curves: dict[str, dict[int, list[Point]]]
     val_loss: list[Point]
+    slowdowns: list[Slowdown]
     nodes: list[NodeUse]
     advice: list[Advice]
     checkpoints: list[ListedCheckpoint]
@@ -117,10 +134,10 @@ def read_report(run: RunDir, status: RunStatus, now: float) -> Report:
     spent["idle"] += idle_s
     allocated_s = sum(attempt.allocated_s for attempt in attempts) + idle_s
     spent["unmeasured"] += max(0.0, allocated_s - sum(spent.values()))
-    plan = _object(run, "plan.json")
+    plan = read_object(run.plan_file)
     world_size = plan.get("world_size")
     nodes = read_nodes(run)
-    config = _config(run)
+    config = dict(flatten(read_config(run)))
     is_measured = allocated_s > 0 and curves.num_records > 0
     goodput = spent["productive"] / allocated_s if is_measured else None
     return Report(
@@ -138,13 +155,29 @@ def read_report(run: RunDir, status: RunStatus, now: float) -> Report:
         num_steps_lost=curves.num_steps_lost,
         curves=curves.series,
         val_loss=_val_losses(events),
+        slowdowns=find_slowdowns(events),
         nodes=nodes,
         advice=_advice(config, attempts, nodes, status, curves),
         checkpoints=checkpoints,
         config=config,
         layout=plan.get("layout") or {},
-        provenance=_object(run, "provenance.json"),
+        provenance=read_object(run.provenance_file),
     )
+
+
+def find_slowdowns(events: Sequence[Mapping[str, Any]]) -> list[Slowdown]:
+    """The slow ranks in a run's events, in the order in which they were noticed."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        if event.get("event") in ("slow_rank", "slow_run"):
+            found.append({**event, "noticed": event.get("time"), "until_step": None})
+        elif event.get("event") in ("slow_rank_over", "slow_run_over"):
+            same = [
+                item for item in found if all(item.get(key) == event.get(key) for key in ("attempt", "rank"))
+            ]
+            if same:
+                same[-1]["until_step"] = event.get("step")
+    return [Slowdown(**{item.name: record.get(item.name) for item in fields(Slowdown)}) for record in found]
 
 
 def percentages(spent: Mapping[str, float]) -> dict[str, float]:
@@ -183,18 +216,10 @@ def read_nodes(run: RunDir) -> list[NodeUse]:
 
 def render_report(report: Report, other: Report | None = None) -> str:
     """The page of a report; with `other`, of both side by side."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(shipped_templates()),
-        undefined=StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(duration=duration)
     argv = report.provenance.get("argv") or []
-    return environment.get_template(TEMPLATE).render(
+    return render_page(
+        TEMPLATE,
+        title=report.status.name,
         report=report,
         status=report.status,
         other=other,
@@ -204,18 +229,6 @@ def render_report(report: Report, other: Report | None = None) -> str:
         command=shlex.join(map(str, argv)),
         changed=[] if other is None else _changed(report.config, other.config),
     )
-
-
-def duration(value: float | None) -> str:
-    """Seconds as text: ``8.2 s``, ``3 min 05 s`` or ``2 h 10 min``."""
-    if value is None:
-        return "unknown"
-    if value < 60:
-        return f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
 def _charts(report: Report, other: Report | None) -> list[Chart]:
@@ -312,11 +325,14 @@ def _advice(
     found = []
     longest_s = max((attempt.allocated_s for attempt in attempts), default=0.0)
     if longest_s:
-        if status.state == "finished" and len(attempts) == 1:
-            minutes = 5 * math.ceil(longest_s * TIME_MARGIN / 300)
-            following = f"--time {minutes // 60:02d}:{minutes % 60:02d}:00 (20 % above the measured time)"
-        else:
-            following = "unknown: no attempt ran from the first to the last step"
+        following = "unknown: the run did not finish"
+        if status.state == "finished":
+            needed_s = sum(attempt.allocated_s for attempt in attempts) - sum(
+                own["lost"] for own in curves.spent.values()
+            )
+            minutes = 5 * math.ceil(needed_s * TIME_MARGIN / 300)
+            what = "the measured time" if len(attempts) == 1 else "all attempts without repeated steps"
+            following = f"--time {minutes // 60:02d}:{minutes % 60:02d}:00 (20 % above {what})"
         found.append(
             Advice(
                 "Time",
@@ -380,22 +396,6 @@ def _last_time(run: RunDir, events: list[dict[str, Any]]) -> float | None:
     if run.metrics_file.exists():
         times.append(run.metrics_file.stat().st_mtime)
     return max((time for time in times if time is not None), default=None)
-
-
-def _config(run: RunDir) -> dict[str, Any]:
-    """The effective config by dotted key; empty when it cannot be read."""
-    try:
-        return dict(flatten(read_effective(run.config_file).model_dump(mode="json", by_alias=True)))
-    except (OSError, TrainkitError):
-        return {}
-
-
-def _object(run: RunDir, name: str) -> dict[str, Any]:
-    try:
-        value = read_json(run.path / name)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _mean(samples: list[dict[str, Any]], key: str) -> float | None:

@@ -127,10 +127,16 @@ def check_points(
             f"requeue.follow_ups is {points[0].config.requeue.follow_ups}, which a group of runs cannot have",
             hint="set it to 0: follow-up jobs wait for a job, not for a task of an array",
         )
-    job = _job_of(points[0])
+    job_of_first = _job_of(points[0])
     for point in points[1:]:
-        if point.plan is not points[0].plan or point.config.launch is not points[0].config.launch:
-            _refuse_other_job(points[0], job, point)
+        differing = job_difference(points[0], point, job_of_first)
+        if differing:
+            raise UsageError(
+                f"point {point.index} ({shown(point.values)}) needs a different job than point "
+                f"{points[0].index}: {differing}",
+                hint="all tasks of an array have one script and size: "
+                "submit a run or a sweep for each of these",
+            )
     return points
 
 
@@ -196,20 +202,21 @@ def _with_points(
         yield Problem("", f"and {len(found) - MAX_SHOWN:,} more problems")
 
 
-def _refuse_other_job(first: PlannedPoint, before: Mapping[str, str], point: PlannedPoint) -> None:
-    """Raise UsageError for a point that needs another script: an array has one script and Slurm request."""
-    now = _job_of(point)
-    differing = [
+def job_difference(
+    first: PlannedPoint, point: PlannedPoint, job_of_first: dict[str, str] | None = None
+) -> str:
+    """What differs in the jobs of two points; empty if one array, with one script and size, can run both.
+
+    `job_of_first` avoids computing it for every other point.
+    """
+    if point.plan is first.plan and point.config.launch is first.config.launch:
+        return ""
+    before, now = job_of_first or _job_of(first), _job_of(point)
+    return ", ".join(
         f"{before.get(name, f'no {name}')} or {now.get(name, f'no {name}')}"
         for name in {**before, **now}
         if before.get(name) != now.get(name)
-    ]
-    if differing:
-        raise UsageError(
-            f"point {point.index} ({shown(point.values)}) needs a different job than point {first.index}: "
-            + ", ".join(differing),
-            hint="all tasks of an array have one script and size: submit a run or a sweep for each of these",
-        )
+    )
 
 
 def _job_of(point: PlannedPoint) -> dict[str, str]:

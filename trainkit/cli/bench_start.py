@@ -1,11 +1,11 @@
-"""``trainkit bench layouts``: runs the layouts here or on Slurm, or lists them."""
+"""Starts a bench here or on Slurm, or lists its points; writes and prints its summary."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -17,8 +17,8 @@ from trainkit.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 if TYPE_CHECKING:
     from trainkit.bench.bench_file import Bench, BenchRun
     from trainkit.bench.measure import Row
-    from trainkit.bench.plan_bench import PlannedBench
-    from trainkit.cli.options import ConfigRequest
+    from trainkit.bench.plan_bench import BenchRequest, PlannedBench
+    from trainkit.cli.options import ConfigRequest, GroupRequest
     from trainkit.rundir import RunDir
 
 
@@ -26,12 +26,12 @@ MAX_NAMES = 8
 
 
 @dataclass(frozen=True)
-class LayoutsRequest:
-    """The options of the command."""
+class BenchOptions:
+    """The options of every bench."""
 
-    layouts: tuple[str, ...]
     steps: int
     warmup: int
+    repeats: int
     out: str | None
     at_once: int
     follow: bool
@@ -42,19 +42,38 @@ class LayoutsRequest:
     def folder(self) -> Path | None:
         """The folder of ``--out``."""
         if self.out is not None and not self.out.strip():
-            raise UsageError("--out is empty", hint="name a folder, or omit --out for runs/NAME-layouts")
+            raise UsageError("--out is empty", hint="name a folder, or omit --out")
         return None if self.out is None else Path(self.out)
 
+    def request(self, config: ConfigRequest) -> BenchRequest:
+        from trainkit.bench.bench_file import BenchLength
+        from trainkit.bench.plan_bench import BenchRequest
 
-def bench_layouts(request: ConfigRequest, typed: LayoutsRequest) -> int:
+        return BenchRequest(
+            config.path, BenchLength(self.steps, self.warmup), self.repeats, "name" in config.flags
+        )
+
+
+def bench_layouts(config: ConfigRequest, layouts: Sequence[str], typed: BenchOptions) -> int:
     """Run the layouts, submit them, or only list them."""
-    from trainkit.bench.bench_file import BenchLength
-    from trainkit.bench.plan_bench import plan_bench
+    from trainkit.bench.plan_bench import plan_layouts
+
+    return _bench(plan_layouts(typed.request(config), config.load_to_plan(), layouts), typed)
+
+
+def bench_settings(config: ConfigRequest, sweep: GroupRequest, typed: BenchOptions) -> int:
+    """Run the points of a sweep, submit them, or only list them."""
+    from trainkit.bench.plan_bench import plan_settings
+
+    request = typed.request(config)
+    _, values = sweep.points(None)
+    points = ((values[index], loaded) for index, loaded in sweep.load_points(config, values))
+    return _bench(plan_settings(request, points), typed)
+
+
+def _bench(planned: PlannedBench, typed: BenchOptions) -> int:
     from trainkit.plan.launch import describe_plan
 
-    length = BenchLength(typed.steps, typed.warmup)
-    keep_name = "name" in request.flags
-    planned = plan_bench(request.load_to_plan(), request.path, length, typed.layouts, keep_name)
     if not typed.dry_run:
         click.echo(describe_plan(planned.plan, planned.name).splitlines()[0], err=True)
     _describe(planned)
@@ -64,20 +83,23 @@ def bench_layouts(request: ConfigRequest, typed: LayoutsRequest) -> int:
 
 
 def _describe(planned: PlannedBench) -> None:
-    """Print the changes to the config, the layouts that run, and those that do not."""
+    """Print the changes to the config, the points that run, and those that do not."""
     for change in planned.changes:
         _print_fact("bench", change.sentence)
-    selection = planned.selection
-    count = len(selection.layouts)
-    _print_fact("layouts", f"{count} layout{'s' if count > 1 else ''} of {planned.plan.world_size} processes")
-    _print_fact("steps", planned.length.text)
-    for item in selection.layouts:
+    count, repeats = len(planned.points), planned.request.repeats
+    what = planned.kind if planned.kind == "layouts" else "points"
+    times = "" if repeats == 1 else f", {repeats} times each"
+    sizes = sorted({item.plan.world_size for item in planned.points})
+    processes = f"{' or '.join(map(str, sizes))} process{'es' if sizes != [1] else ''}"
+    _print_fact(what, f"{count} {what if count > 1 else what[:-1]} of {processes}{times}")
+    _print_fact("steps", planned.request.length.text)
+    for item in planned.points:
         for note in item.notes:
             _print_fact("adapted", f"{item.name}: {note}")
-    for name, reason in selection.impossible.items():
+    for name, reason in planned.impossible.items():
         _print_fact("not possible", f"{name}: {reason}")
-    if selection.left_out:
-        _print_fact("left out", _left_out(selection.left_out))
+    if planned.left_out:
+        _print_fact("left out", _left_out(planned.left_out))
 
 
 def _left_out(names: Sequence[str]) -> str:
@@ -92,23 +114,26 @@ def _print_fact(label: str, text: str) -> None:
 
 
 def _list(planned: PlannedBench, as_json: bool) -> int:
-    """Print the layouts that would run."""
+    """Print the points that would run."""
+    from trainkit.plan.sweep import short_keys, shown_value
     from trainkit.tables import table
 
     if as_json:
         click.echo(json.dumps(planned.to_dict(), ensure_ascii=False))
         return EXIT_OK
-    rows = [["LAYOUT", "BATCH", "MICROBATCHES", "ACCUMULATION"]]
-    for item, point in zip(planned.selection.layouts, planned.points, strict=True):
-        batch, parallel = point.plan.batch, point.config.parallel
-        microbatches = str(parallel.pp_microbatches) if item.layout.pp > 1 else "-"
-        rows.append([item.name, str(batch.device_batch_size), microbatches, str(batch.accumulation_steps)])
+    keys = list(planned.points[0].values)
+    rows = [[*(key.upper() for key in short_keys(keys)), "BATCH", "MICROBATCHES", "ACCUMULATION"]]
+    for point in planned.points:
+        batch = point.plan.batch
+        microbatches = "-" if batch.pp_microbatches is None else str(batch.pp_microbatches)
+        values = [shown_value(value) for value in point.values.values()]
+        rows.append([*values, str(batch.device_batch_size), microbatches, str(batch.accumulation_steps)])
     click.echo(table(rows))
     return EXIT_OK
 
 
-def _run_here(planned: PlannedBench, typed: LayoutsRequest) -> int:
-    """Run the layouts one after another on this machine, and write the summary."""
+def _run_here(planned: PlannedBench, typed: BenchOptions) -> int:
+    """Run the points one after another on this machine, and write the summary."""
     from trainkit.bench.run_bench import end_line, run_here
     from trainkit.cli.start_output import print_copied
     from trainkit.control.run_registry import isolated_state
@@ -116,9 +141,10 @@ def _run_here(planned: PlannedBench, typed: LayoutsRequest) -> int:
     from trainkit.submit.start import start_run
 
     bench = planned.create_local(typed.folder)
+    runs = planned.runs
 
     def start(index: int, item: BenchRun) -> RunDir:
-        point = planned.points[index]
+        point = runs[index]
         created = create_run(point.config, point.plan, ["trainkit", *sys.argv[1:]], bench.folder / item.run)
         if index == 0:
             print_copied(created.code)
@@ -126,28 +152,30 @@ def _run_here(planned: PlannedBench, typed: LayoutsRequest) -> int:
         return created.run
 
     shown = quote(str(bench.folder))
-    click.echo(f"the runs are in {shown}; `trainkit logs {shown}/LAYOUT -f` follows one", err=True)
+    first = quote(str(bench.folder / bench.runs[0].run))
+    click.echo(f"the runs are in {shown}; `trainkit logs {first} -f` follows the first", err=True)
     try:
         with isolated_state(bench.folder):
             run_here(bench, start, lambda item: click.echo(end_line(bench, item), err=True))
     except KeyboardInterrupt:
-        click.echo(f"\n`trainkit bench layouts --collect {shown}` writes the summary so far", err=True)
+        click.echo(f"\n`{bench.command} --collect {shown}` writes the summary so far", err=True)
         return EXIT_INTERRUPTED
     return summarize(bench, typed.as_json)
 
 
-def _submit(planned: PlannedBench, typed: LayoutsRequest) -> int:
-    """Submit the layouts as one array; with --follow, wait and write the summary."""
+def _submit(planned: PlannedBench, typed: BenchOptions) -> int:
+    """Submit the points as one array; with --follow, wait and write the summary."""
     from trainkit.bench.plan_bench import OPTION
     from trainkit.bench.run_bench import wait_for_group
     from trainkit.cli.start_output import print_copied
     from trainkit.submit.array_spec import ArraySpec, refuse_too_large
     from trainkit.submit.sweep import create_group, start_group
 
-    spec = ArraySpec(tuple(range(len(planned.points))), typed.at_once)
+    runs = planned.runs
+    spec = ArraySpec(tuple(range(len(runs))), typed.at_once)
     refuse_too_large(spec)
     argv = ["trainkit", *sys.argv[1:]]
-    group, code = create_group(planned.points, spec.directive, argv, typed.folder, OPTION)
+    group, code = create_group(runs, spec.directive, argv, typed.folder, OPTION)
     print_copied(code)
     bench = planned.create(group.path, [str(index) for index in spec.indices])
     job_id = start_group(group)
@@ -157,7 +185,7 @@ def _submit(planned: PlannedBench, typed: LayoutsRequest) -> int:
         click.echo(json.dumps(value) if typed.as_json else f"{group.path}\n{job_id}")
         click.echo(
             f"`trainkit status {shown}` shows the runs; "
-            f"`trainkit bench layouts --collect {shown}` writes the summary",
+            f"`{bench.command} --collect {shown}` writes the summary",
             err=True,
         )
         return EXIT_OK
@@ -166,7 +194,7 @@ def _submit(planned: PlannedBench, typed: LayoutsRequest) -> int:
         wait_for_group(group, lambda text: click.echo(text, err=True))
     except KeyboardInterrupt:
         click.echo(
-            f"\ndetached; the runs continue: `trainkit bench layouts --collect {shown}` writes the summary, "
+            f"\ndetached; the runs continue: `{bench.command} --collect {shown}` writes the summary, "
             f"`trainkit cancel {shown}` ends them",
             err=True,
         )
@@ -195,12 +223,15 @@ def summarize(bench: Bench, as_json: bool) -> int:
             "summary": str(bench.summary_file),
             "plots": plots,
             "rows": summary.rows,
+            "fastest": None if summary.fastest is None else asdict(summary.fastest),
         }
         click.echo(json.dumps(value, ensure_ascii=False))
     else:
-        click.echo(summary_table(summary.rows))
+        click.echo(summary_table(bench.keys, summary.rows))
+    if summary.fastest is not None:
+        click.echo(f"fastest: {summary.fastest}", err=True)
     if summary.num_open:
-        text = f"{summary.num_open} of {len(summary.rows)} runs have not ended: collect again later"
+        text = f"{summary.num_open} of {len(bench.runs)} runs have not ended: collect again later"
         click.echo(f"warning: {text}", err=True)
     click.echo(f"summary: {bench.summary_file}", err=True)
     return EXIT_OK if summary.has_measurements else EXIT_FAILED
@@ -208,12 +239,12 @@ def summarize(bench: Bench, as_json: bool) -> int:
 
 def _plot(bench: Bench, rows: list[Row]) -> list[str]:
     """Draw the plots, and print where they are or why there are none."""
-    from trainkit.bench.summary import INSTALL_HINT, can_plot, write_plots
+    from trainkit.bench.plots import INSTALL_HINT, can_plot, write_plots
 
     if not can_plot():
         click.echo(f"no plots: matplotlib is not installed ({INSTALL_HINT})", err=True)
         return []
-    written, empty = write_plots(rows, bench.plots_dir)
+    written, empty = write_plots(bench.keys, rows, bench.plots_dir)
     click.echo(f"plots: {len(written)} in {bench.plots_dir}", err=True)
     if empty:
         click.echo(f"no plots of {', '.join(empty)}: no values", err=True)

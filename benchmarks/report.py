@@ -1,0 +1,135 @@
+"""Measures how long `trainkit report` takes for a long run, and how large its page is.
+
+    python -m benchmarks.report [--lines 1000000] [--repeats 3]
+
+The run is made up: a record a step, an evaluation every 500 steps and a resume in the middle. For comparison,
+the time to parse the same lines as JSON in one process, which does nothing with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from trainkit.config import RunConfig, dump_effective
+from trainkit.rundir import RunDir, as_utc, write_json
+
+BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
+STARTUP_S, STEP_S, EVAL_EVERY = 10.0, 0.5, 500
+MIB = 1024**2
+GOAL_S, GOAL_MB = 5.0, 3.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lines", type=int, default=1_000_000, metavar="N")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="trainkit-report-") as folder:
+        run = RunDir(Path(folder) / "long")
+        write_run(run, args.lines)
+        size_mib = run.metrics_file.stat().st_size / MIB
+        print(f"{args.lines:,} lines, {size_mib:.0f} MiB, {len(os.sched_getaffinity(0))} CPUs")
+        seconds = statistics.median(report_s(run) for _ in range(args.repeats))
+        parse_s = statistics.median(json_s(run) for _ in range(args.repeats))
+        page_mb = (run.path / "report.html").stat().st_size / 1e6
+        print(f"trainkit report: {seconds:.2f} s, median of {args.repeats} (goal: {GOAL_S:.0f} s)")
+        print(f"parsing the JSON alone: {parse_s:.2f} s; ratio {seconds / parse_s:.2f}")
+        print(f"page: {page_mb:.3f} MB (goal: {GOAL_MB:.0f} MB)")
+        return int(seconds > GOAL_S or page_mb > GOAL_MB)
+
+
+def write_run(run: RunDir, num_lines: int) -> None:
+    """Write the folder of a run of two attempts that has finished."""
+    run.path.mkdir()
+    for number in (1, 2):
+        run.attempt(number).create()
+    run.config_file.write_text(dump_effective(RunConfig.model_validate({"train": {"steps": num_lines}})))
+    entry = {"attempt": 2, "job_id": "local-1", "submitted_at": stamp(0), "host": "a"}
+    write_json(run.job_file, {"name": "long", "attempts": [entry]})
+    write_json(run.plan_file, {"num_nodes": 1, "workers_per_node": 2, "world_size": 2, "device": "cpu"})
+    write_json(run.attempt(2).end_file, {"state": "finished", "action": "finished", "reason": "all ranks"})
+    half = num_lines // 2
+    middle_s, end_s = STARTUP_S + STEP_S * half + 1, 2 * STARTUP_S + STEP_S * num_lines + 2
+    events = [
+        {"time": stamp(0), "attempt": 1, "event": "started"},
+        {"time": stamp(STARTUP_S), "attempt": 1, "event": "training", "step": 0},
+        {
+            "time": stamp(middle_s),
+            "attempt": 1,
+            "event": "stopped",
+            "state": "stopped",
+            "reason": "preempted",
+        },
+        {"time": stamp(middle_s), "attempt": 2, "event": "started"},
+        {"time": stamp(middle_s + STARTUP_S), "attempt": 2, "event": "training", "step": half},
+        {"time": stamp(end_s), "attempt": 2, "event": "finished", "state": "finished"},
+    ]
+    for step in range(EVAL_EVERY, num_lines, EVAL_EVERY):
+        attempt, time_s = place(step, half)
+        evaluated = {"attempt": attempt, "event": "evaluated", "step": step, "val_loss": 3 + 1 / step}
+        events.append({"time": stamp(time_s + STEP_S / 2), **evaluated})
+    run.events_file.write_text("".join(json.dumps(event) + "\n" for event in events))
+    with run.metrics_file.open("w") as stream:
+        stream.writelines(
+            json.dumps(record(step, half, num_lines)) + "\n" for step in range(1, num_lines + 1)
+        )
+
+
+def place(step: int, half: int) -> tuple[int, float]:
+    """The attempt of a step, and when it ended in seconds since the run began."""
+    time_s = STARTUP_S + STEP_S * step
+    return (1, time_s) if step <= half else (2, time_s + STARTUP_S + 1)
+
+
+def record(step: int, half: int, num_lines: int) -> dict[str, object]:
+    attempt, time_s = place(step, half)
+    return {
+        "step": step,
+        "time": stamp(time_s),
+        "attempt": attempt,
+        "loss": 5 - step / num_lines + step * 7919 % 101 / 500,
+        "grad_norm": 1 + step * 31 % 97 / 97,
+        "lr": 3e-4 * step / num_lines,
+        "tokens": step * 8192,
+        "tokens_per_s": 16384.0 + step * 17 % 1009,
+        "tokens_per_s_per_gpu": 8192.0 + step * 17 % 503,
+        "mfu": None,
+        "step_s": 0.4 + step % 10 / 100,
+        "data_wait_s": 0.001,
+        "mem_gib_peak": 1.2345,
+        "samples_seen": step * 32,
+    }
+
+
+def stamp(seconds: float) -> str:
+    return as_utc(BEGAN + timedelta(seconds=seconds))
+
+
+def report_s(run: RunDir) -> float:
+    begin = time.perf_counter()
+    argv = [sys.executable, "-m", "trainkit", "report", str(run.path)]
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - begin
+
+
+def json_s(run: RunDir) -> float:
+    begin = time.perf_counter()
+    with run.metrics_file.open("rb") as stream:
+        for line in stream:
+            json.loads(line)
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    sys.exit(main())

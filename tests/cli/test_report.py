@@ -1,0 +1,81 @@
+"""`trainkit report` as it is typed, on folders that are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.benches import made_up_bench, train_made_up
+from tests.support.sweeps import made_up_sweep
+from trainkit.cli.main import main
+from trainkit.control import jobs
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a sweep of three points, and a Slurm that cannot be queried."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(jobs, "query_known_jobs", lambda ids, warn: None)
+    made_up_sweep(tmp_path / "mine", {"optimizer.lr": [1e-4, 3e-4, 1e-3]}, failed=2)
+    return tmp_path
+
+
+@pytest.mark.parametrize("more", [[], ["--sweep"]])
+def test_a_group_has_a_page_with_and_without_sweep(
+    place: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "mine", *more]) == 0
+    assert capsys.readouterr().out == f"{place / 'mine' / 'report.html'}\n"
+    assert "3 runs, 1 failed, 2 finished" in (place / "mine" / "report.html").read_text()
+
+
+def test_json_has_the_points_failures_first(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    assert main(["report", "mine", "--sweep", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["report"] == str(place / "mine" / "report.html")
+    assert [(point["index"], point["state"]) for point in value["points"]] == [
+        (2, "failed"),
+        (1, "finished"),
+        (0, "finished"),
+    ]
+    assert value["best"]["values"] == {"optimizer.lr": 3e-4}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["mine/0", "--sweep"], "mine/0 is a single run, not a group of runs or a bench"),
+        (["mine", "--compare", "mine/0"], "--compare compares two runs, but mine is a group of runs"),
+        (["mine/0", "--compare", "mine"], "mine is a group of 3 runs"),
+    ],
+)
+def test_what_was_typed_wrong(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *args, "--json"]) == 2
+    assert message in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_a_point_of_a_sweep_has_a_report_of_its_own(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "mine/1", "--compare", "mine/0"]) == 0
+    assert capsys.readouterr().out == f"{place / 'mine' / '1' / 'report.html'}\n"
+
+
+def test_runs_of_a_bench_are_compared_by_their_measured_speed(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "runs").mkdir()
+    bench = made_up_bench(place / "runs" / "two", repeats=2)
+    for item, step_s in zip(bench.runs, (0.5, 0.25, 0.4, 0.2), strict=True):
+        train_made_up(bench.run_dir(item), step_s=step_s)
+    assert main(["report", "two", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["objective"]["name"] == "tokens_per_s"
+    assert [(point["values"], point["result"]) for point in value["points"]] == [
+        ({"layout": "tp=2", "repeat": 2}, 5120.0),
+        ({"layout": "tp=2", "repeat": 1}, 4096.0),
+        ({"layout": "dp_shard=2", "repeat": 2}, 2560.0),
+        ({"layout": "dp_shard=2", "repeat": 1}, 2048.0),
+    ]
+    assert "Tokens per second by layout" in (bench.folder / "report.html").read_text()

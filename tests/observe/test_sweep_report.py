@@ -1,0 +1,148 @@
+"""The report of a sweep, from run folders that are made up."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.sweeps import STARTUP_S, STEP_S, made_up_sweep
+from trainkit.observe import sweep_report
+from trainkit.observe.charts import dot_chart
+from trainkit.observe.group import GroupFiles
+from trainkit.observe.sweep_report import (
+    NUM_SAMPLES,
+    SweepReport,
+    heat_table,
+    read_sweep,
+    render_sweep,
+    sample_records,
+    sweep_of_group,
+)
+from trainkit.rundir import RunDir, write_json
+from trainkit.rungroup import RunGroup
+
+NOW = datetime(2026, 1, 2, tzinfo=timezone.utc)
+AXES: dict[str, list[Any]] = {"optimizer.lr": [1e-4, 3e-4, 1e-3], "seed": [1, 2, 3]}
+
+
+def report_of(group: RunGroup) -> SweepReport:
+    status = GroupFiles(group).status({}, NOW)
+    return read_sweep(sweep_of_group(group, status), NOW.timestamp())
+
+
+def test_failures_come_first_and_then_the_best(tmp_path: Path) -> None:
+    report = report_of(made_up_sweep(tmp_path / "mine", AXES, failed=8))
+    assert [point.index for point in report.points][:2] == [8, 4]
+    assert report.states == {"failed": 1, "finished": 8}
+    assert report.best is not None
+    assert (report.best.index, report.best.result) == (4, 2.0)
+    assert report.objective.name == "val_loss"
+    failed = report.points[0]
+    assert (failed.state, failed.result, failed.reason) == (
+        "failed",
+        None,
+        "rank 1 failed first: OutOfMemoryError",
+    )
+    assert report.to_dict()["points"][0]["values"] == {"optimizer.lr": 1e-3, "seed": 3}
+    assert "curves" not in report.to_dict()["best"]
+
+
+def test_hours_and_goodput_are_sums_and_a_failed_run_without_checkpoint_kept_nothing(tmp_path: Path) -> None:
+    report = report_of(made_up_sweep(tmp_path / "mine", AXES, num_steps=20, failed=8))
+    allocated_s = STARTUP_S + 20 * STEP_S + 2.0
+    assert report.worker_hours == pytest.approx(9 * allocated_s * 2 / 3600)
+    assert report.goodput == pytest.approx(8 * 20 * (STEP_S - 0.5) / (9 * allocated_s))
+    assert report.points[0].productive_s == 0.0
+    assert report.num_measured == 9
+
+
+def test_points_that_have_not_started_are_pending_not_failed(tmp_path: Path) -> None:
+    group = made_up_sweep(tmp_path / "mine", {"seed": [1, 2]})
+    record = json.loads(group.sweep_file.read_text())
+    record["points"].append({"index": 2, "values": {"seed": 3}})
+    record["job_id"] = None
+    write_json(group.sweep_file, record)
+    report = report_of(RunGroup(group.path))
+    assert next((point.index, point.state, point.step) for point in report.points) == (2, "unknown", None)
+    text = render_sweep(report)
+    assert text.count('<tr><td class="n">') == 3
+
+
+def test_two_keys_are_a_table_of_medians(tmp_path: Path) -> None:
+    report = report_of(made_up_sweep(tmp_path / "mine", AXES, failed=8))
+    table = heat_table(report, ["optimizer.lr", "seed"])
+    assert table is not None
+    assert table.column_values == ["1", "2", "3"]
+    assert [[text for _, text in cells] for _, cells in table.cells] == [
+        ["2.2", "2.1", "2.2"],
+        ["2.1", "2", "2.1"],
+        ["2.2", "2.1", ""],
+    ]
+    assert table.cells[1][1][1][0] == 1.0  # the best has the strongest colour
+    assert heat_table(report, ["seed"]) is None
+
+
+def test_the_page_names_the_best_and_is_escaped(tmp_path: Path) -> None:
+    group = made_up_sweep(tmp_path / "mine", {"data.source": ["<script>alert(1)</script>", "b.txt"]})
+    text = render_sweep(report_of(group))
+    assert "<script" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert "trainkit submit mine.yaml --sweep &#39;a b=1,2&#39;" in text
+    assert "2 runs, 2 finished. Best validation loss: 2.05" in text
+
+
+def test_many_curves_are_thinned_out_and_rows_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = report_of(made_up_sweep(tmp_path / "mine", {"seed": list(range(60))}, num_steps=5))
+    assert render_sweep(report).count('class="thin"') == 2 * 39 + 2 + 1  # curves, their key and the medians
+    monkeypatch.setattr(sweep_report, "MAX_ROWS", 10)
+    text = render_sweep(report)
+    assert text.count('<td class="n">5<td') == 10
+    assert "50 more runs, with worse results" in text
+
+
+def test_of_a_long_curve_records_from_all_parts_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(
+        "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 100_001)) + '{"step": 9'
+    )
+    steps = [record["step"] for record in sample_records(file)]
+    assert steps[0] == 1
+    assert steps[-1] == 100_000
+    assert len(steps) == NUM_SAMPLES
+    assert steps == sorted(steps)
+    assert max(after - before for before, after in itertools.pairwise(steps)) < 2000
+    assert sample_records(tmp_path / "missing") == []
+
+
+def test_what_is_read_of_a_point_does_not_grow_with_its_curve(tmp_path: Path) -> None:
+    whole = report_of(made_up_sweep(tmp_path / "short", {"seed": [1]}, num_steps=200))
+    sampled = report_of(made_up_sweep(tmp_path / "long", {"seed": [1]}, num_steps=20_000))
+    assert RunDir(sampled.points[0].run_dir).metrics_file.stat().st_size > 2_000_000
+    assert len(sampled.points[0].curves["loss"]) <= 2 * NUM_SAMPLES
+    assert sampled.points[0].step == 20_000
+    assert sampled.goodput == pytest.approx(20_000 * 1.5 / (20_000 * STEP_S + 12), rel=0.01)
+    assert len(whole.points[0].curves["loss"]) >= NUM_SAMPLES
+
+
+def test_numbers_have_a_numeric_axis_and_other_values_are_categories() -> None:
+    chart = dot_chart("by lr", "lr", [1e-4, 1e-3, 1e-2], [3.0, 2.0, 4.0], best=1)
+    assert chart is not None
+    assert [text for _, text in chart.x_labels] == ["0.0001", "0.001", "0.01"]
+    assert [round(place) for place, _ in chart.x_labels] == [2, 50, 98]  # logarithmic
+    assert [color for color, _ in chart.paths] == ["thin", "c0 dot", "c0 dot", "c1 dot"]
+    chart = dot_chart("by name", "name", ["adamw", "sgd", True], [3.0, 2.0, 4.0])
+    assert chart is not None
+    assert [(round(place), text) for place, text in chart.x_labels] == [
+        (17, "adamw"),
+        (50, "sgd"),
+        (83, "true"),
+    ]
+    assert [color for color, _ in chart.paths] == ["c0 dot"] * 3
+    assert dot_chart("nothing", "lr", [], []) is None

@@ -1,0 +1,422 @@
+"""The report of a sweep, a group or a bench: all of its runs on one page.
+
+A sweep can have thousands of runs, so what is read of each is bounded: records of a long curve are sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from trainkit.config.names import flatten
+from trainkit.manifest import published
+from trainkit.observe.charts import Chart, Line, dot_chart, line_chart
+from trainkit.observe.goodput import Attempt, Point, idle_gaps, read_attempts
+from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus
+from trainkit.observe.page import read_object, render_page
+from trainkit.observe.status import ACTIVE_STATES
+from trainkit.observe.status_text import state_counts
+from trainkit.plan.sweep import shown, shown_value
+from trainkit.rundir import RunDir, parse_time, read_jsonl
+from trainkit.rungroup import RunGroup
+
+TEMPLATE = "sweep_report.html.j2"
+MAX_LINES = 40
+"""Curves that are drawn: more would cover each other."""
+MAX_NAMED_LINES = 4
+MAX_ROWS = 1000
+MAX_AXIS_KEYS = 6
+NUM_SAMPLES = 64
+"""Records that are read of a long curve, evenly spaced."""
+WHOLE_BYTES = 65_536
+"""Curves up to this size are read whole."""
+SAMPLE_BYTES = 2048
+EVENTS = ("submitted", "started", "training", "first_step", "requeue_decision", "stopped", "finished")
+REPEAT = "repeat"
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The figure that the points are compared by."""
+
+    name: str
+    label: str
+    is_lowest_best: bool
+
+
+OBJECTIVES = {
+    "val_loss": Objective("val_loss", "best validation loss", True),
+    "loss": Objective("loss", "last loss", True),
+    "tokens_per_s": Objective("tokens_per_s", "tokens per second", False),
+}
+
+
+@dataclass(frozen=True)
+class PointReport:
+    """What one run did; None where a value is unknown."""
+
+    index: int
+    values: dict[str, Any]
+    state: str
+    reason: str | None
+    run_dir: str
+    step: int | None
+    result: float | None
+    """Its value of the objective."""
+    tokens_per_s: float | None
+    """The median of the records that were read."""
+    allocated_s: float
+    worker_hours: float | None
+    productive_s: float | None
+    """Seconds in steps that count, without waiting for data: the steps times their mean duration."""
+    curves: dict[str, list[Point]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """What the runs of a sweep did."""
+
+    name: str
+    run_dir: str
+    keys: list[str]
+    objective: Objective
+    points: list[PointReport]
+    """Failures first, then by result."""
+    states: dict[str, int]
+    best: PointReport | None
+    is_cuda: bool
+    worker_hours: float | None
+    goodput: float | None
+    """Productive over allocated time of all runs whose steps were recorded."""
+    num_measured: int
+    config: dict[str, Any]
+    provenance: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON, without curves, config and provenance."""
+        value = asdict(self)
+        value.pop("config"), value.pop("provenance")
+        for point in (*value["points"], *([value["best"]] if value["best"] else [])):
+            point.pop("curves")
+        return value
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The runs to report, and what they have in common."""
+
+    name: str
+    folder: Path
+    keys: list[str]
+    points: Sequence[PointStatus]
+    world_sizes: Mapping[int, int]
+    """Index of a point -> its number of ranks, where known."""
+    is_cuda: bool
+    config: Mapping[str, Any]
+    provenance: dict[str, Any]
+    has_command: bool = False
+    """Whether its runs are a COMMAND."""
+    speeds: Mapping[int, float | None] | None = None
+    """For a bench: index of a point -> its measured tokens per second, by which points are compared."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether its runs are trained by trainkit, which knows what they saved."""
+        return self.speeds is None and not self.has_command
+
+
+def sweep_of_group(group: RunGroup, status: GroupStatus) -> Sweep:
+    """The runs of a group."""
+    plan = group.record["plan"]
+    sizes = {
+        index: point.plan.get("world_size", plan.get("world_size")) for index, point in group.points.items()
+    }
+    return Sweep(
+        name=status.name,
+        folder=group.path,
+        keys=status.keys,
+        points=status.points,
+        world_sizes={index: size for index, size in sizes.items() if isinstance(size, int)},
+        is_cuda=plan.get("device") == "cuda",
+        config=group.record["config"],
+        provenance=read_object(group.provenance_file),
+        has_command=bool(plan.get("command")),
+    )
+
+
+def read_sweep(sweep: Sweep, now: float) -> SweepReport:
+    """Read the report of a sweep; `now`, in seconds since the epoch, ends attempts that still run."""
+    objective = _objective(sweep)
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        found = list(readers.map(lambda point: _read_point(sweep, point, objective, now), sweep.points))
+    points = sorted(found, key=lambda point: _order(point, objective))
+    measured = [point for point in found if point.productive_s is not None and point.allocated_s > 0]
+    productive_s = sum(point.productive_s or 0.0 for point in measured)
+    known_hours = [point.worker_hours for point in found if point.worker_hours is not None]
+    results = [point for point in points if point.result is not None]
+    return SweepReport(
+        name=sweep.name,
+        run_dir=str(sweep.folder),
+        keys=sweep.keys,
+        objective=objective,
+        points=points,
+        states=_count_states(found),
+        best=min(results, key=lambda point: _rank(point, objective), default=None),
+        is_cuda=sweep.is_cuda,
+        worker_hours=sum(known_hours) if known_hours else None,
+        goodput=productive_s / sum(point.allocated_s for point in measured) if measured else None,
+        num_measured=len(measured),
+        config=dict(flatten(dict(sweep.config))),
+        provenance=sweep.provenance,
+    )
+
+
+def _objective(sweep: Sweep) -> Objective:
+    if sweep.speeds is not None:
+        return OBJECTIVES["tokens_per_s"]
+    metrics = {point.best.get("metric") for point in sweep.points if point.best}
+    return OBJECTIVES["val_loss" if "val_loss" in metrics else "loss"]
+
+
+def _order(point: PointReport, objective: Objective) -> tuple[bool, int, float, int]:
+    """Failures first, then by result, then those without one."""
+    is_failed = point.state in FAILED
+    severity = ORDER.index(point.state) if point.state in ORDER else 0
+    return (
+        not is_failed,
+        severity if is_failed or point.result is None else 0,
+        _rank(point, objective),
+        point.index,
+    )
+
+
+def _rank(point: PointReport, objective: Objective) -> float:
+    if point.result is None:
+        return float("inf")
+    return point.result if objective.is_lowest_best else -point.result
+
+
+def _count_states(points: Iterable[PointReport]) -> dict[str, int]:
+    states = [point.state for point in points]
+    return {
+        state: states.count(state) for state in (*ORDER, *sorted(set(states) - {*ORDER})) if state in states
+    }
+
+
+def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: float) -> PointReport:
+    run = RunDir(status.run_dir)
+    records = sample_records(run.metrics_file)
+    attempts = read_attempts(list(read_jsonl(run.events_file, EVENTS)), None)
+    if attempts and attempts[-1].ended is None:
+        attempts[-1].ended = now if status.state in ACTIVE_STATES else _time(records[-1]) if records else None
+    if attempts and sweep.saves and status.state not in (*ACTIVE_STATES, "finished"):
+        # Nothing is left of the steps after the newest checkpoint.
+        attempts[-1].kept_step = max((item.step for item in published(run.checkpoints_dir)), default=0)
+    allocated_s = sum(attempt.allocated_s for attempt in attempts) + idle_gaps(attempts)
+    world_size = sweep.world_sizes.get(status.index)
+    tokens_per_s = _median(records, "tokens_per_s") if sweep.speeds is None else sweep.speeds[status.index]
+    result = tokens_per_s
+    if objective.name != "tokens_per_s":
+        is_known = status.best is not None and status.best.get("metric") == objective.name
+        result = float(status.best["value"]) if is_known and status.best is not None else None
+    return PointReport(
+        index=status.index,
+        values=status.values,
+        state=status.state,
+        reason=status.reason,
+        run_dir=status.run_dir,
+        step=records[-1]["step"] if records else None,
+        result=result,
+        tokens_per_s=tokens_per_s,
+        allocated_s=allocated_s,
+        worker_hours=allocated_s * world_size / 3600 if attempts and world_size else None,
+        productive_s=_productive_s(attempts, records),
+        curves={name: _curve(attempts, records, name) for name in ("loss", "tokens_per_s")},
+    )
+
+
+def sample_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a short metrics file; of a long one about `NUM_SAMPLES`, from the first to the last."""
+    try:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size <= WHOLE_BYTES:
+                return _records(stream.read().split(b"\n"))
+            lines = [stream.readline()]
+            for index in range(1, NUM_SAMPLES):
+                stream.seek(max(0, size * index // (NUM_SAMPLES - 1) - SAMPLE_BYTES))
+                # The first of these lines is cut off, the last may be.
+                lines += stream.read(SAMPLE_BYTES).split(b"\n")[1:-1][-1:]
+    except FileNotFoundError:
+        return []
+    return _records(lines)
+
+
+def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append(record)
+    return found
+
+
+def _productive_s(attempts: Sequence[Attempt], records: Sequence[Mapping[str, Any]]) -> float | None:
+    """The steps that count of each attempt times the mean duration of its records; None without records."""
+    total, is_known = 0.0, False
+    for attempt in attempts:
+        own = [
+            item
+            for item in records
+            if item.get("attempt") == attempt.number and item.get("step_s") is not None
+        ]
+        if not own or attempt.training is None:
+            continue
+        is_known = True
+        num_steps = max(0.0, min(attempt.kept_step, own[-1]["step"]) - attempt.start_step)
+        total += num_steps * fmean(item["step_s"] - (item.get("data_wait_s") or 0.0) for item in own)
+    return total if is_known else None
+
+
+def _curve(attempts: Sequence[Attempt], records: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+    """The points of a curve by step; a step that was computed twice has the value that counts."""
+    kept = {attempt.number: attempt.kept_step for attempt in attempts}
+    points = {
+        item["step"]: float(item[name])
+        for item in records
+        if isinstance(item.get(name), (int, float))
+        and item["step"] <= kept.get(item.get("attempt", 0), float("inf"))
+    }
+    return sorted(points.items())[:: max(1, len(points) // (2 * NUM_SAMPLES))]
+
+
+def _median(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [item[name] for item in records if isinstance(item.get(name), (int, float))]
+    return median(values) if values else None
+
+
+def _time(record: Mapping[str, Any]) -> float | None:
+    time = parse_time(record.get("time"))
+    return None if time is None else time.timestamp()
+
+
+@dataclass(frozen=True)
+class HeatTable:
+    """The result of every combination of two keys."""
+
+    rows: str
+    columns: str
+    column_values: list[str]
+    cells: list[tuple[str, list[tuple[float, str]]]]
+    """Value of the row's key, and for each column how good it is, 0 to 1, and its text."""
+
+
+def heat_table(report: SweepReport, keys: Sequence[str]) -> HeatTable | None:
+    """A table of the results by two keys, medians where points share a cell; None unless there are two."""
+    results = [point for point in report.points if point.result is not None]
+    if len(keys) != 2 or not results:
+        return None
+    found: dict[tuple[str, str], list[float]] = {}
+    for point in results:
+        place = (shown_value(point.values[keys[0]]), shown_value(point.values[keys[1]]))
+        found.setdefault(place, []).append(float(point.result or 0.0))
+    medians = {place: median(values) for place, values in found.items()}
+    low, high = min(medians.values()), max(medians.values())
+    rows, columns = (_ordered(report.points, key) for key in keys)
+
+    def cell(place: tuple[str, str]) -> tuple[float, str]:
+        if place not in medians:
+            return 0.0, ""
+        share = (medians[place] - low) / (high - low) if high > low else 0.0
+        return (1 - share if report.objective.is_lowest_best else share), f"{medians[place]:,.5g}"
+
+    cells = [(row, [cell((row, column)) for column in columns]) for row in rows]
+    return HeatTable(keys[0], keys[1], columns, cells)
+
+
+def _ordered(points: Sequence[PointReport], key: str) -> list[str]:
+    values = [point.values[key] for point in sorted(points, key=lambda point: point.index)]
+    return list(dict.fromkeys(shown_value(value) for value in values))
+
+
+def render_sweep(report: SweepReport) -> str:
+    """The page of a sweep."""
+    keys = [key for key in report.keys if key != REPEAT]
+    heat = heat_table(report, keys)
+    return render_page(
+        TEMPLATE,
+        title=report.name,
+        report=report,
+        verdict=_verdict(report),
+        points=report.points[:MAX_ROWS],
+        num_hidden=max(0, len(report.points) - MAX_ROWS),
+        failed=FAILED,
+        value=shown_value,
+        curves=_curve_charts(report),
+        by_key=_key_charts(report, keys[:MAX_AXIS_KEYS]),
+        heat=heat,
+        max_lines=MAX_LINES,
+        command=shlex.join(map(str, report.provenance.get("argv") or [])),
+    )
+
+
+def point_name(point: PointReport) -> str:
+    """The name of a point: its values, else its number."""
+    return shown(point.values) or f"point {point.index}"
+
+
+def _verdict(report: SweepReport) -> str:
+    count = len(report.points)
+    text = f"{report.name}: {count:,} run{'s' if count != 1 else ''}, {state_counts(report.states)}"
+    if report.best is None or report.best.result is None:
+        return f"{text}; no results yet."
+    label = report.objective.label.capitalize()
+    return f"{text}. {label}: {report.best.result:,.5g} with {point_name(report.best)}."
+
+
+def _curve_charts(report: SweepReport) -> list[Chart]:
+    """The curves of the best points, or of all if there are few, over each other."""
+    drawn = [point for point in report.points if point.curves["loss"]]
+    drawn.sort(key=lambda point: _rank(point, report.objective))
+    if len(drawn) > MAX_LINES:  # the best half, and others from the best to the worst
+        half = MAX_LINES // 2
+        others = drawn[half:]
+        drawn = drawn[:half] + [others[index * len(others) // half] for index in range(half)]
+    charts = []
+    for name, title in (("loss", "Loss"), ("tokens_per_s", "Tokens per second")):
+        lines = []
+        for number, point in reversed(list(enumerate(drawn))):
+            has_name = len(drawn) <= MAX_NAMED_LINES or number == 0
+            color = f"c{number}" if has_name else "thin"
+            label = point_name(point) + (" (best)" if number == 0 else "")
+            lines.append(
+                Line(point.curves[name], f"{color} best" if number == 0 else color, label if has_name else "")
+            )
+        if len(drawn) > MAX_NAMED_LINES and lines:
+            lines.append(Line(lines[0].points[:1], "thin", "other points"))
+        chart = line_chart(title, lines)
+        if chart is not None:
+            charts.append(chart)
+    return charts
+
+
+def _key_charts(report: SweepReport, keys: Sequence[str]) -> list[Chart]:
+    known = [point for point in report.points if point.result is not None]
+    results = [float(point.result or 0.0) for point in known]
+    best = None if report.best is None else known.index(report.best)
+    label = report.objective.label.capitalize()
+    charts = [
+        dot_chart(f"{label} by {key}", key, [point.values[key] for point in known], results, best)
+        for key in keys
+    ]
+    return [chart for chart in charts if chart is not None]
