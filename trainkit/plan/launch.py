@@ -102,6 +102,20 @@ class RequeuePolicy:
 
 
 @dataclass(frozen=True)
+class NotifyPolicy:
+    """What the run reports to a webhook."""
+
+    on: tuple[str, ...] = ()
+    """Events to report: ``finished failed requeued stalled slow``."""
+    webhook: str | None = None
+    """The environment variable that contains the URL, which is a secret."""
+    min_interval_s: float = 600.0
+    """Seconds between two reports of the same kind, except the last one of the run."""
+    stalled_after_s: float = 1800.0
+    """Seconds without progress after which the run is stalled."""
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     """A planned launch, with the reason for each derived value."""
 
@@ -125,6 +139,7 @@ class LaunchPlan:
     network: str = "auto"
     """A preset, or the name of an interface."""
     requeue: RequeuePolicy = RequeuePolicy()
+    notify: NotifyPolicy = NotifyPolicy()
     spare_nodes: int = 0
     """Nodes allocated in addition to `num_nodes`, as replacements for nodes that fail."""
     per: str = "node"
@@ -205,6 +220,8 @@ class LaunchPlan:
         fields["batch"] = Batch(**fields["batch"])
         requeue = fields.get("requeue", {})
         fields["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
+        notify = fields.get("notify", {})
+        fields["notify"] = NotifyPolicy(**{**notify, "on": tuple(notify.get("on", ()))})
         for name in ("command", "python", "trackers", "node_sizes", "warnings", "launcher_keys"):
             if fields.get(name) is not None:
                 fields[name] = tuple(fields[name])

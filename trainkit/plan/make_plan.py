@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config.loaded import LoadedConfig
-from trainkit.config.running import RequeueConfig
+from trainkit.config.running import NotifyConfig, RequeueConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, mixture_note, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
 from trainkit.manifest import MANIFEST_NAME
 from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
-from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
 from trainkit.plan.launcher_files import (
     Job,
@@ -81,6 +81,7 @@ def make_plan(
         env={**given.env, **config.launch.env},
         network=config.launch.network,
         requeue=_policy(config.requeue),
+        notify=_notify_policy(config.notify),
         spare_nodes=0 if slurm is None else config.resources.spare_nodes,
         per=per,
         device=device,
@@ -137,6 +138,15 @@ def _policy(requeue: RequeueConfig) -> RequeuePolicy:
         hang_factor=requeue.hang_factor,
         hang_min_s=requeue.hang_min_s,
         silence_s=requeue.silence_s,
+    )
+
+
+def _notify_policy(notify: NotifyConfig) -> NotifyPolicy:
+    return NotifyPolicy(
+        on=notify.on,
+        webhook=notify.webhook,
+        min_interval_s=notify.min_interval_s,
+        stalled_after_s=notify.stalled_after_s,
     )
 
 

@@ -30,6 +30,7 @@ from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARI
 from trainkit.job.record import describe_superseded, find_entry, superseding_entry
 from trainkit.job.signals import is_death_by_notice, signal_exit_code
 from trainkit.job.watch.hangs import HangWatch, SilenceWatch
+from trainkit.job.watch.progress import ProgressWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, log_event, read_json, read_jsonl, seconds_between
 from trainkit.slurm.control import kill_step
@@ -58,6 +59,8 @@ class AttemptWatch(ProcessGroup):
         silence_s = plan.requeue.silence_s if plan.command is not None else None
         self._silence = None if silence_s is None else SilenceWatch(attempt, plan, silence_s)
         self._missing_since_s: float | None = None
+        self.progress: ProgressWatch | None = None
+        """Reports that the attempt is stalled or slow; None without notifications."""
 
     def poll(self) -> None:
         """End the attempt when it was deleted, or when its ranks hang."""
@@ -65,6 +68,8 @@ class AttemptWatch(ProcessGroup):
             self.end_all()
             return
         self._poll_processes()
+        if self.progress is not None:
+            self.progress.poll()
         if self._silence is not None and self.outcome.stop_signal is None:
             self._silence.poll()
         if not self.outcome.hung and (hangs := self._hangs.poll()):
