@@ -206,9 +206,14 @@ class RequeueConfig(Section):
         default=None,
         description="Seconds without output of any rank after which a COMMAND hangs; null disables this.",
     )
-    exclude_slow_hosts: bool = Field(
-        default=False,
-        description="After an interruption, continue without the hosts of ranks that held the others up.",
+    slow_hosts: Literal["ignore", "exclude", "restart"] = Field(
+        default="ignore",
+        description="What happens to the hosts of ranks that hold the others up, on Slurm; exclude: continue"
+        " without them after the next interruption; restart: also save and restart without such a host.",
+    )
+    slow_after_s: Positive = Field(
+        default=300.0,
+        description="Seconds for which a rank must stay slow before slow_hosts: restart restarts the run.",
     )
     follow_ups: NotNegative = Field(
         default=0,

@@ -69,6 +69,7 @@ def judge(attempt: AttemptDir, outcome: Outcome, options: RestartOptions) -> Dec
         exit_codes=outcome.exit_codes,
         stop_signal=outcome.stop_signal,
         cause=cause,
+        slow_host=outcome.slow_host,
         out_of_time=outcome.out_of_time,
         not_started=outcome.launch_error is not None,
         hung=outcome.hung,

@@ -99,6 +99,10 @@ class RequeuePolicy:
     hang_min_s: float = 300.0
     silence_s: float | None = None
     """Seconds without output of any rank after which a command hangs; None disables this."""
+    slow_hosts: str = "ignore"
+    """What happens to the hosts of slow ranks: ``ignore``, ``exclude`` or ``restart``."""
+    slow_after_s: float = 300.0
+    """Seconds for which a rank must stay slow before ``restart`` restarts the run."""
 
 
 @dataclass(frozen=True)

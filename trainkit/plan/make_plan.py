@@ -72,6 +72,8 @@ def make_plan(
     lead_s = draft.lead_s()
     per = target.per or draft.per(launcher)
     slurm = draft.request(device, workers_per_node, threads, lead_s, per)
+    if slurm is None and config.requeue.slow_hosts != "ignore":
+        draft.warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
     if batch is None or draft.problems:
         raise ConfigError(draft.problems)
     return LaunchPlan(
@@ -138,6 +140,8 @@ def _policy(requeue: RequeueConfig) -> RequeuePolicy:
         hang_factor=requeue.hang_factor,
         hang_min_s=requeue.hang_min_s,
         silence_s=requeue.silence_s,
+        slow_hosts=requeue.slow_hosts,
+        slow_after_s=requeue.slow_after_s,
     )
 
 
