@@ -31,8 +31,8 @@ class Webhook:
 
 
 @contextmanager
-def webhook(**settings: Any) -> Iterator[Webhook]:
-    """A webhook that answers until the end of the block."""
+def webhook(address: str = "127.0.0.1", **settings: Any) -> Iterator[Webhook]:
+    """A webhook that answers until the end of the block; `address` is one of this machine."""
     found, ended = Webhook(**settings), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -50,10 +50,10 @@ def webhook(**settings: Any) -> Iterator[Webhook]:
         def log_message(self, *arguments: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((address, 0), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    found.url = f"http://127.0.0.1:{server.server_port}/services/{SECRET}"
+    found.url = f"http://{address}:{server.server_port}/services/{SECRET}"
     try:
         yield found
     finally:
