@@ -77,7 +77,7 @@ class RunConfig(Section):
     launch: LaunchConfig = section("How processes are started.")
     requeue: RequeueConfig = section("When the run restarts automatically.")
     logging: LoggingConfig = section("Where metrics are logged.")
-    notify: NotifyConfig = section("What the run reports to a webhook or by email.")
+    notify: NotifyConfig = section("Messages about the run, to a webhook and by email.")
     profiler: ProfilerConfig = section("Steps to profile.")
 
     @property

@@ -58,7 +58,7 @@ class Outcome:
     cause: Cause | None = None
     """The reason for the signal; None if a person cancelled the job."""
     slow_host: SlowHost | None = None
-    """The host because of which the supervisor had the ranks save; None without one."""
+    """The host that made the supervisor have the ranks save; None without one."""
     launch_error: str | None = None
     """srun's message when Slurm could not start the step."""
     hangs: list[HangRecord] = field(default_factory=list)
