@@ -118,4 +118,4 @@ def _check(
     note = experimental_settings(loaded.config.launch) if plan.slurm is not None else None
     if note is not None:
         plan = dataclasses.replace(plan, reasons={**plan.reasons, "experimental": note})
-    return with_notifications(plan, loaded, os.environ)
+    return with_notifications(plan, loaded.config.notify, os.environ)

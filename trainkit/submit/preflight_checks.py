@@ -13,8 +13,8 @@ from itertools import takewhile
 from pathlib import Path, PurePath
 from urllib.parse import quote as url_quote
 
-from trainkit.config import LoadedConfig, RunConfig
-from trainkit.config.running import MAIL_TYPES, LaunchConfig, NotifyConfig
+from trainkit.config import RunConfig
+from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, NotifyConfig
 from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
 from trainkit.job.notifications import url_problem
@@ -264,12 +264,12 @@ def webhook_problem(notify: NotifyConfig, environ: Mapping[str, str]) -> Iterato
         yield "notify.webhook", f"is {notify.webhook}, whose value {problem}", hint
 
 
-def with_notifications(plan: LaunchPlan, loaded: LoadedConfig, environ: Mapping[str, str]) -> LaunchPlan:
+def with_notifications(plan: LaunchPlan, notify: NotifyConfig, environ: Mapping[str, str]) -> LaunchPlan:
     """The plan with what it reports and to where, and warnings about what it cannot report."""
-    notify, found, warnings = loaded.config.notify, [], list(plan.warnings)
+    found, warnings = [], list(plan.warnings)
     if notify.on and environ.get(notify.webhook or ""):
         found.append(f"{', '.join(notify.on)} to the URL in {notify.webhook}")
-    elif notify.webhook is not None and loaded.set_by_user("notify.webhook"):
+    elif notify.on and notify.webhook not in (None, WEBHOOK_VARIABLE):
         warnings.append(f"notify.webhook is {notify.webhook}, which is not set in this shell")
     if notify.mail is not None and plan.slurm is None:
         warnings.append("notify.mail has no effect: Slurm sends the emails, and this run starts here")
