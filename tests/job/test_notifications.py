@@ -87,6 +87,13 @@ def test_a_failure_names_rank_host_and_what_to_do(tmp_path: Path) -> None:
     assert (report.fields["rank"], report.fields["host"], report.fields["step"]) == (5, "node3", 7)
 
 
+def test_a_restart_without_a_slow_host_is_said_once(tmp_path: Path) -> None:
+    end = {**end_of("requeue", "stopped", "slow_host"), "reason": "restarts without b: rank 5 slow"}
+    report = end_report(RunDir(tmp_path).attempt(1), end)
+    assert report is not None
+    assert report.text == "restarts without b: rank 5 slow"
+
+
 def test_slow_ranks_are_reported_with_their_host(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path).attempt(1)
     event = {"rank": 5, "host": "node3", "since_step": 1200, "phase": "data", "ratio": 1.71, "step": 1219}

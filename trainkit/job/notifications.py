@@ -80,10 +80,10 @@ def end_report(attempt: AttemptDir, end: Mapping[str, Any]) -> Report | None:
         return Report("finished", "finished", f"trainkit report {folder}", fields)
     first = _first_failure(failure)
     if action in RESUME_ACTIONS:
-        verb = (
-            "" if reason.startswith("restarts ") else "restarts: " if action == "restart" else "is requeued: "
-        )
-        return Report("requeued", f"{verb}{reason}{first}", f"trainkit status {folder}", fields)
+        text = f"restarts: {reason}" if action == "restart" else f"is requeued: {reason}"
+        if end.get("cause") == "slow_host":
+            text = reason  # restarts without HOST: …
+        return Report("requeued", f"{text}{first}", f"trainkit status {folder}", fields)
     if state == "failed" or (state == "stopped" and end.get("cause") is not None):
         return Report("failed", f"{state}: {reason}{first}", f"trainkit diagnose {folder}", fields)
     return None

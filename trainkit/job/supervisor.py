@@ -13,7 +13,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from trainkit.job.watch.attempt import AttemptWatch
 from trainkit.job.watch.progress import ProgressWatch
 from trainkit.job.work_folder import WORK_DIR_VARIABLE, prepare_work_folder
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
+from trainkit.rundir import AttemptDir, RunDir, log_event, read_end, read_json
 
 
 def supervise_job(run: RunDir, step: Sequence[str]) -> int:
@@ -110,9 +110,13 @@ class Supervisor:
         return code
 
     def _run(self, attempt: AttemptDir) -> int:
+        earlier = map(attempt.run.attempt, attempt.run.attempt_numbers())
+        unended = [one for one in earlier if one.number < attempt.number and not one.end_file.exists()]
         refusal = self.allocation.close_dead_attempts(attempt)
         if refusal is not None:
             return self._end(attempt, *refusal)
+        for dead in unended:
+            self._report(dead, read_end(dead) or {})  # its supervisor could not
         while True:
             outcome, decision = self._run_attempt(attempt)
             if decision.action == "restart":
@@ -244,10 +248,13 @@ class Supervisor:
             end = write_end(attempt, outcome, decision)
         except OSError as error:
             log_line(f"attempt {attempt.number}: its end could not be written ({error})")
+        self._report(attempt, end)
+        return decision.exit_code
+
+    def _report(self, attempt: AttemptDir, end: Mapping[str, Any]) -> None:
         report = end_report(attempt, end)
         if report is not None:
             self.notifier.send(attempt, report)
-        return decision.exit_code
 
 
 def _enter_work_folder(run: RunDir, plan: LaunchPlan) -> None:
