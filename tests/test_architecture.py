@@ -36,7 +36,7 @@ ALLOWED = {
     "plan": {"errors", "resources", "rundir", "tables", "manifest", "config", "cluster", "data.checks"},
     # Inside the allocation.
     "job": {
-        *("errors", "locks", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
+        *("errors", "locks", "jsonl", "rundir", "rungroup", "manifest", "config", "plan", "slurm"),
         "cluster.bad_nodes",
     },
     # What reaches a run that is there.
@@ -52,6 +52,7 @@ ALLOWED = {
         *("manifest", "config", "cluster", "plan", "slurm", "control"),
         # submitit pickles what its jobs run, and that is the supervisor.
         *("job.record", "job.processes", "job.supervisor", "job.signals", "job.node.slurm_step"),
+        "job.notifications",  # what it sends, and to which URLs
         *("observe.group", "observe.status"),  # `--after` waits for the states that `status` shows
     },
     "observe": {

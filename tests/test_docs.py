@@ -290,6 +290,8 @@ OPTIONS_OF_LAUNCHED_TOOLS = {
     "--exit-signal-handler",
 }
 SLURM_OPTIONS = {
+    "--mail-type",
+    "--mail-user",
     "--requeue",
     "--no-requeue",
     "--signal",

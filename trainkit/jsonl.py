@@ -69,6 +69,25 @@ def read_jsonl_reversed(path: Path, words: Sequence[str] = ()) -> Iterator[dict[
         yield from _parsed([b"".join(reversed(rest))], words)
 
 
+class JsonlTail:
+    """Reads the records that are appended to a file after the tail was made; the file may not exist yet."""
+
+    def __init__(self, path: Path, words: Sequence[str] = ()) -> None:
+        self._path, self._words, self._rest = path, words, b""
+        self._position = path.stat().st_size if path.is_file() else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The records since the last read; `words` as in `read_jsonl`. Raises OSError."""
+        with _opened(self._path) as stream:
+            if stream is None:
+                return []
+            stream.seek(self._position)
+            data = stream.read()
+        self._position += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return list(_parsed(lines, self._words))
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO | None]:
     """A regular file; None for anything else, since reading a pipe or a device might never end."""

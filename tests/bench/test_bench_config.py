@@ -41,6 +41,7 @@ def test_only_training_is_left(tmp_path: Path) -> None:
         "train.stop_at_step": None,
         "train.log_every": 1,
         "train.eval_every": None,
+        "notify.webhook": None,
         "checkpoint.every_steps": None,
         "checkpoint.every_minutes": None,
         "checkpoint.best_metric": None,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.webhooks import SECRET, webhook
 from trainkit.cli.main import main
 
 
@@ -77,6 +78,45 @@ def test_every_problem_as_json(config: str, capsys: pytest.CaptureFixture[str]) 
     assert json.loads(out)["exit_code"] == 2
     assert "not a multiple of 3 data-parallel processes" in json.loads(out)["error"]
     assert err == ""
+
+
+def test_a_test_notification(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["check", config, "--test-notification"]
+    assert main(args) == 2
+    assert "but TRAINKIT_WEBHOOK_URL is not set in this shell" in capsys.readouterr().err
+    assert main([*args, "--set", "notify.webhook=null"]) == 2
+    assert "but notify.webhook is null" in capsys.readouterr().err
+    with webhook() as found:
+        monkeypatch.setenv("TRAINKIT_WEBHOOK_URL", found.url)
+        assert main(args) == 0
+        out, err = capsys.readouterr()
+        assert found.events == ["test"]
+        assert "notify: finished, failed, requeued, stalled to the URL in TRAINKIT_WEBHOOK_URL\n" in out
+        assert "the URL in TRAINKIT_WEBHOOK_URL has accepted a test message (HTTP 200)" in err
+        found.status = 404
+        assert main(args) == 1
+        out, err = capsys.readouterr()
+        assert "error: the server answered with HTTP 404" in err
+        assert SECRET not in out + err
+    monkeypatch.setenv("TRAINKIT_WEBHOOK_URL", f"ftp://host/{SECRET}")
+    assert main(args) == 2
+    err = capsys.readouterr().err
+    assert (
+        "notify.webhook: is TRAINKIT_WEBHOOK_URL, whose value does not start with https:// or http://" in err
+    )
+    assert SECRET not in err
+
+
+def test_what_cannot_be_reported_is_said(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["notify.webhook=MY_HOOK", "notify.mail=me@x.org", "requeue.slow_hosts=restart"]
+    assert main(["check", config, *(word for text in given for word in ("--set", text))]) == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")] == [
+        "warning: requeue.slow_hosts has no effect: only a job on Slurm can leave out a host",
+        "warning: notify.webhook is MY_HOOK, which is not set in this shell",
+        "warning: notify.mail has no effect: Slurm sends the emails, and this run starts here",
+    ]
 
 
 def test_missing_config(config: str, capsys: pytest.CaptureFixture[str]) -> None:

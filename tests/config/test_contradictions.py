@@ -98,6 +98,30 @@ def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("url", ["https://hooks.example.org/services/T0P", "hooks.example.org/x", "a b"])
+def test_the_url_of_a_webhook_must_not_be_written_down(tmp_path: Path, url: str) -> None:
+    text = problem(tmp_path, f"notify.webhook={url}")
+    assert text == (
+        "--set notify.webhook=***: notify.webhook: is not the name of an environment variable\n"
+        "  hint: export TRAINKIT_WEBHOOK_URL=URL in the shell that submits, and leave notify.webhook out"
+    )
+    assert "launch.env.MY_HOOK: looks like a secret" in problem(
+        tmp_path, "notify.webhook=MY_HOOK", f"launch.env.MY_HOOK={url}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["resources.mail_user=you@x.org"], "notify.mail: is set, and so is resources.mail_user"),
+        (["resources.mail_type=ALL"], "notify.mail: is set, and so is resources.mail_type"),
+        (["notify.on=[stalled, slow]"], "none of the events that Slurm knows: finished, failed, requeued"),
+    ],
+)
+def test_emails_of_slurm_that_contradict(tmp_path: Path, overrides: list[str], words: str) -> None:
+    assert words in problem(tmp_path, "notify.mail=me@x.org", *overrides)
+
+
 @pytest.mark.parametrize("line", ["export HF_TOKEN=hf_abcdefgh", "A_KEY='long enough' python x.py"])
 def test_a_secret_in_a_line_of_setup(tmp_path: Path, line: str) -> None:
     text = problem(tmp_path, f"launch.setup=[{json.dumps(line)}]")

@@ -102,6 +102,7 @@ def test_environment_names(tmp_path: Path) -> None:
         "TRAINKIT_REQUEUE__ON": "[crash]",
         "TRAINKIT_LAUNCH__ENV__NCCL_DEBUG": "INFO",
         "TRAINKIT_JOB_ID": "12",
+        "TRAINKIT_WEBHOOK_URL": "https://hooks.example.org/x",
         "TRAINKIT": "x",
         "HOME": str(tmp_path),
     }

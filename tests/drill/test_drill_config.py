@@ -25,6 +25,7 @@ def test_only_the_length_and_the_saves_change(load):
         "train.stop_at_step": None,
         "train.log_every": 1,
         "train.eval_every": None,
+        "notify.webhook": None,
         "checkpoint.every_steps": 5,
         "checkpoint.every_minutes": None,
     }
@@ -48,7 +49,8 @@ def test_no_run_of_a_drill_is_in_a_tracker(load):
 
 
 def test_what_is_so_already_is_no_change(load):
-    loaded = load("train.steps=30", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=5")
+    short = ("train.steps=30", "train.log_every=1", "train.eval_every=null", "checkpoint.every_steps=5")
+    loaded = load(*short, "notify.webhook=null")
     assert drill_config(loaded, 30, "cpu") == (loaded, [])
 
 

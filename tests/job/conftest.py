@@ -16,11 +16,12 @@ from slurm_job import Slurm
 import trainkit
 from tests.support.runs import make_attempt
 from trainkit.config import dump_effective
+from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import RunConfig
 from trainkit.control.jobs import kill
 from trainkit.job import allocation, claim_attempt, supervisor
 from trainkit.job.record import Liveness, liveness, newest_entry, run_lock
-from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.rundir import RunDir, write_json
 from trainkit.submit.local_backend import start_local_attempt
 
@@ -60,6 +61,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             command_signal=command_signal,
             # A worker that fails is the end, where a test does not say otherwise.
             requeue=RequeuePolicy(**{"on": (), **config.get("requeue", {})}),
+            notify=NotifyPolicy(("finished", "failed", "requeued", "stalled", "slow"), WEBHOOK_VARIABLE),
             env=config.get("launch", {}).get("env", {}),
         )
         write_json(run.job_file, {"backend": "local", "name": "run", "cwd": str(tmp_path), "attempts": []})

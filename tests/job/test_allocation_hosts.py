@@ -9,14 +9,14 @@ import pytest
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.model import Cluster
 from trainkit.cluster.target import Target
-from trainkit.config import dump_effective, load_config
+from trainkit.config import load_config
 from trainkit.errors import TrainkitError
 from trainkit.job import allocation
 from trainkit.job.allocation import choose_hosts, lost_hosts, step_argv
 from trainkit.plan.launch import LaunchPlan
 from trainkit.plan.make_plan import make_plan
 from trainkit.plan.slurm_request import option_argv
-from trainkit.rundir import RunDir, append_jsonl
+from trainkit.rundir import RunDir, append_jsonl, write_json
 from trainkit.slurm.client import SlurmUnreachable
 
 HOSTS = ("h18", "h19", "h1", "h2")
@@ -102,12 +102,11 @@ def test_a_slurm_that_does_not_answer_has_not_lost_any(
     assert "cannot query the hosts of 7: squeue cannot reach Slurm" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("excludes", [True, False])
-def test_hosts_of_slow_ranks_are_avoided_where_the_config_says_so(tmp_path: Path, excludes: bool) -> None:
+@pytest.mark.parametrize("policy", ["ignore", "exclude", "restart"])
+def test_hosts_of_slow_ranks_are_avoided_where_the_config_says_so(tmp_path: Path, policy: str) -> None:
     attempt = RunDir(tmp_path).attempt(1)
     attempt.create()
-    given = ["device=cpu", f"requeue.exclude_slow_hosts={str(excludes).lower()}"]
-    attempt.config_file.write_text(dump_effective(load_config(None, overrides=given, layers=False).config))
+    write_json(attempt.plan_file, plan(f"requeue.slow_hosts={policy}").to_dict())
     for rank, host in enumerate(("h18", "h1", "elsewhere")):
         event = {"event": "slow_rank", "attempt": 1, "rank": rank, "host": host, "ratio": 1.7}
         append_jsonl(attempt.run.events_file, event)
@@ -115,4 +114,4 @@ def test_hosts_of_slow_ranks_are_avoided_where_the_config_says_so(tmp_path: Path
     of_job = allocation.SlurmAllocation.__new__(allocation.SlurmAllocation)
     of_job.hosts, of_job.bad = list(HOSTS), {}
     of_job.record_suspect(attempt, None)
-    assert of_job.bad == ({"h1": "slow"} if excludes else {})
+    assert of_job.bad == ({} if policy == "ignore" else {"h1": "slow"})

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from slurm_job import Slurm, reasons
 
+from tests.support.webhooks import webhook
 from trainkit.control.jobs import cancel_follow_ups
 from trainkit.job.attempt_end import progress_of, write_end
 from trainkit.job.claim_attempt import claim_attempt
@@ -38,6 +39,21 @@ def start_that_dies(run: RunDir, monkeypatch: pytest.MonkeyPatch, host: str) -> 
         attempt = claim_attempt(run, "7")
     assert isinstance(attempt, AttemptDir)
     return attempt
+
+
+def test_the_next_start_reports_what_a_dead_host_could_not(
+    run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_slurm_entry(run, 1, "7", "submit", "sbatch")
+    start_that_dies(run, monkeypatch, "node9")
+    slurm.down = ("node9",)
+    with webhook() as found:
+        monkeypatch.setenv("TRAINKIT_WEBHOOK_URL", found.url)
+        assert supervise_job(run, PASS) == 0
+    assert sorted((one["event"], one["attempt"]) for one in found.messages) == [
+        ("finished", 2),
+        ("requeued", 1),
+    ]
 
 
 def test_a_host_that_died_has_its_end_written(

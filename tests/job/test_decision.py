@@ -1,6 +1,15 @@
 import pytest
 
-from trainkit.job.decision import AttemptResult, Failure, PreviousAttempt, RestartOptions, decide
+from trainkit.job.decision import (
+    MAX_SLOW_RESTARTS,
+    AttemptResult,
+    Failure,
+    PreviousAttempt,
+    RestartOptions,
+    SlowHost,
+    decide,
+    slow_restart_refusal,
+)
 from trainkit.job.signals import combine_exit_codes, describe_exit
 from trainkit.plan.launch import RequeuePolicy
 
@@ -155,6 +164,34 @@ def test_requeue_on_says_what_starts_again(end, cause):
 
 def test_who_asks_gets_it_whatever_the_config_says():
     assert after(AttemptResult([75], "SIGUSR2", "asked"), policy=RequeuePolicy(on=())).action == "requeue"
+
+
+@pytest.mark.parametrize(
+    ("options", "action"), [(HERE, "restart"), (RestartOptions(requeue=True), "requeue")]
+)
+def test_a_slow_host_is_left_in_the_allocation_where_it_has_a_spare_one(options, action):
+    slow = SlowHost("node3", "rank 5 slow since step 1200 (compute)")
+    decision = after(
+        AttemptResult([75, 75], "SIGUSR2", "slow_host", slow_host=slow),
+        policy=RequeuePolicy(on=()),
+        options=options,
+    )
+    assert (decision.action, decision.cause, decision.exit_code) == (action, "slow_host", 75)
+    assert decision.reason == (
+        "restarts without node3: rank 5 slow since step 1200 (compute); resumes (restart 1)"
+    )
+    preempted = AttemptResult([75, 75], "SIGUSR2", "preempted", slow_host=slow)
+    assert after(preempted).reason == "saved after SIGUSR2 at a preemption; resumes (restart 1)"
+
+
+def test_restarts_for_slow_hosts_are_few_and_no_lack_of_progress():
+    slow = PreviousAttempt("slow_host", step=9)
+    assert slow_restart_refusal([slow] * (MAX_SLOW_RESTARTS - 1), POLICY) is None
+    refusal = slow_restart_refusal([slow] * MAX_SLOW_RESTARTS, POLICY)
+    assert refusal == "the run has restarted 3 times to continue without slow hosts"
+    most = slow_restart_refusal([PreviousAttempt("preempted")] * 2, RequeuePolicy(max=2))
+    assert most == "requeue.max is 2, and the run has restarted 2 times"
+    assert after(AttemptResult([1], step=9), slow, slow).action == "restart"
 
 
 def test_the_same_failure_at_the_same_step_is_no_accident():

@@ -12,7 +12,7 @@ from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config import load_config
 from trainkit.errors import ConfigError
-from trainkit.plan.launch import Batch, LaunchPlan, Layout
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy
 from trainkit.plan.make_plan import make_plan
 
 CPU = Machine(4, 0, (), "there is no NVIDIA driver on this machine")
@@ -41,6 +41,7 @@ def test_whole_plan() -> None:
         lr=6e-4,
         threads_per_worker=2,
         grace_s=30.0,
+        notify=NotifyPolicy(("finished", "failed", "requeued", "stalled"), "TRAINKIT_WEBHOOK_URL"),
         health_every_s=10.0,
         reasons={
             "device": "cpu: there is no NVIDIA driver on this machine",

@@ -171,6 +171,40 @@ def test_a_rank_with_less_of_its_cpu_is_named(tmp_path: Path) -> None:
     assert f"rank 2 on {found['host']} is slow since step" in attempt.rank_log(0).read_text()
 
 
+SLOW_LOADER = """
+import os, time
+from tests.support.tasks import Classify, Points
+class SlowPoints(Points):
+    def __getitem__(self, index):
+        if os.environ["RANK"] == "1":
+            time.sleep(0.02)
+        return super().__getitem__(index)
+class Task(Classify):
+    def train_dataset(self):
+        return SlowPoints(64, 0)
+"""
+
+
+@pytest.mark.slow(seconds=15)
+def test_a_rank_with_a_slow_loader_is_named_for_its_data(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_LOADER)
+    options = ["train.steps=100000", "parallel.dp_replicate=3", "data.num_workers=0"]
+    batch = ["train.device_batch_size=8", "train.global_batch_size=24"]
+    task = f"task={tmp_path / 'slow.py'}:Task"
+    attempt = make_attempt(tmp_path / "run", [*options, *batch, task], 3)
+    workers = fork_workers(attempt, 3)
+    try:
+        wait_until(lambda: any(event["rank"] == 1 for event in slow_events(attempt.run)), workers)
+    finally:
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+        wait_for(workers)
+    [found, *_] = [event for event in slow_events(attempt.run) if event["rank"] == 1]
+    assert found["phase"] == "data"
+    assert found["own_s"] > 8 * 0.02
+    assert "is slow since step" in attempt.rank_log(0).read_text()
+
+
 def last_step(run: RunDir) -> int:
     records = read_metrics(run) if run.metrics_file.exists() else []
     return int(records[-1]["step"]) if records else 0

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tools.slurm_cluster.packages import NotPossible
@@ -18,6 +20,8 @@ CONTROLLERS = ("cpuset", "memory", "freezer")
 """What Slurm needs to confine the CPUs and the memory of a job and to find its processes."""
 ENTER = 'while [ "$1" != -- ]; do echo $$ > "$1/cgroup.procs" || exit; shift; done; shift; exec "$@"'
 REMOVE_TIMEOUT_S = 10.0
+CPU_PERIOD_US = 50_000
+"""Short against a step, so that a limited process is slow rather than interrupted."""
 
 
 def require() -> None:
@@ -64,6 +68,35 @@ def _remove_folder(group: Path, deadline_s: float) -> None:
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.02)
+
+
+@contextmanager
+def cpu_limited(host: str, pids: Callable[[], list[int]], cpus: float) -> Iterator[None]:
+    """Give all processes of a host together the time of `cpus` CPUs until the block ends.
+
+    `pids` lists them. Raises NotPossible without the controller ``cpu`` of cgroup v1.
+    """
+    own = _own_group("cpu") if (ROOT / "cpu/cgroup.procs").exists() else None
+    if own is None or not (own / "cpu.cfs_quota_us").exists():
+        raise NotPossible("a limit of CPU time needs the controller cpu of cgroup v1", "use another machine")
+    group = own / f"{host}-limited"
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_period_us").write_text(f"{CPU_PERIOD_US}")
+        (group / "cpu.cfs_quota_us").write_text(f"{round(cpus * CPU_PERIOD_US)}")
+        while outside := set(pids()) - set(map(int, (group / "cgroup.procs").read_text().split())):
+            _move(outside, group)  # what was started meanwhile is moved next time
+        yield
+    finally:
+        while inside := (group / "cgroup.procs").read_text().split():
+            _move(map(int, inside), own)
+        _remove_folder(group, time.monotonic() + REMOVE_TIMEOUT_S)
+
+
+def _move(pids: Iterable[int], group: Path) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            (group / "cgroup.procs").write_text(f"{pid}")
 
 
 def _own_group(controller: str) -> Path:

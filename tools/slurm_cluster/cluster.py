@@ -8,6 +8,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from tools.slurm_cluster import cgroups, daemons, hosts, lifecycle, network, releases
@@ -167,6 +169,11 @@ class Cluster:
     def revive_host(self, index: int) -> None:
         """Power a host on again; wait for it with `wait_for_node`."""
         hosts.power_on(self.state, index)
+
+    def limit_cpu(self, index: int, cpus: float) -> AbstractContextManager[None]:
+        """Slow a host down until the block ends: all its processes together get the time of `cpus` CPUs."""
+        state = self.state
+        return cgroups.cpu_limited(state.host(index), partial(hosts.processes, state, index), cpus)
 
     def kill_slurmd(self, index: int) -> None:
         """Kill only the slurmd of a host: its jobs keep running."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tools.slurm_cluster import cgroups, network
@@ -69,6 +70,18 @@ def is_on(state: State, index: int) -> bool:
     """Whether the host is powered on."""
     pid = state.processes.get(_inner(index))
     return pid is not None and pid.alive()
+
+
+def processes(state: State, index: int) -> list[int]:
+    """The pids, on this machine, of all processes of a host that is on."""
+    namespace = Path(f"/proc/{state.processes[_inner(index)].pid}/ns/pid").readlink()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it has ended
+                if (entry / "ns/pid").readlink() == namespace:
+                    found.append(int(entry.name))
+    return found
 
 
 def inside(state: State, index: int, argv: Sequence[str], cwd: str) -> list[str]:

@@ -52,6 +52,12 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Try your own task too: a few samples forward and backward on this machine's CPU.",
 )
+@click.option(
+    "--test-notification",
+    "test_notification",
+    is_flag=True,
+    help="Send a test message to the webhook of notify.",
+)
 @json_option
 def command(
     request: ConfigRequest,
@@ -60,6 +66,7 @@ def command(
     world_size: int | None,
     rank: int | None,
     smoke: bool,
+    test_notification: bool,
     as_json: bool,
 ) -> int:
     """Check CONFIG against the schema, the model's shape, the data, and the cluster or this machine.
@@ -80,6 +87,8 @@ def command(
     if world_size is not None and (estimate is not None or show_origin):
         hint = "run `trainkit check` without --simulate-world for them"
         raise UsageError("--simulate-world conflicts with --estimate and --show-origin", hint=hint)
+    if world_size is not None and test_notification:
+        raise UsageError("--simulate-world conflicts with --test-notification", hint="use one of them")
     if world_size is not None:
         return _simulate(request.load(), world_size, rank or 0, as_json)
     loaded = request.load_to_plan()
@@ -94,6 +103,8 @@ def command(
             raise ConfigError(problems)
     if estimate and plan.slurm is None:
         raise UsageError("--estimate requires Slurm, but this run starts here", hint="remove --estimate")
+    if test_notification:
+        _send_test(loaded.config)
     waits = None
     if plan.slurm is not None and estimate is not False and target.cluster is not None:
         waits = _waits(plan, loaded.config, target.cluster, must=bool(estimate))
@@ -116,6 +127,22 @@ def command(
         click.echo(f"warning: {text}", err=True)
     click.echo(f"{request.path}: no problems{_and_warnings(len(plan.warnings))}", err=True)
     return EXIT_OK
+
+
+def _send_test(config: RunConfig) -> None:
+    """Send a test message; raises UsageError if there is no webhook, DeliveryError if it refuses."""
+    from trainkit.job.notifications import send_test
+
+    name = config.notify.webhook
+    url = os.environ.get(name or "")
+    if not url:
+        message = "notify.webhook is null" if name is None else f"{name} is not set in this shell"
+        raise UsageError(
+            f"--test-notification requires a webhook, but {message}",
+            hint=f"export {name or 'NAME'}=URL, which notify.webhook names; no file may contain the URL",
+        )
+    status = send_test(url, config.name)
+    click.echo(f"the URL in {name} has accepted a test message (HTTP {status})", err=True)
 
 
 def _and_warnings(count: int) -> str:

@@ -21,6 +21,7 @@ SECTIONS = {
         *("--launcher", "--no-snapshot", "--new-code", "--after", "--workers", "--warmup", "--repeats"),
         "--at-once",
         *("--quick", "--now", "--wait", "--estimate", "--keep", "--task-smoke", "--test-only", "--dry-run"),
+        "--test-notification",
     ),
     "Output": ("--follow", "--lines", "--limit", "--show-origin", "--compare", "--out", "--json", "--help"),
 }

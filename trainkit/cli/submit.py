@@ -174,7 +174,7 @@ def _show(loaded: LoadedConfig, plan: LaunchPlan, folder: Path | None, test_only
         "config.yaml": dump_effective(config),
     }
     for where, text in texts.items():
-        refuse_leaks(text, where, config.launch.secrets, os.environ)
+        refuse_leaks(text, where, config.secrets, os.environ)
     _print_script(script.text, test_only)
     if not test_only:
         _print_files(run, plan)

@@ -48,6 +48,8 @@ def short_training(config: RunConfig, num_steps: int, what: str) -> Iterator[Cha
     yield Change("train.stop_at_step", None, train.stop_at_step, f"train.steps sets the length of the {what}")
     yield Change("train.log_every", 1, train.log_every, f"the {what} uses every step")
     yield Change("train.eval_every", None, train.eval_every, f"the {what} needs no validation")
+    yield Change("notify.webhook", None, config.notify.webhook, f"the {what} reports nothing")
+    yield Change("notify.mail", None, config.notify.mail, f"the {what} reports nothing")
     if schedule.decay_steps is not None and schedule.warmup_steps + schedule.decay_steps > num_steps:
         yield Change(
             "schedule.decay_steps", None, schedule.decay_steps, f"the schedule is longer than the {what}"

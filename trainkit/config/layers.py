@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 
 from trainkit.config.names import close_matches, near, near_yaml, sections
+from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.config.schema import CONFIG_VERSION
 from trainkit.config.yamlfile import Entry, entry_at, merge, parse_value, read_yaml_file
 from trainkit.errors import ConfigError, Problem
@@ -154,7 +155,8 @@ class Layers:
         """Return the layer of environment variables such as ``TRAINKIT_TRAIN__STEPS``."""
         result = EMPTY
         for name, text in sorted(environ.items()):
-            if not name.startswith(ENV_PREFIX) or name.startswith(ENV_INTERNAL_PREFIX):
+            is_internal = name.startswith(ENV_INTERNAL_PREFIX) or name == WEBHOOK_VARIABLE
+            if not name.startswith(ENV_PREFIX) or is_internal:
                 continue
             parts = name.removeprefix(ENV_PREFIX).split("__")
             # Parts after section and key name entries of a free mapping (launch.env), which keep their case.

@@ -206,13 +206,51 @@ class RequeueConfig(Section):
         default=None,
         description="Seconds without output of any rank after which a COMMAND hangs; null disables this.",
     )
-    exclude_slow_hosts: bool = Field(
-        default=False,
-        description="After an interruption, continue without the hosts of ranks that held the others up.",
+    slow_hosts: Literal["ignore", "exclude", "restart"] = Field(
+        default="ignore",
+        description="What happens to the hosts of ranks that hold the others up, on Slurm; exclude: continue"
+        " without them after the next interruption; restart: also save and restart without such a host.",
+    )
+    slow_after_s: Positive = Field(
+        default=300.0,
+        description="Seconds for which a rank must stay slow before slow_hosts: restart restarts the run.",
     )
     follow_ups: NotNegative = Field(
         default=0,
         description="Jobs that wait in the queue to continue the run, for nodes without scontrol.",
+    )
+
+
+WEBHOOK_VARIABLE = "TRAINKIT_WEBHOOK_URL"
+"""The default of `notify.webhook`; unlike other variables with this prefix, it sets no config key."""
+
+
+MAIL_TYPES = {"finished": "END", "failed": "FAIL", "requeued": "REQUEUE"}
+"""Slurm's name of each event of `notify.on` that it knows."""
+
+
+class NotifyConfig(Section):
+    """What the run reports to a webhook or by email."""
+
+    on: tuple[Literal["finished", "failed", "requeued", "stalled", "slow"], ...] = list_field(
+        ("finished", "failed", "requeued", "stalled"),
+        "Events to report; failed: the run ended without finishing; requeued: it restarts; slow: a rank holds"
+        " the others up, or the run is slower than before.",
+    )
+    webhook: str | None = Field(
+        default=WEBHOOK_VARIABLE,
+        description="Name of the environment variable that contains the URL of the webhook, which is a"
+        " secret; without the variable, or with null, there is no webhook.",
+    )
+    mail: OneLine | None = Field(
+        default=None, description="Recipient of emails that Slurm sends about those events that it knows."
+    )
+    min_interval_s: NotNegative = Field(
+        default=600,
+        description="Seconds between two reports of the same kind; finished and failed are always reported.",
+    )
+    stalled_after_s: Positive = Field(
+        default=1800.0, description="Seconds without progress after which a run is reported as stalled."
     )
 
 

@@ -8,6 +8,7 @@ from trainkit.config.running import (
     CheckpointConfig,
     LaunchConfig,
     LoggingConfig,
+    NotifyConfig,
     ParallelConfig,
     ProfilerConfig,
     RequeueConfig,
@@ -76,12 +77,19 @@ class RunConfig(Section):
     launch: LaunchConfig = section("How processes are started.")
     requeue: RequeueConfig = section("When the run restarts automatically.")
     logging: LoggingConfig = section("Where metrics are logged.")
+    notify: NotifyConfig = section("Messages about the run, to a webhook and by email.")
     profiler: ProfilerConfig = section("Steps to profile.")
 
     @property
     def has_user_task(self) -> bool:
         """Whether a `trainkit.task.Task` has the model and the data, such as the user's own."""
         return self.task != "causal_lm"
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """The environment variables whose values must be written nowhere."""
+        webhook = self.notify.webhook
+        return self.launch.secrets if webhook is None else (*self.launch.secrets, webhook)
 
     @property
     def uses_transformers(self) -> bool:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from trainkit.config.loaded import LoadedConfig
 from trainkit.config.names import all_keys, allowed_values, is_known, meant, sections, show_value
+from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE
 from trainkit.config.yamlfile import WHOLE, Entry
 from trainkit.errors import Problem
 
@@ -118,6 +119,7 @@ def contradictions(loaded: LoadedConfig) -> Iterator[Problem]:
     yield from _pattern(loaded)
     yield from _best_metric(loaded)
     yield from _tracking_uri(loaded)
+    yield from _notify(loaded)
     if loaded.config.model.init_include and loaded.config.model.init_from is None:
         message = "is set, but model.init_from is null"
         yield loaded.problem("model.init_include", message, "set model.init_from to a run folder")
@@ -202,6 +204,29 @@ def _tracking_uri(loaded: LoadedConfig) -> Iterator[Problem]:
         yield replace(problem, origin="--set logging.mlflow") if uri in problem.origin else problem
 
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _notify(loaded: LoadedConfig) -> Iterator[Problem]:
+    notify, resources = loaded.config.notify, loaded.config.resources
+    if notify.webhook is not None and not _VARIABLE.fullmatch(notify.webhook):
+        # Most likely it is the URL: neither the message nor the origin may show it.
+        message = "is not the name of an environment variable"
+        hint = f"export {WEBHOOK_VARIABLE}=URL in the shell that submits, and leave notify.webhook out"
+        problem = loaded.problem("notify.webhook", message, hint)
+        shown = problem.origin.replace(notify.webhook, "***") if notify.webhook else problem.origin
+        yield replace(problem, origin=shown)
+    if notify.mail is None:
+        return
+    for key in ("mail_user", "mail_type"):
+        if getattr(resources, key) is not None:
+            message, hint = f"is set, and so is resources.{key}", "remove one of them"
+            yield loaded.problem("notify.mail", message, hint)
+    if not any(event in MAIL_TYPES for event in notify.on):
+        message = f"is set, but notify.on has none of the events that Slurm knows: {', '.join(MAIL_TYPES)}"
+        yield loaded.problem("notify.mail", message, "add one of them, or remove notify.mail")
+
+
 def _float8(loaded: LoadedConfig) -> Iterator[Problem]:
     config = loaded.config
     if not config.precision.float8:
@@ -266,9 +291,9 @@ def _adamw_8bit(loaded: LoadedConfig) -> Iterator[Problem]:
 
 
 def _secrets(loaded: LoadedConfig) -> Iterator[Problem]:
-    launch = loaded.config.launch
+    launch, secrets = loaded.config.launch, loaded.config.secrets
     for name in launch.env:
-        if name in launch.secrets or LOOKS_SECRET.search(name):
+        if name in secrets or LOOKS_SECRET.search(name):
             message = "looks like a secret, but the config is written to the run folder"
             hint = f"export {name} in the shell instead; the job inherits it"
             problem = loaded.problem(f"launch.env.{name}", message, hint)
@@ -276,7 +301,7 @@ def _secrets(loaded: LoadedConfig) -> Iterator[Problem]:
             shown = problem.origin.replace(launch.env[name], "***") if launch.env[name] else problem.origin
             yield replace(problem, origin=shown)
     for line in launch.setup:
-        for name in written_secrets(line, launch.secrets):
+        for name in written_secrets(line, secrets):
             message = f"sets {name}, which looks like a secret, but the script is written to the run folder"
             hint = f"export {name} in the shell instead, or read it from a file: {name}=$(cat FILE)"
             problem = loaded.problem("launch.setup", message, hint)

@@ -17,7 +17,6 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from trainkit.cluster.bad_nodes import excluded, note_failure
-from trainkit.config import read_effective
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job import processes
 from trainkit.job.attempt_end import (
@@ -48,7 +47,6 @@ from trainkit.job.record import (
     find_entry,
     is_cancelled,
     newest_entry,
-    open_slowdowns,
     reopen_attempt,
     run_lock,
     superseding_entry,
@@ -57,6 +55,7 @@ from trainkit.job.record import (
 from trainkit.job.requeue import await_eviction, cancel_jobs, exclude_from, resubmit
 from trainkit.job.watch.attempt import AttemptWatch, LocalAttemptWatch, SlurmAttemptWatch
 from trainkit.job.watch.hangs import silent_hosts
+from trainkit.job.watch.slow_hosts import slow_hosts
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
 from trainkit.slurm.client import QUERY_PATIENCE_S
@@ -236,7 +235,7 @@ class SlurmAllocation(Allocation):
             choose_hosts(self.hosts, self.bad, plan.num_nodes),
             overlap=self.step_may_still_run,
         )
-        return SlurmAttemptWatch(attempt, plan, argv, view)
+        return SlurmAttemptWatch(attempt, plan, argv, view, self.good_hosts)
 
     @property
     def good_hosts(self) -> list[str]:
@@ -297,6 +296,10 @@ class SlurmAllocation(Allocation):
                 lost=bool(lost),
                 notice=_notice_signal(plan),
             )
+        if outcome.slow_host is not None:
+            self.bad[outcome.slow_host.host] = "slow"
+            if self.job is None or outcome.cause == "asked":
+                outcome.cause = "slow_host"
 
     def _replaceable(self, hosts: Sequence[str], plan: LaunchPlan) -> tuple[str, ...]:
         """Unresponsive hosts, if the allocation has enough others to replace them; else none."""
@@ -315,7 +318,7 @@ class SlurmAllocation(Allocation):
 
         A host on which ranks were only killed or hung is used until that has happened twice in the run.
         """
-        self._avoid_slow_hosts(attempt)
+        self.bad |= slow_hosts(attempt, self.hosts)
         if failure is None or (suspect := suspect_host(failure)) is None:
             return
         host, kind = suspect
@@ -329,14 +332,6 @@ class SlurmAllocation(Allocation):
             note_failure(cluster, host, kind, reason, run=str(attempt.run.path), attempt=attempt.number)
         except OSError as error:
             log_line(f"cannot record that {host} failed: {error}")
-
-    def _avoid_slow_hosts(self, attempt: AttemptDir) -> None:
-        """Stop using the hosts of ranks that were slow when an attempt ended, if the config asks for it."""
-        excludes = read_effective(attempt.config_file).requeue.exclude_slow_hosts
-        for event in open_slowdowns(attempt.run, attempt.number) if excludes else ():
-            if event.get("host") in self.hosts:
-                log_line(f"excluding {event['host']}: rank {event['rank']} is {event['ratio']} times slower")
-                self.bad[event["host"]] = "slow"
 
     def hosts_to_exclude(self) -> list[str]:
         """The hosts that the next start of the run should avoid: bad in this job or in an earlier one."""

@@ -69,6 +69,7 @@ def judge(attempt: AttemptDir, outcome: Outcome, options: RestartOptions) -> Dec
         exit_codes=outcome.exit_codes,
         stop_signal=outcome.stop_signal,
         cause=cause,
+        slow_host=outcome.slow_host,
         out_of_time=outcome.out_of_time,
         not_started=outcome.launch_error is not None,
         hung=outcome.hung,
@@ -128,8 +129,11 @@ def _decide_dead(
     return Decision("requeue", reason, EXIT_FAILED, "node_fail")
 
 
-def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None:
-    """Record how the attempt ended and what follows, in end.json and events.jsonl. Raises OSError."""
+def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> dict[str, Any]:
+    """Record how the attempt ended and what follows, in end.json and events.jsonl. Raises OSError.
+
+    Returns the content of end.json.
+    """
     run, number = attempt.run, attempt.number
     failure = None
     if decision.action == "failed" or decision.cause in FAILURES:
@@ -137,21 +141,19 @@ def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None
         failure = outcome.failure or agent_failure(outcome.first_failed_node, reason)
     # end.json first: the events only repeat its content.
     state = _state(attempt, decision)
-    write_json(
-        attempt.end_file,
-        {
-            "state": state,
-            "action": decision.action,
-            "cause": decision.cause,
-            "exit_code": decision.exit_code,
-            "reason": decision.reason,
-            "verdict": failure,
-            "mark": progress_of(attempt),
-            "step": last_step(attempt, failure),
-            "best": _best(run),
-            "time": utc_now(),
-        },
-    )
+    end = {
+        "state": state,
+        "action": decision.action,
+        "cause": decision.cause,
+        "exit_code": decision.exit_code,
+        "reason": decision.reason,
+        "verdict": failure,
+        "mark": progress_of(attempt),
+        "step": last_step(attempt, failure),
+        "best": _best(run),
+        "time": utc_now(),
+    }
+    write_json(attempt.end_file, end)
     if failure is not None:
         fields = {key: failure[key] for key in failure if key != "time"}
         log_event(run, number, "rank_failed", **fields, failed_at=failure["time"])
@@ -162,6 +164,7 @@ def write_end(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> None
         log_event(run, number, "requeue_decision", **fields, delay_s=decision.delay_s)
     event = "finished" if state == "finished" else "stopped"
     log_event(run, number, event, state=state, exit_code=decision.exit_code, reason=decision.reason)
+    return end
 
 
 def _state(attempt: AttemptDir, decision: Decision) -> str:

@@ -23,16 +23,28 @@ Action = Literal["finished", "stopped", "failed", "restart", "requeue", "resubmi
 """`restart` restarts the step inside the allocation, `requeue` requeues the job, `resubmit` submits a new
 job, and `follow_up` lets a job that is already in the queue continue the run."""
 
-Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "not_started"]
-"""Why a run is restarted: a value of `requeue.on`; `asked` when a person requested it; `not_started` when
-Slurm could not start the step, which does not count as a failure of the run."""
+Cause = Literal["preempted", "timeout", "node_fail", "crash", "hang", "asked", "slow_host", "not_started"]
+"""Why a run is restarted: a value of `requeue.on`; `asked` when a person requested it; `slow_host` to
+continue without a slow host; `not_started` when Slurm could not start the step, which does not count as a
+failure of the run."""
 FAILURES: tuple[Cause, ...] = ("node_fail", "crash", "hang")
 
 MAX_ENDS_AT_STEP = 3
 """Consecutive attempts that end at the same step and checkpoint before the run is given up."""
+MAX_SLOW_RESTARTS = 3
+"""Restarts of a run to continue without slow hosts: if that did not help, the hosts are not the reason."""
 MAX_DELAY_S = 60.0
 MAX_STARTS = 10
 """Consecutive failures of Slurm to start the step before the run fails; the delays add up to four minutes."""
+
+
+@dataclass(frozen=True)
+class SlowHost:
+    """A host to continue without."""
+
+    host: str
+    why: str
+    """For example ``rank 5 slow since step 1200 (compute)``."""
 
 
 @dataclass
@@ -45,6 +57,8 @@ class Outcome:
     """Whether the supervisor received that signal too; at a preemption Slurm signals only the steps."""
     cause: Cause | None = None
     """The reason for the signal; None if a person cancelled the job."""
+    slow_host: SlowHost | None = None
+    """The host that made the supervisor have the ranks save; None without one."""
     launch_error: str | None = None
     """srun's message when Slurm could not start the step."""
     hangs: list[HangRecord] = field(default_factory=list)
@@ -98,6 +112,8 @@ class AttemptResult:
     """The signal that asked them to stop."""
     cause: Cause | None = None
     """The reason for the signal; None if a person cancelled the job."""
+    slow_host: SlowHost | None = None
+    """The host to continue without, with the cause `slow_host`."""
     out_of_time: bool = False
     """Whether some did not end within the grace time."""
     not_started: bool = False
@@ -218,17 +234,20 @@ def _after_request(
     if cause is None:
         return Decision("stopped", summary, EXIT_STOPPED)
     summary += _BECAUSE[cause]
+    if result.slow_host is not None and cause == "slow_host":
+        why = f"restarts without {result.slow_host.host}: {result.slow_host.why}"
+        summary = why if saved else f"{why}; {summary}"
     limit = _restarts_limit(previous, policy)
-    if cause != "asked" and cause not in policy.on:
+    if cause not in ("asked", "slow_host", *policy.on):
         limit = f"requeue.on does not include {cause}"
     elif limit is None and cause == "timeout" and _makes_no_progress(result, previous):
         limit = f"the time limit was reached {MAX_ENDS_AT_STEP} times in a row at step {result.step}"
     if limit is not None:
         return Decision("stopped", f"{summary}; not started again: {limit}", EXIT_STOPPED, cause)
-    # A signalled job leaves its allocation, unless a person asked for a restart and it cannot be requeued.
-    return _resume(
-        summary, cause, EXIT_STOPPED, previous, options, in_place=cause == "asked" and not options.requeue
-    )
+    # A signalled job leaves its allocation, unless that was only to leave a host, or a person asked for a
+    # restart and it cannot be requeued.
+    in_place = cause == "slow_host" or (cause == "asked" and not options.requeue)
+    return _resume(summary, cause, EXIT_STOPPED, previous, options, in_place=in_place)
 
 
 _BECAUSE: dict[Cause, str] = {
@@ -238,8 +257,17 @@ _BECAUSE: dict[Cause, str] = {
     "crash": "",
     "hang": "",
     "asked": "",
+    "slow_host": "",
     "not_started": "",
 }
+
+
+def slow_restart_refusal(previous: Sequence[PreviousAttempt], policy: RequeuePolicy) -> str | None:
+    """Why the run is not restarted to continue without a slow host; None when it may be."""
+    count = sum(attempt.cause == "slow_host" for attempt in previous)
+    if count >= MAX_SLOW_RESTARTS:
+        return f"the run has restarted {count} times to continue without slow hosts"
+    return _restarts_limit(previous, policy)
 
 
 def _after_failure(
@@ -319,7 +347,7 @@ def _failures_without_progress(
 
 def _makes_no_progress(result: AttemptResult, previous: Sequence[PreviousAttempt]) -> bool:
     """Whether MAX_ENDS_AT_STEP attempts in a row ended at one step; preemptions and requests do not count."""
-    counted = [attempt for attempt in previous if attempt.cause not in ("preempted", "asked")][
+    counted = [attempt for attempt in previous if attempt.cause not in ("preempted", "asked", "slow_host")][
         1 - MAX_ENDS_AT_STEP :
     ]
     return (

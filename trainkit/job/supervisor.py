@@ -13,9 +13,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainkit.errors import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, TrainkitError
 from trainkit.job import processes
@@ -26,6 +27,7 @@ from trainkit.job.failure.first_failure import find_first_failure
 from trainkit.job.held_lock import after_stop, leave_unclaimed, retry_elsewhere
 from trainkit.job.node.preflight import retry_on_disk_error
 from trainkit.job.node.slurm_step import slurm_job_id
+from trainkit.job.notifications import Notifier, end_report
 from trainkit.job.processes import log_line, redirect_output
 from trainkit.job.record import (
     RunLocked,
@@ -36,9 +38,10 @@ from trainkit.job.record import (
     superseding_entry,
 )
 from trainkit.job.watch.attempt import AttemptWatch
+from trainkit.job.watch.progress import ProgressWatch
 from trainkit.job.work_folder import WORK_DIR_VARIABLE, prepare_work_folder
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, log_event, read_json
+from trainkit.rundir import AttemptDir, RunDir, log_event, read_end, read_json
 
 
 def supervise_job(run: RunDir, step: Sequence[str]) -> int:
@@ -88,7 +91,8 @@ def supervise(allocation: Allocation) -> int:
         return Supervisor(allocation).leave_locked(attempt, locked)
     # The record may have changed during the wait for the lock.
     if (newer := superseding_entry(attempt)) is not None:
-        return _conclude(attempt, Outcome(), Decision("stopped", describe_superseded(newer), EXIT_STOPPED))
+        decision = Decision("stopped", describe_superseded(newer), EXIT_STOPPED)
+        return Supervisor(allocation).conclude(attempt, Outcome(), decision)
     return Supervisor(allocation).run(attempt)
 
 
@@ -97,16 +101,26 @@ class Supervisor:
 
     def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
+        self.notifier = Notifier()
 
     def run(self, attempt: AttemptDir) -> int:
         """Run attempts until the run ends or leaves the allocation; returns the exit code of this start."""
+        code = self._run(attempt)
+        self.notifier.wait()
+        return code
+
+    def _run(self, attempt: AttemptDir) -> int:
+        earlier = map(attempt.run.attempt, attempt.run.attempt_numbers())
+        unended = [one for one in earlier if one.number < attempt.number and not one.end_file.exists()]
         refusal = self.allocation.close_dead_attempts(attempt)
         if refusal is not None:
             return self._end(attempt, *refusal)
+        for dead in unended:
+            self._report(dead, read_end(dead) or {})  # its supervisor could not
         while True:
             outcome, decision = self._run_attempt(attempt)
             if decision.action == "restart":
-                _conclude(attempt, outcome, decision)
+                self.conclude(attempt, outcome, decision)
                 following = self._restart(attempt, outcome, decision)
                 if isinstance(following, AttemptDir):
                     attempt = following
@@ -119,13 +133,18 @@ class Supervisor:
 
     def leave_locked(self, attempt: AttemptDir, locked: RunLocked) -> int:
         """Leave without running an attempt, because the supervisor's lock could not be obtained."""
+        code = self._leave_locked(attempt, locked)
+        self.notifier.wait()
+        return code
+
+    def _leave_locked(self, attempt: AttemptDir, locked: RunLocked) -> int:
         log_line(locked.render())
         outcome, decision = self._decide_locked(attempt, locked)
         if decision.resumes:
             return self._leave(attempt, outcome, decision)
         if locked.stopped:
             return self._end(attempt, outcome, decision)
-        return _conclude(attempt, outcome, decision)
+        return self.conclude(attempt, outcome, decision)
 
     def _decide_locked(self, attempt: AttemptDir, locked: RunLocked) -> tuple[Outcome, Decision]:
         try:
@@ -145,6 +164,7 @@ class Supervisor:
             plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
             _enter_work_folder(attempt.run, plan)
             watch = self.allocation.watch(attempt, plan)
+            watch.progress = ProgressWatch(attempt, plan, self.notifier)
             outcome = watch.outcome
             log_event(
                 attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
@@ -197,7 +217,7 @@ class Supervisor:
 
     def _leave(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """Leave the allocation, so that the run continues in another; returns the exit code of this start."""
-        _conclude(attempt, outcome, decision)
+        self.conclude(attempt, outcome, decision)
         try:
             plan = retry_on_disk_error(lambda: LaunchPlan.from_dict(read_json(attempt.plan_file)))
             problem = self.allocation.release(plan, decision)
@@ -208,17 +228,33 @@ class Supervisor:
         reason = f"{decision.reason.partition(';')[0]}; not started again: {problem}"
         if decision.cause not in FAILURES:
             stopped = Decision("stopped", reason, decision.exit_code, decision.cause)
-            return _conclude(attempt, outcome, stopped)
+            return self.conclude(attempt, outcome, stopped)
         # 75 would claim that the state was saved.
         code = next((code for code in outcome.exit_codes if code not in (EXIT_OK, EXIT_STOPPED)), EXIT_FAILED)
-        return _conclude(attempt, outcome, Decision("failed", reason, code, decision.cause))
+        return self.conclude(attempt, outcome, Decision("failed", reason, code, decision.cause))
 
     def _end(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
         """End the run; returns the exit code of this start."""
-        code = _conclude(attempt, outcome, decision)
+        code = self.conclude(attempt, outcome, decision)
         if superseding_entry(attempt) is None:
             self.allocation.cancel_pending()
         return code
+
+    def conclude(self, attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
+        """Log, record and report how an attempt ended; returns its exit code."""
+        log_line(f"attempt {attempt.number}: {decision.action}: {decision.reason}")
+        end: dict[str, Any] = {**vars(decision), "state": decision.action}
+        try:
+            end = write_end(attempt, outcome, decision)
+        except OSError as error:
+            log_line(f"attempt {attempt.number}: its end could not be written ({error})")
+        self._report(attempt, end)
+        return decision.exit_code
+
+    def _report(self, attempt: AttemptDir, end: Mapping[str, Any]) -> None:
+        report = end_report(attempt, end)
+        if report is not None:
+            self.notifier.send(attempt, report)
 
 
 def _enter_work_folder(run: RunDir, plan: LaunchPlan) -> None:
@@ -229,16 +265,6 @@ def _enter_work_folder(run: RunDir, plan: LaunchPlan) -> None:
     folder = retry_on_disk_error(lambda: prepare_work_folder(run))
     if folder is not None:
         os.environ[WORK_DIR_VARIABLE] = str(folder)
-
-
-def _conclude(attempt: AttemptDir, outcome: Outcome, decision: Decision) -> int:
-    """Log and record how an attempt ended; returns its exit code."""
-    log_line(f"attempt {attempt.number}: {decision.action}: {decision.reason}")
-    try:
-        write_end(attempt, outcome, decision)
-    except OSError as error:
-        log_line(f"attempt {attempt.number}: its end could not be written ({error})")
-    return decision.exit_code
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ class Restart:
     action: str
     """``restart`` in the allocation, ``requeue`` of the job, ``resubmit`` or ``follow_up`` as another job."""
     cause: str
-    """``preempted timeout node_fail crash hang``, or ``asked`` for `trainkit requeue`."""
+    """``preempted timeout node_fail crash hang``, ``slow_host`` to continue without one, or ``asked`` for
+    `trainkit requeue`."""
     verdict: dict[str, Any] | None
     """The first failure, where there was one."""
     save_s: float | None
@@ -89,7 +90,7 @@ def _restart(
 def restarts_line(restarts: Sequence[Restart]) -> str:
     """A one-line summary of all restarts: their number and causes, and the duration of the last one."""
     counts = Counter(restart.cause for restart in restarts)
-    shown = {"asked": "requested"}
+    shown = {"asked": "requested", "slow_host": "slow host"}
     causes = ", ".join(f"{count} {shown.get(cause, cause)}" for cause, count in counts.most_common())
     last = restarts[-1]
     parts = [

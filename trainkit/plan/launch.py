@@ -99,6 +99,24 @@ class RequeuePolicy:
     hang_min_s: float = 300.0
     silence_s: float | None = None
     """Seconds without output of any rank after which a command hangs; None disables this."""
+    slow_hosts: str = "ignore"
+    """What happens to the hosts of slow ranks: ``ignore``, ``exclude`` or ``restart``."""
+    slow_after_s: float = 300.0
+    """Seconds for which a rank must stay slow before ``restart`` restarts the run."""
+
+
+@dataclass(frozen=True)
+class NotifyPolicy:
+    """What the run reports to a webhook."""
+
+    on: tuple[str, ...] = ()
+    """Events to report: ``finished failed requeued stalled slow``."""
+    webhook: str | None = None
+    """The environment variable that contains the URL, which is a secret."""
+    min_interval_s: float = 600.0
+    """Seconds between two reports of the same kind, except the last one of the run."""
+    stalled_after_s: float = 1800.0
+    """Seconds without progress after which the run is stalled."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +143,7 @@ class LaunchPlan:
     network: str = "auto"
     """A preset, or the name of an interface."""
     requeue: RequeuePolicy = RequeuePolicy()
+    notify: NotifyPolicy = NotifyPolicy()
     spare_nodes: int = 0
     """Nodes allocated in addition to `num_nodes`, as replacements for nodes that fail."""
     per: str = "node"
@@ -205,6 +224,8 @@ class LaunchPlan:
         fields["batch"] = Batch(**fields["batch"])
         requeue = fields.get("requeue", {})
         fields["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
+        notify = fields.get("notify", {})
+        fields["notify"] = NotifyPolicy(**{**notify, "on": tuple(notify.get("on", ()))})
         for name in ("command", "python", "trackers", "node_sizes", "warnings", "launcher_keys"):
             if fields.get(name) is not None:
                 fields[name] = tuple(fields[name])

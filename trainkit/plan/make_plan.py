@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from trainkit.cluster.machine import Machine
 from trainkit.cluster.target import LOCAL, Target
 from trainkit.config.loaded import LoadedConfig
-from trainkit.config.running import RequeueConfig
+from trainkit.config.running import NotifyConfig, RequeueConfig
 from trainkit.config.training import DataConfig
 from trainkit.data.checks import data_problems, mixture_note, tokenizer_vocab_size
 from trainkit.errors import ConfigError, Problem
 from trainkit.manifest import MANIFEST_NAME
 from trainkit.plan.hardware import gpu_names, known_gpu, unchecked_memory
-from trainkit.plan.launch import Batch, LaunchPlan, Layout, RequeuePolicy
+from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, RequeuePolicy
 from trainkit.plan.launch_draft import HostsDraft, LaunchDraft, StepDraft
 from trainkit.plan.launcher_files import (
     Job,
@@ -72,6 +72,8 @@ def make_plan(
     lead_s = draft.lead_s()
     per = target.per or draft.per(launcher)
     slurm = draft.request(device, workers_per_node, threads, lead_s, per)
+    if slurm is None and config.requeue.slow_hosts != "ignore":
+        draft.warnings.append("requeue.slow_hosts has no effect: only a job on Slurm can leave out a host")
     if batch is None or draft.problems:
         raise ConfigError(draft.problems)
     return LaunchPlan(
@@ -81,6 +83,7 @@ def make_plan(
         env={**given.env, **config.launch.env},
         network=config.launch.network,
         requeue=_policy(config.requeue),
+        notify=_notify_policy(config.notify),
         spare_nodes=0 if slurm is None else config.resources.spare_nodes,
         per=per,
         device=device,
@@ -137,6 +140,17 @@ def _policy(requeue: RequeueConfig) -> RequeuePolicy:
         hang_factor=requeue.hang_factor,
         hang_min_s=requeue.hang_min_s,
         silence_s=requeue.silence_s,
+        slow_hosts=requeue.slow_hosts,
+        slow_after_s=requeue.slow_after_s,
+    )
+
+
+def _notify_policy(notify: NotifyConfig) -> NotifyPolicy:
+    return NotifyPolicy(
+        on=notify.on,
+        webhook=notify.webhook,
+        min_interval_s=notify.min_interval_s,
+        stalled_after_s=notify.stalled_after_s,
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from trainkit.config.running import MAIL_TYPES
+
 if TYPE_CHECKING:
     from trainkit.config.schema import RunConfig
 
@@ -122,6 +124,9 @@ def make_request(
             value = getattr(resources, name)
             if value is not None:
                 sbatch[option] = value
+    if config.notify.mail is not None:
+        sbatch["mail-user"] = config.notify.mail
+        sbatch["mail-type"] = ",".join(MAIL_TYPES[event] for event in config.notify.on if event in MAIL_TYPES)
     # The agents receive it, and send a command the signal that it handles.
     notice = "USR2" if config.requeue.signal == "auto" else config.requeue.signal
     sbatch["signal"] = f"{notice}@{lead_s}"

@@ -72,8 +72,8 @@ def write_origin(
     with ThreadPoolExecutor(1) as thread:  # overlaps git with the copy: both take about as long
         provenance = thread.submit(collect_provenance, cwd)
         code = copy_code(run, plan, cwd) if wants_copy(config, plan) else None
-        value = {**provenance.result(), "argv": without_secrets(argv, config.launch.secrets), "code": code}
-    refuse_leaks(json.dumps(value), str(run.provenance_file), config.launch.secrets, os.environ)
+        value = {**provenance.result(), "argv": without_secrets(argv, config.secrets), "code": code}
+    refuse_leaks(json.dumps(value), str(run.provenance_file), config.secrets, os.environ)
     write_json(run.provenance_file, value)
     return code
 

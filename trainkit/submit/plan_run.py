@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,9 @@ from trainkit.submit.preflight_checks import (
     find_tracker_problems,
     refuse_missing,
     refuse_secrets,
+    webhook_problem,
     with_local_environment,
+    with_notifications,
 )
 from trainkit.submit.user_code_check import find_code_problems
 
@@ -56,7 +59,7 @@ def plan_run(
         plan = dataclasses.replace(plan, container_program=container_program(launch, containers))
     if command is not None:
         refuse_missing(command, launch, launcher, code_dir or cwd)
-        refuse_secrets(command, launch.secrets)
+        refuse_secrets(command, loaded.config.secrets)
         plan = dataclasses.replace(plan, python=command_python(launch, command, cwd))
     return plan if plan.slurm is not None else with_local_environment(plan, launch, cwd)
 
@@ -101,7 +104,8 @@ def _check(
     else:
         found = find_local_problems(loaded.config.launch, Path.cwd(), is_command=command is not None)
     trackers = find_tracker_problems(loaded.config, Path.cwd(), on_slurm=on_slurm)
-    problems = [loaded.problem(*item) for item in (*found, *trackers)]
+    webhook = webhook_problem(loaded.config.notify, os.environ)
+    problems = [loaded.problem(*item) for item in (*found, *trackers, *webhook)]
     try:
         plan = check_config(loaded, detect_machine(), target, command, launcher, data, resumes=resumes)
     except ConfigError as error:
@@ -112,4 +116,6 @@ def _check(
     if problems:
         raise ConfigError(problems)
     note = experimental_settings(loaded.config.launch) if plan.slurm is not None else None
-    return plan if note is None else dataclasses.replace(plan, reasons={**plan.reasons, "experimental": note})
+    if note is not None:
+        plan = dataclasses.replace(plan, reasons={**plan.reasons, "experimental": note})
+    return with_notifications(plan, loaded.config.notify, os.environ)

@@ -14,9 +14,10 @@ from pathlib import Path, PurePath
 from urllib.parse import quote as url_quote
 
 from trainkit.config import RunConfig
-from trainkit.config.running import LaunchConfig
+from trainkit.config.running import MAIL_TYPES, WEBHOOK_VARIABLE, LaunchConfig, NotifyConfig
 from trainkit.config.validation import MIN_SECRET_CHARS, written_secrets
 from trainkit.errors import UsageError
+from trainkit.job.notifications import url_problem
 from trainkit.job.processes import SHELLS
 from trainkit.plan.gpus import cuda_torch_hint
 from trainkit.plan.launch import LaunchPlan
@@ -252,6 +253,33 @@ def experimental_settings(launch: LaunchConfig) -> str | None:
         if getattr(launch, key) is not None:
             return f"launch.{key} has not been validated with a real {program}; try a short run first"
     return None
+
+
+def webhook_problem(notify: NotifyConfig, environ: Mapping[str, str]) -> Iterator[LaunchProblem]:
+    """(key, message, hint) if the value of the variable that `notify.webhook` names is not a URL."""
+    url = environ.get(notify.webhook or "", "")
+    problem = url_problem(url) if url else None
+    if problem is not None:
+        hint = f"export {notify.webhook}=https://…, as the chat program shows it, in the shell that submits"
+        yield "notify.webhook", f"is {notify.webhook}, whose value {problem}", hint
+
+
+def with_notifications(plan: LaunchPlan, notify: NotifyConfig, environ: Mapping[str, str]) -> LaunchPlan:
+    """The plan with what it reports and to where, and warnings about what it cannot report."""
+    found, warnings = [], list(plan.warnings)
+    if notify.on and environ.get(notify.webhook or ""):
+        found.append(f"{', '.join(notify.on)} to the URL in {notify.webhook}")
+    elif notify.on and notify.webhook not in (None, WEBHOOK_VARIABLE):
+        warnings.append(f"notify.webhook is {notify.webhook}, which is not set in this shell")
+    if notify.mail is not None and plan.slurm is None:
+        warnings.append("notify.mail has no effect: Slurm sends the emails, and this run starts here")
+    elif notify.mail is not None:
+        by_mail = [event for event in notify.on if event in MAIL_TYPES]
+        unknown = [event for event in notify.on if event not in MAIL_TYPES]
+        without = f"; Slurm does not know {', '.join(unknown)}" if unknown else ""
+        found.append(f"{', '.join(by_mail)} by email to {notify.mail}{without}")
+    reasons = {**plan.reasons, "notify": "; ".join(found)} if found else plan.reasons
+    return replace(plan, reasons=reasons, warnings=tuple(warnings))
 
 
 def present_secrets(names: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def start_attempt(
     """
     config_text, plan_text = dump_effective(config), plan.to_text()
     for text, where in ((config_text, run.config_file), (plan_text, run.plan_file)):
-        refuse_leaks(text, str(where), config.launch.secrets, os.environ)
+        refuse_leaks(text, str(where), config.secrets, os.environ)
     if plan.backend == "local":
         from trainkit.submit.local_backend import start_local_attempt
 
@@ -99,7 +99,7 @@ def _start_on_slurm(run: RunDir, config: RunConfig, plan: LaunchPlan, reason: st
         )
     number = next_attempt_number(run)
     script = script_of_attempt(run, number, plan, config, Path(str(job["cwd"])), job.get("code"))
-    refuse_leaks(script.text, str(run.script_file), config.launch.secrets, os.environ)
+    refuse_leaks(script.text, str(run.script_file), config.secrets, os.environ)
     cancel_follow_ups(run)
     attempt = _write_attempt(run, dump_effective(config), plan.to_text(), script)
     token = submission_token(run, attempt.number)

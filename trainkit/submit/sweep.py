@@ -243,7 +243,7 @@ def group_script(
     config = config.model_copy(update={"launch": launch})
     plan = dataclasses.replace(plan, env=_common(point.plan.env for point in points))
     script = script_for(RunDir(group.path), 1, plan, config, Path.cwd(), code, array)
-    refuse_leaks(script.text, str(group.script_file), config.launch.secrets, os.environ)
+    refuse_leaks(script.text, str(group.script_file), config.secrets, os.environ)
     return script
 
 
@@ -271,7 +271,7 @@ def create_group(
         group.logs_dir.mkdir(mode=0o700)
         code = write_origin(RunDir(group.path), config, plan, argv)
         record = _record(name, points, array, code)
-        refuse_leaks(json.dumps(record), str(group.sweep_file), config.launch.secrets, os.environ)
+        refuse_leaks(json.dumps(record), str(group.sweep_file), config.secrets, os.environ)
         write_atomic(group.script_file, group_script(group, points, array, code).text)
         write_json(group.sweep_file, record)
     return group, code

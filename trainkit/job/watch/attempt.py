@@ -30,6 +30,8 @@ from trainkit.job.rank_env import ATTEMPT_VARIABLE, NONCE_VARIABLE, RUN_DIR_VARI
 from trainkit.job.record import describe_superseded, find_entry, superseding_entry
 from trainkit.job.signals import is_death_by_notice, signal_exit_code
 from trainkit.job.watch.hangs import HangWatch, SilenceWatch
+from trainkit.job.watch.progress import ProgressWatch
+from trainkit.job.watch.slow_hosts import SlowHostWatch
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, log_event, read_json, read_jsonl, seconds_between
 from trainkit.slurm.control import kill_step
@@ -58,6 +60,8 @@ class AttemptWatch(ProcessGroup):
         silence_s = plan.requeue.silence_s if plan.command is not None else None
         self._silence = None if silence_s is None else SilenceWatch(attempt, plan, silence_s)
         self._missing_since_s: float | None = None
+        self.progress: ProgressWatch | None = None
+        """Reports that the attempt is stalled or slow; None without notifications."""
 
     def poll(self) -> None:
         """End the attempt when it was deleted, or when its ranks hang."""
@@ -65,6 +69,8 @@ class AttemptWatch(ProcessGroup):
             self.end_all()
             return
         self._poll_processes()
+        if self.progress is not None:
+            self.progress.poll()
         if self._silence is not None and self.outcome.stop_signal is None:
             self._silence.poll()
         if not self.outcome.hung and (hangs := self._hangs.poll()):
@@ -173,9 +179,16 @@ class SlurmAttemptWatch(AttemptWatch):
     """
 
     def __init__(
-        self, attempt: AttemptDir, plan: LaunchPlan, step: Sequence[str], supervisor_view: str
+        self,
+        attempt: AttemptDir,
+        plan: LaunchPlan,
+        step: Sequence[str],
+        supervisor_view: str,
+        hosts: Sequence[str] = (),
     ) -> None:
         super().__init__(attempt, plan)
+        restarts = plan.requeue.slow_hosts == "restart"
+        self._slow_hosts = SlowHostWatch(attempt, plan, hosts) if restarts else None
         self.step = step
         self.supervisor_view = supervisor_view
         """The run folder as the supervisor sees it, for the agents to compare."""
@@ -214,6 +227,7 @@ class SlurmAttemptWatch(AttemptWatch):
     def _poll_processes(self) -> None:
         self._end_if_superseded()
         self._forward_unconfirmed()
+        self._leave_slow_host()
         self._end_after_failure()
 
     def _end_if_superseded(self) -> None:
@@ -249,6 +263,19 @@ class SlurmAttemptWatch(AttemptWatch):
             if self.outcome.stop_signal is None:
                 self.outcome.stop_signal = self._requested_signal() or signal.SIGTERM.name
                 self.kill_after_grace()
+
+    def _leave_slow_host(self) -> None:
+        """Have the ranks save and exit, for the run to continue without a slow host."""
+        if self._slow_hosts is None or self.outcome.stop_signal is not None:
+            return
+        found = self._slow_hosts.poll()
+        if found is None or SRUN not in self.running or self._signal_of_ranks() is not None:
+            return
+        log_line(f"attempt {self.attempt.number}: restarts without {found.host}: {found.why}")
+        self.outcome.slow_host, self.outcome.stop_signal = found, RESTART_SIGNAL
+        self._unconfirmed_since_s = float("inf")
+        os.kill(self.running[SRUN].pid, signal.SIGUSR2)
+        self.kill_after_grace()
 
     def _requested_signal(self) -> str | None:
         """The signal that a command's request in job.json stands for; None without a request."""

@@ -170,6 +170,50 @@ class HangWatch:
         return []
 
 
+class OutputWatch:
+    """Watches the files that a run changes while it makes progress."""
+
+    def __init__(self, attempt: AttemptDir, limit_s: float, *, with_logs: bool) -> None:
+        """`with_logs` includes what the ranks print, else events of the trainer; `limit_s` sets the pace."""
+        self._attempt = attempt
+        self._with_logs = with_logs
+        self._pause_s = min(SILENCE_POLL_S, limit_s / 4)
+        # Not the files' own times, which are those of other hosts' clocks.
+        self._changed_s = self._polled_s = time.monotonic()
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def poll(self) -> float | None:
+        """Seconds since the last change; None when it is too early to check again. Raises OSError."""
+        now_s = time.monotonic()
+        if now_s < self._polled_s + self._pause_s:
+            return None
+        was_suspended, self._polled_s = now_s > self._polled_s + 2 * self._pause_s + GATHER_S, now_s
+        seen = self._files()
+        if seen != self._seen or was_suspended:
+            self._seen, self._changed_s = seen, now_s
+        return now_s - self._changed_s
+
+    def reset(self) -> None:
+        """Count from now."""
+        self._changed_s = time.monotonic()
+
+    def _files(self) -> dict[str, tuple[int, int]]:
+        """Size and time of what a running command changes."""
+        run, logs = self._attempt.run, self._attempt.logs_dir
+        files = [run.metrics_file, run.heartbeat_file]
+        if self._with_logs:
+            refresh_listing(logs)
+            files += [*logs.glob("rank-*.log"), *logs.glob("node-*.log")]
+        else:
+            files.append(run.events_file)
+        found = {}
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                status = file.stat()
+                found[str(file)] = status.st_size, status.st_mtime_ns
+        return found
+
+
 class SilenceWatch:
     """Detects that a command hangs: no rank prints anything, and no metrics and no heartbeat are written.
 
@@ -180,34 +224,14 @@ class SilenceWatch:
         self._attempt = attempt
         self._plan = plan
         self._limit_s = limit_s
-        # Not the files' own times, which are those of other hosts' clocks.
-        self._changed_s = self._polled_s = time.monotonic()
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._output = OutputWatch(attempt, limit_s, with_logs=True)
 
     def poll(self) -> None:
         """Write the reports of all ranks once there is silence. Raises OSError."""
-        now_s, pause_s = time.monotonic(), min(SILENCE_POLL_S, self._limit_s / 4)
-        if now_s < self._polled_s + pause_s:
-            return
-        was_suspended, self._polled_s = now_s > self._polled_s + 2 * pause_s + GATHER_S, now_s
-        seen = self._files()
-        if seen != self._seen or was_suspended:
-            self._seen, self._changed_s = seen, now_s
-        elif now_s > self._changed_s + self._limit_s:
-            self._report(now_s - self._changed_s)
-            self._changed_s = now_s
-
-    def _files(self) -> dict[str, tuple[int, int]]:
-        """Size and time of what a running command changes."""
-        run, logs = self._attempt.run, self._attempt.logs_dir
-        refresh_listing(logs)
-        files = [*logs.glob("rank-*.log"), *logs.glob("node-*.log"), run.metrics_file, run.heartbeat_file]
-        found = {}
-        for file in files:
-            with contextlib.suppress(FileNotFoundError):
-                status = file.stat()
-                found[str(file)] = status.st_size, status.st_mtime_ns
-        return found
+        silent_s = self._output.poll()
+        if silent_s is not None and silent_s > self._limit_s:
+            self._report(silent_s)
+            self._output.reset()
 
     def _report(self, waited_s: float) -> None:
         """One report per rank, all alike: nothing tells which one blocks the others."""

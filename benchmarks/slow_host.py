@@ -1,0 +1,214 @@
+"""Slows one of four hosts during a run and checks that it is named, and that undisturbed runs name none.
+
+    python -m benchmarks.slow_host --runs 10 --slowed 4
+
+Starts a Slurm cluster of four hosts on this machine (as root; see tools/slurm_cluster) and trains on all of
+them, one rank a host. In `--slowed` runs, a host that `--seed` draws is limited to `--cpus` CPUs after
+`--before` steps (cgroup v1), and the event ``slow_rank`` must name its host and rank no more than 30 steps
+later. `--runs` runs of `--steps` steps are left alone and must have no event. Other work on the machine is a
+disturbance too: it prints the load of each run. With ``--layout sharded`` (FSDP), ranks on CPUs are not
+compared: there the event must be ``slow_run``, which names no host. Exits with 1 if a run was not as it must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.on_slurm.login import Login, wait_for
+from tools.slurm_cluster.cluster import NUM_HOSTS, Cluster, up
+from tools.slurm_cluster.processes import Pid
+from trainkit.job.record import SLOWDOWN_EVENTS
+from trainkit.rundir import RunDir, read_jsonl
+
+CONFIG = """\
+name: slow-host
+device: cpu
+model: {{preset: nano, num_layers: {num_layers}, dim: 128}}
+data: {{source: {text}, seq_len: 128, val_fraction: 0.1}}
+train: {{steps: {num_steps}, device_batch_size: 4, global_batch_size: 16, log_every: 1, eval_every: null}}
+parallel: {parallel}
+resources: {{nodes: 4, gpus_per_node: 1, cpus_per_gpu: 1, time: "60"}}
+checkpoint: {{every_steps: null}}
+precision: {{dtype: fp32}}
+logging: {{tensorboard: false}}
+"""
+PARALLEL = {"ddp": "{dp_replicate: 4, dp_shard: 1}", "sharded": "{dp_shard: 4}"}
+MAX_STEPS_LATER = 30
+PATIENCE_S = 600.0
+
+
+@dataclass
+class Seen:
+    """What a run has shown."""
+
+    layout: str
+    slowed_host: str | None = None
+    slowed_at_step: int | None = None
+    """The newest step when the host was slowed down."""
+    step_ms_before: float | None = None
+    step_ms_after: float | None = None
+    load: float = 0.0
+    events: list[dict[str, Any]] = field(default_factory=list)
+    problem: str = ""
+
+    @property
+    def steps_later(self) -> int | None:
+        """Steps from the slowdown to the event that names the host; None without that event."""
+        named = (event["step"] for event in self.events if event.get("host") == self.slowed_host)
+        first = next(named, None) if self.slowed_host is not None else None
+        return None if first is None or self.slowed_at_step is None else int(first) - self.slowed_at_step
+
+    @property
+    def line(self) -> str:
+        """The run in one line."""
+        told = "; ".join(
+            f"{event['event']} at step {event['step']}"
+            + ("" if event.get("rank") is None else f": rank {event['rank']} on {event['host']}")
+            + f" ({event['phase']}, x{event['ratio']})"
+            for event in self.events
+        )
+        slowed = "undisturbed"
+        if self.slowed_host is not None:
+            slowed = f"{self.slowed_host} slowed at step {self.slowed_at_step}"
+        times = f"{self.step_ms_before or 0:.0f} ms a step"
+        if self.step_ms_after is not None:
+            times += f", then {self.step_ms_after:.0f}"
+        verdict = self.problem or "as it must be"
+        return f"{self.layout}, {slowed}, {times}, load {self.load:.1f}: {told or 'no event'}: {verdict}"
+
+
+def start(login: Login, layout: str, num_steps: int, num_layers: int = 4) -> RunDir:
+    """A run on all four hosts."""
+    text = login.folder / "text.txt"
+    text.write_text("".join(f"line {number} says {number * number}\n" for number in range(4000)))
+    config = login.folder / "slow-host.yaml"
+    config.write_text(
+        CONFIG.format(text=text, num_steps=num_steps, num_layers=num_layers, parallel=PARALLEL[layout])
+    )
+    return login.submit(config=config)
+
+
+def steps(run: RunDir) -> list[dict[str, Any]]:
+    """The records of the steps so far."""
+    return list(read_jsonl(run.metrics_file))
+
+
+def last_step(run: RunDir) -> int:
+    """The newest step; 0 before the first."""
+    records = steps(run)
+    return int(records[-1]["step"]) if records else 0
+
+
+def slowdowns(run: RunDir) -> list[dict[str, Any]]:
+    """The events of slow ranks and of a slow run."""
+    return list(read_jsonl(run.events_file, SLOWDOWN_EVENTS))
+
+
+def slow_one(login: Login, layout: str, index: int, *, cpus: float, before: int, num_layers: int = 4) -> Seen:
+    """Slow a host of a run down after some steps, wait for the event, and say whether it is right."""
+    seen = Seen(layout, slowed_host=login.cluster.hosts[index - 1], load=os.getloadavg()[0])
+    run = start(login, layout, 100_000, num_layers)
+    try:
+        wait_for(lambda: last_step(run) >= before, f"step {before}", PATIENCE_S)
+        num_early = len(slowdowns(run))
+        with login.cluster.limit_cpu(index, cpus):
+            seen.slowed_at_step = begin = last_step(run)
+
+            def is_over() -> bool:
+                seen.events = slowdowns(run)[num_early:]
+                is_slow_run = any(event["event"] == "slow_run" for event in seen.events)
+                is_seen = is_slow_run if layout == "sharded" else seen.steps_later is not None
+                return is_seen or last_step(run) > begin + 4 * MAX_STEPS_LATER
+
+            wait_for(is_over, "the event", PATIENCE_S)
+        times = [(record["step"], 1e3 * record["step_s"]) for record in steps(run)]
+        seen.step_ms_before = median(ms for step, ms in times if begin - before / 2 < step <= begin)
+        seen.step_ms_after = median(ms for step, ms in times if step > begin + 1)
+        seen.problem = "an event before a host was slowed down" if num_early else _problem(seen, index - 1)
+    finally:
+        login.trainkit("cancel", "--now", str(run.path))
+        login.wait_until_idle()
+    return seen
+
+
+def _problem(seen: Seen, rank: int) -> str:
+    """Why the events of a slowed run are not those that it must have; "" if they are."""
+    if not seen.events:
+        return "no event"
+    if seen.layout == "sharded":
+        named = [event for event in seen.events if event.get("rank") is not None]
+        return "an event names a rank" if named else ""
+    if any((event.get("rank"), event.get("host")) != (rank, seen.slowed_host) for event in seen.events):
+        return "an event does not name the slowed host"
+    later = seen.steps_later
+    assert later is not None
+    return f"the event comes {later} steps later" if later > MAX_STEPS_LATER else ""
+
+
+def leave_alone(login: Login, layout: str, num_steps: int, num_layers: int = 4) -> Seen:
+    """A run that nothing disturbs, to its end."""
+    seen = Seen(layout, load=os.getloadavg()[0])
+    run = login.finish(start(login, layout, num_steps, num_layers), timeout_s=PATIENCE_S + num_steps)
+    seen.step_ms_before = median(1e3 * record["step_s"] for record in steps(run))
+    seen.events = slowdowns(run)
+    seen.problem = "a false alarm" if seen.events else ""
+    return seen
+
+
+def campaign(cluster: Cluster, folder: Path, args: argparse.Namespace) -> list[Seen]:
+    """All runs, with a line for each."""
+    chance, found, layouts = random.Random(args.seed), [], args.layout or ["ddp"]
+    for layout in layouts:
+        for number in range(args.slowed + args.runs):
+            home = folder / f"{layout}-{number}"
+            home.mkdir()
+            login = Login(cluster, home)
+            if number < args.slowed:
+                host, before = chance.randint(1, NUM_HOSTS), args.before + chance.randrange(10)
+                seen = slow_one(login, layout, host, cpus=args.cpus, before=before, num_layers=args.layers)
+            else:
+                seen = leave_alone(login, layout, args.steps, args.layers)
+            print(seen.line, flush=True)
+            found.append(seen)
+    return found
+
+
+def main() -> int:
+    """Run the campaign; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=10, help="runs that nothing disturbs")
+    parser.add_argument("--slowed", type=int, default=4, help="runs in which a host is slowed down")
+    parser.add_argument("--steps", type=int, default=300, help="steps of an undisturbed run")
+    parser.add_argument("--before", type=int, default=80, help="steps before a host is slowed down")
+    parser.add_argument("--cpus", type=float, default=0.1, help="CPUs of the slowed host")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model, for the length of a step")
+    parser.add_argument("--layout", choices=sorted(PARALLEL), action="append", help="default: ddp")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a file for what was seen, as JSON")
+    args = parser.parse_args()
+    cluster = up(owner=Pid.of(os.getpid()))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = campaign(cluster, Path(folder), args)
+    finally:
+        cluster.down()
+    if args.out is not None:
+        args.out.write_text(json.dumps([asdict(seen) for seen in found], indent=2) + "\n")
+    wrong = [seen for seen in found if seen.problem]
+    print(f"{len(found) - len(wrong)} of {len(found)} runs as they must be")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

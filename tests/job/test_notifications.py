@@ -1,0 +1,310 @@
+"""What a run reports to a webhook, how often, and what an endpoint that does not answer costs."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_tree import Job
+
+from tests.support.runs import make_attempt
+from tests.support.webhooks import SECRET, Webhook, webhook
+from trainkit.config.running import WEBHOOK_VARIABLE
+from trainkit.job import notifications
+from trainkit.job.notifications import (
+    DeliveryError,
+    Notifier,
+    Report,
+    end_report,
+    is_due,
+    post,
+    read_state,
+    slowdown_report,
+    url_problem,
+    with_withheld,
+)
+from trainkit.job.watch import hangs
+from trainkit.job.watch.progress import ProgressWatch
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import (
+    AttemptDir,
+    RunDir,
+    append_jsonl,
+    as_utc,
+    log_event,
+    parse_time,
+    read_json,
+    read_jsonl,
+    seconds_between,
+    write_json,
+)
+
+NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Webhook]:
+    with webhook() as found:
+        monkeypatch.setenv(WEBHOOK_VARIABLE, found.url)
+        yield found
+
+
+def end_of(action: str, state: str, cause: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"action": action, "state": state, "cause": cause, "reason": "why", "step": 7, **more}
+
+
+@pytest.mark.parametrize(
+    ("end", "event"),
+    [
+        (end_of("finished", "finished"), "finished"),
+        (end_of("failed", "failed", "crash"), "failed"),
+        (end_of("stopped", "stopped", "preempted"), "failed"),
+        (end_of("restart", "failed", "crash"), "requeued"),
+        (end_of("requeue", "stopped", "preempted"), "requeued"),
+        (end_of("resubmit", "stopped", "timeout"), "requeued"),
+        (end_of("stopped", "stopped"), None),  # train.stop_at_step
+        (end_of("stopped", "cancelled", "preempted"), None),
+        (end_of("failed", "cancelled", "crash"), None),
+    ],
+)
+def test_what_an_end_is_reported_as(tmp_path: Path, end: dict[str, Any], event: str | None) -> None:
+    report = end_report(RunDir(tmp_path).attempt(1), end)
+    assert (report and report.event) == event
+
+
+def test_a_failure_names_rank_host_and_what_to_do(tmp_path: Path) -> None:
+    verdict = {"rank": 5, "host": "node3", "type": "OutOfMemory", "message": "12 GiB more"}
+    attempt = RunDir(tmp_path / "a run").attempt(1)
+    report = end_report(attempt, end_of("failed", "failed", "crash", verdict=verdict))
+    assert report is not None
+    assert report.text == "failed: why; rank 5 on node3 failed first: OutOfMemory: 12 GiB more"
+    assert report.command == f"trainkit diagnose '{attempt.run.path}'"
+    assert (report.fields["rank"], report.fields["host"], report.fields["step"]) == (5, "node3", 7)
+
+
+def test_a_restart_without_a_slow_host_is_said_once(tmp_path: Path) -> None:
+    end = {**end_of("requeue", "stopped", "slow_host"), "reason": "restarts without b: rank 5 slow"}
+    report = end_report(RunDir(tmp_path).attempt(1), end)
+    assert report is not None
+    assert report.text == "restarts without b: rank 5 slow"
+
+
+def test_slow_ranks_are_reported_with_their_host(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path).attempt(1)
+    event = {"rank": 5, "host": "node3", "since_step": 1200, "phase": "data", "ratio": 1.71, "step": 1219}
+    assert slowdown_report(attempt, event).text == (
+        "rank 5 on node3 is slow since step 1200 (data), 1.7 times as long as the others"
+    )
+    of_run = slowdown_report(attempt, {"since_step": 90, "phase": "network", "ratio": 2.0})
+    assert of_run.text == "all ranks are slow since step 90 (network), 2.0 times as long as before"
+
+
+def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:
+    state = {"sent": {"requeued": as_utc(NOW), "failed": as_utc(NOW)}, "withheld": {}}
+    soon, later = NOW + timedelta(seconds=599), NOW + timedelta(seconds=600)
+    assert not is_due(state, "requeued", soon, 600)
+    assert is_due(state, "requeued", later, 600)
+    assert is_due(state, "stalled", soon, 600)
+    assert is_due(state, "failed", soon, 600)
+    assert is_due(state, "requeued", NOW - timedelta(seconds=5), 600)  # of a host with another clock
+    assert with_withheld(with_withheld(state, "slow"), "slow")["withheld"] == {"slow": 2}
+
+
+def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> None:
+    attempt, notifier = make_attempt(tmp_path / "run"), Notifier()
+    for _ in range(50):
+        report = end_report(attempt, end_of("restart", "failed", "crash"))
+        assert report is not None
+        Notifier().send(attempt, report)  # each attempt of a job may have its own process
+        notifier.send(attempt, report)
+        notifier.wait()
+    report = end_report(attempt, end_of("failed", "failed", "crash"))
+    assert report is not None
+    notifier.send(attempt, report)
+    notifier.wait()
+    assert endpoint.events[0] == "requeued"
+    assert endpoint.events[-1] == "failed"
+    assert len(endpoint.events) <= 3  # the two processes may both have been first
+    assert endpoint.messages[-1]["withheld"]["requeued"] > 40
+    assert "not reported before: " in endpoint.messages[-1]["text"]
+    assert read_state(attempt.run)["withheld"] == {}
+    assert SECRET not in (attempt.run.path / notifications.STATE_NAME).read_text()
+
+
+def test_only_the_events_of_the_config_are_sent(tmp_path: Path, endpoint: Webhook) -> None:
+    attempt = make_attempt(tmp_path / "run", ["notify.on=[failed]"])
+    notifier = Notifier()
+    for action in ("finished", "failed"):
+        report = end_report(attempt, end_of(action, action))
+        assert report is not None
+        notifier.send(attempt, report)
+    notifier.wait()
+    assert endpoint.events == ["failed"]
+
+
+@pytest.mark.parametrize(
+    "url", ["hooks.example.org/x", "ftp://h/x", "https://", "https://a:b@h/x", "http://h:x/", "https://h/a b"]
+)
+def test_what_is_no_url_is_said_without_it(url: str) -> None:
+    problem = url_problem(url)
+    assert problem is not None
+    assert url not in problem
+    with pytest.raises(DeliveryError) as error:
+        post(url, {})
+    assert url not in error.value.render()
+
+
+def test_a_redirect_is_not_followed(endpoint: Webhook) -> None:
+    moved = webhook(status=307, headers={"Location": endpoint.url})
+    with moved as first, pytest.raises(DeliveryError, match="the server answered with HTTP 307"):
+        post(first.url, {"event": "test"})
+    assert endpoint.messages == []
+
+
+def test_a_certificate_of_nobody_is_refused(endpoint: Webhook) -> None:
+    with pytest.raises(DeliveryError, match="the server cannot be reached"):
+        post(endpoint.url.replace("http:", "https:"), {"event": "test"})
+
+
+def test_a_server_that_never_answers() -> None:
+    with webhook(is_silent=True) as silent, pytest.raises(DeliveryError, match="has not answered within"):
+        post(silent.url, {"event": "test"}, timeout_s=0.2)
+
+
+CRASHES_ONCE = "sys.exit(0 if ATTEMPT == 2 else 3)"
+
+
+def test_a_run_reports_its_restart_and_its_end(start_job: Callable[..., Job], endpoint: Webhook) -> None:
+    """A COMMAND on this machine; nothing that it leaves, and no argument of a process, has the URL."""
+    script = """
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                argv = open(f"/proc/{pid}/cmdline", "rb").read()
+            except OSError:
+                continue
+            with open(RUN_DIR + "/argv", "ab") as f:
+                f.write(argv + b"\\n")
+        sys.exit(0 if ATTEMPT == 2 else 3)
+    """
+    job = start_job(script, requeue={"on": ("crash",)})
+    job.wait()
+    assert endpoint.events == ["requeued", "finished"]
+    first, last = endpoint.messages
+    assert (first["attempt"], first["rank"], first["state"]) == (1, 0, "failed")
+    assert (last["attempt"], last["run"], last["run_dir"]) == (2, "run", str(job.run.path))
+    assert last["job_id"] == job.entry["job_id"]
+    assert last["path"] == f"/services/{SECRET}"
+    assert first["text"].startswith(
+        "run restarts: a worker ended with exit code 3; resumes (restart 1); rank 0"
+    )
+    argv = (job.run.path / "argv").read_bytes()
+    assert b"trainkit.job.supervisor" in argv
+    assert SECRET.encode() not in argv
+    assert [file for file in job.run.path.rglob("*") if file.is_file() and SECRET in read(file)] == []
+
+
+def read(file: Path) -> str:
+    return file.read_text(errors="replace")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("silent", marks=pytest.mark.slow(seconds=8)), "refuses", "500"]
+)
+def test_a_dead_endpoint_delays_nothing_for_long(
+    start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    with webhook(is_silent=kind == "silent", status=500) as found, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        free = f"http://127.0.0.1:{closed.getsockname()[1]}/services/{SECRET}"
+        monkeypatch.setenv(WEBHOOK_VARIABLE, free if kind == "refuses" else found.url)
+        job = start_job(CRASHES_ONCE, requeue={"on": ("crash",)})
+        job.wait()
+    ends = [read_json(job.run.attempt(number).end_file) for number in (1, 2)]
+    assert [end["action"] for end in ends] == ["restart", "finished"]
+    # Neither the restart nor the second attempt waits for the first report.
+    events = {(event["attempt"], event["event"]): event for event in read_jsonl(job.run.events_file)}
+    restart_s = seconds_between(events[1, "stopped"]["time"], parse_time(events[2, "started"]["time"]))
+    assert restart_s is not None
+    assert restart_s < notifications.SEND_TIMEOUT_S / 2
+    logs = "".join(read(job.run.attempt(number).supervisor_log) for number in (1, 2))
+    expected = {"silent": "has not answered", "refuses": "cannot be reached", "500": "HTTP 500"}[kind]
+    assert logs.count(expected) == 1
+    assert SECRET not in logs
+    assert read_state(job.run)["withheld"] != {}
+
+
+def stall_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str
+) -> tuple[AttemptDir, list[Report], Callable[[float], None]]:
+    """An attempt, what is reported of it, and a function that lets time pass and polls."""
+    now_s = [1000.0]
+    monkeypatch.setattr(hangs.time, "monotonic", lambda: now_s[0])
+    attempt = make_attempt(tmp_path / "run", ["notify.stalled_after_s=100", *overrides])
+    plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
+    reports: list[Report] = []
+
+    class Recorder(Notifier):
+        def send(self, attempt: AttemptDir, report: Report) -> None:
+            reports.append(report)
+
+    watch = ProgressWatch(attempt, plan, Recorder())
+
+    def wait(seconds: float) -> None:
+        for _ in range(round(seconds / 10)):
+            now_s[0] += 10.5
+            watch.poll()
+
+    return attempt, reports, wait
+
+
+def test_a_stalled_run_is_reported_once_until_it_makes_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, reports, wait = stall_watch(tmp_path, monkeypatch)
+    append_jsonl(attempt.run.metrics_file, {"step": 30, "attempt": 1})
+    wait(80)
+    assert reports == []
+    wait(400)
+    [report] = reports
+    assert (report.event, report.fields["step"]) == ("stalled", 30)
+    assert report.text == "no progress for 2 minutes after step 30"
+    append_jsonl(attempt.run.metrics_file, {"step": 31, "attempt": 1})
+    wait(20)
+    append_jsonl(attempt.run.metrics_file, {"step": 32, "attempt": 1})
+    wait(400)
+    assert [report.event for report in reports] == ["stalled", "stalled"]
+
+
+def test_a_run_that_logs_seldom_is_not_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt, reports, wait = stall_watch(tmp_path, monkeypatch)
+    for step in range(1, 20):
+        append_jsonl(attempt.run.metrics_file, {"step": step, "attempt": 1})
+        wait(80 if step == 1 else 150)
+    assert reports == []
+
+
+def test_slow_ranks_of_this_attempt_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt, reports, wait = stall_watch(tmp_path, monkeypatch)
+    slow = {"since_step": 5, "phase": "compute", "ratio": 2.0, "step": 24}
+    log_event(attempt.run, 7, "slow_rank", rank=1, host="a", **slow)
+    log_event(attempt.run, attempt.number, "slow_rank", rank=2, host="b", **slow)
+    log_event(attempt.run, attempt.number, "slow_rank_over", rank=2, host="b", **slow)
+    wait(40)
+    assert [report.fields["host"] for report in reports] == ["b"]
+
+
+def test_an_old_plan_has_no_notifications(tmp_path: Path, endpoint: Webhook) -> None:
+    attempt = make_attempt(tmp_path / "run")
+    plan = json.loads(attempt.plan_file.read_text())
+    del plan["notify"]
+    write_json(attempt.plan_file, plan)
+    report, notifier = end_report(attempt, end_of("finished", "finished")), Notifier()
+    assert report is not None
+    notifier.send(attempt, report)
+    notifier.wait()
+    assert endpoint.messages == []

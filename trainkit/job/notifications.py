@@ -1,0 +1,296 @@
+"""Reports what happens to a run to a webhook, from threads that nothing waits for.
+
+The URL is a secret: it is in an environment variable, and no file, log or message contains it.
+``notifications.json`` in the run folder has the times of the reports, so that a run which restarts again and
+again reports no more often than `notify.min_interval_s`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from shlex import quote
+from typing import Any
+from urllib.parse import urlsplit
+
+from trainkit import __version__
+from trainkit.config import read_effective
+from trainkit.errors import TrainkitError
+from trainkit.job.processes import log_line
+from trainkit.job.record import find_entry, read_job
+from trainkit.plan.launch import LaunchPlan
+from trainkit.rundir import (
+    RESUME_ACTIONS,
+    AttemptDir,
+    RunDir,
+    parse_time,
+    read_json,
+    utc_now,
+    write_json,
+)
+
+STATE_NAME = "notifications.json"
+SEND_TIMEOUT_S = 5.0
+"""How long the endpoint may take to respond."""
+END_TIMEOUT_S = 6.0
+"""How long the exit of the job waits for a report that is being sent."""
+LAST_EVENTS = ("finished", "failed")
+"""Reported however short the time since the last report: nothing follows them."""
+
+
+class DeliveryError(TrainkitError):
+    """The endpoint has not accepted a report; the message does not contain the URL."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, hint="check the URL, and that this machine may reach its server")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened to a run, as `notify.on` names it, and in words."""
+
+    event: str
+    text: str
+    """One sentence without the name of the run."""
+    command: str
+    """The command that shows more, such as ``trainkit diagnose RUN``."""
+    fields: Mapping[str, Any]
+    """Further fields of the message."""
+
+
+def end_report(attempt: AttemptDir, end: Mapping[str, Any]) -> Report | None:
+    """The report of an attempt that has ended; None if a person stopped it, or it stopped as configured.
+
+    `end` is the content of its end.json.
+    """
+    state, action, reason = end.get("state"), end.get("action"), str(end.get("reason"))
+    folder, failure = quote(str(attempt.run.path)), end.get("verdict") or {}
+    fields = {
+        "state": state,
+        "reason": reason,
+        "step": end.get("step"),
+        **{key: failure.get(key) for key in ("rank", "host")},
+    }
+    if action == "finished":
+        return Report("finished", "finished", f"trainkit report {folder}", fields)
+    first = _first_failure(failure)
+    if action in RESUME_ACTIONS:
+        text = f"restarts: {reason}" if action == "restart" else f"is requeued: {reason}"
+        if end.get("cause") == "slow_host":
+            text = reason  # restarts without HOST: …
+        return Report("requeued", f"{text}{first}", f"trainkit status {folder}", fields)
+    if state == "failed" or (state == "stopped" and end.get("cause") is not None):
+        return Report("failed", f"{state}: {reason}{first}", f"trainkit diagnose {folder}", fields)
+    return None
+
+
+def _first_failure(failure: Mapping[str, Any]) -> str:
+    if failure.get("message") is None:
+        return ""
+    who = "" if failure.get("rank") is None else f"rank {failure['rank']} on "
+    where = f"{who}{failure['host']} failed first: " if failure.get("host") else ""
+    kind = "" if failure.get("type") == "exit" else f"{failure.get('type')}: "
+    return f"; {where}{kind}{failure['message']}"
+
+
+def stall_report(attempt: AttemptDir, silent_s: float, step: int | None) -> Report:
+    """The report of a run without progress for some time; `step` is the last step that was logged."""
+    after = "" if step is None else f" after step {step}"
+    text = f"no progress for {silent_s / 60:.0f} minutes{after}"
+    command = f"trainkit stacks {quote(str(attempt.run.path))}"
+    return Report("stalled", text, command, {"state": "running", "reason": text, "step": step})
+
+
+def slowdown_report(attempt: AttemptDir, event: Mapping[str, Any]) -> Report:
+    """The report of an event ``slow_rank`` or ``slow_run``."""
+    rank, host = event.get("rank"), event.get("host")
+    who = "all ranks are" if rank is None else f"rank {rank} on {host} is"
+    than = "before" if rank is None else "the others"
+    times = f"{float(event.get('ratio') or 0.0):.1f} times as long as {than}"
+    text = f"{who} slow since step {event.get('since_step')} ({event.get('phase')}), {times}"
+    fields = {"state": "running", "reason": text, "step": event.get("step"), "rank": rank, "host": host}
+    return Report("slow", text, f"trainkit status {quote(str(attempt.run.path))}", fields)
+
+
+class Notifier:
+    """Sends the reports of one process; a report that cannot be sent is only logged."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._environ = environ
+        self._threads: list[threading.Thread] = []
+        self._one_at_a_time = threading.Lock()
+        self._problem = ""
+
+    def send(self, attempt: AttemptDir, report: Report) -> None:
+        """Send a report unless the config or the rate limit excludes it; returns at once."""
+        thread = threading.Thread(target=self._send, args=(attempt, report), name="notify", daemon=True)
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        thread.start()
+
+    def wait(self, timeout_s: float = END_TIMEOUT_S) -> None:
+        """Wait until everything is sent, or until the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            log_line(f"warning: a notification was not sent within {timeout_s:g} s")
+
+    def _send(self, attempt: AttemptDir, report: Report) -> None:
+        with self._one_at_a_time:
+            try:
+                policy = LaunchPlan.from_dict(read_json(attempt.plan_file)).notify
+                url = self._environ.get(policy.webhook or "")
+                if url and report.event in policy.on:
+                    _send_limited(url, attempt, report, policy.min_interval_s)
+            except (OSError, ValueError, TrainkitError) as error:
+                self._log(error.message if isinstance(error, DeliveryError) else str(error))
+
+    def _log(self, problem: str) -> None:
+        """Say once what is wrong: the run continues without reports."""
+        if problem != self._problem:
+            self._problem = problem
+            log_line(f"warning: a notification was not sent: {problem}")
+
+
+def report_end(attempt: AttemptDir, end: Mapping[str, Any]) -> None:
+    """Report the end of an attempt that no supervisor runs; `end` is the content of its end.json."""
+    report, notifier = end_report(attempt, end), Notifier()
+    if report is not None:
+        notifier.send(attempt, report)
+        notifier.wait()
+
+
+def _send_limited(url: str, attempt: AttemptDir, report: Report, min_interval_s: float) -> None:
+    """Send a report unless one of its kind was sent recently; counts those that are not sent."""
+    file = attempt.run.path / STATE_NAME
+    state = read_state(attempt.run)
+    if is_due(state, report.event, datetime.now(timezone.utc), min_interval_s):
+        try:
+            post(url, message(attempt, report, state["withheld"]))
+        except DeliveryError:
+            write_json(file, with_withheld(state, report.event))
+            raise
+        write_json(file, {"sent": {**state["sent"], report.event: utc_now()}, "withheld": {}})
+    else:
+        write_json(file, with_withheld(state, report.event))
+
+
+def read_state(run: RunDir) -> dict[str, dict[str, Any]]:
+    """``sent``: event -> time of its last report; ``withheld``: event -> number of reports not sent since."""
+    try:
+        state = read_json(run.path / STATE_NAME)
+        return {key: dict(state[key]) for key in ("sent", "withheld")}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return {"sent": {}, "withheld": {}}
+
+
+def is_due(state: Mapping[str, Mapping[str, Any]], event: str, now: datetime, min_interval_s: float) -> bool:
+    """Whether an event may be reported at the time `now`."""
+    last = parse_time(state["sent"].get(event))
+    if event in LAST_EVENTS or last is None:
+        return True
+    since_s = (now - last).total_seconds()
+    return not 0.0 <= since_s < min_interval_s  # a time in the future comes from another clock
+
+
+def with_withheld(state: Mapping[str, Mapping[str, Any]], event: str) -> dict[str, dict[str, Any]]:
+    """The state with one more report of this event that was not sent."""
+    withheld = dict(state["withheld"])
+    withheld[event] = int(withheld.get(event) or 0) + 1
+    return {"sent": dict(state["sent"]), "withheld": withheld}
+
+
+def message(attempt: AttemptDir, report: Report, withheld: Mapping[str, int]) -> dict[str, Any]:
+    """The JSON object that the endpoint receives; ``text`` is what chat programs show."""
+    run = attempt.run
+    entry, name = find_entry(run, attempt.number) or {}, str(read_job(run)["name"])
+    step, total_steps = report.fields.get("step"), _total_steps(attempt)
+    job = f"job {entry.get('job_id')}, attempt {attempt.number}"
+    at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")
+    more = ", ".join(f"{count} {event}" for event, count in withheld.items())
+    text = f"{name} {report.text} ({job}{at})" + (f"\nnot reported before: {more}" if more else "")
+    return {
+        "text": f"{text}\n`{report.command}`",
+        "event": report.event,
+        "run": name,
+        "run_dir": str(run.path),
+        "job_id": entry.get("job_id"),
+        "attempt": attempt.number,
+        **dict.fromkeys(("state", "reason", "rank", "host", "step")),
+        **report.fields,
+        "total_steps": total_steps,
+        "withheld": dict(withheld),
+        "command": report.command,
+        "time": utc_now(),
+    }
+
+
+def send_test(url: str, name: str) -> int:
+    """Send a test message for a run of this name; returns the status of the answer. Raises DeliveryError."""
+    text = f"{name}: this is a test of trainkit; the run would report here"
+    return post(url, {"text": text, "event": "test", "run": name, "time": utc_now()})
+
+
+def _total_steps(attempt: AttemptDir) -> int | None:
+    """`train.steps` of the config; None for a COMMAND, which ignores it, and with `train.epochs`."""
+    if LaunchPlan.from_dict(read_json(attempt.plan_file)).command is not None:
+        return None
+    return read_effective(attempt.config_file).train.steps
+
+
+def url_problem(url: str) -> str | None:
+    """Why a value cannot be the URL of a webhook, without the value; None if it can."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        return "is not a URL"
+    if parts.scheme not in ("http", "https"):
+        return "does not start with https:// or http://"
+    if not host:
+        return "has no host"
+    if parts.username is not None:
+        return "has a user or password, which a webhook does not have"
+    if any(character.isspace() or not character.isprintable() for character in url):
+        return "contains white space"
+    return None
+
+
+def post(url: str, value: Mapping[str, Any], timeout_s: float = SEND_TIMEOUT_S) -> int:
+    """Send a JSON object to a URL and return the status of the answer; follows no redirect.
+
+    Raises DeliveryError, whose message does not contain the URL.
+    """
+    problem = url_problem(url)
+    if problem is not None:
+        raise DeliveryError(f"the URL {problem}")
+    # Imported where something is sent: most processes of a job send nothing, and it is slow.
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+    from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+    class NoRedirect(HTTPRedirectHandler):
+        """Another server must not get the report."""
+
+        def redirect_request(self, *arguments: Any) -> None:
+            return None
+
+    headers = {"Content-Type": "application/json", "User-Agent": f"trainkit/{__version__}"}
+    try:
+        request = Request(url, json.dumps(value).encode(), headers, method="POST")
+        with build_opener(NoRedirect).open(request, timeout=timeout_s) as response:
+            return int(response.status)
+    except HTTPError as error:
+        raise DeliveryError(f"the server answered with HTTP {error.code}") from None
+    except (OSError, ValueError, HTTPException) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        if isinstance(reason, TimeoutError):
+            raise DeliveryError(f"the server has not answered within {timeout_s:g} s") from None
+        # Other messages may quote the URL.
+        text = (isinstance(reason, OSError) and reason.strerror) or type(reason).__name__
+        raise DeliveryError(f"the server cannot be reached: {text}") from None
