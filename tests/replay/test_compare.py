@@ -12,7 +12,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.replay.compare import Comparison, compare
-from trainkit.replay.run_replay import ReplayPlan
+from trainkit.replay.plan_replay import ReplayPlan
 from trainkit.replay.steps import RunStep, find_step
 from trainkit.rundir import AttemptDir, RunDir, append_jsonl, log_event
 
@@ -44,6 +44,7 @@ def folders(tmp_path: Path) -> tuple[RunDir, RunDir]:
             record(run, step)
             for rank in range(4):
                 record_rank(attempt, rank, step)
+    start(found[1], 1, 0)
     return found
 
 

@@ -9,8 +9,7 @@ import click
 
 from trainkit.bench.summary import COLUMNS
 from trainkit.cli.help import Group, examples
-from trainkit.cli.options import ConfigRequest, config_options_unless, json_option
-from trainkit.errors import UsageError
+from trainkit.cli.options import ConfigRequest, config_options_unless, json_option, refuse_other_options
 
 STEPS = 30
 WARMUP = 5
@@ -97,23 +96,7 @@ def layouts(request: ConfigRequest | None, collect: str | None, as_json: bool, *
     from trainkit.cli.bench_layouts import LayoutsRequest, bench_layouts, summarize_folder
 
     if collect is not None:
-        _refuse_others()
+        refuse_other_options("collect")
         return summarize_folder(collect, as_json)
     assert request is not None
     return bench_layouts(request, LayoutsRequest(**typed, as_json=as_json))
-
-
-def _refuse_others() -> None:
-    """Raise UsageError if options without effect are given with --collect."""
-    context = click.get_current_context()
-    typed = [
-        parameter.opts[0] if isinstance(parameter, click.Option) else "CONFIG"
-        for parameter in context.command.params
-        if parameter.name not in ("collect", "as_json", "help")
-        and context.get_parameter_source(str(parameter.name)) is click.core.ParameterSource.COMMANDLINE
-    ]
-    if typed:
-        raise UsageError(
-            f"{', '.join(typed)} would have no effect with --collect",
-            hint="remove it",
-        )

@@ -18,7 +18,16 @@ SECTIONS = {
         *("--partition", "--account", "--qos", "--constraint", "--time", "--run-dir", "--dir", "--as"),
     ),
     "How": (
-        *("--launcher", "--no-snapshot", "--new-code", "--after", "--workers", "--warmup", "--at-once"),
+        *(
+            "--submit",
+            "--launcher",
+            "--no-snapshot",
+            "--new-code",
+            "--after",
+            "--workers",
+            "--warmup",
+            "--at-once",
+        ),
         *("--quick", "--now", "--wait", "--estimate", "--keep", "--task-smoke", "--test-only", "--dry-run"),
     ),
     "Output": ("--follow", "--lines", "--limit", "--show-origin", "--compare", "--out", "--json", "--help"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import join
 from typing import TYPE_CHECKING, Any
 
 from trainkit.config import read_effective
@@ -34,6 +35,8 @@ class RunStep:
     stop: int
     is_stream: bool
     """Whether the samples come from a stream and have no position."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the attempt recorded about its hosts and data; incomplete for older versions."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,22 @@ class StepSample:
         return self.documents[0].where + (f" and {more:,} more" if more else "")
 
 
+def attempt_starts(run: RunDir) -> dict[int, dict[str, Any]]:
+    """The ``training`` event of each attempt: where it began, and on what."""
+    return {
+        event["attempt"]: event
+        for event in read_jsonl(run.events_file, ["training"])
+        if event.get("event") == "training" and "samples_seen" in event
+    }
+
+
 def find_step(run: RunDir, step: int) -> RunStep:
     """A step of a run, by the newest attempt that computed it, else the one that would.
 
     Raises UsageError for a step that the run does not have.
     """
-    started = {
-        event["attempt"]: event
-        for event in read_jsonl(run.events_file, ["training"])
-        if event.get("event") == "training" and "samples_seen" in event
-    }
+    _refuse_command(run)
+    started = attempt_starts(run)
     if not started:
         raise UsageError(
             f"{run.path} has not begun to train",
@@ -100,7 +109,18 @@ def find_step(run: RunDir, step: int) -> RunStep:
     num_samples = newest.get("num_samples")
     if config.train.epochs is not None and num_samples is not None:
         stop = min(stop, round(config.train.epochs * num_samples))
-    return RunStep(step, attempt, config, plan, start, stop, num_samples is None)
+    return RunStep(step, attempt, config, plan, start, stop, num_samples is None, started[number])
+
+
+def _refuse_command(run: RunDir) -> None:
+    """Raise UsageError if the run is one of a COMMAND, whose steps only the command knows."""
+    numbers = run.attempt_numbers()
+    file = run.attempt(numbers[-1]).plan_file if numbers else run.plan_file
+    if file.is_file() and (command := LaunchPlan.from_dict(read_json(file)).command) is not None:
+        raise UsageError(
+            f"{run.path} runs a command, {join(command)!r}, whose steps trainkit does not know",
+            hint="only runs of the built-in trainer, also with your own task, can be replayed",
+        )
 
 
 def step_samples(at: RunStep) -> list[StepSample]:
