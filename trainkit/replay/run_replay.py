@@ -12,7 +12,7 @@ from shlex import quote
 from typing import Any
 
 from trainkit.config import dump_effective, read_effective
-from trainkit.control.resume import copy_checkpoint, submission_folder
+from trainkit.control.resume import REPLAY_FILE, copy_checkpoint, submission_folder
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.node.worker_env import worker_argv, worker_environ
 from trainkit.job.processes import dies_with
@@ -28,8 +28,6 @@ from trainkit.submit.start import start_run
 
 SAMPLES_FILE = "sample_losses.jsonl"
 """As in `trainer.replay`, which this process must not import."""
-REPLAY_FILE = "replay.json"
-"""In the folder of a job: which run and steps it replays."""
 
 
 def run_replay(what: ReplayPlan, folder: Path) -> RunDir:

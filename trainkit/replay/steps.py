@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
-from trainkit.control.resume import submission_folder
+from trainkit.control.resume import refuse_replay, submission_folder
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import module_argv
 from trainkit.plan.launch import LaunchPlan
@@ -77,7 +77,7 @@ def find_step(run: RunDir, step: int) -> RunStep:
 
     Raises UsageError for a step that the run does not have.
     """
-    _refuse_command(run)
+    _refuse_other_runs(run)
     started = attempt_starts(run)
     if not started:
         raise UsageError(
@@ -112,8 +112,9 @@ def find_step(run: RunDir, step: int) -> RunStep:
     return RunStep(step, attempt, config, plan, start, stop, num_samples is None, started[number])
 
 
-def _refuse_command(run: RunDir) -> None:
-    """Raise UsageError if the run is one of a COMMAND, whose steps only the command knows."""
+def _refuse_other_runs(run: RunDir) -> None:
+    """Raise UsageError for a run of a COMMAND, whose steps only the command knows, and for a replay."""
+    refuse_replay(run)
     numbers = run.attempt_numbers()
     file = run.attempt(numbers[-1]).plan_file if numbers else run.plan_file
     if file.is_file() and (command := LaunchPlan.from_dict(read_json(file)).command) is not None:
