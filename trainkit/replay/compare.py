@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainkit.bench.layouts import layout_name
-from trainkit.errors import TrainkitError
 from trainkit.replay.plan_replay import ReplayPlan, changed_values, read_plan
 from trainkit.replay.run_replay import SAMPLES_FILE
-from trainkit.replay.steps import StepSample, attempt_starts
+from trainkit.replay.steps import StepSample, attempt_starts, refuse_other_data
 from trainkit.rundir import AttemptDir, RunDir, read_jsonl, read_metrics
 
 EQUAL, DIFFERENT, UNKNOWN = "equal", "different", "unknown"
@@ -19,12 +18,14 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
 """Relative difference of loss and gradient norm that rounding may cause, by `precision.dtype`."""
 JUMP = 30.0
 """Rounding grows from step to step; a difference of this many times all earlier ones has another cause."""
+MAX_UNSEEN = 10
+"""Steps in which rounding does not grow to the tolerance."""
 VALUES = ("loss", "grad_norm")
 FACTS = {
     "trainkit": "trainkit {}",
     "torch": "torch {}",
     "processor": "{}",
-    "threads": "{} threads per rank",
+    "threads": "{} threads",
 }
 """What the bits of a result depend on, as attempts record it, and how it is shown."""
 
@@ -91,14 +92,15 @@ class Comparison:
 def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
     """Compare all steps since the checkpoint; a difference before the requested steps explains theirs.
 
-    Raises TrainkitError if the data is no longer that of the run.
+    Raises UsageError if the data is no longer that of the run.
     """
     starts = attempt_starts(copy)
     start = starts[max(starts)]
     start_step = min(event["step"] for event in starts.values())
     recorded = _recorded(what, start_step + 1)
     attempts = sorted({number for by_attempt in recorded.values() for number in by_attempt})
-    _refuse_other_data(what.run, attempts, start)
+    for number in attempts:
+        refuse_other_data(number, attempt_starts(what.run).get(number, {}).get("data"), start.get("data"))
     # A later attempt began with what the earlier ones had rounded.
     reasons = {number: list(_rounding(what, number, start)) for number in attempts}
     inexact = next((number for number in attempts if reasons[number]), math.inf)
@@ -128,7 +130,8 @@ def _verdict(steps: Sequence[ComparedStep], first: int) -> str:
     if bad is None:
         return EQUAL if any(step.is_equal for step in steps if step.step >= first) else UNKNOWN
     before = [step.difference for step in steps[:bad] if step.difference is not None]
-    has_jumped = not before or (steps[bad].difference or 0.0) > JUMP * max(before)
+    limit = JUMP * max(before) if before else (0.0 if bad < MAX_UNSEEN else math.inf)
+    has_jumped = (steps[bad].difference or 0.0) > limit
     return DIFFERENT if steps[bad].is_exact or has_jumped else UNKNOWN
 
 
@@ -145,17 +148,6 @@ def _recorded(what: ReplayPlan, first: int) -> dict[int, dict[int, dict[str, flo
         if comparable[attempt]:
             found.setdefault(step, {})[attempt] = _values(record)
     return found
-
-
-def _refuse_other_data(run: RunDir, attempts: Sequence[int], start: Mapping[str, Any]) -> None:
-    starts = attempt_starts(run)
-    for number in attempts:
-        before = starts.get(number, {}).get("data")
-        if before is not None and start.get("data") not in (None, before):
-            raise TrainkitError(
-                f"the training data has changed since attempt {number}: its steps cannot be computed again",
-                hint="restore it (for `stdlib`, the Python version too)",
-            )
 
 
 def _rounding(what: ReplayPlan, attempt: int, start: Mapping[str, Any]) -> Iterator[str]:
@@ -177,12 +169,12 @@ def _values(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _difference(recorded: float | None, replayed: float | None) -> float:
-    """The relative difference of two values; infinite if only one is finite."""
+    """The difference relative to the smaller value; infinite if only one of them is finite."""
     if recorded == replayed:
         return 0.0
-    if recorded is None or replayed is None:
+    if recorded is None or replayed is None or not recorded or not replayed:
         return math.inf
-    return abs(recorded - replayed) / max(abs(recorded), abs(replayed))
+    return abs(recorded - replayed) / min(abs(recorded), abs(replayed))
 
 
 def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: AttemptDir) -> Culprit:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +20,7 @@ from trainkit.job.node.worker_env import worker_argv, worker_environ
 from trainkit.job.processes import dies_with
 from trainkit.job.rank_env import RankEnv
 from trainkit.job.record import create_job, read_job
+from trainkit.job.signals import describe_exit
 from trainkit.manifest import published
 from trainkit.plan.launch import LaunchPlan
 from trainkit.replay.plan_replay import ReplayPlan
@@ -26,6 +29,7 @@ from trainkit.rundir import AttemptDir, RunDir, read_json, read_metrics, write_j
 from trainkit.submit.create import collect_provenance, new_folder
 from trainkit.submit.start import start_run
 
+MIN_FREE_BYTES = 2**16
 SAMPLES_FILE = "sample_losses.jsonl"
 """As in `trainer.replay`, which this process must not import."""
 
@@ -140,7 +144,10 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
 
 
 def _wait(procs: Sequence[subprocess.Popen[bytes]], attempt: AttemptDir) -> None:
-    """Wait for all ranks; raises TrainkitError as soon as one has failed, since the others would wait."""
+    """Wait for all ranks; raises TrainkitError as soon as one has failed, since the others would wait.
+
+    Raises OSError if the disk is full, where no rank can say so.
+    """
     waiting = dict(enumerate(procs))
     while waiting:
         for rank, process in list(waiting.items()):
@@ -150,18 +157,27 @@ def _wait(procs: Sequence[subprocess.Popen[bytes]], attempt: AttemptDir) -> None
                 continue
             del waiting[rank]
             if code:
-                raise TrainkitError(
-                    f"rank {rank} of the replay failed: {_error_of(attempt, rank)}",
-                    hint="`--keep` keeps its folder, with the logs of all ranks",
-                )
+                if shutil.disk_usage(attempt.path).free < MIN_FREE_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(attempt.path))
+                raise _failure(attempt, rank, code)
 
 
-def _error_of(attempt: AttemptDir, rank: int) -> str:
+def _failure(attempt: AttemptDir, rank: int, code: int) -> TrainkitError:
+    """The error of a rank that failed, as it has recorded it, else the last line of its log."""
+    start, hint = (
+        f"rank {rank} of the replay failed: ",
+        "`--keep` keeps its folder, with the logs of all ranks",
+    )
     try:
-        return str(read_json(attempt.rank_error(rank))["message"])
+        record = read_json(attempt.rank_error(rank))
+        return TrainkitError(start + str(record["message"]), hint=str(record["hint"] or hint))
     except OSError:
         lines = attempt.rank_log(rank).read_text(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it was killed")
+        last = next(
+            (line.strip() for line in reversed(lines) if line.strip()),
+            describe_exit(code if code > 0 else 128 - code),
+        )
+        return TrainkitError(start + last, hint=hint)
 
 
 def _free_port() -> int:

@@ -144,6 +144,7 @@ def step_samples(at: RunStep) -> list[StepSample]:
         from trainkit.data.shards import open_dataset
 
         data = open_dataset(config.data, config.data.seq_len, "train")
+        refuse_other_data(at.attempt.number, at.facts.get("data"), data.fingerprint)
         sources = SampleSources(config.data, data)
         positions = np.arange(at.start, at.stop, dtype=np.int64)
         indices = data.sample_index(positions, config.seed, config.data.shuffle).tolist()
@@ -151,6 +152,15 @@ def step_samples(at: RunStep) -> list[StepSample]:
             StepSample(position, index, *_reader(at, position), tuple(sources.documents(index)))
             for position, index in zip(positions.tolist(), indices, strict=True)
         ]
+
+
+def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None:
+    """Raise UsageError if the fingerprint of the data is not that of an attempt; None is unknown."""
+    if before is not None and now is not None and before != now:
+        raise UsageError(
+            f"the training data has changed since attempt {attempt}: its steps had other samples",
+            hint="restore it (for `stdlib`, the Python version too)",
+        )
 
 
 def _reader(at: RunStep, position: int) -> tuple[tuple[int, ...], int]:
@@ -172,8 +182,9 @@ def _items(at: RunStep) -> Iterator[StepSample]:
             f"the samples of {at.config.task} cannot be read: {last_line(done.stderr)}",
             hint="`trainkit data validate CONFIG` reads every sample",
         )
-    items: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
-    for position, (index, text) in zip(range(at.start, at.stop), items, strict=True):
+    found = json.loads(done.stdout.splitlines()[-1])
+    refuse_other_data(at.attempt.number, at.facts.get("data"), found["data"])
+    for position, (index, text) in zip(range(at.start, at.stop), found["items"], strict=True):
         yield StepSample(position, index, *_reader(at, position), text=text)
 
 
