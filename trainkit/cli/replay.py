@@ -255,13 +255,13 @@ def _verdict_lines(found: Comparison) -> Iterator[str]:
     if found.verdict == EQUAL and found.is_exact:
         yield "equal to the last digit: the data or the optimisation, not the hardware"
     elif found.verdict == EQUAL:
-        yield f"equal within {found.tolerance:g}: the data or the optimisation, not the hardware"
-        yield f"equality to the last digit cannot be expected: {why}"
+        yield f"equal within {found.tolerance:g}: a larger spike is due to the data or the optimisation"
+        yield f"a smaller error of the hardware would not show, as rounding differs: {why}"
     elif bad is None:
         yield "unknown: the run recorded none of these steps (see train.log_every)"
     elif found.verdict != DIFFERENT:
         yield f"unknown: different since step {bad.step}, but rounding may have grown to that"
-        yield f"equality to the last digit cannot be expected: {why}"
+        yield f"`--layout same` on the same hardware compares to the last digit; here: {why}"
     else:
         more = "" if bad.is_exact else f" by more than {found.tolerance:g}, at once"
         yield f"different since step {bad.step}{more}: the hardware or a library, not the data"
