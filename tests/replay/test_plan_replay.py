@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,3 +123,19 @@ def test_runs_that_cannot_be_replayed(run: RunDir) -> None:
 def test_a_plan_of_a_replay_is_read_as_it_was_written(run: RunDir) -> None:
     plan = planned(run, 5, 6).plan
     assert LaunchPlan.from_dict(plan.to_dict()) == plan
+
+
+def test_code_that_has_changed_since(run: RunDir) -> None:
+    """A run on this machine has no copy of the code."""
+    file = run.path.parent / "my_task.py"
+    file.write_text("")
+    os.utime(file, (0, 0))
+    run.attempt(1).config_file.write_text(CONFIG + "task: my_task.py:MyTask\n")
+    job = {"backend": "local", "name": "t", "cwd": str(run.path.parent), "attempts": []}
+    write_json(run.job_file, job)
+    assert planned(run, 9).warnings == ()
+    file.touch()
+    (warning,) = planned(run, 9).warnings
+    assert warning.startswith(f"{file} was changed after attempt 1 began")
+    write_json(run.job_file, {**job, "code": {"workdir": str(run.path.parent)}})
+    assert planned(run, 9).warnings == ()

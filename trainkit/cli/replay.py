@@ -198,6 +198,8 @@ def _report(what: ReplayPlan, copy: RunDir, as_json: bool) -> int:
     from trainkit.replay.steps import find_step, step_samples
 
     found = compare(what, copy)
+    if found.start_step != what.start_step:
+        click.echo(f"note: a checkpoint was damaged, so it began after step {found.start_step}", err=True)
     samples = {}
     if found.verdict != DIFFERENT and not what.at.is_stream:
         samples = {step: step_samples(find_step(what.run, step)) for step in range(what.first, what.last + 1)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from shlex import quote
 from statistics import median
 from typing import Any
@@ -15,10 +16,11 @@ from trainkit.config import load_config, read_effective
 from trainkit.config.schema import RunConfig
 from trainkit.control.resume import changes, submission_folder
 from trainkit.errors import UsageError
+from trainkit.job.record import read_job
 from trainkit.manifest import find_plain_damage, published
 from trainkit.plan.launch import LaunchPlan, RequeuePolicy
 from trainkit.replay.steps import RunStep, attempt_starts, find_step
-from trainkit.rundir import AttemptDir, RunDir, read_json, read_metrics
+from trainkit.rundir import AttemptDir, RunDir, parse_time, read_json, read_metrics
 from trainkit.submit.plan_run import plan_run
 
 SAME, SINGLE = "same", "single"
@@ -72,7 +74,18 @@ class ReplayPlan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Reasons to doubt the result, one sentence each."""
-        return ()
+        started = parse_time(self.at.facts.get("time"))
+        if started is None or read_job(self.run).get("code"):
+            return ()  # a copy of the code does not change
+        named = (self.at.config.task, self.at.config.model.architecture)
+        with submission_folder(self.run, False):
+            files = [Path(name.rpartition(":")[0]).absolute() for name in named if ".py:" in name]
+        return tuple(
+            f"{file} was changed after attempt {self.at.attempt.number} began, and the run has no copy of "
+            "it: a difference may be due to that"
+            for file in files
+            if file.is_file() and file.stat().st_mtime > started.timestamp()
+        )
 
     @property
     def cost(self) -> str:

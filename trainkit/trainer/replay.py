@@ -11,7 +11,7 @@ import math
 import torch
 
 from trainkit.config import read_effective
-from trainkit.errors import EXIT_OK, EXIT_STOPPED
+from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
 from trainkit.rundir import AttemptDir, append_jsonl
@@ -34,6 +34,12 @@ def run_replay(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progres
     if joined is None:
         return EXIT_STOPPED
     trainer, _, task = joined
+    if trainer.state.step == 0 and any(attempt.run.checkpoints_dir.iterdir()):
+        raise TrainkitError(
+            "no checkpoint before the steps is intact any more",
+            hint="a run that continues removes old ones: replay a later step",
+            exit_code=EXIT_NO_RESTART,
+        )
     samples = None
     try:
         while trainer.state.step < last:
