@@ -14,6 +14,7 @@ from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.replay import plan_replay as module
 from trainkit.replay.plan_replay import ReplayPlan, plan_replay
+from trainkit.replay.run_replay import code_variables
 from trainkit.rundir import RunDir, write_json
 
 CONFIG = "name: t\ndevice: cpu\ntrain: {steps: 20}\nparallel: {dp_shard: 2}\n"
@@ -139,3 +140,12 @@ def test_code_that_has_changed_since(run: RunDir) -> None:
     assert warning.startswith(f"{file} was changed after attempt 1 began")
     write_json(run.job_file, {**job, "code": {"workdir": str(run.path.parent)}})
     assert planned(run, 9).warnings == ()
+
+
+def test_ranks_here_import_from_the_copy_of_the_code(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert code_variables(run, {}) == {}
+    code = {"workdir": "/runs/one/code", "import_path": ["/runs/one/code/src", "/runs/one/code"]}
+    write_json(run.job_file, {"backend": "sbatch", "name": "t", "attempts": [], "code": code})
+    assert code_variables(run, {}) == {"PYTHONPATH": "/runs/one/code/src:/runs/one/code:/mine"}
+    assert code_variables(run, {"PYTHONPATH": "/set"})["PYTHONPATH"].endswith("/code:/set")

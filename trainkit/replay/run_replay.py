@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -27,6 +27,7 @@ from trainkit.replay.plan_replay import ReplayPlan
 from trainkit.replay.steps import find_step
 from trainkit.rundir import AttemptDir, RunDir, read_json, read_metrics, write_json
 from trainkit.submit.create import collect_provenance, new_folder
+from trainkit.submit.secrets import without_secrets
 from trainkit.submit.start import start_run
 
 MIN_FREE_BYTES = 2**16
@@ -66,13 +67,15 @@ def submit_replay(
     """
     job = read_job(what.run)
     name = f"{what.config.name}-replay"
+    folder = None if folder is None else folder.absolute()
     with submission_folder(what.run, False), new_folder(name, folder) as (path, name):
         copy = RunDir(path.absolute())
         copy.checkpoints_dir.mkdir(mode=0o700)
         if what.start_step:
             # Hard links, where possible: the run may remove its checkpoint before the job starts.
             copy_checkpoint(what.run.checkpoint_dir(what.start_step), copy)
-        write_json(copy.provenance_file, {**collect_provenance(Path.cwd()), "argv": list(argv)})
+        given = without_secrets(argv, what.config.launch.secrets)
+        write_json(copy.provenance_file, {**collect_provenance(Path.cwd()), "argv": given})
         record = {"run": str(what.run.path), "first": what.first, "last": what.last}
         write_json(copy.path / REPLAY_FILE, record)
         create_job(copy, backend=what.plan.backend, name=name, cwd=str(Path.cwd()), code=job.get("code"))
@@ -112,6 +115,7 @@ def replay_of(copy: RunDir) -> ReplayPlan:
 
 def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
     port, size, procs = _free_port(), plan.world_size, []
+    configured = {**plan.env, **code_variables(attempt.run, plan.env)}
     try:
         for rank in range(size):
             env = RankEnv(rank, rank, size, size, 0, 1, "127.0.0.1", port, source="replay")
@@ -120,7 +124,7 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
                 env,
                 run_dir=str(attempt.run.path),
                 attempt=attempt.number,
-                configured=plan.env,
+                configured=configured,
                 inherited=os.environ,
                 network={"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
             )
@@ -141,6 +145,15 @@ def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def code_variables(run: RunDir, env: Mapping[str, str]) -> dict[str, str]:
+    """PYTHONPATH with the run's copy of the code in front, as its job had it; empty without a copy."""
+    code = read_job(run).get("code")
+    if not code:
+        return {}
+    paths = [*code["import_path"], env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _wait(procs: Sequence[subprocess.Popen[bytes]], attempt: AttemptDir) -> None:
