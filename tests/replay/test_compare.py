@@ -159,6 +159,12 @@ def test_other_versions_round_differently(folders: tuple[RunDir, RunDir]) -> Non
         replayed(folders)
 
 
+def test_other_settings_round_differently(folders: tuple[RunDir, RunDir]) -> None:
+    folders[0].attempt(1).config_file.write_text("name: t\ntrain: {steps: 20}\nparallel: {zero: 2}\n")
+    record(folders[1], 4, loss=6.0 + 1e-6)
+    assert replayed(folders).rounding == ("parallel.zero 3 instead of 2",)
+
+
 def test_each_attempt_that_recorded_a_step_is_compared(folders: tuple[RunDir, RunDir]) -> None:
     """The first attempt flipped a bit in step 4 and died; the second one computed it again."""
     run = folders[0]

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainkit.bench.layouts import layout_name
+from trainkit.bench.layouts import DEGREES, layout_name
+from trainkit.config import read_effective
 from trainkit.replay.plan_replay import ReplayPlan, changed_values, read_plan
 from trainkit.replay.run_replay import SAMPLES_FILE
 from trainkit.replay.steps import StepSample, attempt_starts, refuse_other_data
@@ -155,8 +156,13 @@ def _rounding(what: ReplayPlan, attempt: int, start: Mapping[str, Any]) -> Itera
     plan, now = read_plan(what.run.attempt(attempt)), what.plan
     if plan.layout != now.layout:
         yield f"layout {layout_name(now.layout, {})} instead of {layout_name(plan.layout, {})}"
-    elif replace(now.batch, tokens_per_step=0) != replace(plan.batch, tokens_per_step=0):
+    elif now.batch.device_batch_size != plan.batch.device_batch_size:
         yield f"device_batch_size {now.batch.device_batch_size} instead of {plan.batch.device_batch_size}"
+    config = read_effective(what.run.attempt(attempt).config_file)
+    for key, value in what.config.parallel.model_dump().items():
+        was = getattr(config.parallel, key)
+        if key not in (*DEGREES, "pp_microbatches") and was != value:
+            yield f"parallel.{key} {value} instead of {was}"
     before = attempt_starts(what.run).get(attempt, {})
     for name, text in FACTS.items():
         was, is_now = before.get(name), start.get(name)

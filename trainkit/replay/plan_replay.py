@@ -18,7 +18,7 @@ from trainkit.control.resume import changes, submission_folder
 from trainkit.errors import UsageError
 from trainkit.job.record import read_job
 from trainkit.manifest import find_plain_damage, published
-from trainkit.plan.launch import LaunchPlan, RequeuePolicy
+from trainkit.plan.launch import LaunchPlan
 from trainkit.replay.steps import RunStep, attempt_starts, find_step
 from trainkit.rundir import AttemptDir, RunDir, parse_time, read_json, read_metrics
 from trainkit.submit.plan_run import plan_run
@@ -66,10 +66,6 @@ class ReplayPlan:
     """The last step, as the run computed it."""
     config: RunConfig
     plan: LaunchPlan
-
-    @property
-    def has_same_layout(self) -> bool:
-        return self.plan.layout == self.at.plan.layout and self.plan.batch == self.at.plan.batch
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -128,7 +124,7 @@ def plan_replay(
     threads = at.facts.get("threads")
     if isinstance(threads, int) and plan.layout == at.plan.layout:
         plan = replace(plan, threads_per_worker=threads)  # on CPUs, another number rounds differently
-    plan = replace(plan, replay=(first, last), requeue=RequeuePolicy(on=()), trackers=())
+    plan = replace(plan, replay=(first, last), requeue=replace(plan.requeue, on=()), trackers=())
     if plan.slurm is None:
         plan = replace(
             plan,
