@@ -201,34 +201,54 @@ def _flags(values: Mapping[str, Any], origin: str = ORIGIN) -> dict[str, tuple[s
 
 def _planned(at: RunStep, layout: str, flags: Flags, submits: bool) -> tuple[RunConfig, LaunchPlan]:
     """The config and plan for another layout or for a job."""
-    batch, shape = at.plan.batch, (at.plan.num_nodes, at.plan.workers_per_node)
+    backend = at.config.launch.backend
     values = {
         **WITHOUT_EXTRAS,
+        **_layout_values(at.plan, layout),
         "device": at.plan.device,
-        "train.global_batch_size": batch.global_batch_size,
-        "launch.backend": at.config.launch.backend if at.config.launch.backend != "local" else "auto",
+        "train.global_batch_size": at.plan.batch.global_batch_size,
+        "launch.backend": "auto" if backend == "local" else backend,
     }
-    adjustable = {"train.device_batch_size", "parallel.pp_microbatches"}
+    all_flags = {**_flags(values, f"--layout {layout}"), **flags}
     if layout == SAME:
-        degrees = {name: getattr(at.plan.layout, name) for name in DEGREES}
-        values["train.device_batch_size"] = batch.device_batch_size
-        if batch.pp_microbatches is not None:
-            values["parallel.pp_microbatches"] = batch.pp_microbatches
-        adjustable = set()
-    elif layout == SINGLE:
-        degrees, shape = dict.fromkeys(DEGREES, 1), (1, 1)
-    else:
-        degrees = fill_degrees(parse_layout(layout))
-        adjustable -= {f"parallel.{name}" for name in degrees}
-    values |= {f"parallel.{name}": value for name, value in degrees.items()}
-    values |= {"resources.nodes": shape[0], "resources.gpus_per_node": shape[1]}
-    origin = f"--layout {layout}"
-    loaded = load_config(at.attempt.config_file, flags={**_flags(values, origin), **flags}, layers=False)
+        _refuse_other_size(at, all_flags)
+    loaded = load_config(at.attempt.config_file, flags=all_flags, layers=False)
+    adjustable = {"train.device_batch_size", "parallel.pp_microbatches"} - values.keys()
     loaded = loaded.adjusting(*adjustable, origin=loaded.origins["name"].rpartition(":")[0])
     with submission_folder(at.attempt.run, False) as code_dir:
         target = make_target(loaded) if submits else LOCAL
         plan = plan_run(loaded, target=target, code_dir=code_dir, resumes=True)
     return loaded.config, replace(plan, lr=at.plan.lr)
+
+
+def _layout_values(plan: LaunchPlan, layout: str) -> dict[str, Any]:
+    """The config values of a layout, for the nodes of the run's plan unless it is ``single``."""
+    values: dict[str, Any] = {
+        "resources.nodes": plan.num_nodes,
+        "resources.gpus_per_node": plan.workers_per_node,
+    }
+    if layout == SINGLE:
+        values = {"resources.nodes": 1, "resources.gpus_per_node": 1}
+        degrees: dict[str, Any] = dict.fromkeys(DEGREES, 1)
+    elif layout == SAME:
+        degrees = {name: getattr(plan.layout, name) for name in DEGREES}
+        values["train.device_batch_size"] = plan.batch.device_batch_size
+        if plan.batch.pp_microbatches is not None:
+            values["parallel.pp_microbatches"] = plan.batch.pp_microbatches
+    else:
+        degrees = fill_degrees(parse_layout(layout))
+    return values | {f"parallel.{name}": value for name, value in degrees.items()}
+
+
+def _refuse_other_size(at: RunStep, flags: Flags) -> None:
+    """Raise UsageError if the nodes and GPUs do not have as many ranks as the run."""
+    nodes, per_node = (int(str(flags[key][1])) for key in ("resources.nodes", "resources.gpus_per_node"))
+    if nodes * per_node != at.plan.world_size:
+        raise UsageError(
+            f"{nodes} node{'s' * (nodes > 1)} with {per_node} rank{'s' * (per_node > 1)} each do not have "
+            f"the {at.plan.world_size} ranks of the run",
+            hint="change --nodes and --gpus-per-node, or name another --layout, such as dp_shard=4",
+        )
 
 
 def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int) -> None:
