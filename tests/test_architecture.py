@@ -62,7 +62,7 @@ ALLOWED = {
     # Computes steps of a run again: starts ranks as the job does, in a folder of its own.
     "replay": {
         *("errors", "rundir", "manifest", "tables", "config", "data", "cluster", "plan", "job", "control"),
-        *("submit",),
+        *("submit", "bench.layouts"),  # `--layout` is spelled as there
     },
     # Checks machines before there is a run.
     "doctor": {"errors", "config", "cluster", "plan", "slurm", "job.node", "job.rank_env"},

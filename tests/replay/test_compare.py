@@ -12,7 +12,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.replay.compare import Comparison, compare
-from trainkit.replay.run_replay import ReplayPlan
+from trainkit.replay.plan_replay import ReplayPlan
 from trainkit.replay.steps import RunStep, find_step
 from trainkit.rundir import AttemptDir, RunDir, append_jsonl, log_event
 
@@ -44,6 +44,7 @@ def folders(tmp_path: Path) -> tuple[RunDir, RunDir]:
             record(run, step)
             for rank in range(4):
                 record_rank(attempt, rank, step)
+    start(found[1], 1, 0)
     return found
 
 
@@ -128,9 +129,71 @@ def test_another_layout_is_compared_within_rounding(folders: tuple[RunDir, RunDi
     assert not found.culprit.ranks
 
 
-def start(run: RunDir, number: int, step: int) -> None:
+def test_rounding_is_no_error(folders: tuple[RunDir, RunDir]) -> None:
+    """On another layout a difference that grows is rounding, and one that jumps is not."""
+    other = Layout(dp_shard=2, tp=2)
+    for step, difference in ((1, 1e-4), (2, 2e-3), (3, 4e-2), (4, 0.2)):
+        record(folders[1], step, loss=(2.0 + step) * (1 - difference))
+    found = replayed(folders, other)
+    assert (found.verdict, found.is_exact, found.culprit) == ("unknown", False, None)
+    assert found.rounding == ("layout dp_shard=2,tp=2 instead of dp_shard=4",)
+    record(folders[1], 4, loss=60.0)
+    found = replayed(folders, other)
+    assert (found.verdict, found.is_exact) == ("different", False)
+    assert found.culprit is not None
+    assert not found.culprit.ranks
+
+
+def test_other_versions_round_differently(folders: tuple[RunDir, RunDir]) -> None:
+    """Bits that differ are no error where torch is another, unless the difference is large."""
+    facts = {"torch": "2.8.0", "processor": "H100", "threads": 4, "data": "one"}
+    start(folders[0], 1, 0, **facts)
+    start(folders[1], 1, 0, **{**facts, "torch": "2.9.1", "threads": 1})
+    assert replayed(folders).is_exact, "equal to the last digit all the same"
+    record(folders[1], 4, loss=6.0 + 1e-6)
+    found = replayed(folders)
+    assert (found.verdict, found.is_exact) == ("equal", False)
+    assert found.rounding == ("torch 2.9.1 instead of torch 2.8.0", "1 threads instead of 4 threads")
+    start(folders[1], 1, 0, **{**facts, "data": "another"})
+    with pytest.raises(UsageError, match="the training data has changed since attempt 1"):
+        replayed(folders)
+
+
+def test_other_settings_round_differently(folders: tuple[RunDir, RunDir]) -> None:
+    folders[0].attempt(1).config_file.write_text("name: t\ntrain: {steps: 20}\nparallel: {zero: 2}\n")
+    record(folders[1], 4, loss=6.0 + 1e-6)
+    assert replayed(folders).rounding == ("parallel.zero 3 instead of 2",)
+
+
+def test_each_attempt_that_recorded_a_step_is_compared(folders: tuple[RunDir, RunDir]) -> None:
+    """The first attempt flipped a bit in step 4 and died; the second one computed it again."""
+    run = folders[0]
+    add_attempt(run, 2, step=2)
+    for step in (3, 4):
+        record(run, step, attempt=2)
+    assert replayed(folders).verdict == "equal"
+    record(run, 4, grad_norm=800.0)
+    record_rank(run.attempt(1), 3, 4, local_gradient=1.5)
+    found = replayed(folders)
+    assert [(step.step, step.attempt, step.is_equal) for step in found.steps] == [
+        *((1, 1, True), (2, 1, True), (3, 1, True), (3, 2, True), (4, 1, False), (4, 2, True)),
+    ]
+    assert found.culprit is not None
+    assert (found.culprit.ranks, found.culprit.hosts) == ((3,), ("n1",))
+
+
+def start(run: RunDir, number: int, step: int, **facts: Any) -> None:
     fields = {"step": step, "total_steps": 20, "samples_seen": 8 * step, "num_samples": 1000}
-    log_event(run, number, "training", **fields)
+    log_event(run, number, "training", **fields, **facts)
+
+
+def add_attempt(run: RunDir, number: int, step: int, config: str = "", plan: LaunchPlan = PLAN) -> None:
+    """Another attempt, which begins after a step."""
+    attempt = run.attempt(number)
+    attempt.path.mkdir()
+    attempt.config_file.write_text(config or run.attempt(1).config_file.read_text())
+    attempt.plan_file.write_text(plan.to_text())
+    start(run, number, step)
 
 
 def test_the_position_of_a_step(folders: tuple[RunDir, RunDir]) -> None:
@@ -151,11 +214,7 @@ def test_the_attempt_that_computed_a_step_last(folders: tuple[RunDir, RunDir]) -
     run = folders[0]
     start(run, 1, 0)
     record(run, 6)
-    second = run.attempt(2)
-    second.path.mkdir()
-    second.config_file.write_text(run.attempt(1).config_file.read_text())
-    second.plan_file.write_text(replace(PLAN, batch=Batch(4, 1, 16, 1024)).to_text())
-    start(run, 2, 3)
+    add_attempt(run, 2, 3, plan=replace(PLAN, batch=Batch(4, 1, 16, 1024)))
     record(run, 4, attempt=2, samples_seen=40)
     assert [find_step(run, step).attempt.number for step in (3, 4, 6, 7)] == [1, 2, 1, 2]
     assert (find_step(run, 4).start, find_step(run, 4).stop) == (24, 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.support.flipped import run_flipped
 from tests.support.ranks import start_ranks, wait_for_all
 from tests.support.runs import TIMEOUT_S, environs, log_text, make_attempt, train
 from trainkit.cli.main import main
+from trainkit.replay import run_replay
 from trainkit.replay.compare import rank_record
 from trainkit.rundir import RunDir, read_metrics, write_json
 
@@ -47,7 +49,11 @@ def add_job(run: Path) -> None:
     ("layout", "num_procs"), [([], 1), (DDP, 2), (FSDP, 2)], ids=["one process", "ddp", "fsdp"]
 )
 def test_a_replay_is_equal_to_the_last_digit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: Sequence[str], num_procs: int
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: Sequence[str],
+    num_procs: int,
 ) -> None:
     run = tmp_path / "run"
     train(run, [*OPTIONS, *layout], num_procs)
@@ -63,6 +69,29 @@ def test_a_replay_is_equal_to_the_last_digit(
     assert len(losses) == 16
     assert sum(losses) / 16 == pytest.approx(read_metrics(RunDir(run))[-1]["loss"], rel=1e-5)
     assert files_of(run) == before, "a replay changes nothing"
+    if num_procs > 1:
+        return
+    # Of a damaged checkpoint it uses the one before, but it never computes everything instead.
+    for step, expected in ((4, 2), (2, None)):
+        for file in RunDir(run).checkpoint_dir(step).glob("*.distcp"):
+            data = file.read_bytes()
+            file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        if expected is not None:
+            assert call(capsys, "replay", str(run), "--step", "5")[1]["start_step"] == expected
+    before = files_of(run)
+    assert main(["replay", str(run), "--step", "5"]) == 1
+    assert files_of(run) == before, "damaged checkpoints are set aside in the replay alone"
+    assert "2 set aside as damaged" in capsys.readouterr().err
+    # The run, which continues, removes them meanwhile.
+    run_ranks = run_replay._run_ranks
+
+    def remove_and_run(*args: Any) -> None:
+        shutil.rmtree(RunDir(run).checkpoints_dir)
+        run_ranks(*args)
+
+    monkeypatch.setattr(run_replay, "_run_ranks", remove_and_run)
+    assert main(["replay", str(run), "--step", "5"]) == 1
+    assert "no checkpoint before the steps is intact any more" in capsys.readouterr().err
 
 
 def test_another_layout_is_equal_within_rounding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,12 @@ from trainkit.rundir import AttemptDir
 
 
 def run_flipped(
-    rank: int, attempt: AttemptDir, environs: Sequence[dict[str, str]], victim: int, step: int
+    rank: int, attempt: AttemptDir, environs: Sequence[dict[str, str]], victim: int, step: int, bit: int = 28
 ) -> None:
-    """What a worker does, except that the backward pass of rank `victim` errs at `step`."""
+    """What a worker does, except that the backward pass of rank `victim` errs at `step`, in a bit of a float.
+
+    Bit 28, of the exponent, makes most gradients smaller; bit 30 makes them very large.
+    """
     import torch
 
     from tests.support.ranks import _as_worker
@@ -25,7 +28,7 @@ def run_flipped(
 
         def flip(grad: torch.Tensor) -> torch.Tensor:
             flipped = grad.clone()
-            flipped.view(torch.int32).view(-1)[7] ^= 1 << 28  # in the exponent
+            flipped.view(torch.int32).view(-1)[7] ^= 1 << bit
             return flipped
 
         def on_output(module: Any, inputs: Any, output: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from trainkit.cli.options import (
     GroupRequest,
     config_options_unless,
     json_option,
+    refuse_other_options,
     sweep_option,
 )
 from trainkit.errors import UsageError
@@ -139,7 +140,7 @@ def layouts(
     from trainkit.cli.bench_start import BenchOptions, bench_layouts, summarize_folder
 
     if collect is not None:
-        _refuse_others()
+        refuse_other_options("collect")
         return summarize_folder(collect, as_json)
     assert request is not None
     return bench_layouts(request, layouts, BenchOptions(**typed, as_json=as_json))
@@ -173,25 +174,9 @@ def settings(
     from trainkit.cli.bench_start import BenchOptions, bench_settings, summarize_folder
 
     if collect is not None:
-        _refuse_others()
+        refuse_other_options("collect")
         return summarize_folder(collect, as_json)
     if not sweeps:
         raise UsageError("no --sweep", hint="for example --sweep train.device_batch_size=4,8,16")
     assert request is not None
     return bench_settings(request, GroupRequest(sweeps, None), BenchOptions(**typed, as_json=as_json))
-
-
-def _refuse_others() -> None:
-    """Raise UsageError if options without effect are given with --collect."""
-    context = click.get_current_context()
-    typed = [
-        parameter.opts[0] if isinstance(parameter, click.Option) else "CONFIG"
-        for parameter in context.command.params
-        if parameter.name not in ("collect", "as_json", "help")
-        and context.get_parameter_source(str(parameter.name)) is click.core.ParameterSource.COMMANDLINE
-    ]
-    if typed:
-        raise UsageError(
-            f"{', '.join(typed)} would have no effect with --collect",
-            hint="remove it",
-        )

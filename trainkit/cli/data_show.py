@@ -11,7 +11,7 @@ import click
 
 from trainkit.cli.help import Command, examples
 from trainkit.cli.options import json_option, run_argument
-from trainkit.errors import EXIT_OK
+from trainkit.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from trainkit.replay.steps import StepSample
@@ -24,12 +24,15 @@ MAX_DOCUMENTS = 3
 @click.command(
     cls=Command,
     short_help="Show the samples of a step of a run.",
-    epilog=examples("trainkit data show last --step 3", "trainkit data show last --step 3 --json"),
+    epilog=examples("trainkit data show last --step 3", "trainkit data show last --step 3 --rank 0 --json"),
 )
 @run_argument
 @click.option("--step", type=click.IntRange(min=1), required=True, metavar="N", help="Step of the run.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), metavar="R", help="Only the samples that this rank reads."
+)
 @json_option
-def command(run_name: str, step: int, as_json: bool) -> int:
+def command(run_name: str, step: int, rank: int | None, as_json: bool) -> int:
     """Show the samples of a step of RUN, in the order of the global batch, without computing it.
 
     Each with its index in the dataset, the rank and microbatch that read it, the source file and position of
@@ -39,7 +42,12 @@ def command(run_name: str, step: int, as_json: bool) -> int:
     from trainkit.replay.steps import find_step, step_samples
 
     at = find_step(find_run(run_name), step)
-    samples = step_samples(at)
+    num_ranks = at.plan.world_size
+    if rank is not None and rank >= num_ranks:
+        raise UsageError(
+            f"attempt {at.attempt.number} has no rank {rank}", hint=f"its ranks are 0 to {num_ranks - 1}"
+        )
+    samples = [sample for sample in step_samples(at) if rank is None or rank in sample.ranks]
     if as_json:
         value = {
             "step": step,

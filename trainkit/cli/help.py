@@ -18,8 +18,8 @@ SECTIONS = {
         *("--partition", "--account", "--qos", "--constraint", "--time", "--run-dir", "--dir", "--as"),
     ),
     "How": (
-        *("--launcher", "--no-snapshot", "--new-code", "--after", "--workers", "--warmup", "--repeats"),
-        "--at-once",
+        *("--submit", "--launcher", "--no-snapshot", "--new-code", "--after", "--workers", "--warmup"),
+        *("--repeats", "--at-once"),
         *("--quick", "--now", "--wait", "--estimate", "--keep", "--task-smoke", "--test-only", "--dry-run"),
         "--test-notification",
     ),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_KEY = "trainkit.trailing_command"
 
 
 @dataclass(frozen=True)
@@ -296,9 +297,12 @@ SLURM_FLAGS = {
 
 def slurm_options(function: Function) -> Function:
     """The options of the Slurm job; `slurm_flags` removes their values from the command's arguments."""
-    function = click.option(
-        "--no-snapshot", is_flag=True, help="Run the code in place instead of from a copy."
-    )(function)
+    text = "Run the code in place instead of from a copy."
+    return job_options(click.option("--no-snapshot", is_flag=True, help=text)(function))
+
+
+def job_options(function: Function) -> Function:
+    """Those of `slurm_options` for a job whose code is given."""
     function = click.option(
         "--per", type=click.Choice(["gpu", "node"]), help="One Slurm task per GPU, or one per node."
     )(function)
@@ -344,7 +348,17 @@ def shape_flags(nodes: int | None, gpus_per_node: int | None) -> dict[str, tuple
     return flags
 
 
-_KEY = "trainkit.trailing_command"
+def refuse_other_options(name: str) -> None:
+    """Raise UsageError if arguments without effect are given with the option `name`."""
+    context = click.get_current_context()
+    typed = [
+        item.opts[0] if isinstance(item, click.Option) else str(item.metavar).strip("[]")
+        for item in context.command.params
+        if item.name not in (name, "as_json", "help")
+        and context.get_parameter_source(str(item.name)) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if typed:
+        raise UsageError(f"{', '.join(typed)} would have no effect with --{name}", hint="remove it")
 
 
 class WithTrailingCommand(Command):

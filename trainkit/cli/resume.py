@@ -77,6 +77,7 @@ def command(
         copy_newest_checkpoint,
         newest_checkpoint_of,
         refuse_incompatible,
+        refuse_replay,
         submission_folder,
     )
     from trainkit.control.run_registry import find_run
@@ -89,6 +90,7 @@ def command(
     from trainkit.submit.start import resume_run, start_run
 
     source, place = find_run(run_name, to_change=True), host.place(nodes)
+    refuse_replay(source)
     if place is not None and (as_json or follow or fork_dir is not None):
         given = "--json" if as_json else "--follow" if follow else "--as"
         raise UsageError(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from trainkit.config import LoadedConfig, RunConfig
@@ -17,8 +18,10 @@ from trainkit.errors import ConfigError, Problem, UsageError
 from trainkit.job.record import read_job
 from trainkit.manifest import newest_intact, published
 from trainkit.plan.model_shape import ModelShape, resolve_model_shape
-from trainkit.rundir import PARTIAL_SUFFIX, RunDir
+from trainkit.rundir import PARTIAL_SUFFIX, RunDir, read_json
 
+REPLAY_FILE = "replay.json"
+"""In the folder of a job of `trainkit replay`: which run and steps it computes again."""
 FIXED_KEYS = ("seed", "data.seq_len", "data.shuffle")
 """The keys that determine the order of samples; the trainer also compares the data itself."""
 
@@ -98,6 +101,18 @@ def flat_values(config: RunConfig) -> dict[str, Any]:
 
 def _value(config: RunConfig, key: str) -> Any:
     return flat_values(config)[key]
+
+
+def refuse_replay(run: RunDir) -> None:
+    """Raise UsageError if the run is a job of `trainkit replay`."""
+    try:
+        record = read_json(run.path / REPLAY_FILE)
+    except FileNotFoundError:
+        return
+    raise UsageError(
+        f"{run.path} is a replay of {record['run']}",
+        hint=f"`trainkit replay --collect {quote(str(run.path))}` compares the two; or name that run",
+    )
 
 
 @contextmanager

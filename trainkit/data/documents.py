@@ -20,7 +20,7 @@ from trainkit.data.tokenize import Tokenizer
 from trainkit.data.tokenizer_identity import BYTES
 from trainkit.rundir import read_json
 
-_BLOCK = 1 << 24
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class _Source:
             unit, position = "byte", position + self._num_bytes(shard, int(place["token"]), first)
             skipped = 0
         elif form == ROWS and Path(file).is_file():
-            unit, position = "line", _count_lines(file, position) + 1
+            unit, position = "line", _line_counter(file).count(position) + 1
         elif form == ROWS:
             unit = "byte"
         return Document(file, unit, position, skipped, stop - first, self._text(shard, first, stop))
@@ -134,12 +134,24 @@ def _continues(place: Any, following: Any) -> bool:
     )
 
 
-@lru_cache(maxsize=4096)
-def _count_lines(file: str, end: int) -> int:
-    """The number of line ends in the first `end` bytes of a file, decompressed."""
-    count = 0
-    with gzip.open(file, "rb") if file.endswith(".gz") else open(file, "rb") as stream:
-        while end > 0 and (block := stream.read(min(_BLOCK, end))):
-            count += block.count(b"\n")
-            end -= len(block)
-    return count
+class _LineCounter:
+    """Counts the lines of one file before some bytes; reads a file that is not compressed about once."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._is_compressed = file.endswith(".gz")
+        self._counts = [0]
+        """Line ends before each block that was counted, and after the last one."""
+
+    def count(self, end: int) -> int:
+        """The number of line ends in the first `end` bytes, decompressed."""
+        with gzip.open(self._file, "rb") if self._is_compressed else open(self._file, "rb") as stream:
+            block = min(end // _BLOCK, len(self._counts) - 1)
+            stream.seek(block * _BLOCK)
+            while (block + 1) * _BLOCK <= end:
+                self._counts.append(self._counts[block] + stream.read(_BLOCK).count(b"\n"))
+                block += 1
+            return self._counts[block] + stream.read(end - block * _BLOCK).count(b"\n")
+
+
+_line_counter = lru_cache(maxsize=64)(_LineCounter)

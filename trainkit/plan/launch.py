@@ -174,6 +174,8 @@ class LaunchPlan:
     """Seconds between samples of the health of each node; None for none."""
     node_sizes: tuple[int, ...] | None = None
     """Workers of each node if they differ; `workers_per_node` is then the maximum."""
+    replay: tuple[int, int] | None = None
+    """First and last step that `trainkit replay` computes again; None for a training."""
     warnings: tuple[str, ...] = ()
     """What could not be checked, or may be slow, one sentence each."""
     version: int = PLAN_VERSION
@@ -226,7 +228,7 @@ class LaunchPlan:
         fields["requeue"] = RequeuePolicy(**{**requeue, "on": tuple(requeue.get("on", RequeuePolicy.on))})
         notify = fields.get("notify", {})
         fields["notify"] = NotifyPolicy(**{**notify, "on": tuple(notify.get("on", ()))})
-        for name in ("command", "python", "trackers", "node_sizes", "warnings", "launcher_keys"):
+        for name in ("command", "python", "trackers", "node_sizes", "warnings", "launcher_keys", "replay"):
             if fields.get(name) is not None:
                 fields[name] = tuple(fields[name])
         if fields.get("slurm") is not None:

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainkit.plan.launch import LaunchPlan
-from trainkit.replay.run_replay import SAMPLES_FILE, ReplayPlan, recorded_steps
-from trainkit.replay.steps import StepSample
-from trainkit.rundir import AttemptDir, RunDir, read_json, read_jsonl
+from trainkit.bench.layouts import DEGREES, layout_name
+from trainkit.config import read_effective
+from trainkit.replay.plan_replay import ReplayPlan, changed_values, read_plan
+from trainkit.replay.run_replay import SAMPLES_FILE
+from trainkit.replay.steps import StepSample, attempt_starts, refuse_other_data
+from trainkit.rundir import AttemptDir, RunDir, read_jsonl, read_metrics
 
 EQUAL, DIFFERENT, UNKNOWN = "equal", "different", "unknown"
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
-"""Relative difference of loss and gradient norm that another layout may have, by `precision.dtype`."""
+"""Relative difference of loss and gradient norm that rounding may cause, by `precision.dtype`."""
+JUMP = 30.0
+"""Rounding grows from step to step; a difference of this many times all earlier ones has another cause."""
+MAX_UNSEEN = 10
+"""Steps in which rounding does not grow to the tolerance."""
 VALUES = ("loss", "grad_norm")
+FACTS = {
+    "trainkit": "trainkit {}",
+    "torch": "torch {}",
+    "processor": "{}",
+    "threads": "{} threads",
+}
+"""What the bits of a result depend on, as attempts record it, and how it is shown."""
 
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """A step as the run recorded it and as the replay computed it; a value is None if it was not finite."""
+    """A step as an attempt recorded it and as the replay computed it; a value that is not finite is None."""
 
     step: int
     attempt: int | None
-    """The attempt that recorded it; None if it was not recorded."""
+    """The attempt that recorded it; None if none did."""
     recorded: dict[str, float | None] | None
     replayed: dict[str, float | None]
+    difference: float | None
+    """The largest relative difference of the values; None if the step was not recorded."""
+    is_exact: bool
+    """Whether they have to be equal to the last digit: nothing differs that changes rounding."""
     is_equal: bool | None
-    """To the last digit, or with another layout within rounding; None if it was not recorded."""
+    """To the last digit, or within rounding if not `is_exact`; None if the step was not recorded."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +67,23 @@ class Comparison:
     verdict: str
     """``equal``, ``different`` or ``unknown``."""
     is_exact: bool
-    """Whether values were compared to the last digit."""
+    """Whether all values are equal to the last digit, or have to be."""
+    tolerance: float
+    """Relative difference that counts as equal for steps that are not exact."""
+    rounding: tuple[str, ...]
+    """What differs from the run and changes rounding, such as the layout, one phrase each."""
     start_step: int
     steps: tuple[ComparedStep, ...]
+    """In order; a step that several attempts recorded appears once for each."""
     culprit: Culprit | None
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The comparison as JSON; an infinite difference is null."""
+        fields = asdict(self)
+        for step in fields["steps"]:
+            if step["difference"] == math.inf:
+                step["difference"] = None
+        return fields
 
     @property
     def first_different(self) -> ComparedStep | None:
@@ -64,66 +91,112 @@ class Comparison:
 
 
 def compare(what: ReplayPlan, copy: RunDir) -> Comparison:
-    """Compare all steps since the checkpoint; a difference before the requested steps explains theirs."""
-    recorded = recorded_steps(what.run, what.start_step + 1, what.last)
-    replayed = recorded_steps(copy, what.start_step + 1, what.last)
-    attempts = {int(str(record["attempt"])) for record in recorded.values()}
-    is_exact = what.has_same_layout and all(
-        _layout_of(what.run, attempt) == what.plan.layout for attempt in attempts
-    )
-    tolerance = None if is_exact else TOLERANCE[what.config.precision.dtype]
+    """Compare all steps since the checkpoint; a difference before the requested steps explains theirs.
+
+    Raises UsageError if the data is no longer that of the run.
+    """
+    starts = attempt_starts(copy)
+    start = starts[max(starts)]
+    start_step = min(event["step"] for event in starts.values())
+    recorded = _recorded(what, start_step + 1)
+    attempts = sorted({number for by_attempt in recorded.values() for number in by_attempt})
+    for number in attempts:
+        refuse_other_data(number, attempt_starts(what.run).get(number, {}).get("data"), start.get("data"))
+    # A later attempt began with what the earlier ones had rounded.
+    reasons = {number: list(_rounding(what, number, start)) for number in attempts}
+    inexact = next((number for number in attempts if reasons[number]), math.inf)
+    tolerance = TOLERANCE[what.config.precision.dtype]
     steps = []
-    for step, record in sorted(replayed.items()):
-        was, now_values = recorded.get(step), _values(record)
-        if was is None:
-            steps.append(ComparedStep(step, None, None, now_values, None))
-            continue
-        was_values = _values(was)
-        is_equal = all(_is_equal(was_values[name], now_values[name], tolerance) for name in VALUES)
-        steps.append(ComparedStep(step, int(str(was["attempt"])), was_values, now_values, is_equal))
-    verdict = UNKNOWN
-    if any(step.is_equal is False for step in steps):
-        verdict = DIFFERENT
-    elif any(step.is_equal for step in steps if step.step >= what.first):
-        verdict = EQUAL
-    found = Comparison(verdict, is_exact, what.start_step, tuple(steps), None)
+    for record in read_metrics(copy):
+        step, now = record["step"], _values(record)
+        if not recorded.get(step):
+            steps.append(ComparedStep(step, None, None, now, None, True, None))
+        for attempt, was in sorted(recorded.get(step, {}).items()):
+            difference = max(_difference(was[name], now[name]) for name in VALUES)
+            is_exact = attempt < inexact
+            is_equal = difference <= (0.0 if is_exact else tolerance)
+            steps.append(ComparedStep(step, attempt, was, now, difference, is_exact, is_equal))
+    verdict = _verdict(steps, what.first)
+    is_exact = all(step.is_exact or step.difference == 0.0 for step in steps)
+    rounding = tuple(dict.fromkeys(text for number in attempts for text in reasons[number]))
+    found = Comparison(verdict, is_exact, tolerance, rounding, start_step, tuple(steps), None)
     bad = found.first_different
-    if bad is None or bad.attempt is None:
+    if verdict != DIFFERENT or bad is None or bad.attempt is None:
         return found
-    culprit = _culprit(what, copy, found, bad, what.run.attempt(bad.attempt))
-    return replace(found, culprit=culprit)
+    return replace(found, culprit=_culprit(copy, found, bad, what.run.attempt(bad.attempt)))
 
 
-def _layout_of(run: RunDir, attempt: int) -> object:
-    return LaunchPlan.from_dict(read_json(run.attempt(attempt).plan_file)).layout
+def _verdict(steps: Sequence[ComparedStep], first: int) -> str:
+    bad = next((index for index, step in enumerate(steps) if step.is_equal is False), None)
+    if bad is None:
+        return EQUAL if any(step.is_equal for step in steps if step.step >= first) else UNKNOWN
+    before = [step.difference for step in steps[:bad] if step.difference is not None]
+    limit = JUMP * max(before) if before else (0.0 if bad < MAX_UNSEEN else math.inf)
+    has_jumped = (steps[bad].difference or 0.0) > limit
+    return DIFFERENT if steps[bad].is_exact or has_jumped else UNKNOWN
+
+
+def _recorded(what: ReplayPlan, first: int) -> dict[int, dict[int, dict[str, float | None]]]:
+    """Step -> attempt -> values of the records since `first`, without those of attempts with other values."""
+    found: dict[int, dict[int, dict[str, float | None]]] = {}
+    comparable: dict[int, bool] = {}
+    for record in read_jsonl(what.run.metrics_file):
+        step, attempt = record.get("step"), record.get("attempt")
+        if not isinstance(step, int) or not isinstance(attempt, int) or not first <= step <= what.last:
+            continue
+        if attempt not in comparable:
+            comparable[attempt] = not changed_values(what.run.attempt(attempt), what.at.attempt)
+        if comparable[attempt]:
+            found.setdefault(step, {})[attempt] = _values(record)
+    return found
+
+
+def _rounding(what: ReplayPlan, attempt: int, start: Mapping[str, Any]) -> Iterator[str]:
+    """What differs from an attempt and changes the rounding."""
+    plan, now = read_plan(what.run.attempt(attempt)), what.plan
+    if plan.layout != now.layout:
+        yield f"layout {layout_name(now.layout, {})} instead of {layout_name(plan.layout, {})}"
+    elif now.batch.device_batch_size != plan.batch.device_batch_size:
+        yield f"device_batch_size {now.batch.device_batch_size} instead of {plan.batch.device_batch_size}"
+    config = read_effective(what.run.attempt(attempt).config_file)
+    for key, value in what.config.parallel.model_dump().items():
+        was = getattr(config.parallel, key)
+        if key not in (*DEGREES, "pp_microbatches") and was != value:
+            yield f"parallel.{key} {value} instead of {was}"
+    before = attempt_starts(what.run).get(attempt, {})
+    for name, text in FACTS.items():
+        was, is_now = before.get(name), start.get(name)
+        if was is not None and is_now is not None and was != is_now:
+            yield f"{text.format(is_now)} instead of {text.format(was)}"
 
 
 def _values(record: Mapping[str, Any]) -> dict[str, float | None]:
-    return {name: record[name] for name in VALUES}
+    return {name: record.get(name) for name in VALUES}
 
 
-def _is_equal(recorded: float | None, replayed: float | None, tolerance: float | None) -> bool:
-    if recorded is None or replayed is None or tolerance is None:
-        return recorded == replayed
-    return math.isclose(recorded, replayed, rel_tol=tolerance)
+def _difference(recorded: float | None, replayed: float | None) -> float:
+    """The difference relative to the smaller value; infinite if only one of them is finite."""
+    if recorded == replayed:
+        return 0.0
+    if recorded is None or replayed is None or not recorded or not replayed:
+        return math.inf
+    return abs(recorded - replayed) / min(abs(recorded), abs(replayed))
 
 
-def _culprit(
-    what: ReplayPlan, copy: RunDir, found: Comparison, bad: ComparedStep, attempt: AttemptDir
-) -> Culprit:
+def _culprit(copy: RunDir, found: Comparison, bad: ComparedStep, attempt: AttemptDir) -> Culprit:
     """Which rank computed something else first, by what each recorded before and after the reduction."""
-    num_ranks = LaunchPlan.from_dict(read_json(attempt.plan_file)).world_size
+    num_ranks = read_plan(attempt).world_size
     ranks = range(num_ranks)
     was = [rank_record(attempt, rank, bad.step) for rank in ranks]
     hosts = tuple(str(record["host"]) if record else "" for record in was)
     all_hosts = tuple(sorted({host for host in hosts if host}))
-    if not found.is_exact or num_ranks != what.plan.world_size:
-        return Culprit((), all_hosts, "the layout is another one, so the ranks cannot be compared")
+    if not bad.is_exact:
+        return Culprit((), all_hosts, "without equality to the last digit, the ranks cannot be compared")
     if not all(was):
         return Culprit((), all_hosts, f"the ranks have no records of step {bad.step}")
-    now = [rank_record(copy.attempt(1), rank, bad.step) for rank in ranks]
-    before = [step.step for step in found.steps if step.step < bad.step and step.is_equal]
-    last_equal = max(before, default=what.start_step)
+    now = [_replayed_record(copy, rank, bad.step) for rank in ranks]
+    before = [s.step for s in found.steps if s.step < bad.step and s.is_equal and s.attempt == bad.attempt]
+    last_equal = max([found.start_step, *before])
 
     def other(name: str) -> list[int]:
         return [rank for rank in ranks if (was[rank] or {}).get(name) != (now[rank] or {}).get(name)]
@@ -147,6 +220,12 @@ def _culprit(
 
 def _hosts_of(ranks: Sequence[int], hosts: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(hosts[rank] for rank in ranks))
+
+
+def _replayed_record(copy: RunDir, rank: int, step: int) -> dict[str, Any] | None:
+    """As `rank_record`, by the newest attempt of a replay that has it: a preempted job begins again."""
+    records = (rank_record(copy.attempt(number), rank, step) for number in reversed(copy.attempt_numbers()))
+    return next((record for record in records if record is not None), None)
 
 
 def rank_record(attempt: AttemptDir, rank: int, step: int) -> dict[str, Any] | None:

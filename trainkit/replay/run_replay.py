@@ -1,130 +1,38 @@
-"""Computes steps of a run again, as ranks of this machine in a throw-away folder."""
+"""Computes the steps of a replay: as ranks of this machine in a throw-away folder, or in a job of its own."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
-from trainkit.cluster.machine import Machine, detect_machine
-from trainkit.config import dump_effective, load_config
-from trainkit.config.schema import RunConfig
-from trainkit.control.resume import submission_folder
+from trainkit.config import dump_effective, read_effective
+from trainkit.control.resume import REPLAY_FILE, copy_checkpoint, submission_folder
 from trainkit.errors import TrainkitError, UsageError
-from trainkit.job.node.worker_env import worker_environ
-from trainkit.job.processes import PYTHON_OPTIONS, dies_with
+from trainkit.job.node.worker_env import worker_argv, worker_environ
+from trainkit.job.processes import dies_with
 from trainkit.job.rank_env import RankEnv
-from trainkit.manifest import find_plain_damage, published
+from trainkit.job.record import create_job, read_job
+from trainkit.job.signals import describe_exit
+from trainkit.manifest import published
 from trainkit.plan.launch import LaunchPlan
-from trainkit.replay.steps import RunStep, find_step
+from trainkit.replay.plan_replay import ReplayPlan
+from trainkit.replay.steps import find_step
 from trainkit.rundir import AttemptDir, RunDir, read_json, read_metrics, write_json
-from trainkit.submit.plan_run import plan_run
+from trainkit.submit.create import collect_provenance, new_folder
+from trainkit.submit.secrets import without_secrets
+from trainkit.submit.start import start_run
 
-SAME, SINGLE = "same", "single"
+MIN_FREE_BYTES = 2**16
 SAMPLES_FILE = "sample_losses.jsonl"
 """As in `trainer.replay`, which this process must not import."""
-
-
-@dataclass(frozen=True)
-class ReplayPlan:
-    """What a replay computes, and how."""
-
-    run: RunDir
-    first: int
-    last: int
-    start_step: int
-    """Step of the checkpoint that it begins with; 0 for the initial weights."""
-    at: RunStep
-    """The last step, as the run computed it."""
-    config: RunConfig
-    plan: LaunchPlan
-
-    @property
-    def has_same_layout(self) -> bool:
-        return self.plan.layout == self.at.plan.layout and self.plan.batch == self.at.plan.batch
-
-
-def plan_replay(run: RunDir, first: int, last: int, layout: str) -> ReplayPlan:
-    """What to compute for the steps `first` to `last`, with the layout of the run or on a single process.
-
-    Raises UsageError if the run cannot be replayed, or not with that layout on this machine.
-    """
-    at = find_step(run, last)
-    _refuse_other_batches(run, at, first)
-    intact = [
-        checkpoint.step
-        for checkpoint in published(run.checkpoints_dir)
-        if checkpoint.step < first and not find_plain_damage(checkpoint)
-    ]
-    config, plan = at.config, at.plan
-    if layout == SINGLE and plan.world_size > 1:
-        config, plan = _on_one_process(at)
-    plan = replace(
-        plan,
-        backend="local",
-        num_nodes=1,
-        workers_per_node=plan.world_size,
-        node_sizes=None,
-        per="node",
-        slurm=None,
-    )
-    _refuse_too_large(run, plan, detect_machine(), last)
-    return ReplayPlan(run, first, last, max(intact, default=0), at, _without_extras(config), plan)
-
-
-def _refuse_other_batches(run: RunDir, at: RunStep, first: int) -> None:
-    """Raise UsageError if the steps were computed with different batches: their samples would be others."""
-    before = find_step(run, first)
-    if before.plan.batch.global_batch_size != at.plan.batch.global_batch_size or before.plan.lr != at.plan.lr:
-        raise UsageError(
-            f"step {first}, of attempt {before.attempt.number}, was computed with another batch size or "
-            f"learning rate than step {at.step}, of attempt {at.attempt.number}",
-            hint="replay them one by one",
-        )
-
-
-def _on_one_process(at: RunStep) -> tuple[RunConfig, LaunchPlan]:
-    run = at.attempt.run
-    overrides = ["resources.nodes=1", "resources.gpus_per_node=1"]
-    overrides += [f"parallel.{name}=1" for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp")]
-    loaded = load_config(at.attempt.config_file, overrides=overrides, flags={}, layers=False)
-    loaded = loaded.adjusting("train.device_batch_size", "parallel.pp_microbatches", origin="--layout single")
-    with submission_folder(run, False) as code_dir:
-        plan = plan_run(loaded, code_dir=code_dir, resumes=True)
-    return loaded.config, replace(plan, lr=at.plan.lr)
-
-
-def _refuse_too_large(run: RunDir, plan: LaunchPlan, machine: Machine, step: int) -> None:
-    have, what = (machine.num_gpus, "GPUs") if plan.device == "cuda" else (machine.num_cpus, "CPU cores")
-    if plan.world_size <= have:
-        return
-    command = f"trainkit replay {quote(str(run.path))} --step {step}"
-    gpus = f" --gpus-per-node={plan.world_size}" if plan.device == "cuda" else ""
-    raise UsageError(
-        f"the {plan.world_size} ranks of the run do not fit: this machine has {have} {what}",
-        hint=f"`--layout single` compares within rounding; with Slurm, on a node that is large enough:\n"
-        f"  srun --nodes=1{gpus} --pty {command}",
-    )
-
-
-def _without_extras(config: RunConfig) -> RunConfig:
-    """The config without what does not change the steps, as validation; every step is logged."""
-    train = {"log_every": 1, "eval_every": None, "eval_at_start": False, "stop_at_step": None}
-    checkpoint = {"every_steps": None, "every_minutes": None, "best_metric": None, "async_save": False}
-    return config.model_copy(
-        update={
-            "train": config.train.model_copy(update=train),
-            "checkpoint": config.checkpoint.model_copy(update=checkpoint),
-            "logging": config.logging.model_copy(update={"tensorboard": False}),
-            "profiler": config.profiler.model_copy(update={"start_step": None}),
-        }
-    )
 
 
 def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
@@ -146,31 +54,84 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
         file.write_text(dump_effective(what.config))
     attempt.plan_file.write_text(what.plan.to_text())
     with submission_folder(what.run, False):
-        _run_ranks(what, attempt)
+        _run_ranks(what.plan, attempt)
     return copy
 
 
-def _run_ranks(what: ReplayPlan, attempt: AttemptDir) -> None:
-    plan, port, procs = what.plan, _free_port(), []
-    python = plan.python or (sys.executable, *PYTHON_OPTIONS)
-    argv = [*python, "-m", "trainkit.trainer.replay", str(attempt.run.path), str(what.first), str(what.last)]
+def submit_replay(
+    what: ReplayPlan, argv: Sequence[str], folder: Path | None
+) -> tuple[RunDir, dict[str, Any]]:
+    """Start a job that computes the steps in a run folder of its own; returns it and its job.json entry.
+
+    The folder is `folder`, new or empty, or ``runs/NAME-replay``. The job runs the code of the replayed run.
+    """
+    job = read_job(what.run)
+    name = f"{what.config.name}-replay"
+    folder = None if folder is None else folder.absolute()
+    with submission_folder(what.run, False), new_folder(name, folder) as (path, name):
+        copy = RunDir(path.absolute())
+        copy.checkpoints_dir.mkdir(mode=0o700)
+        if what.start_step:
+            # Hard links, where possible: the run may remove its checkpoint before the job starts.
+            copy_checkpoint(what.run.checkpoint_dir(what.start_step), copy)
+        given = without_secrets(argv, what.config.launch.secrets)
+        write_json(copy.provenance_file, {**collect_provenance(Path.cwd()), "argv": given})
+        record = {"run": str(what.run.path), "first": what.first, "last": what.last}
+        write_json(copy.path / REPLAY_FILE, record)
+        create_job(copy, backend=what.plan.backend, name=name, cwd=str(Path.cwd()), code=job.get("code"))
+        config = what.config.model_copy(update={"name": name})
+        return copy, start_run(copy, config, what.plan, "submit")
+
+
+def replay_of(copy: RunDir) -> ReplayPlan:
+    """What the job in a folder replays, as `submit_replay` planned it.
+
+    Raises UsageError if it is not the folder of a replay or the replayed run is gone.
+    """
     try:
-        for rank in range(plan.world_size):
-            size = plan.world_size
+        record = read_json(copy.path / REPLAY_FILE)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{copy.path} is not the folder of a replay",
+            hint="`trainkit replay RUN --step N --submit` makes one",
+        ) from None
+    run = RunDir(record["run"])
+    if not run.exists():
+        raise UsageError(f"the replayed run {run.path} is gone", hint="`--collect` compares with its files")
+    attempt = copy.attempt(copy.attempt_numbers()[-1])
+    plan, config = LaunchPlan.from_dict(read_json(attempt.plan_file)), read_effective(attempt.config_file)
+    start = max((checkpoint.step for checkpoint in published(copy.checkpoints_dir)), default=0)
+    first, last = record["first"], record["last"]
+    done = max((record["step"] for record in read_metrics(copy)), default=start)
+    if done < last:
+        raise TrainkitError(
+            f"{copy.path} has computed steps {start + 1} to {done} of {last}"
+            if done > start
+            else f"{copy.path} has not computed a step yet",
+            hint=f"`trainkit status {quote(str(copy.path))}` says what it does",
+        )
+    return ReplayPlan(run, first, last, start, find_step(run, last), config, plan)
+
+
+def _run_ranks(plan: LaunchPlan, attempt: AttemptDir) -> None:
+    port, size, procs = _free_port(), plan.world_size, []
+    configured = {**plan.env, **code_variables(attempt.run, plan.env)}
+    try:
+        for rank in range(size):
             env = RankEnv(rank, rank, size, size, 0, 1, "127.0.0.1", port, source="replay")
             environ = worker_environ(
                 plan,
                 env,
                 run_dir=str(attempt.run.path),
                 attempt=attempt.number,
-                configured=plan.env,
+                configured=configured,
                 inherited=os.environ,
                 network={"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"},
             )
             with attempt.rank_log(rank).open("ab") as log:
                 procs.append(
                     subprocess.Popen(
-                        argv,
+                        worker_argv(plan, env, attempt.run),
                         env=environ,
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -186,8 +147,20 @@ def _run_ranks(what: ReplayPlan, attempt: AttemptDir) -> None:
                 process.wait()
 
 
+def code_variables(run: RunDir, env: Mapping[str, str]) -> dict[str, str]:
+    """PYTHONPATH with the run's copy of the code in front, as its job had it; empty without a copy."""
+    code = read_job(run).get("code")
+    if not code:
+        return {}
+    paths = [*code["import_path"], env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def _wait(procs: Sequence[subprocess.Popen[bytes]], attempt: AttemptDir) -> None:
-    """Wait for all ranks; raises TrainkitError as soon as one has failed, since the others would wait."""
+    """Wait for all ranks; raises TrainkitError as soon as one has failed, since the others would wait.
+
+    Raises OSError if the disk is full, where no rank can say so.
+    """
     waiting = dict(enumerate(procs))
     while waiting:
         for rank, process in list(waiting.items()):
@@ -197,26 +170,30 @@ def _wait(procs: Sequence[subprocess.Popen[bytes]], attempt: AttemptDir) -> None
                 continue
             del waiting[rank]
             if code:
-                raise TrainkitError(
-                    f"rank {rank} of the replay failed: {_error_of(attempt, rank)}",
-                    hint="`--keep` keeps its folder, with the logs of all ranks",
-                )
+                if shutil.disk_usage(attempt.path).free < MIN_FREE_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(attempt.path))
+                raise _failure(attempt, rank, code)
 
 
-def _error_of(attempt: AttemptDir, rank: int) -> str:
+def _failure(attempt: AttemptDir, rank: int, code: int) -> TrainkitError:
+    """The error of a rank that failed, as it has recorded it, else the last line of its log."""
+    start, hint = (
+        f"rank {rank} of the replay failed: ",
+        "`--keep` keeps its folder, with the logs of all ranks",
+    )
     try:
-        return str(read_json(attempt.rank_error(rank))["message"])
+        record = read_json(attempt.rank_error(rank))
+        return TrainkitError(start + str(record["message"]), hint=str(record["hint"] or hint))
     except OSError:
         lines = attempt.rank_log(rank).read_text(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it was killed")
+        last = next(
+            (line.strip() for line in reversed(lines) if line.strip()),
+            describe_exit(code if code > 0 else 128 - code),
+        )
+        return TrainkitError(start + last, hint=hint)
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def recorded_steps(run: RunDir, first: int, last: int) -> dict[int, dict[str, object]]:
-    """The records of metrics.jsonl for some steps."""
-    return {record["step"]: record for record in read_metrics(run) if first <= record["step"] <= last}

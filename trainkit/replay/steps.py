@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import join
 from typing import TYPE_CHECKING, Any
 
 from trainkit.config import read_effective
 from trainkit.config.schema import RunConfig
-from trainkit.control.resume import submission_folder
+from trainkit.control.resume import refuse_replay, submission_folder
 from trainkit.errors import TrainkitError, UsageError
 from trainkit.job.processes import module_argv
 from trainkit.plan.launch import LaunchPlan
@@ -34,6 +35,8 @@ class RunStep:
     stop: int
     is_stream: bool
     """Whether the samples come from a stream and have no position."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the attempt recorded about its hosts and data; incomplete for older versions."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,22 @@ class StepSample:
         return self.documents[0].where + (f" and {more:,} more" if more else "")
 
 
+def attempt_starts(run: RunDir) -> dict[int, dict[str, Any]]:
+    """The ``training`` event of each attempt: where it began, and on what."""
+    return {
+        event["attempt"]: event
+        for event in read_jsonl(run.events_file, ["training"])
+        if event.get("event") == "training" and "samples_seen" in event
+    }
+
+
 def find_step(run: RunDir, step: int) -> RunStep:
     """A step of a run, by the newest attempt that computed it, else the one that would.
 
     Raises UsageError for a step that the run does not have.
     """
-    started = {
-        event["attempt"]: event
-        for event in read_jsonl(run.events_file, ["training"])
-        if event.get("event") == "training" and "samples_seen" in event
-    }
+    _refuse_other_runs(run)
+    started = attempt_starts(run)
     if not started:
         raise UsageError(
             f"{run.path} has not begun to train",
@@ -100,7 +109,19 @@ def find_step(run: RunDir, step: int) -> RunStep:
     num_samples = newest.get("num_samples")
     if config.train.epochs is not None and num_samples is not None:
         stop = min(stop, round(config.train.epochs * num_samples))
-    return RunStep(step, attempt, config, plan, start, stop, num_samples is None)
+    return RunStep(step, attempt, config, plan, start, stop, num_samples is None, started[number])
+
+
+def _refuse_other_runs(run: RunDir) -> None:
+    """Raise UsageError for a run of a COMMAND, whose steps only the command knows, and for a replay."""
+    refuse_replay(run)
+    numbers = run.attempt_numbers()
+    file = run.attempt(numbers[-1]).plan_file if numbers else run.plan_file
+    if file.is_file() and (command := LaunchPlan.from_dict(read_json(file)).command) is not None:
+        raise UsageError(
+            f"{run.path} runs a command, {join(command)!r}, whose steps trainkit does not know",
+            hint="only runs of the built-in trainer, also with your own task, can be replayed",
+        )
 
 
 def step_samples(at: RunStep) -> list[StepSample]:
@@ -123,6 +144,7 @@ def step_samples(at: RunStep) -> list[StepSample]:
         from trainkit.data.shards import open_dataset
 
         data = open_dataset(config.data, config.data.seq_len, "train")
+        refuse_other_data(at.attempt.number, at.facts.get("data"), data.fingerprint)
         sources = SampleSources(config.data, data)
         positions = np.arange(at.start, at.stop, dtype=np.int64)
         indices = data.sample_index(positions, config.seed, config.data.shuffle).tolist()
@@ -130,6 +152,15 @@ def step_samples(at: RunStep) -> list[StepSample]:
             StepSample(position, index, *_reader(at, position), tuple(sources.documents(index)))
             for position, index in zip(positions.tolist(), indices, strict=True)
         ]
+
+
+def refuse_other_data(attempt: int, before: str | None, now: str | None) -> None:
+    """Raise UsageError if the fingerprint of the data is not that of an attempt; None is unknown."""
+    if before is not None and now is not None and before != now:
+        raise UsageError(
+            f"the training data has changed since attempt {attempt}: its steps had other samples",
+            hint="restore it (for `stdlib`, the Python version too)",
+        )
 
 
 def _reader(at: RunStep, position: int) -> tuple[tuple[int, ...], int]:
@@ -151,8 +182,9 @@ def _items(at: RunStep) -> Iterator[StepSample]:
             f"the samples of {at.config.task} cannot be read: {last_line(done.stderr)}",
             hint="`trainkit data validate CONFIG` reads every sample",
         )
-    items: list[list[Any]] = json.loads(done.stdout.splitlines()[-1])
-    for position, (index, text) in zip(range(at.start, at.stop), items, strict=True):
+    found = json.loads(done.stdout.splitlines()[-1])
+    refuse_other_data(at.attempt.number, at.facts.get("data"), found["data"])
+    for position, (index, text) in zip(range(at.start, at.stop), found["items"], strict=True):
         yield StepSample(position, index, *_reader(at, position), text=text)
 
 

@@ -37,9 +37,11 @@ def main() -> None:
         watch_deadline(stop, plan.grace_s, stacks)
         Watchdog(attempt, rank_info, plan, progress, stacks).start()
         refuse_old_torch()
-        from trainkit.trainer.worker import run_worker
-
-        code = run_worker(attempt, plan, stop, progress)
+        if plan.replay is None:
+            from trainkit.trainer.worker import run_worker as work
+        else:
+            from trainkit.trainer.replay import run_replay as work
+        code = work(attempt, plan, stop, progress)
     except BaseException as error:
         code = record_failure(attempt, rank_info, error, progress.current)
     stacks.close()

@@ -1,6 +1,7 @@
 """Reads the items of a user's task at some positions of the training, for `trainkit data show`.
 
-``python -m trainkit.trainer.items`` reads a request as JSON from stdin, and writes ``[[index, text], …]``.
+``python -m trainkit.trainer.items`` reads a request as JSON from stdin, and writes
+``{"data": fingerprint, "items": [[index, text], …]}``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main() -> int:
     found = sample_index(np.asarray(positions), data.num_samples, config.seed, config.data.shuffle).tolist()
     indices = dict(zip(positions, found, strict=True))
     texts = read_in_worker(_Texts(data.samples, config.seed, indices), positions, config)
-    print(json.dumps(list(zip(found, texts, strict=True))))
+    print(json.dumps({"data": data.fingerprint, "items": list(zip(found, texts, strict=True))}))
     return EXIT_OK
 
 

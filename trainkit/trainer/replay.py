@@ -1,26 +1,21 @@
 """One worker of `trainkit replay`: computes steps of a run again, and the loss of each of their samples.
 
-``python -m trainkit.trainer.replay RUN_DIR FIRST LAST`` trains the run in RUN_DIR, a throw-away copy, up to
-step LAST. Rank 0 writes the losses of the samples of each step from FIRST on to `SAMPLES_FILE`.
+The worker of a plan with `replay` trains in a folder of its own, from the checkpoint in it. Rank 0 writes the
+losses of the samples of each of these steps to `SAMPLES_FILE`.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import torch
 
 from trainkit.config import read_effective
-from trainkit.errors import EXIT_FAILED, EXIT_OK
-from trainkit.job.rank_env import find_rank_env, own_host
+from trainkit.errors import EXIT_NO_RESTART, EXIT_OK, EXIT_STOPPED, TrainkitError
 from trainkit.job.signals import StopRequest
 from trainkit.plan.launch import LaunchPlan
-from trainkit.rundir import AttemptDir, RunDir, append_jsonl, read_json
-from trainkit.trainer.__main__ import record_failure, set_up_logging
+from trainkit.rundir import AttemptDir, append_jsonl
 from trainkit.trainer.batches import IGNORE_LABEL, Microbatch, StepBatch
-from trainkit.trainer.distributed import exit_process
 from trainkit.trainer.loop import Trainer
 from trainkit.trainer.progress import Progress
 from trainkit.trainer.step_sync import all_reduce_sum
@@ -30,15 +25,21 @@ from trainkit.trainer.worker import end_position, join_and_build
 SAMPLES_FILE = "sample_losses.jsonl"
 
 
-def replay(
-    attempt: AttemptDir, plan: LaunchPlan, first: int, last: int, stop: StopRequest, progress: Progress
-) -> int:
-    """Compute the steps up to `last` as one rank; returns the worker's exit code."""
+def run_replay(attempt: AttemptDir, plan: LaunchPlan, stop: StopRequest, progress: Progress) -> int:
+    """Compute the steps of `plan.replay` as one rank; returns the worker's exit code."""
+    assert plan.replay is not None
+    first, last = plan.replay
     config = read_effective(attempt.config_file)
     joined = join_and_build(attempt, config, plan, stop, progress)
     if joined is None:
-        return EXIT_FAILED
+        return EXIT_STOPPED
     trainer, _, task = joined
+    if trainer.state.step == 0 and any(attempt.run.checkpoints_dir.iterdir()):
+        raise TrainkitError(
+            "no checkpoint before the steps is intact any more",
+            hint="a run that continues removes old ones: replay a later step",
+            exit_code=EXIT_NO_RESTART,
+        )
     samples = None
     try:
         while trainer.state.step < last:
@@ -51,7 +52,7 @@ def replay(
                     record = {"step": trainer.state.step + 1, "losses": losses}
                     append_jsonl(attempt.run.path / SAMPLES_FILE, record)
             if trainer.step() is not None:
-                return EXIT_FAILED
+                return EXIT_STOPPED
     finally:
         trainer.close()
         if samples is not None:
@@ -83,24 +84,3 @@ def sample_losses(trainer: Trainer, batch: StepBatch) -> list[float | str]:
     # Samples behind the end of the data have no labels.
     means = [total / count for total, count in pairs if count]
     return [mean if math.isfinite(mean) else "inf" for mean in means]
-
-
-def main() -> None:
-    """Run one worker and end the process with its exit code."""
-    folder, first, last = sys.argv[1:4]
-    stop, progress = StopRequest(), Progress()
-    stop.install()
-    attempt = RunDir(Path(folder)).attempt(1)
-    rank = find_rank_env().rank
-    set_up_logging(rank)
-    try:
-        plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-        code = replay(attempt, plan, int(first), int(last), stop, progress)
-    except BaseException as error:
-        rank_info = {"rank": rank, "node_rank": 0, "host": own_host()}
-        code = record_failure(attempt, rank_info, error, progress.current)
-    exit_process(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -180,6 +180,12 @@ def build_trainer(
             total_steps=total_steps,
             samples_seen=state.samples_seen,
             num_samples=num_samples,
+            data=task.train_data.fingerprint,
+            # Bits of the results depend on them.
+            trainkit=__version__,
+            torch=torch.__version__,
+            processor=processor_name(world.device),
+            threads=torch.get_num_threads(),
         )
     tensorboard = None
     if config.logging.tensorboard and world.is_main:
@@ -224,6 +230,13 @@ def build_trainer(
         rank_records=RankRecords(attempt, world.rank, own_host(), local_gradient),
     )
     return trainer, tensorboard
+
+
+def processor_name(device: torch.device) -> str:
+    """The name of a GPU, or the instruction set that torch uses on this CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def val_fingerprint(task: AnyTask) -> str:
