@@ -21,7 +21,18 @@ SECTIONS = {
         *("--launcher", "--no-snapshot", "--new-code", "--after", "--workers", "--warmup", "--at-once"),
         *("--quick", "--now", "--wait", "--estimate", "--keep", "--task-smoke", "--test-only", "--dry-run"),
     ),
-    "Output": ("--follow", "--lines", "--limit", "--show-origin", "--compare", "--out", "--json", "--help"),
+    "Output": (
+        "--follow",
+        "--interval",
+        "--once",
+        "--lines",
+        "--limit",
+        "--show-origin",
+        "--compare",
+        "--out",
+        "--json",
+        "--help",
+    ),
 }
 """Heading -> its options, in the order in which they are listed."""
 

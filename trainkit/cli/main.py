@@ -33,6 +33,7 @@ SECTIONS = {
     },
     "Watch": {
         "status": "Show what runs are doing, or one run in detail.",
+        "watch": "Watch a run live in the terminal: curves, nodes, warnings.",
         "logs": "Print the output of a run.",
         "diagnose": "Name the first failing rank of a run, its cause, and what to do.",
         "replay": "Compute steps of a run again and compare: is it the data, or the hardware?",

@@ -37,9 +37,9 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
     from trainkit.rundir import RunDir
 
     if run_name is None:
-        return _show_all_runs(show_all, as_json)
+        return show_all_runs(show_all, as_json)
     found = find_run_or_group(run_name)
-    return _show_run(found, as_json) if isinstance(found, RunDir) else _show_group(found, show_all, as_json)
+    return _show_run(found, as_json) if isinstance(found, RunDir) else show_group(found, show_all, as_json)
 
 
 def _show_run(run: RunDir, as_json: bool) -> int:
@@ -53,7 +53,8 @@ def _show_run(run: RunDir, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
+def show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
+    """Print a group of runs."""
     from trainkit.control.jobs import query_known_jobs, recover_group_job_id
     from trainkit.observe.group import GroupFiles
     from trainkit.observe.status_text import group_details
@@ -68,7 +69,8 @@ def _show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _show_all_runs(show_all: bool, as_json: bool) -> int:
+def show_all_runs(show_all: bool, as_json: bool) -> int:
+    """Print active runs and the newest others, or all of them."""
     from trainkit.observe.status_text import MAX_ENDED_RUNS, not_shown, runs_table
 
     statuses, num_hidden = _read_all(None if show_all or as_json else MAX_ENDED_RUNS)
