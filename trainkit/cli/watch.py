@@ -54,7 +54,7 @@ def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) 
         from trainkit.cli.status import show_all_runs, show_group
 
         return show_all_runs(False, as_json) if found is None else show_group(found, False, as_json)
-    from trainkit.screen.app import watch
+    from trainkit.cli.watch_screen import watch
 
     return watch(found, interval_s)
 

@@ -9,7 +9,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trainkit.job.record import SLOWDOWN_EVENTS, still_slow
 from trainkit.observe.restarts import RESTART_EVENTS, Restart, find_restarts
@@ -204,7 +204,7 @@ class MetricsHistory:
         """The finite points of a curve, with the newest record as the last one."""
         points = [*self.points, *list(self.recent)[-1:]]
         found = {point["step"]: point.get(name) for point in points}
-        return [(step, value) for step, value in found.items() if is_number(value)]
+        return [(step, float(value)) for step, value in found.items() if is_number(value)]
 
     def median(self, name: str) -> float | None:
         """The median of a curve over the run."""
@@ -212,7 +212,7 @@ class MetricsHistory:
         return statistics.median(values) if values else None
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -1,4 +1,4 @@
-"""A run as `trainkit watch` shows it: a pure function of what was read of it, its job in Slurm and the time."""
+"""A run as `trainkit watch` shows it: a pure function of what was read of it, its job and the time."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from trainkit.cluster.units import time_limit_s
+from trainkit.observe.follow import last_lines
 from trainkit.observe.run_files import CURVES, RunFiles, is_number
+from trainkit.observe.run_text import clean
 from trainkit.observe.status import RunStatus
 from trainkit.observe.text import failure_line, slowdown_line
 from trainkit.rundir import parse_time, read_end, read_json, seconds_between
 from trainkit.slurm.jobs import JobInfo
 
 MAX_NOTICES = 50
+TAIL_LINES = 20
 SILENT_SAMPLES = 3
 """A node is silent when this many of its samples are missing."""
 HOTTEST_C, FULL = 90, 0.95
@@ -99,7 +103,7 @@ class RunView:
     """Seconds since it was published."""
     steps_at_risk: int | None
     hours_at_risk: float | None
-    """Time since the state of the newest checkpoint, times the number of ranks: hours of GPUs, or of processes."""
+    """Time since the state of the newest checkpoint, times the number of ranks."""
     nodes: list[NodeRow]
     """Worst first."""
     notices: list[Notice]
@@ -107,6 +111,8 @@ class RunView:
     hint: str | None
     log: str | None
     """The log to look at: that of the failing rank, else of rank 0."""
+    log_tail: list[str]
+    """Its last lines."""
     curves: dict[str, list[tuple[int, float]]] = field(repr=False)
 
     @property
@@ -142,6 +148,7 @@ def read_view(files: RunFiles, status: RunStatus, now: datetime, job: JobInfo | 
     steps_s = sorted(float(record["step_s"]) for record in own if is_number(record.get("step_s")))
     gpu_total = [node.gpu_mem_total_gib for node in nodes if node.gpu_mem_total_gib is not None]
     started = files.events.first(status.attempt, "started").get("time")
+    log = _log(files, status)
     return RunView(
         status=status,
         sentence=sentence(status),
@@ -165,7 +172,8 @@ def read_view(files: RunFiles, status: RunStatus, now: datetime, job: JobInfo | 
         nodes=nodes,
         notices=_notices(files, status),
         hint=_hint(status),
-        log=_log(files, status),
+        log=None if log is None else str(log),
+        log_tail=[] if log is None else _tail(log),
         curves={name: files.metrics.curve(name) for name in CURVES},
     )
 
@@ -203,7 +211,7 @@ def eta_s(records: Sequence[Mapping[str, Any]], status: RunStatus) -> float | No
     num_steps = last["step"] - first["step"]
     if elapsed_s is None or num_steps <= 0:
         return None
-    return max(0.0, (status.total_steps - status.step) * elapsed_s / num_steps)
+    return max(0.0, (status.total_steps - status.step) * elapsed_s / float(num_steps))
 
 
 def percentile(ordered: Sequence[float], share: float) -> float | None:
@@ -265,7 +273,7 @@ def node_rows(
             slow.setdefault(event.get("host"), []).append(event)
     busy = [share for share in (_mean(_gpus(sample), "util_percent") for sample in shown.values()) if share]
     usual = statistics.median(busy) if len(busy) > 2 else None
-    silent_s = SILENT_SAMPLES * float(every_s) if is_number(every_s) else None  # type: ignore[arg-type]
+    silent_s = SILENT_SAMPLES * float(every_s) if is_number(every_s) else None
     silent_s = silent_s if status.state in ("running", "stopping", "starting") else None
     rows = [
         _node_row(host, sample, slow.get(host, []), now, usual, silent_s) for host, sample in shown.items()
@@ -417,11 +425,16 @@ def _hint(status: RunStatus) -> str | None:
     return None
 
 
-def _log(files: RunFiles, status: RunStatus) -> str | None:
+def _tail(log: Path) -> list[str]:
+    lines, _ = last_lines(log, TAIL_LINES)
+    return [clean(line.decode(errors="replace")) for line in lines]
+
+
+def _log(files: RunFiles, status: RunStatus) -> Path | None:
     if status.attempt is None:
         return None
     rank = (status.verdict or {}).get("rank")
-    return str(files.run.attempt(status.attempt).rank_log(rank if isinstance(rank, int) else 0))
+    return files.run.attempt(status.attempt).rank_log(rank if isinstance(rank, int) else 0)
 
 
 def _plan(files: RunFiles) -> dict[str, Any]:

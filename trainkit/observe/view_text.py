@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.text import Text
 
@@ -60,6 +61,7 @@ def view_lines(view: RunView, size: Size) -> list[Text]:
         num_nodes = len(view.nodes)
     lines += nodes_lines(view.nodes, size, num_nodes, view.status.num_nodes)
     lines += notices_lines(view.notices, size, num_notices)
+    lines += _tail_lines(view, size, 0 if size.height is None else size.height - len(lines))
     for line in lines:
         line.truncate(size.width, overflow="ellipsis" if not size.ascii else "crop")
     return lines if size.height is None else lines[: size.height]
@@ -281,6 +283,13 @@ def notices_lines(notices: Sequence[Notice], size: Size, count: int) -> list[Tex
     more = "" if count >= len(notices) or size.height is None else f", {len(notices) - count} more: press w"
     lines = [_rule(f"warnings: {len(notices)}{more}", size)]
     return lines + [notice_line(notice) for notice in notices[:count]]
+
+
+def _tail_lines(view: RunView, size: Size, count: int) -> list[Text]:
+    """The last lines of the log in the space that is left, if that is more than a heading."""
+    if count < 3 or not view.log_tail or view.log is None:
+        return []
+    return [_rule(f"last lines of {Path(view.log).stem}", size), *map(Text, view.log_tail[1 - count :])]
 
 
 def notice_line(notice: Notice) -> Text:
