@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -70,7 +71,8 @@ def _print_run(run: RunDir, as_json: bool) -> int:
     job = query_job_status([run], lambda text: click.echo(f"warning: {text}", err=True))[0]
     files = RunFiles(run)
     files.update()
-    view = read_view(files, read_status(run, job.alive, now, job.job, files.events), now, job.job)
+    status = read_status(run, job.alive, now, job.job, files.events)
+    view = read_view(files, status, now, job.job, Path.cwd())
     if as_json:
         click.echo(json.dumps(view.to_dict(), ensure_ascii=False))
         return EXIT_OK

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -83,7 +83,7 @@ class ReadingScreen(Screen[None]):
             )
             self.problem = f"{_error_text(message.result)}{seen}"
         else:
-            self.problem, self._read_at = None, utc_clock()
+            self.problem, self._read_at = None, datetime.now(timezone.utc)
             self.take(message.result)
         self.show()
 
@@ -159,7 +159,7 @@ class RunScreen(ReadingScreen):
         if self.view is None:
             return []
         size = Size(self.app.size.width - 2)
-        return nodes_lines(self.view.nodes, size, len(self.view.nodes), self.view.status.num_nodes)
+        return nodes_lines(self.view.nodes, size, len(self.view.nodes), self.view.num_hosts)
 
     def _all_notices(self) -> list[Text]:
         if self.view is None:
@@ -357,9 +357,14 @@ class WatchApp(App[int]):
     """
 
     def __init__(
-        self, found: RunDir | RunGroup | None, interval_s: float, poller: SlurmPoller | None = None
+        self,
+        found: RunDir | RunGroup | None,
+        interval_s: float,
+        poller: SlurmPoller | None = None,
+        clock: Callable[[], datetime] = utc_clock,
     ) -> None:
         super().__init__(ansi_color=True)
+        self.clock = clock
         self._found, self._interval_s = found, interval_s
         self._poller = poller or SlurmPoller()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -374,7 +379,7 @@ class WatchApp(App[int]):
     def open(self, found: RunDir | RunGroup | None) -> None:
         """Show a run, a group, or the list of runs."""
         if isinstance(found, RunDir):
-            self.push_screen(RunScreen(RunSource(found, self._poller), self._interval_s))
+            self.push_screen(RunScreen(RunSource(found, self._poller, self.clock), self._interval_s))
         elif found is None:
             runs = RunsSource(self._poller)
             self.push_screen(ListScreen(runs.read, self._interval_s, _runs_listing))

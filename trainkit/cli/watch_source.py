@@ -104,7 +104,7 @@ class RunSource:
         now = self._clock()
         status = read_status(self.run, job.alive, now, job.job, self._files.events)
         problem = None if jobs is not None else self._poller.problem
-        return read_view(self._files, status, now, job.job), problem
+        return read_view(self._files, status, now, job.job, Path.cwd()), problem
 
 
 class RunsSource:

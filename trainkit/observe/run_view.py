@@ -15,6 +15,7 @@ from trainkit.observe.follow import last_lines
 from trainkit.observe.run_files import CURVES, RunFiles, is_number
 from trainkit.observe.run_text import clean
 from trainkit.observe.status import RunStatus
+from trainkit.observe.status_text import relative_path
 from trainkit.observe.text import failure_line, slowdown_line
 from trainkit.rundir import parse_time, read_end, read_json, seconds_between
 from trainkit.slurm.jobs import JobInfo
@@ -122,6 +123,12 @@ class RunView:
         return None if step is None or not total else min(1.0, step / total)
 
     @property
+    def num_hosts(self) -> int | None:
+        """How many hosts it runs on; the nodes of a local run are all on this one."""
+        is_local = (self.status.job_id or "").startswith("local-")
+        return 1 if is_local else self.status.num_nodes
+
+    @property
     def has_gpus(self) -> bool:
         return self.status.device == "cuda"
 
@@ -133,8 +140,13 @@ class RunView:
         return {**self.status.to_dict(), **own}
 
 
-def read_view(files: RunFiles, status: RunStatus, now: datetime, job: JobInfo | None = None) -> RunView:
-    """The view of a run from its files, which the caller has updated, its status and its job in Slurm."""
+def read_view(
+    files: RunFiles, status: RunStatus, now: datetime, job: JobInfo | None = None, cwd: Path | None = None
+) -> RunView:
+    """The view of a run from its files, which the caller has updated, its status and its job in Slurm.
+
+    Commands in the hint name the run by its folder, relative to `cwd` if it is below.
+    """
     plan = _plan(files)
     own = [record for record in files.metrics.recent if record.get("attempt") == status.attempt]
     last: Mapping[str, Any] = files.metrics.recent[-1] if files.metrics.recent else {}
@@ -171,7 +183,7 @@ def read_view(files: RunFiles, status: RunStatus, now: datetime, job: JobInfo | 
         hours_at_risk=hours_at_risk,
         nodes=nodes,
         notices=_notices(files, status),
-        hint=_hint(status),
+        hint=_hint(status, cwd),
         log=None if log is None else str(log),
         log_tail=[] if log is None else _tail(log),
         curves={name: files.metrics.curve(name) for name in CURVES},
@@ -412,8 +424,8 @@ def event_text(event: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _hint(status: RunStatus) -> str | None:
-    run = quote(status.run_dir)
+def _hint(status: RunStatus, cwd: Path | None) -> str | None:
+    run = quote(status.run_dir if cwd is None else relative_path(status.run_dir, cwd))
     if status.state in ("failed", "died"):
         return f"`trainkit diagnose {run}` names the cause, `trainkit report {run}` shows where the time went"
     if status.state == "finished":

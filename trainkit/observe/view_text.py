@@ -59,7 +59,7 @@ def view_lines(view: RunView, size: Size) -> list[Text]:
         num_nodes = max(MIN_NODES, left - 2 - max(1, num_notices))
     else:
         num_nodes = len(view.nodes)
-    lines += nodes_lines(view.nodes, size, num_nodes, view.status.num_nodes)
+    lines += nodes_lines(view.nodes, size, num_nodes, view.num_hosts)
     lines += notices_lines(view.notices, size, num_notices)
     lines += _tail_lines(view, size, 0 if size.height is None else size.height - len(lines))
     for line in lines:
@@ -83,9 +83,8 @@ def _title(view: RunView, size: Size) -> Text:
         facts.append(f"job {status.job_id}" if not status.job_id.startswith("local") else status.job_id)
     if status.num_nodes is not None:
         kind = "GPU" if view.has_gpus else "process"
-        facts.append(
-            f"{status.num_nodes} x {status.workers_per_node} {_plural(kind, status.workers_per_node)}"
-        )
+        nodes = f"{status.num_nodes} {_plural('node', status.num_nodes)}"
+        facts.append(f"{nodes} x {status.workers_per_node} {_plural(kind, status.workers_per_node)}")
     return _spread(left, Text(_dot(size).join(facts), DIM), size.width)
 
 
@@ -113,7 +112,7 @@ def _progress(view: RunView, size: Size) -> list[Text]:
     if view.elapsed_s is not None:
         times.append(f"{'running' if status.is_active else 'ran'} for {duration(view.elapsed_s)}")
     if view.eta_s is not None:
-        times.append(f"ends in {duration(view.eta_s)}")
+        times.append(f"ETA {duration(view.eta_s)}")
     if view.limit_s is not None:
         times.append(f"time limit in {duration(view.limit_s)}")
     text = Text(_dot(size).join(times) or "-")
