@@ -1,4 +1,4 @@
-"""What `trainkit watch` costs: its share of one core while a large run writes metrics and samples of its nodes.
+"""What `trainkit watch` costs: its share of one core while a large run writes metrics and samples.
 
 python -m benchmarks.watch_cost                                   # 1,024 ranks on 128 nodes, and on 256
 python -m benchmarks.watch_cost --nodes 16 --seconds 10 --records 1000

@@ -221,7 +221,7 @@ def failed(folder: Path) -> RunDir:
 
 def command(folder: Path) -> RunDir:
     """A COMMAND, whose step and loss its output tells."""
-    config = {"logging": {"pattern": r"iter (?P<step>\d+): loss (?P<loss>\S+)"}}
+    config = {"logging": {"pattern": r"iter (?P<step>\d+): loss (?P<loss>[\d.]+)"}}
     made = Watched(folder, command=["python", "train.py"], config=config).job(300).health()
     return made.log([f"iter {n}: loss {3 - n / 100:.4f}, time 12 ms" for n in range(60)]).run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainkit.observe.run_files import CURVES, RunFiles, is_number
 from trainkit.observe.run_text import clean
 from trainkit.observe.status import RunStatus
 from trainkit.observe.status_text import relative_path
-from trainkit.observe.text import failure_line, slowdown_line
+from trainkit.observe.text import duration, failure_line, slowdown_line
 from trainkit.rundir import parse_time, read_end, read_json, seconds_between
 from trainkit.slurm.jobs import JobInfo
 
@@ -27,6 +27,8 @@ SILENT_SAMPLES = 3
 HOTTEST_C, FULL = 90, 0.95
 IDLE_SHARE = 0.5
 """A node stands out when its GPUs are busy for less than this share of the median of the nodes."""
+ALLOCATED = ("starting", "running", "stopping", "unknown")
+"""States in which time passes in the allocation."""
 SILENT, BROKEN, SLOW, LIMITED, UNUSUAL = 5, 4, 3, 2, 1
 """How bad a problem of a node is."""
 
@@ -79,6 +81,8 @@ class RunView:
     status: RunStatus
     sentence: str
     """State and reason."""
+    failure: str | None
+    """The rank that failed first, where and why."""
     world_size: int | None
     elapsed_s: float | None
     """Seconds that the newest attempt has run, or ran."""
@@ -161,13 +165,15 @@ def read_view(
     gpu_total = [node.gpu_mem_total_gib for node in nodes if node.gpu_mem_total_gib is not None]
     started = files.events.first(status.attempt, "started").get("time")
     log = _log(files, status)
+    is_allocated = status.state in ALLOCATED
     return RunView(
         status=status,
         sentence=sentence(status),
+        failure=failure_line(status.verdict) if status.verdict and not status.is_active else None,
         world_size=world_size,
-        elapsed_s=seconds_between(started, until if ended or status.is_active else None),
-        eta_s=eta_s(own, status),
-        limit_s=_limit_s(plan, started, job, now) if status.is_active else None,
+        elapsed_s=seconds_between(started, until if ended or is_allocated else None),
+        eta_s=eta_s(own, status) if is_allocated else None,
+        limit_s=_limit_s(plan, started, job, now) if is_allocated else None,
         grad_norm=last.get("grad_norm"),
         lr=last.get("lr"),
         mfu=last.get("mfu"),
@@ -193,6 +199,8 @@ def read_view(
 def sentence(status: RunStatus) -> str:
     """State and reason as a sentence."""
     reason = f": {status.reason}" if status.reason else ""
+    if status.state == "unknown" and status.metrics_age_s is not None:
+        reason += f"; its newest metrics are {duration(status.metrics_age_s)} old"
     if status.state == "running":
         if status.command is not None and status.step is None:
             return "Running; its steps are unknown: `logging.pattern` finds them in its output."
@@ -354,20 +362,28 @@ def _problems(
         )
         for event in sorted(slow, key=lambda event: -float(event.get("ratio") or 0.0))
     ]
+    by_problem: dict[tuple[int, str], list[object]] = {}
     for gpu in gpus:
-        name = f"GPU {gpu.get('index')}"
-        if gpu.get("ecc_errors"):
-            found.append((BROKEN, f"{name} has {gpu['ecc_errors']:,} ECC errors"))
-        # Reaching the power limit is usual for a GPU that works hard.
-        limits = [reason for reason in gpu.get("throttle") or [] if reason != "power"]
-        if limits:
-            found.append((LIMITED, f"{name} throttled: {', '.join(limits)}"))
-        elif (gpu.get("temperature_c") or 0) >= HOTTEST_C:
-            found.append((LIMITED, f"{name} at {gpu['temperature_c']:.0f} °C"))
+        for problem in _gpu_problems(gpu):
+            by_problem.setdefault(problem, []).append(gpu.get("index"))
+    for (severity, text), indices in by_problem.items():
+        name = f"GPU {indices[0]}" if len(indices) == 1 else f"{len(indices)} GPUs"
+        found.append((severity, f"{name}: {text}"))
     used, total = sample.get("mem_used_gib"), sample.get("mem_total_gib")
     if used is not None and total and used > FULL * total:
         found.append((LIMITED, f"memory {used / total:.0%} full"))
     return found
+
+
+def _gpu_problems(gpu: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    if gpu.get("ecc_errors"):
+        yield BROKEN, "ECC errors"
+    # Reaching the power limit is usual for a GPU that works hard.
+    limits = [reason for reason in gpu.get("throttle") or [] if reason != "power"]
+    if limits:
+        yield LIMITED, f"throttled ({', '.join(limits)})"
+    elif (gpu.get("temperature_c") or 0) >= HOTTEST_C:
+        yield LIMITED, f"{HOTTEST_C} °C or more"
 
 
 def _gpus(sample: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -416,7 +432,7 @@ def event_text(event: Mapping[str, Any]) -> str | None:
     if name == "signal":
         return f"received {event.get('signal')}"
     if name == "checkpoint_rejected":
-        return f"checkpoint {event.get('set_aside')} rejected: {reason}"
+        return f"rejected {str(event.get('set_aside')).removesuffix('.rejected')}: {reason}"
     if name == "checkpoint_failed":
         return f"checkpoint of step {event.get('step')} failed: {reason or event.get('message')}"
     if name == "stopped":

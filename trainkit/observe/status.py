@@ -302,7 +302,9 @@ def _warnings(
             warnings.append(f"no new metrics for {metrics_age_s:.0f} s (usually every {usual_s:.1f} s)")
     if state == "unknown":
         where = f"its job is on the cluster {entry['cluster']}" if "cluster" in entry else ""
-        where = where or f"it was started on {entry.get('host')}"
+        if not where:
+            host = entry.get("host")
+            where = "Slurm does not answer" if host is None else f"it was started on {host}"
         warnings.append(f"cannot tell from here whether it is running: {where}")
     if state == "died":
         warnings.append("the supervisor exited without recording how the attempt ended")

@@ -13,11 +13,14 @@ from trainkit.observe.run_view import NodeRow, Notice, RunView
 from trainkit.observe.text import duration
 
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))
+"""Bits of a Braille character by column, from the lowest row to the highest."""
 LABEL = 11
 VALUE = 34
-MIN_NODES, MIN_NOTICES = 3, 2
+MIN_NOTICES = 2
 WIDE, TALL = 120, 40
 CHART_HEIGHT = 5
+MAX_SPARKLINE = 100
 GOOD, BAD, WATCH, DIM, TITLE = "green", "bold red", "yellow", "dim", "bold"
 STATE_STYLES = {
     "running": GOOD,
@@ -50,15 +53,13 @@ def view_lines(view: RunView, size: Size) -> list[Text]:
     lines += _progress(view, size)
     is_tall = size.height is not None and size.height >= TALL and size.is_wide
     lines += _charts(view, size) if is_tall else []
-    lines += _numbers(view, size, with_curves=not is_tall)
-    left = None if size.height is None else size.height - len(lines)
-    num_notices = len(view.notices)
-    if left is not None:
-        # Two headings; the nodes get what the warnings leave.
-        num_notices = min(num_notices, max(MIN_NOTICES, (left - 2) // 3))
-        num_nodes = max(MIN_NODES, left - 2 - max(1, num_notices))
-    else:
-        num_nodes = len(view.nodes)
+    lines += _numbers(view, size, has_charts=is_tall)
+    num_nodes, num_notices = len(view.nodes), len(view.notices)
+    if size.height is not None:
+        # Three headings; the nodes get what the warnings leave.
+        left = size.height - len(lines) - 3
+        num_notices = min(num_notices, max(MIN_NOTICES, left // 3))
+        num_nodes = max(1, left - num_notices)
     lines += nodes_lines(view.nodes, size, num_nodes, view.num_hosts)
     lines += notices_lines(view.notices, size, num_notices)
     lines += _tail_lines(view, size, 0 if size.height is None else size.height - len(lines))
@@ -90,6 +91,8 @@ def _title(view: RunView, size: Size) -> Text:
 
 def _sentence(view: RunView, size: Size) -> list[Text]:
     found = _wrapped(view.sentence, size.width, 2)
+    if view.failure is not None:
+        found += _wrapped(view.failure, size.width, 2)
     if view.hint:
         found += _wrapped(f"hint: {view.hint}", size.width, 2)
     return found
@@ -110,7 +113,7 @@ def _progress(view: RunView, size: Size) -> list[Text]:
         lines.append(_line("progress", text))
     times = []
     if view.elapsed_s is not None:
-        times.append(f"{'running' if status.is_active else 'ran'} for {duration(view.elapsed_s)}")
+        times.append(f"ran for {duration(view.elapsed_s)}")
     if view.eta_s is not None:
         times.append(f"ETA {duration(view.eta_s)}")
     if view.limit_s is not None:
@@ -147,9 +150,9 @@ def _chart(view: RunView, name: str, width: int, size: Size) -> list[Text]:
     points = view.curves[name]
     values = [value for _, value in points]
     low, high = min(values), max(values)
-    title = Text.assemble((CURVE_NAMES[name], TITLE), f" {number(values[-1])}")
+    title = Text.assemble((CURVE_NAMES[name], TITLE), "  ", _curve_value(view, name, size))
     steps = Text(f"steps {points[0][0]:,} to {points[-1][0]:,}", DIM)
-    rows = chart_rows(resampled(points, width - 10), CHART_HEIGHT, size.ascii)
+    rows = chart_rows(points, width - 10, CHART_HEIGHT)
     lines = [_spread(title, steps, width)]
     for index, row in enumerate(rows):
         label = number(high) if index == 0 else number(low) if index == len(rows) - 1 else ""
@@ -157,36 +160,43 @@ def _chart(view: RunView, name: str, width: int, size: Size) -> list[Text]:
     return lines
 
 
-def _numbers(view: RunView, size: Size, with_curves: bool) -> list[Text]:
-    status = view.status
+def _curve_value(view: RunView, name: str, size: Size) -> Text:
+    """The newest value of a curve, with what it is compared with."""
+    if name == "loss":
+        val_loss = view.status.val_loss
+        val = "" if val_loss is None else f"{_dot(size)}validation {number(val_loss)}"
+        return Text(number(view.status.loss) + val)
+    if name == "tokens_per_s":
+        return _speed(view, size)
+    return Text(number(view.grad_norm if name == "grad_norm" else view.lr))
+
+
+def _numbers(view: RunView, size: Size, has_charts: bool) -> list[Text]:
+    """A line per number; those of the curves only where they are not in charts."""
+    is_command = view.status.command is not None
     lines = []
-
-    def add(label: str, text: str | Text, curve: str | None = None) -> None:
-        value = Text(text) if isinstance(text, str) else text
-        if curve is not None and with_curves and len(view.curves[curve]) > 1:
-            value = value.copy()
+    for name, label in CURVE_NAMES.items():
+        is_known = bool(view.curves[name]) or (name == "loss" and view.status.loss is not None)
+        if (has_charts and len(view.curves[name]) > 1) or (is_command and not is_known):
+            continue
+        value = _curve_value(view, name, size)
+        width = size.width - LABEL - max(VALUE, len(value) + 1)
+        if len(view.curves[name]) > 1 and width >= 10:
             value.pad_right(max(1, VALUE - len(value)))
-            width = size.width - LABEL - len(value)
-            if width >= 10:
-                value.append(sparkline(resampled(view.curves[curve], min(width, 100)), size.ascii), "cyan")
+            values = resampled(view.curves[name], min(width, MAX_SPARKLINE))
+            value.append(sparkline(values, size.ascii), "cyan")
         lines.append(_line(label, value))
-
-    if status.loss is not None or status.command is None:
-        val = "" if status.val_loss is None else f"{_dot(size)}validation {number(status.val_loss)}"
-        add("loss", number(status.loss) + val, "loss")
-    if status.command is None or view.curves["tokens_per_s"]:
-        add("grad norm", number(view.grad_norm), "grad_norm")
-        add("lr", number(view.lr), "lr")
-        add("tokens/s", _speed(view, size), "tokens_per_s")
-        waits = (
-            "" if view.data_wait_share is None else f"{_dot(size)}waits for data {view.data_wait_share:.1%}"
-        )
-        mfu = "unknown" if view.mfu is None else f"{view.mfu:.1%}"
-        steps = f"p50 {_seconds(view.step_p50_s)}{_dot(size)}p95 {_seconds(view.step_p95_s)}"
-        add("step", f"{steps}{waits}{_dot(size)}MFU {mfu}")
-        add("memory", _memory(view))
-        add("checkpoint", _checkpoint(view, size))
-    return lines
+    if is_command and not view.curves["tokens_per_s"]:
+        return lines
+    waits = "" if view.data_wait_share is None else f"{_dot(size)}waits for data {view.data_wait_share:.1%}"
+    mfu = "unknown" if view.mfu is None else f"{view.mfu:.1%}"
+    steps = f"p50 {_seconds(view.step_p50_s)}{_dot(size)}p95 {_seconds(view.step_p95_s)}"
+    return [
+        *lines,
+        _line("step", Text(f"{steps}{waits}{_dot(size)}MFU {mfu}")),
+        _line("memory", Text(_memory(view))),
+        _line("checkpoint", _checkpoint(view, size)),
+    ]
 
 
 def _speed(view: RunView, size: Size) -> Text:
@@ -250,9 +260,9 @@ def nodes_lines(nodes: Sequence[NodeRow], size: Size, count: int, expected: int 
 def _columns(has_gpus: bool, is_wide: bool) -> list[tuple[str, int]]:
     columns = [("GPU", 4), ("GPU mem", 9)] if has_gpus else []
     columns += [("°C", 3), ("W", 5)] if has_gpus else []
-    columns += [("CPU", 4), ("memory", 9)]
+    columns.append(("CPU", 4))
     if is_wide or not has_gpus:
-        columns += [("net MiB/s", 9), ("disk MiB/s", 10)]
+        columns += [("memory", 9), ("net MiB/s", 9), ("disk MiB/s", 10)]
     return columns + ([("sampled", 7)] if is_wide else [])
 
 
@@ -330,15 +340,25 @@ def sparkline(values: Sequence[float | None], ascii_only: bool = False) -> str:
     return "".join(" " if value is None else blocks[round((value - low) * scale)] for value in values)
 
 
-def chart_rows(values: Sequence[float | None], height: int, ascii_only: bool = False) -> list[str]:
-    """Values as columns of blocks in `height` rows, the highest first."""
-    blocks = " " + (ASCII_BLOCKS if ascii_only else BLOCKS)
+def chart_rows(points: Sequence[tuple[int, float]], width: int, height: int) -> list[str]:
+    """A line through the points in `height` rows of `width` characters of 2 x 4 dots, the highest first."""
+    values = resampled(points, 2 * width)
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    levels = 8 * height - 1
-    scale = levels / (high - low) if high > low else 0.0
-    tops = [0 if value is None else 1 + round((value - low) * scale) for value in values]
-    return ["".join(blocks[max(0, min(8, top - 8 * row))] for top in tops) for row in reversed(range(height))]
+    scale = (4 * height - 1) / (high - low) if high > low else 0.0
+    step = max(1.0, 2 * width / max(1, len(values)))
+    dots = [[0] * width for _ in range(height)]
+    before: int | None = None
+    for index, value in enumerate(values):
+        if value is None:
+            continue
+        level = round((value - low) * scale)
+        last = level if before is None else before
+        column = min(2 * width - 1, int(index * step))
+        for y in range(min(last, level), max(last, level) + 1):
+            dots[height - 1 - y // 4][column // 2] |= DOTS[column % 2][y % 4]
+        before = level
+    return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in dots]
 
 
 def number(value: float | None) -> str:
