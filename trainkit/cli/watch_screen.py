@@ -38,6 +38,8 @@ HANGUP_S = 5
 
 def watch(found: RunDir | RunGroup | None, interval_s: float) -> int:
     """Show a run, a group or the list of runs until the user quits; returns the exit code."""
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)  # else textual would not notice that the terminal is resized
     app = WatchApp(found, interval_s)
     with app.ended_by_signals():
         result = app.run()
@@ -123,7 +125,8 @@ class RunScreen(ReadingScreen):
 
     def __init__(self, source: RunSource, interval_s: float) -> None:
         super().__init__(source.read, interval_s)
-        self.run_dir, self._interval_s = source.run, interval_s
+        self._source, self._interval_s = source, interval_s
+        self.run_dir = source.run
         self.view: RunView | None = None
 
     def compose(self) -> ComposeResult:
@@ -168,14 +171,13 @@ class RunScreen(ReadingScreen):
 
     def _diagnosis(self) -> list[Text]:
         from trainkit.cli.diagnose import diagnosis_text
-        from trainkit.control.jobs import query_job_status
         from trainkit.observe.diagnose import diagnose
         from trainkit.observe.signatures import load_signatures, user_files
 
         numbers = self.run_dir.attempt_numbers()
         if not numbers:
             return [Text("the run was never started")]
-        job = query_job_status([self.run_dir], lambda text: None)[0]
+        job = self._source.job
         signatures = load_signatures(user_files(Path.cwd()))
         found = diagnose(self.run_dir.attempt(numbers[-1]), signatures, job.alive, job.job)
         return [Text(line) for line in diagnosis_text(found).splitlines()]

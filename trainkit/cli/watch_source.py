@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from trainkit.control.jobs import QUERY_INTERVAL_S, job_statuses, open_job_ids, query_known_jobs
+from trainkit.control.jobs import QUERY_INTERVAL_S, JobStatus, job_statuses, open_job_ids, query_known_jobs
 from trainkit.errors import TrainkitError
 from trainkit.observe.group import GroupFiles, GroupStatus
 from trainkit.observe.run_files import EventHistory, RunFiles
@@ -94,13 +94,15 @@ class RunSource:
     def __init__(self, run: RunDir, poller: SlurmPoller, clock: Callable[[], datetime] = utc_clock) -> None:
         self.run, self._poller, self._clock = run, poller, clock
         self._files = RunFiles(run)
+        self.job = JobStatus(None)
+        """As of the newest reading."""
 
     def read(self) -> tuple[RunView, str | None]:
         """The view, and what keeps it from being complete; raises OSError if the folder cannot be read."""
         self.run.path.stat()
         self._files.update()
         jobs = self._poller.jobs(open_job_ids([self.run]))
-        job = job_statuses([self.run], jobs)[0]
+        self.job = job = job_statuses([self.run], jobs)[0]
         now = self._clock()
         status = read_status(self.run, job.alive, now, job.job, self._files.events)
         problem = None if jobs is not None else self._poller.problem

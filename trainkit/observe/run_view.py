@@ -165,11 +165,12 @@ def read_view(
     gpu_total = [node.gpu_mem_total_gib for node in nodes if node.gpu_mem_total_gib is not None]
     started = files.events.first(status.attempt, "started").get("time")
     log = _log(files, status)
+    failure = failure_line(status.verdict) if status.verdict and not status.is_active else None
     is_allocated = status.state in ALLOCATED
     return RunView(
         status=status,
         sentence=sentence(status),
-        failure=failure_line(status.verdict) if status.verdict and not status.is_active else None,
+        failure=failure,
         world_size=world_size,
         elapsed_s=seconds_between(started, until if ended or is_allocated else None),
         eta_s=eta_s(own, status) if is_allocated else None,
@@ -188,7 +189,7 @@ def read_view(
         steps_at_risk=steps,
         hours_at_risk=hours_at_risk,
         nodes=nodes,
-        notices=_notices(files, status),
+        notices=[notice for notice in _notices(files, status) if notice.text != failure],
         hint=_hint(status, cwd),
         log=None if log is None else str(log),
         log_tail=[] if log is None else _tail(log),

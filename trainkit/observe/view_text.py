@@ -241,8 +241,8 @@ def nodes_lines(nodes: Sequence[NodeRow], size: Size, count: int, expected: int 
         return [_rule("nodes: no samples yet", size)]
     num_bad = sum(node.severity > 0 for node in nodes)
     total = f"{len(nodes)}" if expected in (None, len(nodes)) else f"{len(nodes)} of {expected}"
-    shown = nodes if len(nodes) <= count else nodes[: max(1, count - 1)]
-    rest = "" if len(shown) == len(nodes) else f", {len(nodes) - len(shown)} more below: press n"
+    shown = nodes[:count]
+    rest = "" if len(shown) == len(nodes) else f", {len(nodes) - len(shown)} more: press n"
     problems = f"{num_bad} with problems" if num_bad else "no problems"
     lines = [
         _rule(f"nodes: {total}, {problems}{rest}" if size.height else f"nodes: {total}, {problems}", size)
@@ -254,7 +254,7 @@ def nodes_lines(nodes: Sequence[NodeRow], size: Size, count: int, expected: int 
     lines.append(Text(heading, DIM))
     for node in shown:
         lines.append(_node_line(node, host, columns, size))
-    return lines if len(lines) <= count + 1 or size.height is None else lines[: count + 1]
+    return lines
 
 
 def _columns(has_gpus: bool, is_wide: bool) -> list[tuple[str, int]]:
