@@ -116,7 +116,7 @@ class CommandTable(click.Group):
 
 
 SIMILAR = 0.75
-"""`sumbit` is like `submit` (0.83); `watch` is not like `attach` (0.73)."""
+"""`sumbit` is like `submit` (0.83); `wait` is not like `watch` (0.67)."""
 
 
 def _command_hint(name: str) -> str:

@@ -26,6 +26,7 @@ Jobs = Mapping[str, JobInfo]
 
 
 def utc_clock() -> datetime:
+    """The current time."""
     return datetime.now(timezone.utc)
 
 

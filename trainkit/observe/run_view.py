@@ -422,12 +422,12 @@ def _notices(files: RunFiles, status: RunStatus) -> list[Notice]:
 
 
 def event_text(event: Mapping[str, Any]) -> str | None:
-    """An event as a sentence of the warnings; None for one that is none."""
+    """A past event as a sentence of the warnings; None for one that is none."""
     name, reason = event.get("event"), event.get("reason")
     if name == "rank_failed":
         return failure_line(event)
     if name in ("slow_rank", "slow_run"):
-        return slowdown_line(event)
+        return slowdown_line(event).replace("is slow since", "was slow from")
     if name == "hang":
         return f"hang: {event.get('message') or 'no rank made progress'}"
     if name == "signal":

@@ -69,6 +69,7 @@ def view_lines(view: RunView, size: Size) -> list[Text]:
 
 
 def state_style(state: str) -> str:
+    """The style of a state."""
     return STATE_STYLES.get(state, WATCH)
 
 
