@@ -57,7 +57,7 @@ ALLOWED = {
     },
     "observe": {
         *("errors", "resources", "rundir", "rungroup", "manifest", "tables", "config", "plan", "slurm"),
-        "job.record",
+        *("job.record", "cluster.units"),
     },
     # Computes steps of a run again: starts ranks as the job does, in a folder of its own.
     "replay": {

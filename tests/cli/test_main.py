@@ -66,7 +66,7 @@ def test_every_command_has_help_with_examples(name, capsys):
     ("args", "message", "hint"),
     [
         (["sumbit"], "there is no command 'sumbit'", "did you mean `trainkit submit`?"),
-        (["watch"], "there is no command 'watch'", "`trainkit --help` lists the commands"),
+        (["wach"], "there is no command 'wach'", "did you mean `trainkit watch`?"),
         (
             ["submit", "--nodes", "two"],
             "--nodes is two, which is not a whole number",

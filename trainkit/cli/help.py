@@ -23,7 +23,18 @@ SECTIONS = {
         *("--quick", "--now", "--wait", "--estimate", "--keep", "--task-smoke", "--test-only", "--dry-run"),
         "--test-notification",
     ),
-    "Output": ("--follow", "--lines", "--limit", "--show-origin", "--compare", "--out", "--json", "--help"),
+    "Output": (
+        "--follow",
+        "--interval",
+        "--once",
+        "--lines",
+        "--limit",
+        "--show-origin",
+        "--compare",
+        "--out",
+        "--json",
+        "--help",
+    ),
 }
 """Heading -> its options, in the order in which they are listed."""
 

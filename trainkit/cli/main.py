@@ -33,6 +33,7 @@ SECTIONS = {
     },
     "Watch": {
         "status": "Show what runs are doing, or one run in detail.",
+        "watch": "Watch a run live in the terminal: curves, nodes, warnings.",
         "logs": "Print the output of a run.",
         "diagnose": "Name the first failing rank of a run, its cause, and what to do.",
         "replay": "Compute steps of a run again and compare: is it the data, or the hardware?",
@@ -115,7 +116,7 @@ class CommandTable(click.Group):
 
 
 SIMILAR = 0.75
-"""`sumbit` is like `submit` (0.83); `watch` is not like `attach` (0.73)."""
+"""`sumbit` is like `submit` (0.83); `wait` is not like `watch` (0.67)."""
 
 
 def _command_hint(name: str) -> str:

@@ -15,10 +15,14 @@ from trainkit.cli.options import json_option
 from trainkit.errors import EXIT_OK
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from trainkit.observe.group import GroupStatus
+    from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import RunStatus
     from trainkit.rundir import RunDir
     from trainkit.rungroup import RunGroup
+    from trainkit.slurm.jobs import JobInfo
 
 
 @click.command(
@@ -37,9 +41,9 @@ def command(run_name: str | None, show_all: bool, as_json: bool) -> int:
     from trainkit.rundir import RunDir
 
     if run_name is None:
-        return _show_all_runs(show_all, as_json)
+        return show_all_runs(show_all, as_json)
     found = find_run_or_group(run_name)
-    return _show_run(found, as_json) if isinstance(found, RunDir) else _show_group(found, show_all, as_json)
+    return _show_run(found, as_json) if isinstance(found, RunDir) else show_group(found, show_all, as_json)
 
 
 def _show_run(run: RunDir, as_json: bool) -> int:
@@ -53,7 +57,8 @@ def _show_run(run: RunDir, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
+def show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
+    """Print a group of runs."""
     from trainkit.control.jobs import query_known_jobs, recover_group_job_id
     from trainkit.observe.group import GroupFiles
     from trainkit.observe.status_text import group_details
@@ -68,10 +73,12 @@ def _show_group(group: RunGroup, show_all: bool, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _show_all_runs(show_all: bool, as_json: bool) -> int:
+def show_all_runs(show_all: bool, as_json: bool) -> int:
+    """Print active runs and the newest others, or all of them."""
     from trainkit.observe.status_text import MAX_ENDED_RUNS, not_shown, runs_table
 
-    statuses, num_hidden = _read_all(None if show_all or as_json else MAX_ENDED_RUNS)
+    max_ended = None if show_all or as_json else MAX_ENDED_RUNS
+    statuses, num_hidden = read_all(max_ended, _query, {})
     if as_json:
         click.echo(json.dumps([_summary(status) for status in statuses], ensure_ascii=False))
         return EXIT_OK
@@ -95,14 +102,26 @@ def _summary(status: RunStatus | GroupStatus) -> dict[str, Any]:
     return status.to_dict(with_points=False) if isinstance(status, GroupStatus) else status.to_dict()
 
 
-def _read_all(max_ended: int | None) -> tuple[list[RunStatus | GroupStatus], int]:
-    """The status of known runs and groups, newest first, with one Slurm query for all of them.
+def _query(ids: Sequence[str]) -> Mapping[str, JobInfo] | None:
+    from trainkit.control.jobs import query_known_jobs
+
+    return query_known_jobs(ids, _warn)
+
+
+def read_all(
+    max_ended: int | None,
+    query: Callable[[Sequence[str]], Mapping[str, JobInfo] | None],
+    histories: dict[Path, EventHistory],
+) -> tuple[list[RunStatus | GroupStatus], int]:
+    """The status of known runs and groups, newest first, with one `query` of Slurm for all of them.
 
     With `max_ended`, only that many of those that are over for certain; the second value counts the others.
+    `histories` keeps the events of each run for the next call.
     """
-    from trainkit.control.jobs import job_statuses, open_job_ids, query_known_jobs
+    from trainkit.control.jobs import job_statuses, open_job_ids
     from trainkit.control.run_registry import KnownRun, record_over, starts
     from trainkit.observe.group import GroupFiles, is_over, read_newest_end
+    from trainkit.observe.run_files import EventHistory
     from trainkit.observe.status import read_status
 
     known: list[KnownRun] = []
@@ -133,7 +152,7 @@ def _read_all(max_ended: int | None) -> tuple[list[RunStatus | GroupStatus], int
     runs = [item.run for item in known if not item.is_group]
     shown_groups = [groups[item.run.path] for item in known if item.is_group]
     ids = open_job_ids(runs) + [job_id for files in shown_groups for job_id in files.open_ids]
-    jobs = query_known_jobs(ids, _warn)
+    jobs = query(ids)
     by_run = {run.path: item for run, item in zip(runs, job_statuses(runs, jobs), strict=True)}
     statuses: list[RunStatus | GroupStatus] = []
     for item in known:
@@ -141,7 +160,8 @@ def _read_all(max_ended: int | None) -> tuple[list[RunStatus | GroupStatus], int
             statuses.append(groups[item.run.path].status(jobs, _now()))
         else:
             job_status = by_run[item.run.path]
-            statuses.append(read_status(item.run, job_status.alive, _now(), job_status.job))
+            history = histories.setdefault(item.run.path, EventHistory(item.run.events_file))
+            statuses.append(read_status(item.run, job_status.alive, _now(), job_status.job, history))
     return statuses, num_hidden
 
 

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -401,9 +401,14 @@ SLOWDOWN_EVENTS = ("slow_rank", "slow_rank_over", "slow_run", "slow_run_over")
 
 def open_slowdowns(run: RunDir, attempt: int) -> list[dict[str, Any]]:
     """The events of ranks of an attempt, or of the whole run, that became slow and still are."""
+    return still_slow(read_jsonl(run.events_file, SLOWDOWN_EVENTS), attempt)
+
+
+def still_slow(events: Iterable[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
+    """As `open_slowdowns`, from the `SLOWDOWN_EVENTS` of a run."""
     found: dict[object, dict[str, Any]] = {}
-    for event in read_jsonl(run.events_file, SLOWDOWN_EVENTS):
-        if event.get("attempt") == attempt:
+    for event in events:
+        if event.get("attempt") == attempt and event.get("event") in SLOWDOWN_EVENTS:
             found.pop(event.get("rank"), None)
             if event.get("event") in ("slow_rank", "slow_run"):
                 found[event.get("rank")] = event

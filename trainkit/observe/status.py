@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from trainkit.config import read_effective
 from trainkit.errors import EXIT_STOPPED, TrainkitError
-from trainkit.job.record import open_slowdowns
 from trainkit.manifest import published
 from trainkit.observe.follow import last_records
-from trainkit.observe.restarts import RESTART_EVENTS, Restart, find_restarts
+from trainkit.observe.restarts import Restart
+from trainkit.observe.run_files import RECENT_RECORDS, EventHistory
 from trainkit.observe.text import slowdown_line
 from trainkit.plan.launch import UNFINISHED_STATES
 from trainkit.rundir import (
@@ -24,7 +24,6 @@ from trainkit.rundir import (
     RunDir,
     parse_time,
     read_json,
-    read_jsonl,
     seconds_between,
     will_resume,
 )
@@ -35,7 +34,6 @@ N = TypeVar("N", int, float)
 STALE_S = 60.0
 """Warn when metrics are older than this and than `STALE_INTERVALS` times their usual interval."""
 STALE_INTERVALS = 10
-RECENT_RECORDS = 200
 SEARCHED_BYTES = 65_536
 """How much of the end of a command's log is searched for its progress."""
 STATE_EVENTS = ("signal", "first_step")
@@ -99,19 +97,26 @@ class RunStatus:
 
 
 def read_status(
-    run: RunDir, alive: bool | None, now: datetime, slurm_job: JobInfo | None = None
+    run: RunDir,
+    alive: bool | None,
+    now: datetime,
+    slurm_job: JobInfo | None = None,
+    history: EventHistory | None = None,
 ) -> RunStatus:
     """The status of a run; `alive` is the liveness of its newest job, None when unknown.
 
-    `slurm_job` is Slurm's information about that job; None for a local run.
+    `slurm_job` is Slurm's information about that job; None for a local run. `history` are the run's events
+    as far as they were read before, for callers that read the status repeatedly.
     """
+    history = history or EventHistory(run.events_file)
+    history.update()
     job = _json(run.job_file)
     entries = [entry for entry in job.get("attempts") or [] if isinstance(entry, dict)]
     entry: Mapping[str, Any] = entries[-1] if entries else {}
     attempt = entry.get("attempt")
     plan = _json(run.plan_file)
     end = _json(run.attempt(attempt).end_file) if isinstance(attempt, int) else {}
-    events = last_records(run.events_file, RECENT_RECORDS)
+    events = list(history.recent)
     metrics = last_records(run.metrics_file, RECENT_RECORDS)
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     printed = None
@@ -123,7 +128,7 @@ def read_status(
         entry, end, alive, slurm_job, events, bool(own_metrics) or printed is not None
     )
     is_known = isinstance(attempt, int) and state in ("running", "stopping")
-    slowdowns = open_slowdowns(run, attempt) if is_known and isinstance(attempt, int) else []
+    slowdowns = history.slowdowns(attempt) if is_known and isinstance(attempt, int) else []
     metrics_age_s = seconds_between(last.get("time"), now)
     return RunStatus(
         name=str(job.get("name") or run.name),
@@ -138,16 +143,16 @@ def read_status(
         device=plan.get("device"),
         command=plan.get("command"),
         step=last.get("step"),
-        total_steps=_total_steps(run, events, plan),
+        total_steps=_total_steps(run, history, plan),
         loss=last.get("loss"),
-        val_loss=_val_loss(reversed(events)),
-        first_val_loss=_val_loss(read_jsonl(run.events_file, ["evaluated"])),
+        val_loss=history.val_loss,
+        first_val_loss=history.first_val_loss,
         tokens_per_s=last.get("tokens_per_s"),
         metrics_age_s=metrics_age_s,
         age_s=seconds_between(entry.get("submitted_at"), now),
         last_event=events[-1] if events else None,
         verdict=end.get("verdict"),
-        restarts=find_restarts(read_jsonl(run.events_file, RESTART_EVENTS)),
+        restarts=history.restarts,
         checkpoint=newest_checkpoint(run),
         warnings=[
             *_warnings(state, own_metrics, metrics_age_s, entry),
@@ -236,11 +241,6 @@ def _slurm_end(job: JobInfo) -> str:
     return "; ".join(words)
 
 
-def _val_loss(events: Iterable[Mapping[str, Any]]) -> float | None:
-    """The validation loss of the first event that has one."""
-    return next((event.get("val_loss") for event in events if event.get("event") == "evaluated"), None)
-
-
 def _printed_metrics(run: RunDir, attempt: AttemptDir) -> dict[str, Any] | None:
     """What a COMMAND has printed about its progress; None before its rank 0 has started.
 
@@ -277,14 +277,13 @@ def _number(text: str | None, kind: Callable[[str], N]) -> N | None:
         return None  # the pattern matches other text too
 
 
-def _total_steps(run: RunDir, events: list[dict[str, Any]], plan: Mapping[str, Any]) -> int | None:
+def _total_steps(run: RunDir, history: EventHistory, plan: Mapping[str, Any]) -> int | None:
     """The total number of steps: as logged by the trainer, else `train.steps` of the config.
 
     None for a COMMAND, which ignores the config's steps.
     """
-    for event in reversed(events):
-        if isinstance(event.get("total_steps"), int):
-            return int(event["total_steps"])
+    if history.total_steps is not None:
+        return history.total_steps
     if plan.get("command"):
         return None
     try:
@@ -303,7 +302,9 @@ def _warnings(
             warnings.append(f"no new metrics for {metrics_age_s:.0f} s (usually every {usual_s:.1f} s)")
     if state == "unknown":
         where = f"its job is on the cluster {entry['cluster']}" if "cluster" in entry else ""
-        where = where or f"it was started on {entry.get('host')}"
+        if not where:
+            host = entry.get("host")
+            where = "Slurm does not answer" if host is None else f"it was started on {host}"
         warnings.append(f"cannot tell from here whether it is running: {where}")
     if state == "died":
         warnings.append("the supervisor exited without recording how the attempt ended")

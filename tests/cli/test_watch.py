@@ -1,0 +1,182 @@
+"""`trainkit watch`: in a real terminal, and printed once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import watched_runs
+from tests.support.tmux import Tmux, needs_tmux, normalized
+from trainkit.rundir import RunDir
+
+SCREENS = Path(__file__).parent / "screens"
+TRAINKIT = (sys.executable, "-m", "trainkit")
+TRAINS = """
+import json, os, sys, time
+run, step = sys.argv[1], 0
+while not os.path.exists(os.path.join(run, "end")):
+    step += 1
+    print(f"iter {step}: loss {3 + 1 / step:.4f}", flush=True)
+    time.sleep(0.2)
+"""
+
+
+def watch(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    argv = [*TRAINKIT, "watch", *args]
+    return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    """A COMMAND that runs on this machine until the test ends it."""
+    (tmp_path / "trains.py").write_text(TRAINS)
+    pattern = r"logging.pattern='iter (?P<step>\d+): loss (?P<loss>\S+)'"
+    options = [
+        "--backend",
+        "local",
+        "--set",
+        "device=cpu",
+        "--set",
+        pattern,
+        "--name",
+        "mine",
+        "--nodes",
+        "1",
+    ]
+    command = ["--", "python", "trains.py", str(tmp_path)]
+    argv = [*TRAINKIT, "submit", *options, "--gpus-per-node", "1", "--json", *command]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    yield RunDir(json.loads(done.stdout)["run_dir"])
+    (tmp_path / "end").touch()
+
+
+def test_without_a_terminal_it_prints_once(tmp_path: Path) -> None:
+    watched_runs.failed(tmp_path / "runs" / "failed")
+    printed = watch("failed", cwd=tmp_path)
+    assert printed.returncode == 0, printed.stderr
+    assert "\x1b" not in printed.stdout
+    lines = printed.stdout.splitlines()
+    assert lines[0].split()[:2] == ["failed", "FAILED"]
+    assert "hint: `trainkit diagnose runs/failed` names the cause" in printed.stdout
+    assert printed.stdout == watch("failed", "--once", cwd=tmp_path).stdout or "ago" in printed.stdout
+
+
+def test_json_has_the_fields_of_status_and_more(tmp_path: Path) -> None:
+    watched_runs.failed(tmp_path / "runs" / "failed")
+    value = json.loads(watch("failed", "--json", cwd=tmp_path).stdout)
+    argv = [*TRAINKIT, "status", "failed", "--json"]
+    status = json.loads(subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True).stdout)
+    assert value.keys() > status.keys()
+    assert (value["state"], value["steps_at_risk"], value["checkpoint_step"]) == ("failed", 80, 200)
+    assert [node["host"] for node in value["nodes"]] == ["node001", "node002"]
+
+
+def test_the_list_is_that_of_status(tmp_path: Path) -> None:
+    watched_runs.failed(tmp_path / "runs" / "failed")
+    assert watch(cwd=tmp_path).stdout.splitlines()[1].split()[:2] == ["runs/failed", "failed"]
+    assert [item["state"] for item in json.loads(watch("--json", cwd=tmp_path).stdout)] == ["failed"]
+
+
+def test_an_encoding_without_blocks_gets_ascii(tmp_path: Path) -> None:
+    watched_runs.failed(tmp_path / "runs" / "failed")
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    argv = [*TRAINKIT, "watch", "failed", "--once"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "#" * 8 in done.stdout
+
+
+def test_textual_is_imported_for_the_screen_only(tmp_path: Path) -> None:
+    watched_runs.failed(tmp_path / "runs" / "failed")
+    code = (
+        "import sys; from trainkit.cli.main import main; main(['watch', 'failed', '--once']);"
+        " main(['watch', '--help']); sys.exit('textual' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60).returncode == 0
+
+
+def test_an_unknown_run_is_a_usage_error(tmp_path: Path) -> None:
+    done = watch("nothing", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: there is no run 'nothing'")
+
+
+@needs_tmux
+@pytest.mark.slow(seconds=20)
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50)])
+def test_a_live_run_in_a_terminal(run: RunDir, tmp_path: Path, width: int, height: int) -> None:
+    with Tmux(tmp_path, width, height, tmp_path) as terminal:
+        terminal.type([*TRAINKIT, "watch", "mine", "--interval", "0.5"])
+        terminal.wait_for(r"^progress +step [1-9]")
+        seen = normalized(terminal.screen)
+        file = SCREENS / f"live-{width}x{height}.txt"
+        if os.environ.get("REWRITE_SCREENS"):
+            file.write_text(seen)
+        assert head_of(seen) == head_of(file.read_text())
+        before = terminal.wait_for(r"step (\d+)")[1]
+        terminal.wait_for(rf"^progress +step (?!{before}$)\d+")  # it moves
+        terminal.resize(100, 30)
+        terminal.wait_for(rf"^── warnings: none ─{{{100 - 18}}}$")
+        terminal.keys("l")
+        terminal.wait_for(r"^q Quit esc Back")
+        terminal.wait_for(r"^iter \d+: loss")
+        terminal.keys("Escape")
+        terminal.wait_for(r"^── warnings")
+        terminal.keys("q")
+        terminal.wait_for(r"^\$$")
+        assert not terminal.is_alternate
+        terminal.type(["sh", "-c", "echo code $0", "0"])
+        terminal.wait_for(r"^code 0")
+
+
+def head_of(screen: str) -> list[str]:
+    """The lines of a screen up to the last lines of the log, of which there may be few yet."""
+    lines = screen.splitlines()
+    end = next((index for index, line in enumerate(lines) if line.startswith("── last")), len(lines))
+    return [*lines[:end], lines[-1]]
+
+
+@needs_tmux
+@pytest.mark.slow(seconds=15)
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+)
+def test_the_terminal_is_restored(run: RunDir, tmp_path: Path, number: int, code: int) -> None:
+    with Tmux(tmp_path, 80, 24, tmp_path) as terminal:
+        terminal.keys(
+            "-l", f"{sys.executable} -m trainkit watch mine; echo exit $? $(stty -a | grep -o ' echo ')"
+        )
+        terminal.keys("Enter")
+        terminal.wait_for(r"^progress +step")
+        assert terminal.is_alternate
+        if number == signal.SIGINT:
+            terminal.keys("C-c")
+        else:
+            os.kill(terminal.pid_of("watch"), number)
+        terminal.wait_for(rf"^exit {code} echo$")
+        assert not terminal.is_alternate
+
+
+@needs_tmux
+@pytest.mark.slow(seconds=10)
+def test_cancel_by_a_key(run: RunDir, tmp_path: Path) -> None:
+    with Tmux(tmp_path, 80, 24, tmp_path) as terminal:
+        terminal.type([*TRAINKIT, "watch", "mine", "--interval", "0.5"])
+        terminal.wait_for(r"^progress +step")
+        terminal.keys("c")
+        terminal.wait_for(r"Cancel mine\? It saves and ends\.")
+        terminal.keys("y")
+        terminal.wait_for(r"^mine +(STOPPED|CANCELLED)")
+        terminal.wait_for(r"^hint: `trainkit resume ")

@@ -1,0 +1,225 @@
+"""`trainkit watch` driven by Textual's pilot: what it shows, compared with stored screens, and its keys.
+
+``REWRITE_SCREENS=1 pytest tests/cli/test_watch_screen.py`` writes the screens again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from tests.support import watched_runs
+from tests.support.watched_runs import NOW, requeued_job, running_job, unreachable
+from trainkit.cli.watch_screen import RunScreen, TextScreen, WatchApp
+from trainkit.cli.watch_source import SlurmPoller
+from trainkit.control.cancel import CancelResult
+from trainkit.control.run_registry import register
+from trainkit.rundir import RunDir
+from trainkit.rungroup import RunGroup
+
+SCREENS = Path(__file__).parent / "screens"
+SIZES = ((80, 24), (200, 50))
+RUNS = {
+    "running": (watched_runs.running, running_job),
+    "finished": (watched_runs.finished, running_job),
+    "preempted": (watched_runs.preempted, requeued_job),
+    "failed": (watched_runs.failed, running_job),
+    "command": (watched_runs.command, running_job),
+    "large": (watched_runs.large, running_job),
+    "unreachable": (watched_runs.running, unreachable),
+}
+TIMEOUT_S = 20.0
+Act = Callable[[Pilot[Any], WatchApp], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path
+
+
+def screen_text(app: WatchApp) -> str:
+    """What is on the screen, as text."""
+    return "".join(f"{strip.text.rstrip()}\n" for strip in app.screen._compositor.render_strips())
+
+
+async def wait_for(pilot: Pilot[Any], is_true: Callable[[], object], what: str) -> None:
+    deadline_s = asyncio.get_running_loop().time() + TIMEOUT_S
+    while not is_true():
+        assert asyncio.get_running_loop().time() < deadline_s, f"{what}:\n{screen_text(pilot.app)}"
+        await pilot.pause(0.02)
+    await pilot.pause()
+
+
+async def shows(pilot: Pilot[Any], text: str) -> None:
+    await wait_for(pilot, lambda: text in screen_text(pilot.app), f"{text!r} does not show")
+
+
+def drive(
+    found: RunDir | RunGroup | None, act: Act, query: Any = running_job, size: tuple[int, int] = (80, 24)
+) -> WatchApp:
+    """Run the app without a terminal while `act` uses it."""
+    app = WatchApp(found, 0.2, SlurmPoller(query=query, clock=lambda: NOW), lambda: NOW)
+
+    async def use() -> None:
+        async with app.run_test(size=size, notifications=True) as pilot:
+            await act(pilot, app)
+
+    asyncio.run(use())
+    return app
+
+
+def view_of(app: WatchApp) -> object:
+    return isinstance(app.screen, RunScreen) and app.screen.view
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("name", RUNS)
+def test_screens(name: str, size: tuple[int, int], folder: Path) -> None:
+    make, query = RUNS[name]
+    run, seen = make(folder / "runs" / name), []
+
+    async def read(pilot: Pilot[Any], app: WatchApp) -> None:
+        await shows(pilot, "── warnings")
+        seen.append(screen_text(app))
+
+    drive(run, read, query, size)
+    file = SCREENS / f"{name}-{size[0]}x{size[1]}.txt"
+    if os.environ.get("REWRITE_SCREENS"):
+        file.write_text(seen[0])
+    assert seen[0] == file.read_text()
+    assert max(map(len, seen[0].splitlines())) <= size[0]
+
+
+def test_keys_lead_to_texts_and_back(folder: Path) -> None:
+    run = watched_runs.large(folder / "runs" / "large")
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await wait_for(pilot, lambda: view_of(app), "no view")
+        for key, text in (
+            ("n", "node038"),
+            ("w", "rank 500"),
+            ("l", "step=640/100000"),
+            ("d", "nothing failed"),
+        ):
+            await pilot.press(key)
+            await shows(pilot, text)
+            assert isinstance(app.screen, TextScreen)
+            await pilot.press("escape")
+            await wait_for(pilot, lambda: view_of(app), "not back")
+        await pilot.press("q")
+
+    assert drive(run, use, size=(80, 50)).return_value == 0
+
+
+def test_nothing_is_done_without_a_yes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, cancelled = watched_runs.running(folder / "runs" / "running"), []
+
+    def cancel(run: RunDir, **options: Any) -> CancelResult:
+        cancelled.append((run.path, options["now"]))
+        return CancelResult("cancelling", "4711 is saving", {})
+
+    monkeypatch.setattr("trainkit.control.cancel.cancel_run", cancel)
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await wait_for(pilot, lambda: view_of(app), "no view")
+        for answer in ("n", "escape"):
+            await pilot.press("c")
+            await shows(pilot, "Cancel running? It saves and ends.")
+            await pilot.press(answer)
+            await wait_for(pilot, lambda: view_of(app), "not back")
+        assert cancelled == []
+        await pilot.press("c")
+        await pilot.press("y")
+        await shows(pilot, "4711 is saving")
+        assert cancelled == [(run.path, False)]
+
+    drive(run, use)
+
+
+def test_requeue_says_what_it_did_or_why_it_could_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainkit.errors import UsageError
+
+    run = watched_runs.failed(folder / "runs" / "failed")
+    answers: list[object] = [({"attempt": 3, "job_id": "4712"}, True), UsageError("4711 is already pending")]
+
+    def requeue(run: RunDir) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("trainkit.submit.start.requeue_run", requeue)
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await wait_for(pilot, lambda: view_of(app), "no view")
+        for text in ("started attempt 3 as 4712", "4711 is already pending"):
+            await pilot.press("r")
+            await pilot.press("y")
+            await shows(pilot, text)
+
+    drive(run, use)
+
+
+def test_a_list_opens_runs_and_comes_from_a_run(folder: Path) -> None:
+    for name in ("running", "failed"):
+        run = RUNS[name][0](folder / "runs" / name)
+        register(run, name)
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await shows(pilot, "1 active, 1 ended")
+        lines = [line for line in screen_text(app).splitlines() if line.startswith("runs/")]
+        assert [line.split()[:3] for line in lines] == [
+            ["runs/running", "running", "640/2,000"],
+            ["runs/failed", "failed", "280/2,000"],
+        ]
+        await pilot.press("down", "enter")
+        await shows(pilot, "OutOfMemoryError")
+        await pilot.press("escape")
+        await shows(pilot, "1 active, 1 ended")
+
+    drive(None, use)
+
+
+def test_a_folder_that_is_deleted(folder: Path) -> None:
+    run = watched_runs.finished(folder / "runs" / "finished")
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await wait_for(pilot, lambda: view_of(app), "no view")
+        shutil.rmtree(run.path)
+        await shows(pilot, "cannot be read: No such file or directory")
+        await shows(pilot, "step 600 of 600")
+
+    drive(run, use, size=(120, 30))
+
+
+def test_damaged_lines_are_skipped_and_new_ones_show(folder: Path) -> None:
+    run = watched_runs.running(folder / "runs" / "running")
+    made = watched_runs.Watched.__new__(watched_runs.Watched)
+    made.run, made.number = run, 1
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await shows(pilot, "step 640 of 2,000")
+        with run.metrics_file.open("ab") as stream:
+            stream.write(b'{"step": 641, "lo\n\xff\xfe[]\n7\n')
+        with run.events_file.open("ab") as stream:
+            stream.write(b"{\n")
+        made.metrics(642, 642)
+        await shows(pilot, "step 642 of 2,000")
+
+    drive(run, use)
+
+
+def test_ctrl_c_is_130() -> None:
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        await pilot.press("ctrl+c")
+
+    assert drive(None, use).return_value == 130

@@ -1,0 +1,93 @@
+"""A real terminal in which a test types: a window of a tmux server of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+# Continuous integration installs tmux: without it the tests fail there.
+needs_tmux = pytest.mark.skipif(
+    shutil.which("tmux") is None and "CI" not in os.environ, reason="tmux is not installed"
+)
+
+
+class Tmux:
+    """A shell in a window of `width` x `height` characters; a context manager that ends its server."""
+
+    def __init__(
+        self, folder: Path, width: int, height: int, cwd: Path, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._socket = folder / "tmux"
+        shell = ["env", "PS1=$ ", "bash", "--norc", "--noprofile"]
+        size = ["-x", str(width), "-y", str(height)]
+        self._run("new-session", "-d", *size, "-c", str(cwd), shlex.join(shell), environ=environ)
+        self.wait_for(r"^\$$")
+
+    def __enter__(self) -> Tmux:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._run("kill-server")
+
+    def _run(self, *args: str, environ: Mapping[str, str] | None = None) -> str:
+        argv = ["tmux", "-S", str(self._socket), "-f", "/dev/null", *args]
+        env = None if environ is None else dict(environ)
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout
+
+    def keys(self, *names: str) -> None:
+        """Press keys, by tmux's names: ``Enter``, ``Escape``, ``C-c``, or a character."""
+        self._run("send-keys", *names)
+
+    def type(self, argv: Sequence[str]) -> None:
+        """Type a command and press enter."""
+        self._run("send-keys", "-l", shlex.join(argv))
+        self.keys("Enter")
+
+    def resize(self, width: int, height: int) -> None:
+        self._run("resize-window", "-x", str(width), "-y", str(height))
+
+    @property
+    def screen(self) -> str:
+        """What the window shows, a line a row."""
+        return self._run("capture-pane", "-p")
+
+    @property
+    def is_alternate(self) -> bool:
+        """Whether a program has the whole screen."""
+        return self._run("display-message", "-p", "#{alternate_on}").strip() == "1"
+
+    def pid_of(self, word: str) -> int:
+        """The process of the window's shell whose command line contains a word."""
+        shell = self._run("display-message", "-p", "#{pane_pid}").strip()
+        listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", shell], capture_output=True, text=True)
+        return next(int(line.split()[0]) for line in listed.stdout.splitlines() if word in line)
+
+    def wait_for(self, pattern: str, timeout_s: float = 30.0) -> re.Match[str]:
+        """Wait until the window shows a pattern."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (found := re.search(pattern, screen := self.screen, re.MULTILINE)):
+            assert time.monotonic() < deadline_s, (
+                f"{pattern!r} does not show within {timeout_s:g} s:\n{screen}"
+            )
+            time.sleep(0.05)
+        return found
+
+
+def normalized(screen: str) -> str:
+    """A screen without what differs from run to run: numbers, curves, and spaces of that width."""
+    lines = []
+    for line in screen.splitlines():
+        line = re.sub(r"[▁▂▃▄▅▆▇█░]+", "~", line)
+        line = re.sub(r"\d[\d.,]*(?:e-?\d+)?", "N", line)
+        line = re.sub(r"\b(?:N[dhms])+N?[dhms]?\b", "T", line)
+        lines.append(re.sub(r" {2,}", "  ", line).rstrip())
+    return "\n".join(lines) + "\n"

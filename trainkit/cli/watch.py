@@ -1,0 +1,91 @@
+"""``trainkit watch``: live screen of a run, or of all runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trainkit.cli.completion import complete_run
+from trainkit.cli.help import Command, examples
+from trainkit.cli.options import json_option
+from trainkit.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from trainkit.rundir import RunDir
+
+INTERVAL_S = 2.0
+PIPE_WIDTH = 120
+
+
+@click.command(
+    cls=Command,
+    epilog=examples("trainkit watch last", "trainkit watch", "trainkit watch last --once"),
+)
+@click.argument("run_name", metavar="[RUN]", required=False, shell_complete=complete_run)
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(min=0.2),
+    default=INTERVAL_S,
+    show_default=True,
+    metavar="S",
+    help="Seconds between two readings of the run folder; Slurm is asked every 10 s at most.",
+)
+@click.option("--once", is_flag=True, help="Print the screen once, as plain text, and exit.")
+@json_option
+def command(run_name: str | None, interval_s: float, once: bool, as_json: bool) -> int:
+    """Watch RUN in the terminal: progress, curves, nodes and warnings.
+
+    Without RUN, lists active runs and the newest others to choose from. Only reads, until a key that acts is
+    pressed and confirmed. With --json or without a terminal, prints once.
+    """
+    from trainkit.control.run_registry import find_run_or_group
+    from trainkit.rundir import RunDir
+
+    found = None if run_name is None else find_run_or_group(run_name)
+    if once or as_json or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        if isinstance(found, RunDir):
+            return _print_run(found, as_json)
+        from trainkit.cli.status import show_all_runs, show_group
+
+        return show_all_runs(False, as_json) if found is None else show_group(found, False, as_json)
+    from trainkit.cli.watch_screen import watch
+
+    return watch(found, interval_s)
+
+
+def _print_run(run: RunDir, as_json: bool) -> int:
+    from trainkit.control.jobs import query_job_status
+    from trainkit.observe.run_files import RunFiles
+    from trainkit.observe.run_view import read_view
+    from trainkit.observe.status import read_status
+    from trainkit.observe.view_text import Size, view_lines
+
+    now = datetime.now(timezone.utc)
+    job = query_job_status([run], lambda text: click.echo(f"warning: {text}", err=True))[0]
+    files = RunFiles(run)
+    files.update()
+    status = read_status(run, job.alive, now, job.job, files.events)
+    view = read_view(files, status, now, job.job, Path.cwd())
+    if as_json:
+        click.echo(json.dumps(view.to_dict(), ensure_ascii=False))
+        return EXIT_OK
+    width = shutil.get_terminal_size((PIPE_WIDTH, 24)).columns
+    lines = view_lines(view, Size(width, ascii=not _prints_blocks()))
+    click.echo("\n".join(line.plain.rstrip() for line in lines))
+    return EXIT_OK
+
+
+def _prints_blocks() -> bool:
+    """Whether the encoding of stdout has the characters of sparklines."""
+    try:
+        "▁█·─…°".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

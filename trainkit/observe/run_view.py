@@ -1,0 +1,474 @@
+"""A run as `trainkit watch` shows it: a pure function of what was read of it, its job and the time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from trainkit.cluster.units import time_limit_s
+from trainkit.observe.follow import last_lines
+from trainkit.observe.run_files import CURVES, RunFiles, is_number
+from trainkit.observe.run_text import clean
+from trainkit.observe.status import RunStatus
+from trainkit.observe.status_text import relative_path
+from trainkit.observe.text import duration, failure_line, slowdown_line
+from trainkit.rundir import parse_time, read_end, read_json, seconds_between
+from trainkit.slurm.jobs import JobInfo
+
+MAX_NOTICES = 50
+TAIL_LINES = 20
+SILENT_SAMPLES = 3
+"""A node is silent when this many of its samples are missing."""
+HOTTEST_C, FULL = 90, 0.95
+IDLE_SHARE = 0.5
+"""A node stands out when its GPUs are busy for less than this share of the median of the nodes."""
+ALLOCATED = ("starting", "running", "stopping", "unknown")
+"""States in which time passes in the allocation."""
+SILENT, BROKEN, SLOW, LIMITED, UNUSUAL = 5, 4, 3, 2, 1
+"""How bad a problem of a node is."""
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """One node, from its newest sample; None where it is unknown. Of several GPUs, the stated one."""
+
+    host: str
+    age_s: float | None
+    """Seconds since the sample."""
+    cpu_percent: float | None
+    mem_used_gib: float | None
+    mem_total_gib: float | None
+    job_mem_gib: float | None
+    num_gpus: int
+    gpu_percent: float | None
+    """The mean."""
+    gpu_mem_used_gib: float | None
+    """Of the fullest one."""
+    gpu_mem_total_gib: float | None
+    temperature_c: float | None
+    """Of the hottest one."""
+    power_w: float | None
+    """The sum."""
+    net_mib_s: float | None
+    """Received and sent."""
+    disk_mib_s: float | None
+    """Read and written."""
+    severity: int
+    problems: list[str]
+    slowest_rank: int | None
+    """The slowest of its ranks that are slow."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that needs attention; `time` is None for what holds now."""
+
+    time: str | None
+    text: str
+    host: str | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One run at one moment; None where a value does not exist or is unknown."""
+
+    status: RunStatus
+    sentence: str
+    """State and reason."""
+    failure: str | None
+    """The rank that failed first, where and why."""
+    world_size: int | None
+    elapsed_s: float | None
+    """Seconds that the newest attempt has run, or ran."""
+    eta_s: float | None
+    """Seconds until the last step, at the pace of the newest records."""
+    limit_s: float | None
+    """Seconds until the time limit of the job."""
+    grad_norm: float | None
+    lr: float | None
+    mfu: float | None
+    median_tokens_per_s: float | None
+    """Of evenly spaced records of the whole run."""
+    step_p50_s: float | None
+    """Of the newest records, like `step_p95_s` and `data_wait_share`."""
+    step_p95_s: float | None
+    data_wait_share: float | None
+    mem_gib_peak: float | None
+    """Of the rank with the most; of a GPU, or of a process where there are none."""
+    mem_gib_total: float | None
+    """Of a GPU."""
+    checkpoint_step: int | None
+    checkpoint_age_s: float | None
+    """Seconds since it was published."""
+    steps_at_risk: int | None
+    hours_at_risk: float | None
+    """Time since the state of the newest checkpoint, times the number of ranks."""
+    nodes: list[NodeRow]
+    """Worst first."""
+    notices: list[Notice]
+    """Newest first; before them what holds now."""
+    hint: str | None
+    log: str | None
+    """The log to look at: that of the failing rank, else of rank 0."""
+    log_tail: list[str]
+    """Its last lines."""
+    curves: dict[str, list[tuple[int, float]]] = field(repr=False)
+
+    @property
+    def progress(self) -> float | None:
+        """The share of the steps that are done."""
+        step, total = self.status.step, self.status.total_steps
+        return None if step is None or not total else min(1.0, step / total)
+
+    @property
+    def num_hosts(self) -> int | None:
+        """How many hosts it runs on; the nodes of a local run are all on this one."""
+        is_local = (self.status.job_id or "").startswith("local-")
+        return 1 if is_local else self.status.num_nodes
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.status.device == "cuda"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a JSON object: the fields of `status --json`, and what `watch` adds; without the curves."""
+        own = {name: value for name, value in vars(self).items() if name not in ("status", "curves")}
+        own["nodes"] = [asdict(node) for node in self.nodes]
+        own["notices"] = [asdict(notice) for notice in self.notices]
+        return {**self.status.to_dict(), **own}
+
+
+def read_view(
+    files: RunFiles, status: RunStatus, now: datetime, job: JobInfo | None = None, cwd: Path | None = None
+) -> RunView:
+    """The view of a run from its files, which the caller has updated, its status and its job in Slurm.
+
+    Commands in the hint name the run by its folder, relative to `cwd` if it is below.
+    """
+    plan = _plan(files)
+    own = [record for record in files.metrics.recent if record.get("attempt") == status.attempt]
+    last: Mapping[str, Any] = files.metrics.recent[-1] if files.metrics.recent else {}
+    end = {} if status.attempt is None else read_end(files.run.attempt(status.attempt)) or {}
+    ended = parse_time(end.get("time"))
+    until = now if ended is None else ended
+    nodes = node_rows(files.health.newest, status, now, plan.get("health_every_s"))
+    world_size = plan.get("world_size")
+    saved = files.events.saved or {}
+    steps, hours_at_risk = _at_risk(files, status, until, world_size)
+    steps_s = sorted(float(record["step_s"]) for record in own if is_number(record.get("step_s")))
+    gpu_total = [node.gpu_mem_total_gib for node in nodes if node.gpu_mem_total_gib is not None]
+    started = files.events.first(status.attempt, "started").get("time")
+    log = _log(files, status)
+    failure = failure_line(status.verdict) if status.verdict and not status.is_active else None
+    is_allocated = status.state in ALLOCATED
+    return RunView(
+        status=status,
+        sentence=sentence(status),
+        failure=failure,
+        world_size=world_size,
+        elapsed_s=seconds_between(started, until if ended or is_allocated else None),
+        eta_s=eta_s(own, status) if is_allocated else None,
+        limit_s=_limit_s(plan, started, job, now) if is_allocated else None,
+        grad_norm=last.get("grad_norm"),
+        lr=last.get("lr"),
+        mfu=last.get("mfu"),
+        median_tokens_per_s=files.metrics.median("tokens_per_s"),
+        step_p50_s=percentile(steps_s, 0.50),
+        step_p95_s=percentile(steps_s, 0.95),
+        data_wait_share=_data_wait_share(own),
+        mem_gib_peak=last.get("mem_gib_peak"),
+        mem_gib_total=max(gpu_total, default=None),
+        checkpoint_step=saved.get("step"),
+        checkpoint_age_s=seconds_between(saved.get("time"), now),
+        steps_at_risk=steps,
+        hours_at_risk=hours_at_risk,
+        nodes=nodes,
+        notices=[notice for notice in _notices(files, status) if notice.text != failure],
+        hint=_hint(status, cwd),
+        log=None if log is None else str(log),
+        log_tail=[] if log is None else _tail(log),
+        curves={name: files.metrics.curve(name) for name in CURVES},
+    )
+
+
+def sentence(status: RunStatus) -> str:
+    """State and reason as a sentence."""
+    reason = f": {status.reason}" if status.reason else ""
+    if status.state == "unknown" and status.metrics_age_s is not None:
+        reason += f"; its newest metrics are {duration(status.metrics_age_s)} old"
+    if status.state == "running":
+        if status.command is not None and status.step is None:
+            return "Running; its steps are unknown: `logging.pattern` finds them in its output."
+        reason = "" if status.step is None else f" step {status.step + 1:,}"
+        if status.total_steps is not None and status.step is not None and status.step >= status.total_steps:
+            reason = ", all steps are done"
+        return f"Running{reason}."
+    texts = {
+        "pending": "Waiting in the queue",
+        "starting": "Starting: no step is done yet",
+        "stopping": "Saving, then it stops",
+        "restarting": "Restarting in its allocation",
+        "requeueing": "Waiting for its next attempt",
+        "died": "Died without recording how it ended",
+        "unknown": "Unknown whether it runs",
+        "incomplete": "Never started",
+    }
+    text = texts.get(status.state, status.state.capitalize())
+    return f"{text}{reason}."
+
+
+def eta_s(records: Sequence[Mapping[str, Any]], status: RunStatus) -> float | None:
+    """Seconds until the last step, at the pace from the first to the last of the records."""
+    if status.step is None or status.total_steps is None or not status.is_active or len(records) < 2:
+        return None
+    first, last = records[0], records[-1]
+    elapsed_s = seconds_between(first.get("time"), parse_time(last.get("time")))
+    num_steps = last["step"] - first["step"]
+    if elapsed_s is None or num_steps <= 0:
+        return None
+    return max(0.0, (status.total_steps - status.step) * elapsed_s / float(num_steps))
+
+
+def percentile(ordered: Sequence[float], share: float) -> float | None:
+    """The nearest-rank percentile of sorted values."""
+    if not ordered:
+        return None
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _data_wait_share(records: Sequence[Mapping[str, Any]]) -> float | None:
+    timed = [record for record in records if is_number(record.get("step_s"))]
+    total_s = sum(float(record["step_s"]) for record in timed)
+    waited_s = sum(float(record.get("data_wait_s") or 0.0) for record in timed)
+    return waited_s / total_s if total_s > 0 else None
+
+
+def _at_risk(
+    files: RunFiles, status: RunStatus, until: datetime, world_size: object
+) -> tuple[int | None, float | None]:
+    """The steps, and the hours of all ranks, that are lost if the run ends without saving."""
+    if status.command is not None or status.step is None or not isinstance(world_size, int):
+        return None, None
+    saved = files.events.saved or {}
+    steps = max(0, status.step - int(saved.get("step") or 0))
+    if steps == 0:
+        return 0, 0.0
+    began = files.events.first(status.attempt, "training").get("time")
+    times = [parse_time(text) for text in (began, files.events.save_began)]
+    known = [time for time in times if time is not None]
+    if not known or status.state not in ("running", "stopping", "failed", "died", "cancelled"):
+        return steps, None
+    return steps, max(0.0, (until - max(known)).total_seconds()) * world_size / 3600
+
+
+def _limit_s(plan: Mapping[str, Any], started: object, job: JobInfo | None, now: datetime) -> float | None:
+    """Seconds until the time limit of the job, by Slurm, else by the plan; None for a local run."""
+    if job is not None and job.state.is_active and job.end_time is not None:
+        return (job.end_time - now).total_seconds()
+    options = (plan.get("slurm") or {}).get("sbatch") or {}
+    began, limit = parse_time(started), options.get("time")
+    if began is None or not isinstance(limit, str):
+        return None
+    try:
+        limit_s = time_limit_s(limit)
+    except ValueError:
+        return None
+    return None if limit_s is None else (began + timedelta(seconds=limit_s) - now).total_seconds()
+
+
+def node_rows(
+    samples: Mapping[str, Mapping[str, Any]], status: RunStatus, now: datetime, every_s: object
+) -> list[NodeRow]:
+    """A row per node of the newest attempt, worst first."""
+    own = {host: sample for host, sample in samples.items() if sample.get("attempt") == status.attempt}
+    shown = own or samples
+    slow: dict[object, list[dict[str, Any]]] = {}
+    for event in status.slowdowns:
+        if event.get("rank") is not None:
+            slow.setdefault(event.get("host"), []).append(event)
+    busy = [share for share in (_mean(_gpus(sample), "util_percent") for sample in shown.values()) if share]
+    usual = statistics.median(busy) if len(busy) > 2 else None
+    silent_s = SILENT_SAMPLES * float(every_s) if is_number(every_s) else None
+    silent_s = silent_s if status.state in ("running", "stopping", "starting") else None
+    rows = [
+        _node_row(host, sample, slow.get(host, []), now, usual, silent_s) for host, sample in shown.items()
+    ]
+    rows += [
+        _node_row(str(host), {}, events, now, None, None)
+        for host, events in slow.items()
+        if host not in shown
+    ]
+    return sorted(rows, key=_badness)
+
+
+def _badness(row: NodeRow) -> tuple[float, float, str]:
+    busy = row.gpu_percent if row.gpu_percent is not None else 100.0 - (row.cpu_percent or 0.0)
+    return -row.severity, busy if row.num_gpus else 0.0, row.host
+
+
+def _node_row(
+    host: str,
+    sample: Mapping[str, Any],
+    slow: Sequence[Mapping[str, Any]],
+    now: datetime,
+    usual_percent: float | None,
+    silent_s: float | None,
+) -> NodeRow:
+    gpus = _gpus(sample)
+    age_s = seconds_between(sample.get("time"), now)
+    gpu_percent = _mean(gpus, "util_percent")
+    found = _problems(sample, gpus, slow)
+    if silent_s is not None and age_s is not None and age_s > silent_s:
+        found.append((SILENT, f"no sample for {age_s:.0f} s"))
+    if usual_percent is not None and gpu_percent is not None and gpu_percent < IDLE_SHARE * usual_percent:
+        found.append((UNUSUAL, f"GPUs {gpu_percent:.0f} % busy, usual {usual_percent:.0f} %"))
+    found.sort(key=lambda item: -item[0])
+    slowest = max(slow, key=lambda event: float(event.get("ratio") or 0.0), default=None)
+    fullest = max(gpus, key=lambda gpu: float(gpu.get("mem_used_gib") or 0.0), default={})
+    return NodeRow(
+        host=host,
+        age_s=age_s,
+        cpu_percent=sample.get("cpu_percent"),
+        mem_used_gib=sample.get("mem_used_gib"),
+        mem_total_gib=sample.get("mem_total_gib"),
+        job_mem_gib=sample.get("job_mem_gib"),
+        num_gpus=len(gpus),
+        gpu_percent=gpu_percent,
+        gpu_mem_used_gib=fullest.get("mem_used_gib"),
+        gpu_mem_total_gib=fullest.get("mem_total_gib"),
+        temperature_c=max(_values(gpus, "temperature_c"), default=None),
+        power_w=sum(_values(gpus, "power_w")) if _values(gpus, "power_w") else None,
+        net_mib_s=_sum(sample, "net_rx_mib_s", "net_tx_mib_s"),
+        disk_mib_s=_sum(sample, "disk_read_mib_s", "disk_write_mib_s"),
+        severity=found[0][0] if found else 0,
+        problems=[text for _, text in found],
+        slowest_rank=None if slowest is None else slowest.get("rank"),
+    )
+
+
+def _problems(
+    sample: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]], slow: Sequence[Mapping[str, Any]]
+) -> list[tuple[int, str]]:
+    """What is wrong with a node, by its sample and its slow ranks, each with its severity."""
+    found = [
+        (
+            SLOW,
+            f"rank {event.get('rank')} {float(event.get('ratio') or 0.0):.1f}x slower ({event.get('phase')})",
+        )
+        for event in sorted(slow, key=lambda event: -float(event.get("ratio") or 0.0))
+    ]
+    by_problem: dict[tuple[int, str], list[object]] = {}
+    for gpu in gpus:
+        for problem in _gpu_problems(gpu):
+            by_problem.setdefault(problem, []).append(gpu.get("index"))
+    for (severity, text), indices in by_problem.items():
+        name = f"GPU {indices[0]}" if len(indices) == 1 else f"{len(indices)} GPUs"
+        found.append((severity, f"{name}: {text}"))
+    used, total = sample.get("mem_used_gib"), sample.get("mem_total_gib")
+    if used is not None and total and used > FULL * total:
+        found.append((LIMITED, f"memory {used / total:.0%} full"))
+    return found
+
+
+def _gpu_problems(gpu: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    if gpu.get("ecc_errors"):
+        yield BROKEN, "ECC errors"
+    # Reaching the power limit is usual for a GPU that works hard.
+    limits = [reason for reason in gpu.get("throttle") or [] if reason != "power"]
+    if limits:
+        yield LIMITED, f"throttled ({', '.join(limits)})"
+    elif (gpu.get("temperature_c") or 0) >= HOTTEST_C:
+        yield LIMITED, f"{HOTTEST_C} °C or more"
+
+
+def _gpus(sample: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [gpu for gpu in sample.get("gpus") or [] if isinstance(gpu, dict)]
+
+
+def _values(gpus: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [float(gpu[key]) for gpu in gpus if is_number(gpu.get(key))]
+
+
+def _mean(gpus: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = _values(gpus, key)
+    return sum(values) / len(values) if values else None
+
+
+def _sum(sample: Mapping[str, Any], *keys: str) -> float | None:
+    values = [sample[key] for key in keys if is_number(sample.get(key))]
+    return sum(values) if values else None
+
+
+def _notices(files: RunFiles, status: RunStatus) -> list[Notice]:
+    slow = {id(event) for event in status.slowdowns}
+    slow_lines = {slowdown_line(event) for event in status.slowdowns}
+    current = [Notice(None, text) for text in status.warnings if text not in slow_lines]
+    current += [
+        Notice(event.get("time"), slowdown_line(event), event.get("host"), event.get("rank"))
+        for event in status.slowdowns
+    ]
+    past = []
+    for event in reversed(files.events.notable):
+        text = None if id(event) in slow else event_text(event)
+        if text is not None:
+            past.append(Notice(event.get("time"), text, event.get("host"), event.get("rank")))
+    return [*current, *past][:MAX_NOTICES]
+
+
+def event_text(event: Mapping[str, Any]) -> str | None:
+    """A past event as a sentence of the warnings; None for one that is none."""
+    name, reason = event.get("event"), event.get("reason")
+    if name == "rank_failed":
+        return failure_line(event)
+    if name in ("slow_rank", "slow_run"):
+        return slowdown_line(event).replace("is slow since", "was slow from")
+    if name == "hang":
+        return f"hang: {event.get('message') or 'no rank made progress'}"
+    if name == "signal":
+        return f"received {event.get('signal')}"
+    if name == "checkpoint_rejected":
+        return f"rejected {str(event.get('set_aside')).removesuffix('.rejected')}: {reason}"
+    if name == "checkpoint_failed":
+        return f"checkpoint of step {event.get('step')} failed: {reason or event.get('message')}"
+    if name == "stopped":
+        return f"attempt {event.get('attempt')} {event.get('state')}: {reason}"
+    return None
+
+
+def _hint(status: RunStatus, cwd: Path | None) -> str | None:
+    run = quote(status.run_dir if cwd is None else relative_path(status.run_dir, cwd))
+    if status.state in ("failed", "died"):
+        return f"`trainkit diagnose {run}` names the cause, `trainkit report {run}` shows where the time went"
+    if status.state == "finished":
+        return f"`trainkit report {run}` shows where the time went"
+    if status.state in ("stopped", "cancelled"):
+        return f"`trainkit resume {run}` continues it"
+    if status.state == "incomplete":
+        return f"`trainkit resume {run}` starts it"
+    return None
+
+
+def _tail(log: Path) -> list[str]:
+    lines, _ = last_lines(log, TAIL_LINES)
+    return [clean(line.decode(errors="replace")) for line in lines]
+
+
+def _log(files: RunFiles, status: RunStatus) -> Path | None:
+    if status.attempt is None:
+        return None
+    rank = (status.verdict or {}).get("rank")
+    return files.run.attempt(status.attempt).rank_log(rank if isinstance(rank, int) else 0)
+
+
+def _plan(files: RunFiles) -> dict[str, Any]:
+    try:
+        value = read_json(files.run.plan_file)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
