@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,6 +20,8 @@ from trainkit.observe.diagnose import Diagnosis, diagnose
 from trainkit.observe.run_text import read_log
 from trainkit.observe.signatures import load_signatures, placeholders, user_files
 from trainkit.rundir import RunDir, write_json
+from trainkit.slurm.jobs import JobInfo
+from trainkit.slurm.states import JobState
 
 RECORDED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
@@ -26,11 +29,17 @@ RECORDED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 def diagnosis_of(name: str, folder: Path) -> tuple[dict[str, object], Diagnosis]:
     content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     unpack(content, folder)
-    return content["expect"], newest(RunDir(folder))
+    return content["expect"], newest(RunDir(folder), job=recorded_job(content))
 
 
-def newest(run: RunDir, *files: tuple[Path, str]) -> Diagnosis:
-    return diagnose(run.attempt(run.attempt_numbers()[-1]), load_signatures(files))
+def newest(run: RunDir, *files: tuple[Path, str], job: JobInfo | None = None) -> Diagnosis:
+    return diagnose(run.attempt(run.attempt_numbers()[-1]), load_signatures(files), slurm_job=job)
+
+
+def recorded_job(content: dict[str, Any]) -> JobInfo | None:
+    """Slurm's view of the job, where it was recorded too."""
+    fields = content.get("slurm")
+    return None if fields is None else JobInfo(**{**fields, "state": JobState(fields["state"])})
 
 
 def shown(found: Diagnosis, expected: dict[str, object]) -> dict[str, object]:
