@@ -1,8 +1,8 @@
 """Runs that fail for real on several hosts of a Slurm cluster, each for a reason of its own.
 
-`python -m tests.on_slurm.broken_runs [NAME…]` makes runs (all of them without NAME), and prints what `trainkit
-diagnose` says of each next to what is true. `--record` also writes their folders to tests/observe/broken_runs, with
-the names of the cluster and of this machine replaced. `--keep DIR` keeps the runs there.
+`python -m tests.on_slurm.broken_runs [NAME…]` makes runs, all of them without NAME, and prints what
+`trainkit diagnose` reports for each next to the truth. `--record` also writes their folders to
+tests/observe/broken_runs, without the names of the cluster and of this machine. `--keep DIR` keeps the runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,13 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.on_slurm import survival
-from tests.on_slurm.login import DEAF, Login, log_of, settings, wait_for
+from tests.on_slurm.login import DEAF, Login, settings, wait_for
 from tests.on_slurm.shared_disk import shared_small_disk
 from tests.support import broken_runs
 from tests.support.disks import fill
-from tools.slurm_cluster import cgroups
 from tools.slurm_cluster.cluster import Cluster, up
-from tools.slurm_cluster.packages import NotPossible
 from tools.slurm_cluster.processes import Pid
 from trainkit.control.jobs import query_job_status
 from trainkit.rundir import RunDir, read_end
@@ -316,7 +313,7 @@ if "trainkit.trainer" in sys.orig_argv:
     if os.environ["RANK"] == os.environ.get("LATE"):
         time.sleep(120)
 """
-"""A sitecustomize.py: ranks wait 10 s for each other, and rank $LATE does not arrive, as on a slow file system."""
+"""A sitecustomize.py: ranks wait 10 s for each other, and rank $LATE never arrives, as on a slow disk."""
 
 
 @broken("rendezvous", 1, 2)
@@ -350,13 +347,13 @@ def import_on_one_host(login: Login) -> RunDir:
 @broken("import-error", 1, 2)
 def trainer_import_on_one_host(login: Login) -> RunDir:
     """The second host lacks a package that the trainer needs."""
-    import safetensors
+    import torch.distributed.tensor
 
-    with hidden(login, 2, Path(safetensors.__file__).parent):
+    with hidden(login, 2, Path(torch.distributed.tensor.__file__).parent):
         return end_of(login, training(login))
 
 
-@broken("import-error", None, 2)
+@broken("import-error", 1, 2)
 def agent_import_on_one_host(login: Login) -> RunDir:
     """The second host lacks a package that the agent itself needs: it cannot start ranks."""
     import pydantic
@@ -372,9 +369,10 @@ def interface_missing(login: Login) -> RunDir:
 
 @broken("wrong-interface", 1, 2)
 def interface_on_one_host_only(login: Login) -> RunDir:
-    add = ["ip", "link", "add", "ib0", "type", "dummy"]
+    add = ["ip", "link", "add", "ib0", "type", "veth", "peer", "name", "ib1"]
     with changed_host(login, 1, add, ["ip", "link", "del", "ib0"]):
-        on_host(login, 1, "ip", "link", "set", "ib0", "up")
+        for interface in ("ib0", "ib1"):
+            on_host(login, 1, "ip", "link", "set", interface, "up")
         on_host(login, 1, "ip", "address", "add", "10.214.0.1/24", "dev", "ib0")
         code = "os.environ['GLOO_SOCKET_IFNAME'] = 'ib0'\n" + GROUP + "signal.pause()"
         return failed_command(login, code)
@@ -518,50 +516,24 @@ def collective_timeout(login: Login) -> RunDir:
 def disk_full(login: Login) -> RunDir:
     """The disk of the run folder has no space for a checkpoint."""
     with shared_small_disk(login.cluster, login.folder / "disk", "8m") as disk:
-        run = training(login, "--run-dir", str(disk / "run"), *settings("checkpoint.every_steps=10"))
+        run = training(login, "--run-dir", str(disk / "run"), num_steps=40)
         survival.wait_for_steps(run, 1, 1)
         filler = fill(disk, 64_000)
-        login.wait_for_job(run, "FAILED", "COMPLETED", "CANCELLED", timeout_s=TIMEOUT_S)
+        job_id = login.job_id(run)
+        wait_for(lambda: job_id not in login.jobs(), "the end of the job", TIMEOUT_S, 1)
         filler.unlink()
-        copy = login.folder / "copied"
-        shutil.copytree(run.path, copy, symlinks=True)
-    shutil.rmtree(login.folder / "disk", ignore_errors=True)
-    shutil.copytree(copy, run.path, symlinks=True)
+        kept = login.folder / "kept"
+        shutil.copytree(run.path, kept / "run", symlinks=True)
+    (login.folder / "disk").rmdir()
+    kept.rename(login.folder / "disk")
     return run
-
-
-@broken("quota", 1, 2)
-def quota_of_the_user(login: Login) -> RunDir:
-    """A file system with a quota of 1 MiB for the user of the rank."""
-    image, disk = login.folder / "image", login.folder / "disk"
-    disk.mkdir()
-    with image.open("wb") as stream:
-        stream.truncate(64 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-O", "quota", str(image)], check=True)
-    mount = ["mount", "-o", "loop,usrquota", str(image), str(disk)]
-    with changed_host(login, 2, mount, ["umount", "--lazy", str(disk)]):
-        on_host(login, 2, sys.executable, "-c", SET_QUOTA, str(disk), "1000", "1024")
-        on_host(login, 2, "chmod", "777", str(disk))
-        code = "import torch\nif rank != 1: signal.pause()\nos.setgroups([])\nos.setuid(1000)\n"
-        code += f"torch.save(torch.zeros(1 << 20), {str(disk / 'model.pt')!r})"
-        return failed_command(login, code)
-
-
-SET_QUOTA = """
-import ctypes, os, sys
-disk, user, kib = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-device = next(line.split()[0] for line in open("/proc/mounts") if line.split()[1] == disk)
-limits = (ctypes.c_uint64 * 9)(kib, kib, 0, 0, 0, 0, 0, 0, 1)  # struct dqblk: QIF_BLIMITS
-libc = ctypes.CDLL(None, use_errno=True)
-if libc.quotactl(ctypes.c_int((0x800008 << 8)), device.encode(), user, limits):
-    sys.exit(os.strerror(ctypes.get_errno()))
-"""
 
 
 @broken("read-only", 0, 1)
 def checkpoints_read_only(login: Login) -> RunDir:
     """The file system of the checkpoints becomes read-only, as after an error of the disk."""
-    run = running(login, *settings("checkpoint.every_steps=20"))
+    run = training(login, num_steps=60)
+    survival.wait_for_steps(run, 1, 3)
     folder = str(run.checkpoints_dir)
     on_host(login, 1, "mount", "--bind", folder, folder)
     try:
@@ -611,7 +583,8 @@ def config_edited(login: Login) -> RunDir:
 
 @broken("bad-config")
 def wrong_argument(login: Login) -> RunDir:
-    code = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args(['--rl', '3'])"
+    code = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\n"
+    code += "parser.parse_args(['--rl', '3'])"
     return failed_command(login, code)
 
 
@@ -726,6 +699,8 @@ def _run_one(name: str, cluster: Cluster, folder: Path, record: bool) -> bool:
         flush=True,
     )
     print(f"    {shown}\n    {found['cause'][:300]}", flush=True)
+    if not right:
+        print(f"    Slurm: {slurm_job(login, run)}")
     return right
 
 

@@ -75,7 +75,7 @@ BROKEN = {
         "dist.TCPStore('127.0.0.1', busy.getsockname()[1], 2, True)",
     ),
     "rendezvous": Broken(
-        expect("rendezvous", 0),
+        expect("rendezvous", 1),
         GROUP + "if rank: signal.pause()\n"
         "dist.TCPStore('127.0.0.1', 0, 2, True, datetime.timedelta(seconds=1), wait_for_workers=True)",
     ),
