@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ BROKEN = {
         "dist.TCPStore('127.0.0.1', busy.getsockname()[1], 2, True)",
     ),
     "rendezvous": Broken(
-        expect("rendezvous", 0),
+        expect("rendezvous", 1),
         GROUP + "if rank: signal.pause()\n"
         "dist.TCPStore('127.0.0.1', 0, 2, True, datetime.timedelta(seconds=1), wait_for_workers=True)",
     ),
@@ -222,26 +223,23 @@ KEPT += ("attempts/*/hangs/*.json", "attempts/*/logs/*.log", "attempts/*/config.
 def record(name: str) -> None:
     """Make a run and write its folder as one YAML file."""
     with tempfile.TemporaryDirectory() as temporary:
-        run = make(name, Path(temporary))
-        files = {}
-        for pattern in KEPT:
-            for path in sorted(run.glob(pattern)):
-                if path.parent.name == "latest" or "latest" in path.parts:
-                    continue
-                lines = path.read_text(errors="replace").splitlines()
-                if path.suffix == ".log":
-                    lines = lines[-MAX_LINES:]
-                text = neutral("\n".join(lines), temporary)
-                if text:
-                    files[str(path.relative_to(run))] = text + "\n"
-    write(
-        name,
-        {
-            "about": "Recorded from a real run by tests/support/broken_runs.py.",
-            "expect": BROKEN[name].expect,
-            "files": files,
-        },
-    )
+        files = recorded_files(make(name, Path(temporary)), lambda text: neutral(text, temporary))
+    about = "Recorded from a real run by tests/support/broken_runs.py."
+    write(name, {"about": about, "expect": BROKEN[name].expect, "files": files})
+
+
+def recorded_files(run: Path, neutral: Callable[[str], str]) -> dict[str, str]:
+    """The files of a run that a diagnosis reads, by their path; of a log, its last lines."""
+    files = {}
+    for pattern in KEPT:
+        for path in sorted(run.glob(pattern)):
+            if "latest" in path.parts:
+                continue
+            lines = path.read_text(errors="replace").splitlines()
+            text = neutral("\n".join(lines[-MAX_LINES:] if path.suffix == ".log" else lines))
+            if text:
+                files[str(path.relative_to(run))] = text + "\n"
+    return files
 
 
 def neutral(text: str, folder: str) -> str:

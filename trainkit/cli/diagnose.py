@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import click
@@ -16,6 +19,12 @@ from trainkit.errors import EXIT_OK, UsageError
 if TYPE_CHECKING:
     from trainkit.observe.diagnose import Diagnosis
     from trainkit.observe.run_text import Evidence
+
+
+COLUMNS = 80
+MAX_EVIDENCE_LINES = 4
+_UNBROKEN = "\0"
+"""Stands for a space at which no line may be broken."""
 
 
 @click.command(
@@ -66,30 +75,55 @@ def command(run_name: str, number: int | None, as_json: bool) -> int:
 def diagnosis_text(found: Diagnosis) -> str:
     """A diagnosis for a terminal."""
     if found.state == "nothing failed":
-        lines = [f"nothing failed in attempt {found.attempt}: {found.cause}"]
+        lines = _wrapped(f"nothing failed in attempt {found.attempt}: {found.cause}")
     else:
         sure = "" if found.confidence == "certain" else f"  ({found.confidence})" if found.name else ""
-        where = "" if found.rank is None else f"rank {found.rank}"
-        where += f" on {found.host}" if found.host and where else found.host or ""
-        where += "" if found.step is None else f" at step {found.step}"
-        lines = [f"attempt {found.attempt} {found.state}: {found.title}{sure}", found.cause]
-        lines += [f"first:  {where}"] if where else []
-    lines += _section("evidence", [_line(item) for item in found.evidence])
-    lines += _section("what to do", [f"- {item}" for item in found.advice])
+        lines = [f"attempt {found.attempt} {found.state}: {found.title}{sure}", *_wrapped(found.cause)]
+        if place := _place(found):
+            lines.append(f"first: {place}")
     lines += _section(
-        "last lines of that rank" if found.rank is not None else "last lines", map(_line, found.tail)
+        f"evidence, in {found.run_dir}", [line for item in found.evidence for line in _evidence(item)]
     )
+    lines += _section("what to do", [line for item in found.advice for line in _wrapped(item, "- ", "  ")])
+    if found.tail:
+        whose = "last lines" if found.rank is None else "last lines of that rank"
+        tail = [item.text if item.line is None else f"{item.line}: {item.text}" for item in found.tail]
+        lines += _section(f"{whose}, in {found.tail[0].file}", tail)
     lines += _section("earlier failures, which --attempt explains", found.earlier)
     return "\n".join(lines)
 
 
-def _section(title: str, lines: object) -> list[str]:
-    listed = list(lines)  # type: ignore[call-overload]
-    return ["", f"{title}:", *(f"  {line}" for line in listed)] if listed else []
+def _place(found: Diagnosis) -> str:
+    """The first failing rank, its host and its step, as far as they are known."""
+    rank = "" if found.rank is None else f"rank {found.rank}"
+    parts = [" on ".join(filter(None, (rank, found.host)))]
+    parts += [] if found.step is None else [f"at step {found.step}"]
+    return " ".join(filter(None, parts))
 
 
-def _line(item: Evidence) -> str:
-    return f"{item.place}: {item.text}"
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", f"{title}:", *(f"  {line}" for line in lines)] if lines else []
+
+
+def _evidence(item: Evidence) -> list[str]:
+    """The place of a line, to be opened in an editor, and below it as much of the line as fits."""
+    lines = _wrapped(item.text, "  ", "  ")
+    more = [*lines[: MAX_EVIDENCE_LINES - 1], "  …"] if len(lines) > MAX_EVIDENCE_LINES else lines
+    return [item.place, *more]
+
+
+def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+    """Lines of a sentence; a command in backquotes stays in one piece, so that it can be copied."""
+    whole = re.sub(r"`[^`]*`", lambda match: match[0].replace(" ", _UNBROKEN), text)
+    lines = wrap(
+        whole,
+        COLUMNS - len("  "),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_UNBROKEN, " ") for line in lines]
 
 
 def _warn(text: str) -> None:

@@ -49,7 +49,7 @@ def _plan(attempt: AttemptDir) -> dict[str, Any]:
 
 def _plan_values(plan: Mapping[str, Any]) -> dict[str, str]:
     values = {}
-    if plan.get("command"):
+    if isinstance(plan.get("command"), list):
         values["command"] = " ".join(map(str, plan["command"]))
     elif isinstance(plan.get("batch"), dict):
         values |= _batch_values(plan["batch"])
@@ -68,7 +68,7 @@ def _batch_values(batch: Mapping[str, Any]) -> dict[str, str]:
     assert isinstance(size, int)
     assert isinstance(steps, int)
     values = {"device_batch_size": str(size), "global_batch_size": str(whole)}
-    if size == 1:
+    if size < 2:
         values["smallest_batch"] = "1"
     elif batch.get("pp_microbatches") is None:
         divisor = next(number for number in range(2, size + 1) if size % number == 0)

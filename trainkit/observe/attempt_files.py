@@ -53,11 +53,15 @@ class AttemptFiles:
         yield from self.logs("agent", sorted(self.attempt.logs_dir.glob("node-*.log"))[:MAX_LOGS])
 
     def world_size(self) -> int:
+        return sum(self._node_sizes())
+
+    def _node_sizes(self) -> list[int]:
+        """The number of ranks of each node; empty when unknown."""
         plan = self.plan()
-        sizes = plan.get("node_sizes")
-        if isinstance(sizes, list):
-            return sum(sizes)
-        return int(plan.get("num_nodes") or 0) * int(plan.get("workers_per_node") or 0)
+        sizes, num_nodes = plan.get("node_sizes"), plan.get("num_nodes")
+        if not isinstance(sizes, list):
+            sizes = [plan.get("workers_per_node")] * (num_nodes if isinstance(num_nodes, int) else 0)
+        return sizes if all(isinstance(size, int) for size in sizes) else []
 
     def hosts(self) -> list[str]:
         """The hosts by node rank; empty when unknown."""
@@ -73,12 +77,8 @@ class AttemptFiles:
         return None
 
     def host_of(self, rank: int | None) -> str | None:
-        plan = self.plan()
-        sizes = plan.get("node_sizes")
-        if not isinstance(sizes, list):
-            sizes = [plan.get("workers_per_node") or 1] * int(plan.get("num_nodes") or 0)
         start = 0
-        for node, size in enumerate(sizes):
+        for node, size in enumerate(self._node_sizes()):
             if rank is not None and rank < start + size:
                 return self.host_of_node(node)
             start += size

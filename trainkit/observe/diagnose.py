@@ -15,15 +15,15 @@ from itertools import islice
 from typing import Any, Literal
 
 from trainkit.observe.advice import run_values
-from trainkit.observe.attempt_files import MAX_LOGS, RANK_FILE, AttemptFiles
+from trainkit.observe.attempt_files import MAX_LOGS, AttemptFiles
 from trainkit.observe.launcher_output import WATCHDOG, describe_signal, exception_of, root_causes
 from trainkit.observe.run_text import (
-    MAX_LINES_AFTER,
     Evidence,
     Match,
     Text,
     clean,
     json_line,
+    num_lines_of_message,
     record_text,
 )
 from trainkit.observe.signatures import Role, Signature, fill
@@ -158,6 +158,8 @@ class _Case:
         verdict = self.end.get("verdict")
         if not isinstance(verdict, dict):
             return self.records[0] if self.records else None
+        if verdict.get("type") == "exit" and verdict.get("rank") is None and verdict.get("node_rank") is None:
+            verdict = {**verdict, "host": None}  # the supervisor's, which did not fail
         first = self._of_verdict(verdict)
         is_command = bool(self.files.plan().get("command"))
         return self._of_launcher(first) if is_command and first.rank is not None else first
@@ -215,7 +217,8 @@ class _Case:
     def _explain(self) -> Match | None:
         own = None
         if self.first is not None:
-            own = self._best([self.first.text]) or self._best(self._rest_of_the_message(self.first))
+            own = self._best([self.first.text])
+            own = own or self._best(self._rest_of_the_message(self.first), ("cause",))
             if own is not None and own.signature.role == "cascade":
                 own = self._before_the_cascade() or own
             if own is not None and own.signature.role == "cause":
@@ -235,7 +238,7 @@ class _Case:
             start = str(first.text.lines[0])[:MAX_START]
             found = [index for index, line in enumerate(text.lines) if start in line]
             if found:
-                yield text.part(found[-1], MAX_LINES_AFTER, "record")
+                yield text.part(found[-1], num_lines_of_message(text.lines[found[-1] :]), "record")
 
     def _before_the_cascade(self) -> Match | None:
         """Make the earliest record that is no cascade the first failure; returns its match."""
@@ -282,8 +285,12 @@ class _Case:
             rank, host, step = self._place(match)
         values = run_values(self.run, self.attempt) | dict(match.groups)
         record = {} if first is None or is_request else first.record
+        hosts = self.files.hosts()
+        if "nobody" in match.groups:
+            rank = host = None
         values |= {
             "subject": _subject(rank, host),
+            **({"num_hosts": str(len(hosts))} if hosts else {}),
             "message": clean(str(record.get("message") or "")),
             "reason": clean(str(self.end.get("reason") or "")),
             **({} if rank is None else {"rank": str(rank)}),
@@ -291,13 +298,13 @@ class _Case:
             **({} if step is None else {"step": str(step)}),
         }
         more: list[Evidence] = []
-        for add in (self._hang_values, self._rank_list_values, self._collective_values, self._import_values):
+        for add in (self._hang_values, self._rank_list_values, self._collective_values, self._host_values):
             added, lines = add(match, values)
             values |= added
             more += lines
         if "suspect_rank" in values:
             rank = int(values["suspect_rank"])
-            host = self.files.host_of(rank)
+            host = self.files.host_of(rank) if hosts else host  # all on one host
         advice = [text for text in (fill(template, values) for template in signature.advice) if text]
         hint = str(record.get("hint") or "")
         if hint and hint not in advice:
@@ -309,7 +316,7 @@ class _Case:
         return self._make(
             name=signature.name,
             title=signature.title,
-            cause=fill(signature.cause, values) or signature.title,
+            cause=next(filter(None, (fill(cause, values) for cause in signature.causes)), signature.title),
             confidence=confidence,
             rank=rank,
             host=host,
@@ -346,10 +353,12 @@ class _Case:
                 continue  # cut off by a crash
             if str(rank) != values.get("rank"):
                 waiting.append(rank)
-            top = str(stack[0]) if stack else "no stack"
-            text = clean(f"rank {rank} on {report.get('host')}, in {phase}: {top}")
+            if not stack:
+                continue  # that of a COMMAND
+            text = clean(f"rank {rank} on {report.get('host')}, in {phase}: {stack[0]}")
             lines.append(Evidence(self.files.shown(path), json_line(path, "stack"), text))
-        return ({"waiting": _ranks(waiting)} if waiting else {}), lines
+        added = {} if "nobody" in match.groups or not waiting else {"waiting": _ranks(waiting)}
+        return added | ({"hangs_dir": str(self.attempt.hangs_dir)} if lines else {}), lines
 
     def _rank_list_values(
         self, match: Match, values: Mapping[str, str]
@@ -357,31 +366,43 @@ class _Case:
         """The hosts of the ranks that a message lists as missing."""
         ranks = [int(number) for number in re.findall(r"\d+", match.groups.get("missing", ""))]
         if "joined" in match.groups:
-            printed = {
-                int(found[1])
-                for path in self.attempt.logs_dir.glob("rank-*.log")
-                if (found := RANK_FILE.fullmatch(path.stem)) and path.stat().st_size
-            }
-            ranks = [rank for rank in range(self.files.world_size()) if rank not in printed]
+            ranks = self._ranks_not_joined(int(match.groups["joined"]))
         if not ranks:
             return {}, []
         hosts = dict.fromkeys(filter(None, map(self.files.host_of, ranks)))
-        added = {"missing_ranks": _ranks(ranks), "suspect_rank": str(ranks[0])}
+        added = {"missing_ranks": _ranks(ranks), "missing_rank": str(ranks[0]), "suspect_rank": str(ranks[0])}
         return (added | {"missing_hosts": ", ".join(hosts)} if hosts else added), []
+
+    def _ranks_not_joined(self, num_joined: int) -> list[int]:
+        """The ranks that did not reach the store of rank 0, if that is known."""
+        others = list(range(1, self.files.world_size()))
+        if num_joined == 1:
+            return others
+        silent = [rank for rank in others if not self._has_output(rank)]
+        return silent if len(silent) == len(others) + 1 - num_joined else []
+
+    def _has_output(self, rank: int) -> bool:
+        log = self.attempt.rank_log(rank)
+        return log.is_file() and log.stat().st_size > 0
 
     def _collective_values(
         self, match: Match, values: Mapping[str, str]
     ) -> tuple[dict[str, str], list[Evidence]]:
         """The rank that did not take part in the collective that timed out."""
-        if match.signature.name != "nccl-timeout":
+        if match.signature.name != "collective-timeout":
             return {}, []
         timed_out: dict[int, int] = {}
+        waited: set[int] = set()
+        cascades = [signature for signature in self.signatures if signature.role == "cascade"]
         for text in self._rank_logs():
             for line in text.lines:
                 for found in WATCHDOG.finditer(line):
                     timed_out.setdefault(int(found["rank"]), int(found["sequence"]))
-        silent = [rank for rank in range(self.files.world_size()) if rank not in timed_out]
-        if timed_out and silent and len(silent) < self.files.world_size():
+            if text.rank is not None and any(text.find(signature) for signature in cascades):
+                waited.add(text.rank)
+        waited |= timed_out.keys()
+        silent = [rank for rank in range(self.files.world_size()) if rank not in waited]
+        if 0 < len(silent) <= len(waited):
             why = f"{_ranks(silent)} reported no time-out: the other ranks waited there"
             return {"suspect": why, "suspect_rank": str(silent[0])}, []
         behind = [rank for rank, number in timed_out.items() if number == min(timed_out.values())]
@@ -390,16 +411,12 @@ class _Case:
             return {"suspect": why, "suspect_rank": str(behind[0])}, []
         return {}, []
 
-    def _import_values(
-        self, match: Match, values: Mapping[str, str]
-    ) -> tuple[dict[str, str], list[Evidence]]:
-        """The hosts that reported an import error, if the run has others."""
-        if match.signature.name != "import-error":
-            return {}, []
+    def _host_values(self, match: Match, values: Mapping[str, str]) -> tuple[dict[str, str], list[Evidence]]:
+        """The hosts whose ranks reported this cause, if the run has others."""
         hosts = {first.text.host for first in self.records if first.text.find(match.signature)}
         known = set(self.files.hosts())
         if hosts and None not in hosts and hosts < known:
-            return {"import_hosts": ", ".join(sorted(map(str, hosts))), "num_hosts": str(len(known))}, []
+            return {"some_hosts": ", ".join(sorted(map(str, hosts)))}, []
         return {}, []
 
     def _unknown(self) -> Diagnosis:
@@ -409,7 +426,7 @@ class _Case:
         # The log of another rank would mislead.
         if text is not None and first is not None and text.rank != first.log_rank:
             text = None
-        tail = [] if text is None else [text.evidence(n) for n in range(len(text.lines))][-TAIL_LINES:]
+        tail = [] if text is None else self._tail(text)
         if first is None:
             reason = self.end.get("reason") or "the supervisor exited without recording how the attempt ended"
             return self._make(cause=f"no known cause was found: {clean(str(reason))}", tail=tail)
@@ -426,6 +443,14 @@ class _Case:
             advice=[hint] if hint else [],
             tail=tail,
         )
+
+    def _tail(self, text: Text) -> list[Evidence]:
+        """The last lines of a log, up to the exception of the first failure if it is in there."""
+        end, first = len(text.lines), None if self.first is None else self.first.text
+        if first is not None and first.file == text.file and first.first_line and text.first_line:
+            index = first.first_line - text.first_line
+            end = index + num_lines_of_message(text.lines[index:])
+        return [text.evidence(index) for index in range(max(0, end - TAIL_LINES), end)]
 
     def _nothing(self, cause: str) -> Diagnosis:
         return self._plain("nothing failed", cause, "certain")

@@ -28,6 +28,11 @@ _REST_OF_AN_ERROR = re.compile(
     r"|Exception raised|During handling|The above exception|=+$|-+$|\*+$|[\w.]+(?:Error|Exception)\b"
     r"|.*NCCL (?:WARN|INFO)|Root Cause|Failures:|Fatal Python error|Thread 0x|Current thread"
 )
+_RANK_PREFIX = re.compile(r"\[rank\d+\]: ?")
+_NEXT_MESSAGE = re.compile(
+    r"Traceback|\[[EWIF]\d|\[[EWF] |[EWIF]\d{4} |srun:|slurmstepd:|terminate called|=+$|-+$"
+)
+"""A line of another message: of a launcher, of Slurm, or the next traceback."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -67,19 +72,28 @@ class Text:
         return "\n".join(self.lines), starts
 
     def find(self, signature: Signature) -> Match | None:
-        """The last line that matches a signature and that the program has not survived; None without one."""
+        """The last line that matches a signature and is an error; None without one.
+
+        Errors that the program has survived do not count, nor do words in quotes. Lines that name the rank or
+        the host count more than others.
+        """
         text, starts = self._joined
-        found: tuple[int, re.Match[str]] | None = None
+        found: tuple[tuple[bool, int], dict[str, str]] | None = None
         with limited_time(signature):
             for pattern in signature.patterns:
                 for match in pattern.finditer(text):
                     index = bisect_right(starts, match.start()) - 1
-                    if (found is None or index > found[0]) and not self._is_survived(index):
-                        found = index, match
+                    groups = {name: value for name, value in match.groupdict().items() if value}
+                    weight = bool({"rank", "host"} & groups.keys()), index
+                    if found is not None and weight <= found[0]:
+                        continue
+                    if not self._is_survived(index) and not self._is_quoted(
+                        text, starts[index], match.start()
+                    ):
+                        found = weight, groups
         if found is None:
             return None
-        index, match = found
-        groups = {name: value for name, value in match.groupdict().items() if value}
+        (_, index), groups = found
         return Match(signature, self, self.evidence(index), groups)
 
     def _is_survived(self, index: int) -> bool:
@@ -87,6 +101,10 @@ class Text:
             return False
         after = self.lines[index + 1 :]
         return sum(not _REST_OF_AN_ERROR.match(line) for line in after) > MAX_LINES_AFTER
+
+    def _is_quoted(self, text: str, start: int, end: int) -> bool:
+        """Whether a program prints the words as data, such as a sample or a JSON string."""
+        return self.kind == "log" and text.count('"', start, end) % 2 == 1
 
     def part(self, start: int, count: int, kind: Where) -> Text:
         """Some of its lines, as another kind of text."""
@@ -107,6 +125,16 @@ class Match:
     text: Text
     evidence: Evidence
     groups: Mapping[str, str] = field(default_factory=dict)
+
+
+def num_lines_of_message(lines: Sequence[str]) -> int:
+    """How many of the lines at the end of a log belong to the exception that the first one begins."""
+    prefix = _RANK_PREFIX.match(lines[0])
+    for index, line in enumerate(lines[1:MAX_LINES_AFTER], 1):
+        own = _RANK_PREFIX.match(line)
+        if _NEXT_MESSAGE.match(line) or (prefix and prefix[0]) != (own and own[0]):
+            return index
+    return min(len(lines), MAX_LINES_AFTER)
 
 
 def clean(line: str) -> str:

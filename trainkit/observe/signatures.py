@@ -42,8 +42,11 @@ class Signature:
     role: Role
     where: tuple[Where, ...]
     confidence: Confidence
-    cause: str
-    """One sentence; placeholders are named groups of the pattern and the values of `observe.advice`."""
+    causes: tuple[str, ...]
+    """Sentences, of which the first whose placeholders all have a value in a run is used.
+
+    Placeholders are named groups of the pattern and the values of `observe.advice`.
+    """
     advice: tuple[str, ...]
     """Sentences; one whose placeholders have no value in a run is left out."""
     doc: str
@@ -140,9 +143,9 @@ def _parse(name: str, entry: Entry, is_shipped: bool, problems: list[Problem]) -
     for place in where:
         if place not in get_args(Where):
             problem("where", f"is {place!r}", f"use {', '.join(get_args(Where))}", origin_of("where"))
-    cause = " ".join(texts("cause")) or str(title)
+    causes = texts("cause") or (str(title),)
     advice = texts("advice")
-    for key, templates in (("cause", (cause,)), ("advice", advice)):
+    for key, templates in (("cause", causes), ("advice", advice)):
         for template in templates:
             try:
                 placeholders(template)
@@ -159,7 +162,7 @@ def _parse(name: str, entry: Entry, is_shipped: bool, problems: list[Problem]) -
         role=role,
         where=where,  # type: ignore[arg-type]
         confidence=confidence,
-        cause=cause,
+        causes=causes,
         advice=advice,
         doc=" ".join(texts("doc")),
         origin=entry.origin,
