@@ -68,6 +68,13 @@ def test_what_was_typed_wrong(desk: Desk, args: list[str], message: str) -> None
     assert not (desk.folder / "runs").exists()
 
 
+def test_a_config_without_a_kind_of_bench_has_a_hint(desk: Desk) -> None:
+    done = desk.trainkit("bench", "small.yaml", "--sweep", "seed=1,2")
+    assert done.returncode == 2
+    assert "error: 'small.yaml' is not a kind of bench" in done.stderr
+    assert "`trainkit bench settings small.yaml --sweep KEY=V,V` values of any key" in done.stderr
+
+
 @pytest.mark.slow
 def test_points_run_in_rounds_and_one_that_fails_stays_in_the_table(desk: Desk) -> None:
     desk.works(CURVE)

@@ -235,7 +235,7 @@ def test_a_comparison_shows_both_runs_and_the_keys_that_differ(run):
     other = report_of(run)
     other.config["optimizer.lr"] = 0.125
     text = render_report(report, other)
-    assert "(compared)" in text
+    assert f"{run.path.parent.name}/run (compared)" in text  # both have the same name
     assert "<td>optimizer.lr" in text
     assert "0.125" in text
 

@@ -102,8 +102,10 @@ def test_many_curves_are_thinned_out_and_rows_are_limited(
     report = report_of(made_up_sweep(tmp_path / "mine", {"seed": list(range(60))}, num_steps=5))
     assert render_sweep(report).count('class="thin"') == 2 * 39 + 2 + 1  # curves, their key and the medians
     monkeypatch.setattr(sweep_report, "MAX_ROWS", 10)
+    monkeypatch.setattr(sweep_report, "OPEN_ROWS", 4)
     text = render_sweep(report)
     assert text.count('<td class="n">5<td') == 10
+    assert "<summary>6 more runs</summary>" in text
     assert "50 more runs, with worse results" in text
 
 

@@ -145,8 +145,18 @@ def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
     labels: list[tuple[float, str]] = []
     for text, place in places.items():
         if not labels or place * 100 - labels[-1][0] >= 100 / MAX_X_LABELS:
-            labels.append((place * 100, text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…"))
+            labels.append((place * 100, _short(text)))
     return labels
+
+
+def _short(text: str) -> str:
+    """A label that has room: a number with fewer digits, or the beginning of a text."""
+    if len(text) <= MAX_LABEL:
+        return text
+    try:
+        return f"{float(text):.4g}"
+    except ValueError:
+        return f"{text[: MAX_LABEL - 1]}…"
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:

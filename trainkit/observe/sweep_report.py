@@ -31,7 +31,9 @@ TEMPLATE = "sweep_report.html.j2"
 MAX_LINES = 40
 """Curves that are drawn: more would cover each other."""
 MAX_NAMED_LINES = 4
-MAX_ROWS = 1000
+OPEN_ROWS = 100
+"""Runs that the page lists unfolded."""
+MAX_ROWS = 2000
 MAX_AXIS_KEYS = 6
 NUM_SAMPLES = 64
 """Records that are read of a long curve, evenly spaced."""
@@ -359,6 +361,7 @@ def render_sweep(report: SweepReport) -> str:
         report=report,
         verdict=_verdict(report),
         points=report.points[:MAX_ROWS],
+        num_open=OPEN_ROWS,
         num_hidden=max(0, len(report.points) - MAX_ROWS),
         failed=FAILED,
         value=shown_value,
