@@ -54,6 +54,10 @@ def test_a_dry_run_lists_the_points_and_those_that_cannot_run(desk: Desk) -> Non
         ([], "no --sweep"),
         (["--sweep", "train.stepz=1"], "there is no key train.stepz"),
         (["--sweep", "train.steps=10,20"], "--sweep train.steps: a bench sets train.steps itself"),
+        (
+            ["--sweep", "requeue.on=[],[crash]"],
+            "a bench sets requeue.on itself (a failed run is not restarted)",
+        ),
         (["--sweep", "profiler.ranks=[0],[1]"], "a bench sets profiler.ranks itself"),
         (["--sweep", "train.device_batch_size=0,-1"], "train.device_batch_size"),
         (["--sweep", "seed=1,2", "--steps", "5"], "--steps 5: 5 warm-up steps"),

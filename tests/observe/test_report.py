@@ -251,6 +251,13 @@ def test_charts_keep_the_ends_of_their_values():
     ]
 
 
+def test_an_interruption_is_marked_in_the_time_line(run):
+    text = render_report(report_of(run))
+    assert text.count('<i class="signal"') == 1  # attempt 1 failed, attempt 2 finished
+    append_jsonl(run.events_file, event(30, 1, "signal", signal="SIGUSR2"))
+    assert render_report(report_of(run)).count('<i class="signal"') == 2
+
+
 def test_slow_ranks_are_named_with_host_phase_and_steps(run):
     slow = {"own_s": 0.25, "usual_s": 0.1, "phase": "data"}
     for record in (

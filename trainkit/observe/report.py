@@ -298,9 +298,10 @@ def _timeline(report: Report) -> list[dict[str, Any]]:
         marks = [("save", at(t)) for t in item.saves[-200:]] + [
             ("eval", at(t)) for t in item.evaluations[-200:]
         ]
-        rows.append(
-            {"attempt": item, "spans": spans, "marks": marks, "signals": [at(t) for t in item.signals]}
-        )
+        stops = list(item.signals)
+        if item.ended is not None and item.state not in (None, "finished"):
+            stops.append(item.ended)
+        rows.append({"attempt": item, "spans": spans, "marks": marks, "stops": [at(time) for time in stops]})
     return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -206,10 +207,8 @@ def _rank(point: PointReport, objective: Objective) -> float:
 
 
 def _count_states(points: Iterable[PointReport]) -> dict[str, int]:
-    states = [point.state for point in points]
-    return {
-        state: states.count(state) for state in (*ORDER, *sorted(set(states) - {*ORDER})) if state in states
-    }
+    counts = Counter(point.state for point in points)
+    return {state: counts[state] for state in dict.fromkeys((*ORDER, *counts)) if counts[state]}
 
 
 def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: float) -> PointReport:
