@@ -48,6 +48,7 @@ def test_failures_come_first_and_then_the_best(tmp_path: Path) -> None:
         None,
         "rank 1 failed first: OutOfMemoryError",
     )
+    assert f"trainkit diagnose {failed.run_dir}</code>" in render_sweep(report)
     assert report.to_dict()["points"][0]["values"] == {"optimizer.lr": 1e-3, "seed": 3}
     assert "curves" not in report.to_dict()["best"]
 

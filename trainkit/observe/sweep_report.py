@@ -365,6 +365,7 @@ def render_sweep(report: SweepReport) -> str:
         num_hidden=max(0, len(report.points) - MAX_ROWS),
         failed=FAILED,
         value=shown_value,
+        quote=shlex.quote,
         curves=_curve_charts(report),
         by_key=charts,
         by_value=strips,
