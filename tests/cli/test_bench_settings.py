@@ -54,6 +54,10 @@ def test_a_dry_run_lists_the_points_and_those_that_cannot_run(desk: Desk) -> Non
         ([], "no --sweep"),
         (["--sweep", "train.stepz=1"], "there is no key train.stepz"),
         (["--sweep", "train.steps=10,20"], "--sweep train.steps: a bench sets train.steps itself"),
+        (
+            ["--sweep", "requeue.on=[],[crash]"],
+            "a bench sets requeue.on itself (a failed run is not restarted)",
+        ),
         (["--sweep", "profiler.ranks=[0],[1]"], "a bench sets profiler.ranks itself"),
         (["--sweep", "train.device_batch_size=0,-1"], "train.device_batch_size"),
         (["--sweep", "seed=1,2", "--steps", "5"], "--steps 5: 5 warm-up steps"),
@@ -66,6 +70,13 @@ def test_what_was_typed_wrong(desk: Desk, args: list[str], message: str) -> None
     assert (done.returncode, json.loads(done.stdout)["exit_code"]) == (2, 2)
     assert message in json.loads(done.stdout)["error"]
     assert not (desk.folder / "runs").exists()
+
+
+def test_a_config_without_a_kind_of_bench_has_a_hint(desk: Desk) -> None:
+    done = desk.trainkit("bench", "small.yaml", "--sweep", "seed=1,2")
+    assert done.returncode == 2
+    assert "error: 'small.yaml' is not a kind of bench" in done.stderr
+    assert "`trainkit bench settings small.yaml --sweep KEY=V,V` values of any key" in done.stderr
 
 
 @pytest.mark.slow

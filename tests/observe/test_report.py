@@ -235,7 +235,7 @@ def test_a_comparison_shows_both_runs_and_the_keys_that_differ(run):
     other = report_of(run)
     other.config["optimizer.lr"] = 0.125
     text = render_report(report, other)
-    assert "(compared)" in text
+    assert f"{run.path.parent.name}/run (compared)" in text  # both have the same name
     assert "<td>optimizer.lr" in text
     assert "0.125" in text
 
@@ -249,6 +249,13 @@ def test_charts_keep_the_ends_of_their_values():
         "3 min 05 s",
         "2 h 10 min",
     ]
+
+
+def test_an_interruption_is_marked_in_the_time_line(run):
+    text = render_report(report_of(run))
+    assert text.count('<i class="signal"') == 1  # attempt 1 failed, attempt 2 finished
+    append_jsonl(run.events_file, event(30, 1, "signal", signal="SIGUSR2"))
+    assert render_report(report_of(run)).count('<i class="signal"') == 2
 
 
 def test_slow_ranks_are_named_with_host_phase_and_steps(run):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.sweeps import STARTUP_S, STEP_S, made_up_sweep
 from trainkit.observe import sweep_report
-from trainkit.observe.charts import dot_chart
+from trainkit.observe.charts import dot_chart, strip_chart
 from trainkit.observe.group import GroupFiles
 from trainkit.observe.sweep_report import (
     NUM_SAMPLES,
@@ -48,6 +48,7 @@ def test_failures_come_first_and_then_the_best(tmp_path: Path) -> None:
         None,
         "rank 1 failed first: OutOfMemoryError",
     )
+    assert f"trainkit diagnose {failed.run_dir}</code>" in render_sweep(report)
     assert report.to_dict()["points"][0]["values"] == {"optimizer.lr": 1e-3, "seed": 3}
     assert "curves" not in report.to_dict()["best"]
 
@@ -102,8 +103,10 @@ def test_many_curves_are_thinned_out_and_rows_are_limited(
     report = report_of(made_up_sweep(tmp_path / "mine", {"seed": list(range(60))}, num_steps=5))
     assert render_sweep(report).count('class="thin"') == 2 * 39 + 2 + 1  # curves, their key and the medians
     monkeypatch.setattr(sweep_report, "MAX_ROWS", 10)
+    monkeypatch.setattr(sweep_report, "OPEN_ROWS", 4)
     text = render_sweep(report)
     assert text.count('<td class="n">5<td') == 10
+    assert "<summary>6 more runs</summary>" in text
     assert "50 more runs, with worse results" in text
 
 
@@ -137,12 +140,10 @@ def test_numbers_have_a_numeric_axis_and_other_values_are_categories() -> None:
     assert [text for _, text in chart.x_labels] == ["0.0001", "0.001", "0.01"]
     assert [round(place) for place, _ in chart.x_labels] == [2, 50, 98]  # logarithmic
     assert [color for color, _ in chart.paths] == ["thin", "c0 dot", "c0 dot", "c1 dot"]
-    chart = dot_chart("by name", "name", ["adamw", "sgd", True], [3.0, 2.0, 4.0])
-    assert chart is not None
-    assert [(round(place), text) for place, text in chart.x_labels] == [
-        (17, "adamw"),
-        (50, "sgd"),
-        (83, "true"),
-    ]
-    assert [color for color, _ in chart.paths] == ["c0 dot"] * 3
+    (place, text), *_ = dot_chart("by lr", "lr", [0.1 + 0.2], [3.0]).x_labels
+    assert (place, text) == (50, "0.3")
+    strip = strip_chart("by name", ["sgd", True, "sgd"], [3.0, 2.0, 4.0], best=0)
+    assert strip is not None
+    assert strip.rows == [("sgd", [(100.0, "c0"), (50.0, "c1")]), ("true", [(0.0, "c0")])]
+    assert strip_chart("nothing", [], []) is None
     assert dot_chart("nothing", "lr", [], []) is None

@@ -206,8 +206,8 @@ def all_layouts(
 
 
 def first_problem(error: ConfigError) -> str:
-    """Return the reason why a layout is impossible, in one line."""
-    return f"{error.problems[0].key} {error.problems[0].message}"
+    """Return the reason why a layout or another point is impossible, in one line."""
+    return f"{error.problems[0].key} {error.problems[0].message}".strip()
 
 
 def select(

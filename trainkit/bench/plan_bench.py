@@ -218,12 +218,11 @@ class SettingsPlanner:
     def point(self, values: dict[str, Any], loaded: LoadedConfig, first: BenchPoint | None) -> BenchPoint:
         """Plan a point; raises ConfigError if it cannot run, or not in the same array as the first."""
         length = self.request.length
-        possible = bench_changes(loaded.config, "settings", length, self.request.keep_name)
-        possible += profiler_changes(loaded.config, length, 1)
-        _refuse_set_by_bench(values, possible)
+        own = bench_changes(loaded.config, "settings", length, self.request.keep_name)
+        _refuse_set_by_bench(values, [*own, *profiler_changes(loaded.config, length, 1)])
         target = self._find_target(loaded)
         data = None if loaded.config.has_user_task else self._facts(loaded)
-        changes = effective(bench_changes(loaded.config, "settings", length, self.request.keep_name))
+        changes = effective(own)
         short = with_values(loaded, {item.key: item.value for item in changes}, ORIGIN)
         plan = plan_run(short, target=target, data=data)
         profiler = effective(profiler_changes(short.config, length, plan.world_size))
@@ -247,12 +246,13 @@ class SettingsPlanner:
         return self._data[key]
 
 
-def _refuse_set_by_bench(values: Mapping[str, Any], changes: Iterable[Change]) -> None:
-    for change in changes:
-        if change.key in values:
-            raise UsageError(
-                f"--sweep {change.key}: a bench sets {change.key} itself ({change.why})", hint="remove it"
-            )
+def _refuse_set_by_bench(values: Mapping[str, Any], changes: Sequence[Change]) -> None:
+    for key in values:
+        for change in changes:
+            if change.key == key or change.key.startswith(f"{key}."):
+                raise UsageError(
+                    f"--sweep {key}: a bench sets {change.key} itself ({change.why})", hint="remove it"
+                )
 
 
 def _refuse_other_job(first: BenchPoint, point: BenchPoint) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from shlex import quote
 from textwrap import wrap
 from typing import Any
 
@@ -26,8 +27,24 @@ WARMUP = 5
 WIDTH = 100
 
 
+class BenchGroup(Group):
+    """The kinds of benches; a config in the place of a kind has a hint of its own."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            shown = quote(args[0])
+            raise UsageError(
+                f"{args[0]!r} is not a kind of bench",
+                hint=f"`trainkit bench layouts {shown}` measures layouts, "
+                f"`trainkit bench settings {shown} --sweep KEY=V,V` values of any key",
+            )
+        return super().resolve_command(ctx, args)
+
+
 @click.group(
-    cls=Group,
+    cls=BenchGroup,
     epilog=examples(
         "trainkit bench layouts quickstart --gpus-per-node 2 --steps 20",
         "trainkit bench settings quickstart --sweep train.device_batch_size=4,8 --dry-run",

@@ -94,9 +94,9 @@ MAX_LABEL = 14
 def dot_chart(
     title: str, key: str, values: Sequence[Any], results: Sequence[float], best: int | None = None
 ) -> Chart | None:
-    """A dot for the result of each value of a config key; the `best` one stands out.
+    """A dot for the result of each value of a numeric key, and a line through the medians.
 
-    Numbers have a numeric axis, and a line through the medians; None when there is nothing to draw.
+    The `best` one stands out. None when there is nothing to draw.
     """
     if not results:
         return None
@@ -110,7 +110,7 @@ def dot_chart(
     by_value: dict[str, list[tuple[Any, float]]] = {}
     for value, result in zip(values, results, strict=True):
         by_value.setdefault(shown_value(value), []).append((value, result))
-    if _are_numbers(values) and len(by_value) > 1:
+    if len(by_value) > 1:
         groups = sorted(by_value.values(), key=lambda items: float(items[0][0]))
         line = [at(items[0][0], median(result for _, result in items)) for items in groups]
         paths.append(("thin", "M" + "L".join(line)))
@@ -121,16 +121,16 @@ def dot_chart(
     return Chart(title, paths, [], _y_labels(low, high, ticks), _value_labels(places), over=key)
 
 
-def _are_numbers(values: Iterable[Any]) -> bool:
+def are_numbers(values: Iterable[Any]) -> bool:
+    """Whether all values are numbers, which have an axis."""
     return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
 
 
 def _places(values: Sequence[Any]) -> dict[str, float]:
-    """Text of a value -> its place on the axis, 0 to 1, from left to right."""
-    distinct = list({shown_value(value): value for value in values}.values())
-    if not _are_numbers(distinct) or len(distinct) == 1:
-        return {shown_value(value): (index + 0.5) / len(distinct) for index, value in enumerate(distinct)}
-    distinct.sort()
+    """Text of a number -> its place on the axis, 0 to 1, from left to right."""
+    distinct = sorted({shown_value(value): value for value in values}.values())
+    if len(distinct) == 1:
+        return {shown_value(distinct[0]): 0.5}
     is_logarithmic = distinct[0] > 0 and distinct[-1] / distinct[0] >= LOG_RATIO
     scale = [math.log(value) if is_logarithmic else value for value in distinct]
     length = scale[-1] - scale[0]
@@ -145,8 +145,36 @@ def _value_labels(places: Mapping[str, float]) -> list[tuple[float, str]]:
     labels: list[tuple[float, str]] = []
     for text, place in places.items():
         if not labels or place * 100 - labels[-1][0] >= 100 / MAX_X_LABELS:
-            labels.append((place * 100, text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…"))
+            labels.append((place * 100, text if len(text) <= MAX_LABEL else f"{float(text):.4g}"))
     return labels
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A chart with a row of dots for each value of a key; positions are in percent."""
+
+    title: str
+    rows: list[tuple[str, list[tuple[float, str]]]]
+    """Value, and the position and CSS class of each of its dots."""
+    x_labels: list[tuple[float, str]]
+
+
+def strip_chart(
+    title: str, values: Sequence[Any], results: Sequence[float], best: int | None = None
+) -> Strip | None:
+    """A row for each value of a key, whatever its type, with a dot for each result; None without results."""
+    if not results:
+        return None
+    low, high, ticks = _range(results)
+    rows: dict[str, list[tuple[float, str]]] = {}
+    for index, (value, result) in enumerate(zip(values, results, strict=True)):
+        dot = ((result - low) / (high - low) * 100, "c1" if index == best else "c0")
+        rows.setdefault(shown_value(value), []).append(dot)
+    for dots in rows.values():
+        dots.sort(key=lambda dot: dot[1])  # the best on top of the others
+    ends = (ticks[0], ticks[len(ticks) // 2], ticks[-1])  # all would touch each other on a phone
+    labels = [((tick - low) / (high - low) * 100, number(tick)) for tick in ends]
+    return Strip(title, list(rows.items()), labels)
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:

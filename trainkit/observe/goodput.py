@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -133,7 +134,10 @@ def read_curves(path: Path, attempts: Sequence[Attempt], part_bytes: int = PART_
     if len(parts) == 1:
         found = [read(parts[0])]
     else:
-        with ProcessPoolExecutor(len(parts), get_context("spawn")) as readers:
+        # Ctrl-C reaches the whole process group: only this process reports it.
+        ignored = signal.SIGINT, signal.SIG_IGN
+        spawn = get_context("spawn")
+        with ProcessPoolExecutor(len(parts), spawn, signal.signal, ignored) as readers:
             found = list(readers.map(read, parts))
     curves, clocks = _joined(found)
     for attempt in attempts:

@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from trainkit.config.names import flatten
@@ -224,6 +225,7 @@ def render_report(report: Report, other: Report | None = None) -> str:
         status=report.status,
         other=other,
         labels=CATEGORIES,
+        names=_names(report, other),
         charts=_charts(report, other),
         timeline=_timeline(report),
         command=shlex.join(map(str, argv)),
@@ -231,7 +233,16 @@ def render_report(report: Report, other: Report | None = None) -> str:
     )
 
 
+def _names(report: Report, other: Report | None) -> tuple[str, str]:
+    """What the runs are called; by their folders when they have the same name, as points of a sweep do."""
+    if other is None or other.status.name != report.status.name:
+        return report.status.name, "" if other is None else other.status.name
+    first, second = ("/".join(Path(item.status.run_dir).parts[-2:]) for item in (report, other))
+    return first, second
+
+
 def _charts(report: Report, other: Report | None) -> list[Chart]:
+    own_name, other_name = _names(report, other)
     marks = [
         (float(attempt.start_step), str(attempt.number))
         for attempt in report.attempts
@@ -240,12 +251,12 @@ def _charts(report: Report, other: Report | None) -> list[Chart]:
     charts = []
     for name in SERIES:
         lines = [
-            Line(points, "c0", report.status.name if index == 0 else "")
+            Line(points, "c0", own_name if index == 0 else "")
             for index, points in enumerate(report.curves[name].values())
         ]
         if other is not None:
             lines += [
-                Line(points, "c2", f"{other.status.name} (compared)" if index == 0 else "")
+                Line(points, "c2", f"{other_name} (compared)" if index == 0 else "")
                 for index, points in enumerate(other.curves[name].values())
             ]
         if name == "loss":
@@ -287,9 +298,10 @@ def _timeline(report: Report) -> list[dict[str, Any]]:
         marks = [("save", at(t)) for t in item.saves[-200:]] + [
             ("eval", at(t)) for t in item.evaluations[-200:]
         ]
-        rows.append(
-            {"attempt": item, "spans": spans, "marks": marks, "signals": [at(t) for t in item.signals]}
-        )
+        stops = list(item.signals)
+        if item.ended is not None and item.state not in (None, "finished"):
+            stops.append(item.ended)
+        rows.append({"attempt": item, "spans": spans, "marks": marks, "stops": [at(time) for time in stops]})
     return rows
 
 

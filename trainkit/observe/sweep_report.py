@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 
 from trainkit.config.names import flatten
 from trainkit.manifest import published
-from trainkit.observe.charts import Chart, Line, dot_chart, line_chart
+from trainkit.observe.charts import Chart, Line, Strip, are_numbers, dot_chart, line_chart, strip_chart
 from trainkit.observe.goodput import Attempt, Point, idle_gaps, read_attempts
 from trainkit.observe.group import FAILED, NUM_READERS, ORDER, GroupStatus, PointStatus
 from trainkit.observe.page import read_object, render_page
@@ -31,7 +32,9 @@ TEMPLATE = "sweep_report.html.j2"
 MAX_LINES = 40
 """Curves that are drawn: more would cover each other."""
 MAX_NAMED_LINES = 4
-MAX_ROWS = 1000
+OPEN_ROWS = 100
+"""Runs that the page lists unfolded."""
+MAX_ROWS = 2000
 MAX_AXIS_KEYS = 6
 NUM_SAMPLES = 64
 """Records that are read of a long curve, evenly spaced."""
@@ -204,10 +207,8 @@ def _rank(point: PointReport, objective: Objective) -> float:
 
 
 def _count_states(points: Iterable[PointReport]) -> dict[str, int]:
-    states = [point.state for point in points]
-    return {
-        state: states.count(state) for state in (*ORDER, *sorted(set(states) - {*ORDER})) if state in states
-    }
+    counts = Counter(point.state for point in points)
+    return {state: counts[state] for state in dict.fromkeys((*ORDER, *counts)) if counts[state]}
 
 
 def _read_point(sweep: Sweep, status: PointStatus, objective: Objective, now: float) -> PointReport:
@@ -353,17 +354,21 @@ def render_sweep(report: SweepReport) -> str:
     """The page of a sweep."""
     keys = [key for key in report.keys if key != REPEAT]
     heat = heat_table(report, keys)
+    charts, strips = _key_charts(report, keys[:MAX_AXIS_KEYS])
     return render_page(
         TEMPLATE,
         title=report.name,
         report=report,
         verdict=_verdict(report),
         points=report.points[:MAX_ROWS],
+        num_open=OPEN_ROWS,
         num_hidden=max(0, len(report.points) - MAX_ROWS),
         failed=FAILED,
         value=shown_value,
+        quote=shlex.quote,
         curves=_curve_charts(report),
-        by_key=_key_charts(report, keys[:MAX_AXIS_KEYS]),
+        by_key=charts,
+        by_value=strips,
         heat=heat,
         max_lines=MAX_LINES,
         command=shlex.join(map(str, report.provenance.get("argv") or [])),
@@ -410,13 +415,17 @@ def _curve_charts(report: SweepReport) -> list[Chart]:
     return charts
 
 
-def _key_charts(report: SweepReport, keys: Sequence[str]) -> list[Chart]:
+def _key_charts(report: SweepReport, keys: Sequence[str]) -> tuple[list[Chart], list[Strip]]:
+    """The results by each key: by number, and by any other value."""
     known = [point for point in report.points if point.result is not None]
     results = [float(point.result or 0.0) for point in known]
     best = None if report.best is None else known.index(report.best)
     label = report.objective.label.capitalize()
-    charts = [
-        dot_chart(f"{label} by {key}", key, [point.values[key] for point in known], results, best)
-        for key in keys
-    ]
-    return [chart for chart in charts if chart is not None]
+    charts, strips = [], []
+    for key in keys:
+        values = [point.values[key] for point in known]
+        if are_numbers(values):
+            charts.append(dot_chart(f"{label} by {key}", key, values, results, best))
+        else:
+            strips.append(strip_chart(f"{label} by {key}", values, results, best))
+    return [chart for chart in charts if chart], [strip for strip in strips if strip]
