@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_tree import Job
+from job_tree import Job, wait_for
 
 from tests.support.runs import make_attempt
 from tests.support.webhooks import SECRET, Webhook, webhook
@@ -24,6 +24,7 @@ from trainkit.job.notifications import (
     is_due,
     post,
     read_state,
+    report_end,
     slowdown_report,
     url_problem,
     with_withheld,
@@ -206,6 +207,25 @@ def test_a_run_reports_its_restart_and_its_end(start_job: Callable[..., Job], en
     assert b"trainkit.job.supervisor" in argv
     assert SECRET.encode() not in argv
     assert [file for file in job.run.path.rglob("*") if file.is_file() and SECRET in read(file)] == []
+
+
+def test_a_command_that_prints_nothing_is_reported_as_stalled(
+    start_job: Callable[..., Job], endpoint: Webhook
+) -> None:
+    waits = "while not os.path.exists(RUN_DIR + '/go'): time.sleep(0.02)"
+    job = start_job(waits, notify={"stalled_after_s": 1.0})
+    wait_for(lambda: endpoint.messages)
+    (job.run.path / "go").touch()
+    job.wait()
+    assert endpoint.events == ["stalled", "finished"]
+    assert endpoint.messages[0]["command"] == f"trainkit stacks {job.run.path}"
+
+
+def test_the_end_of_a_run_without_a_supervisor_is_reported(tmp_path: Path, endpoint: Webhook) -> None:
+    attempt = make_attempt(tmp_path / "run")
+    report_end(attempt, end_of("stopped", "stopped"))
+    report_end(attempt, end_of("failed", "failed", "crash"))
+    assert endpoint.events == ["failed"]
 
 
 def read(file: Path) -> str:

@@ -19,7 +19,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainkit import __version__
-from trainkit.config import read_effective
 from trainkit.errors import TrainkitError
 from trainkit.job.processes import log_line
 from trainkit.job.record import find_entry, read_job
@@ -240,6 +239,9 @@ def _total_steps(attempt: AttemptDir) -> int | None:
     """`train.steps` of the config; None for a COMMAND, which ignores it, and with `train.epochs`."""
     if LaunchPlan.from_dict(read_json(attempt.plan_file)).command is not None:
         return None
+    # Imported where something is sent, because it is slow.
+    from trainkit.config import read_effective
+
     return read_effective(attempt.config_file).train.steps
 
 
