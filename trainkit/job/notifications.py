@@ -22,7 +22,7 @@ from trainkit import __version__
 from trainkit.errors import TrainkitError
 from trainkit.job.processes import log_line
 from trainkit.job.record import find_entry, read_job
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import LaunchPlan, NotifyPolicy
 from trainkit.rundir import (
     RESUME_ACTIONS,
     AttemptDir,
@@ -125,6 +125,10 @@ class Notifier:
         self._one_at_a_time = threading.Lock()
         self._problem = ""
 
+    def is_for(self, policy: NotifyPolicy, *events: str) -> bool:
+        """Whether one of these events would be reported."""
+        return bool(self._environ.get(policy.webhook or "")) and any(event in policy.on for event in events)
+
     def send(self, attempt: AttemptDir, report: Report) -> None:
         """Send a report unless the config or the rate limit excludes it; returns at once."""
         thread = threading.Thread(target=self._send, args=(attempt, report), name="notify", daemon=True)
@@ -143,8 +147,8 @@ class Notifier:
         with self._one_at_a_time:
             try:
                 policy = LaunchPlan.from_dict(read_json(attempt.plan_file)).notify
-                url = self._environ.get(policy.webhook or "")
-                if url and report.event in policy.on:
+                if self.is_for(policy, report.event):
+                    url = self._environ[policy.webhook or ""]
                     _send_limited(url, attempt, report, policy.min_interval_s)
             except (OSError, ValueError, TrainkitError) as error:
                 self._log(error.message if isinstance(error, DeliveryError) else str(error))

@@ -164,7 +164,8 @@ class Supervisor:
             plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
             _enter_work_folder(attempt.run, plan)
             watch = self.allocation.watch(attempt, plan)
-            watch.progress = ProgressWatch(attempt, plan, self.notifier)
+            if self.notifier.is_for(plan.notify, "stalled", "slow"):
+                watch.progress = ProgressWatch(attempt, plan, self.notifier)
             outcome = watch.outcome
             log_event(
                 attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
