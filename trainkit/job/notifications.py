@@ -161,7 +161,7 @@ class Notifier:
 
 
 def notify_end(attempt: AttemptDir, end: Mapping[str, Any]) -> None:
-    """Notification the end of an attempt that no supervisor runs; `end` is the content of its end.json."""
+    """Notify of the end of an attempt that no supervisor runs; `end` is the content of its end.json."""
     notification, notifier = end_notification(attempt, end), Notifier()
     if notification is not None:
         notifier.send(attempt, notification)
