@@ -102,7 +102,7 @@ def test_a_secret_must_not_be_written_down(tmp_path: Path, name: str) -> None:
 def test_the_url_of_a_webhook_must_not_be_written_down(tmp_path: Path, url: str) -> None:
     text = problem(tmp_path, f"notify.webhook={url}")
     assert text == (
-        "--set notify.webhook=***: notify.webhook: is not the name of an environment variable\n"
+        "--set notify.webhook: notify.webhook: is not the name of an environment variable\n"
         "  hint: export TRAINKIT_WEBHOOK_URL=URL in the shell that submits, and leave notify.webhook out"
     )
     assert "launch.env.MY_HOOK: looks like a secret" in problem(

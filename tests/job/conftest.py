@@ -25,6 +25,8 @@ from trainkit.plan.launch import Batch, LaunchPlan, Layout, NotifyPolicy, Requeu
 from trainkit.rundir import RunDir, write_json
 from trainkit.submit.local_backend import start_local_attempt
 
+EVENTS = ("finished", "failed", "requeued", "stalled", "slow")
+
 
 @pytest.fixture
 def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
@@ -61,7 +63,7 @@ def start_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
             command_signal=command_signal,
             # A worker that fails is the end, where a test does not say otherwise.
             requeue=RequeuePolicy(**{"on": (), **config.get("requeue", {})}),
-            notify=NotifyPolicy(("finished", "failed", "requeued", "stalled", "slow"), WEBHOOK_VARIABLE),
+            notify=NotifyPolicy(EVENTS, WEBHOOK_VARIABLE, **config.pop("notify", {})),
             env=config.get("launch", {}).get("env", {}),
         )
         write_json(run.job_file, {"backend": "local", "name": "run", "cwd": str(tmp_path), "attempts": []})

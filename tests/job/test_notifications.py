@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_tree import Job
+from job_tree import Job, wait_for
 
 from tests.support.runs import make_attempt
 from tests.support.webhooks import SECRET, Webhook, webhook
@@ -18,13 +18,14 @@ from trainkit.config.running import WEBHOOK_VARIABLE
 from trainkit.job import notifications
 from trainkit.job.notifications import (
     DeliveryError,
+    Notification,
     Notifier,
-    Report,
-    end_report,
+    end_notification,
     is_due,
+    notify_end,
     post,
     read_state,
-    slowdown_report,
+    slowdown_notification,
     url_problem,
     with_withheld,
 )
@@ -73,34 +74,38 @@ def end_of(action: str, state: str, cause: str | None = None, **more: Any) -> di
     ],
 )
 def test_what_an_end_is_reported_as(tmp_path: Path, end: dict[str, Any], event: str | None) -> None:
-    report = end_report(RunDir(tmp_path).attempt(1), end)
-    assert (report and report.event) == event
+    notification = end_notification(RunDir(tmp_path).attempt(1), end)
+    assert (notification and notification.event) == event
 
 
 def test_a_failure_names_rank_host_and_what_to_do(tmp_path: Path) -> None:
     verdict = {"rank": 5, "host": "node3", "type": "OutOfMemory", "message": "12 GiB more"}
     attempt = RunDir(tmp_path / "a run").attempt(1)
-    report = end_report(attempt, end_of("failed", "failed", "crash", verdict=verdict))
-    assert report is not None
-    assert report.text == "failed: why; rank 5 on node3 failed first: OutOfMemory: 12 GiB more"
-    assert report.command == f"trainkit diagnose '{attempt.run.path}'"
-    assert (report.fields["rank"], report.fields["host"], report.fields["step"]) == (5, "node3", 7)
+    notification = end_notification(attempt, end_of("failed", "failed", "crash", verdict=verdict))
+    assert notification is not None
+    assert notification.text == "failed: why; rank 5 on node3 failed first: OutOfMemory: 12 GiB more"
+    assert notification.command == f"trainkit diagnose '{attempt.run.path}'"
+    assert (notification.fields["rank"], notification.fields["host"], notification.fields["step"]) == (
+        5,
+        "node3",
+        7,
+    )
 
 
 def test_a_restart_without_a_slow_host_is_said_once(tmp_path: Path) -> None:
     end = {**end_of("requeue", "stopped", "slow_host"), "reason": "restarts without b: rank 5 slow"}
-    report = end_report(RunDir(tmp_path).attempt(1), end)
-    assert report is not None
-    assert report.text == "restarts without b: rank 5 slow"
+    notification = end_notification(RunDir(tmp_path).attempt(1), end)
+    assert notification is not None
+    assert notification.text == "restarts without b: rank 5 slow"
 
 
 def test_slow_ranks_are_reported_with_their_host(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path).attempt(1)
     event = {"rank": 5, "host": "node3", "since_step": 1200, "phase": "data", "ratio": 1.71, "step": 1219}
-    assert slowdown_report(attempt, event).text == (
+    assert slowdown_notification(attempt, event).text == (
         "rank 5 on node3 is slow since step 1200 (data), 1.7 times as long as the others"
     )
-    of_run = slowdown_report(attempt, {"since_step": 90, "phase": "network", "ratio": 2.0})
+    of_run = slowdown_notification(attempt, {"since_step": 90, "phase": "network", "ratio": 2.0})
     assert of_run.text == "all ranks are slow since step 90 (network), 2.0 times as long as before"
 
 
@@ -118,14 +123,14 @@ def test_the_rate_limit_is_by_event_and_never_for_the_last_one() -> None:
 def test_fifty_restarts_send_few_messages(tmp_path: Path, endpoint: Webhook) -> None:
     attempt, notifier = make_attempt(tmp_path / "run"), Notifier()
     for _ in range(50):
-        report = end_report(attempt, end_of("restart", "failed", "crash"))
-        assert report is not None
-        Notifier().send(attempt, report)  # each attempt of a job may have its own process
-        notifier.send(attempt, report)
+        notification = end_notification(attempt, end_of("restart", "failed", "crash"))
+        assert notification is not None
+        Notifier().send(attempt, notification)  # each attempt of a job may have its own process
+        notifier.send(attempt, notification)
         notifier.wait()
-    report = end_report(attempt, end_of("failed", "failed", "crash"))
-    assert report is not None
-    notifier.send(attempt, report)
+    notification = end_notification(attempt, end_of("failed", "failed", "crash"))
+    assert notification is not None
+    notifier.send(attempt, notification)
     notifier.wait()
     assert endpoint.events[0] == "requeued"
     assert endpoint.events[-1] == "failed"
@@ -140,9 +145,9 @@ def test_only_the_events_of_the_config_are_sent(tmp_path: Path, endpoint: Webhoo
     attempt = make_attempt(tmp_path / "run", ["notify.on=[failed]"])
     notifier = Notifier()
     for action in ("finished", "failed"):
-        report = end_report(attempt, end_of(action, action))
-        assert report is not None
-        notifier.send(attempt, report)
+        notification = end_notification(attempt, end_of(action, action))
+        assert notification is not None
+        notifier.send(attempt, notification)
     notifier.wait()
     assert endpoint.events == ["failed"]
 
@@ -208,6 +213,25 @@ def test_a_run_reports_its_restart_and_its_end(start_job: Callable[..., Job], en
     assert [file for file in job.run.path.rglob("*") if file.is_file() and SECRET in read(file)] == []
 
 
+def test_a_command_that_prints_nothing_is_reported_as_stalled(
+    start_job: Callable[..., Job], endpoint: Webhook
+) -> None:
+    waits = "while not os.path.exists(RUN_DIR + '/go'): time.sleep(0.02)"
+    job = start_job(waits, notify={"stalled_after_s": 1.0})
+    wait_for(lambda: endpoint.messages)
+    (job.run.path / "go").touch()
+    job.wait()
+    assert endpoint.events == ["stalled", "finished"]
+    assert endpoint.messages[0]["command"] == f"trainkit stacks {job.run.path}"
+
+
+def test_the_end_of_a_run_without_a_supervisor_is_reported(tmp_path: Path, endpoint: Webhook) -> None:
+    attempt = make_attempt(tmp_path / "run")
+    notify_end(attempt, end_of("stopped", "stopped"))
+    notify_end(attempt, end_of("failed", "failed", "crash"))
+    assert endpoint.events == ["failed"]
+
+
 def read(file: Path) -> str:
     return file.read_text(errors="replace")
 
@@ -226,7 +250,7 @@ def test_a_dead_endpoint_delays_nothing_for_long(
         job.wait()
     ends = [read_json(job.run.attempt(number).end_file) for number in (1, 2)]
     assert [end["action"] for end in ends] == ["restart", "finished"]
-    # Neither the restart nor the second attempt waits for the first report.
+    # Neither the restart nor the second attempt waits for the first notification.
     events = {(event["attempt"], event["event"]): event for event in read_jsonl(job.run.events_file)}
     restart_s = seconds_between(events[1, "stopped"]["time"], parse_time(events[2, "started"]["time"]))
     assert restart_s is not None
@@ -240,17 +264,17 @@ def test_a_dead_endpoint_delays_nothing_for_long(
 
 def stall_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str
-) -> tuple[AttemptDir, list[Report], Callable[[float], None]]:
+) -> tuple[AttemptDir, list[Notification], Callable[[float], None]]:
     """An attempt, what is reported of it, and a function that lets time pass and polls."""
     now_s = [1000.0]
     monkeypatch.setattr(hangs.time, "monotonic", lambda: now_s[0])
     attempt = make_attempt(tmp_path / "run", ["notify.stalled_after_s=100", *overrides])
     plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
-    reports: list[Report] = []
+    notifications: list[Notification] = []
 
     class Recorder(Notifier):
-        def send(self, attempt: AttemptDir, report: Report) -> None:
-            reports.append(report)
+        def send(self, attempt: AttemptDir, notification: Notification) -> None:
+            notifications.append(notification)
 
     watch = ProgressWatch(attempt, plan, Recorder())
 
@@ -259,43 +283,43 @@ def stall_watch(
             now_s[0] += 10.5
             watch.poll()
 
-    return attempt, reports, wait
+    return attempt, notifications, wait
 
 
 def test_a_stalled_run_is_reported_once_until_it_makes_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt, reports, wait = stall_watch(tmp_path, monkeypatch)
+    attempt, notifications, wait = stall_watch(tmp_path, monkeypatch)
     append_jsonl(attempt.run.metrics_file, {"step": 30, "attempt": 1})
     wait(80)
-    assert reports == []
+    assert notifications == []
     wait(400)
-    [report] = reports
-    assert (report.event, report.fields["step"]) == ("stalled", 30)
-    assert report.text == "no progress for 2 minutes after step 30"
+    [notification] = notifications
+    assert (notification.event, notification.fields["step"]) == ("stalled", 30)
+    assert notification.text == "no progress for 2 minutes after step 30"
     append_jsonl(attempt.run.metrics_file, {"step": 31, "attempt": 1})
     wait(20)
     append_jsonl(attempt.run.metrics_file, {"step": 32, "attempt": 1})
     wait(400)
-    assert [report.event for report in reports] == ["stalled", "stalled"]
+    assert [notification.event for notification in notifications] == ["stalled", "stalled"]
 
 
 def test_a_run_that_logs_seldom_is_not_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt, reports, wait = stall_watch(tmp_path, monkeypatch)
+    attempt, notifications, wait = stall_watch(tmp_path, monkeypatch)
     for step in range(1, 20):
         append_jsonl(attempt.run.metrics_file, {"step": step, "attempt": 1})
         wait(80 if step == 1 else 150)
-    assert reports == []
+    assert notifications == []
 
 
 def test_slow_ranks_of_this_attempt_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempt, reports, wait = stall_watch(tmp_path, monkeypatch)
+    attempt, notifications, wait = stall_watch(tmp_path, monkeypatch)
     slow = {"since_step": 5, "phase": "compute", "ratio": 2.0, "step": 24}
     log_event(attempt.run, 7, "slow_rank", rank=1, host="a", **slow)
     log_event(attempt.run, attempt.number, "slow_rank", rank=2, host="b", **slow)
     log_event(attempt.run, attempt.number, "slow_rank_over", rank=2, host="b", **slow)
     wait(40)
-    assert [report.fields["host"] for report in reports] == ["b"]
+    assert [notification.fields["host"] for notification in notifications] == ["b"]
 
 
 def test_an_old_plan_has_no_notifications(tmp_path: Path, endpoint: Webhook) -> None:
@@ -303,8 +327,8 @@ def test_an_old_plan_has_no_notifications(tmp_path: Path, endpoint: Webhook) -> 
     plan = json.loads(attempt.plan_file.read_text())
     del plan["notify"]
     write_json(attempt.plan_file, plan)
-    report, notifier = end_report(attempt, end_of("finished", "finished")), Notifier()
-    assert report is not None
-    notifier.send(attempt, report)
+    notification, notifier = end_notification(attempt, end_of("finished", "finished")), Notifier()
+    assert notification is not None
+    notifier.send(attempt, notification)
     notifier.wait()
     assert endpoint.messages == []

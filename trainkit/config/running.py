@@ -241,6 +241,7 @@ class NotifyConfig(Section):
         default=WEBHOOK_VARIABLE,
         description="Name of the environment variable that contains the URL of the webhook, which is a"
         " secret; without the variable, or with null, there is no webhook.",
+        json_schema_extra={"allowed": "the name of an environment variable, or null"},
     )
     mail: OneLine | None = Field(
         default=None, description="Recipient of emails that Slurm sends about those events that it knows."

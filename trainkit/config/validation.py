@@ -214,8 +214,8 @@ def _notify(loaded: LoadedConfig) -> Iterator[Problem]:
         message = "is not the name of an environment variable"
         hint = f"export {WEBHOOK_VARIABLE}=URL in the shell that submits, and leave notify.webhook out"
         problem = loaded.problem("notify.webhook", message, hint)
-        shown = problem.origin.replace(notify.webhook, "***") if notify.webhook else problem.origin
-        yield replace(problem, origin=shown)
+        is_flag = problem.origin.startswith("--set ")
+        yield replace(problem, origin="--set notify.webhook") if is_flag else problem
     if notify.mail is None:
         return
     for key in ("mail_user", "mail_type"):

@@ -32,7 +32,7 @@ from trainkit.job.node.rendezvous import (
     new_nonce,
 )
 from trainkit.job.node.static_rendezvous import HostLink, HostPlace, dismiss, stopped_error
-from trainkit.job.notifications import report_end
+from trainkit.job.notifications import notify_end
 from trainkit.job.processes import module_argv, redirect_output
 from trainkit.job.rank_env import NONCE_VARIABLE
 from trainkit.job.record import become_sole_supervisor, read_job
@@ -327,7 +327,7 @@ def run_first_host(
         ended.set()
         printer.join()
     processes.log_line(f"attempt {attempt.number}: {decision.action}: {decision.reason}")
-    report_end(attempt, write_end(attempt, watch.outcome, decision))
+    notify_end(attempt, write_end(attempt, watch.outcome, decision))
     return decision, watch.outcome.stop_signal
 
 

@@ -1,8 +1,8 @@
-"""Reports what happens to a run to a webhook, from threads that nothing waits for.
+"""Notifies a webhook of what happens to a run, from threads that nothing waits for.
 
 The URL is a secret: it is in an environment variable, and no file, log or message contains it.
-``notifications.json`` in the run folder has the times of the reports, so that a run which restarts again and
-again reports no more often than `notify.min_interval_s`.
+``notifications.json`` in the run folder has the times of the last ones, so that a run which restarts again
+and again sends no more of them than `notify.min_interval_s` allows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainkit import __version__
-from trainkit.config import read_effective
 from trainkit.errors import TrainkitError
 from trainkit.job.processes import log_line
 from trainkit.job.record import find_entry, read_job
-from trainkit.plan.launch import LaunchPlan
+from trainkit.plan.launch import LaunchPlan, NotifyPolicy
 from trainkit.rundir import (
     RESUME_ACTIONS,
     AttemptDir,
@@ -38,20 +37,20 @@ STATE_NAME = "notifications.json"
 SEND_TIMEOUT_S = 5.0
 """How long the endpoint may take to respond."""
 END_TIMEOUT_S = 6.0
-"""How long the exit of the job waits for a report that is being sent."""
+"""How long the exit of the job waits for a notification that is being sent."""
 LAST_EVENTS = ("finished", "failed")
-"""Reported however short the time since the last report: nothing follows them."""
+"""Reported however short the time since the last notification: nothing follows them."""
 
 
 class DeliveryError(TrainkitError):
-    """The endpoint has not accepted a report; the message does not contain the URL."""
+    """The endpoint has not accepted a notification; the message does not contain the URL."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, hint="check the URL, and that this machine may reach its server")
 
 
 @dataclass(frozen=True)
-class Report:
+class Notification:
     """What happened to a run, as `notify.on` names it, and in words."""
 
     event: str
@@ -63,8 +62,8 @@ class Report:
     """Further fields of the message."""
 
 
-def end_report(attempt: AttemptDir, end: Mapping[str, Any]) -> Report | None:
-    """The report of an attempt that has ended; None if a person stopped it, or it stopped as configured.
+def end_notification(attempt: AttemptDir, end: Mapping[str, Any]) -> Notification | None:
+    """The notification of an ended attempt; None if a person stopped it, or it stopped as configured.
 
     `end` is the content of its end.json.
     """
@@ -77,15 +76,15 @@ def end_report(attempt: AttemptDir, end: Mapping[str, Any]) -> Report | None:
         **{key: failure.get(key) for key in ("rank", "host")},
     }
     if action == "finished":
-        return Report("finished", "finished", f"trainkit report {folder}", fields)
+        return Notification("finished", "finished", f"trainkit report {folder}", fields)
     first = _first_failure(failure)
     if action in RESUME_ACTIONS:
         text = f"restarts: {reason}" if action == "restart" else f"is requeued: {reason}"
         if end.get("cause") == "slow_host":
             text = reason  # restarts without HOST: …
-        return Report("requeued", f"{text}{first}", f"trainkit status {folder}", fields)
+        return Notification("requeued", f"{text}{first}", f"trainkit status {folder}", fields)
     if state == "failed" or (state == "stopped" and end.get("cause") is not None):
-        return Report("failed", f"{state}: {reason}{first}", f"trainkit diagnose {folder}", fields)
+        return Notification("failed", f"{state}: {reason}{first}", f"trainkit diagnose {folder}", fields)
     return None
 
 
@@ -98,27 +97,27 @@ def _first_failure(failure: Mapping[str, Any]) -> str:
     return f"; {where}{kind}{failure['message']}"
 
 
-def stall_report(attempt: AttemptDir, silent_s: float, step: int | None) -> Report:
-    """The report of a run without progress for some time; `step` is the last step that was logged."""
+def stall_notification(attempt: AttemptDir, silent_s: float, step: int | None) -> Notification:
+    """The notification of a run without progress for some time; `step` is the last step that was logged."""
     after = "" if step is None else f" after step {step}"
     text = f"no progress for {silent_s / 60:.0f} minutes{after}"
     command = f"trainkit stacks {quote(str(attempt.run.path))}"
-    return Report("stalled", text, command, {"state": "running", "reason": text, "step": step})
+    return Notification("stalled", text, command, {"state": "running", "reason": text, "step": step})
 
 
-def slowdown_report(attempt: AttemptDir, event: Mapping[str, Any]) -> Report:
-    """The report of an event ``slow_rank`` or ``slow_run``."""
+def slowdown_notification(attempt: AttemptDir, event: Mapping[str, Any]) -> Notification:
+    """The notification of an event ``slow_rank`` or ``slow_run``."""
     rank, host = event.get("rank"), event.get("host")
     who = "all ranks are" if rank is None else f"rank {rank} on {host} is"
     than = "before" if rank is None else "the others"
     times = f"{float(event.get('ratio') or 0.0):.1f} times as long as {than}"
     text = f"{who} slow since step {event.get('since_step')} ({event.get('phase')}), {times}"
     fields = {"state": "running", "reason": text, "step": event.get("step"), "rank": rank, "host": host}
-    return Report("slow", text, f"trainkit status {quote(str(attempt.run.path))}", fields)
+    return Notification("slow", text, f"trainkit status {quote(str(attempt.run.path))}", fields)
 
 
 class Notifier:
-    """Sends the reports of one process; a report that cannot be sent is only logged."""
+    """Sends the notifications of one process; a notification that cannot be sent is only logged."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = environ
@@ -126,9 +125,13 @@ class Notifier:
         self._one_at_a_time = threading.Lock()
         self._problem = ""
 
-    def send(self, attempt: AttemptDir, report: Report) -> None:
-        """Send a report unless the config or the rate limit excludes it; returns at once."""
-        thread = threading.Thread(target=self._send, args=(attempt, report), name="notify", daemon=True)
+    def is_for(self, policy: NotifyPolicy, *events: str) -> bool:
+        """Whether one of these events would be reported."""
+        return bool(self._environ.get(policy.webhook or "")) and any(event in policy.on for event in events)
+
+    def send(self, attempt: AttemptDir, notification: Notification) -> None:
+        """Send a notification unless the config or the rate limit excludes it; returns at once."""
+        thread = threading.Thread(target=self._send, args=(attempt, notification), name="notify", daemon=True)
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         thread.start()
 
@@ -140,48 +143,48 @@ class Notifier:
         if any(thread.is_alive() for thread in self._threads):
             log_line(f"warning: a notification was not sent within {timeout_s:g} s")
 
-    def _send(self, attempt: AttemptDir, report: Report) -> None:
+    def _send(self, attempt: AttemptDir, notification: Notification) -> None:
         with self._one_at_a_time:
             try:
                 policy = LaunchPlan.from_dict(read_json(attempt.plan_file)).notify
-                url = self._environ.get(policy.webhook or "")
-                if url and report.event in policy.on:
-                    _send_limited(url, attempt, report, policy.min_interval_s)
+                if self.is_for(policy, notification.event):
+                    url = self._environ[policy.webhook or ""]
+                    _send_limited(url, attempt, notification, policy.min_interval_s)
             except (OSError, ValueError, TrainkitError) as error:
                 self._log(error.message if isinstance(error, DeliveryError) else str(error))
 
     def _log(self, problem: str) -> None:
-        """Say once what is wrong: the run continues without reports."""
+        """Say once what is wrong: the run continues without notifications."""
         if problem != self._problem:
             self._problem = problem
             log_line(f"warning: a notification was not sent: {problem}")
 
 
-def report_end(attempt: AttemptDir, end: Mapping[str, Any]) -> None:
-    """Report the end of an attempt that no supervisor runs; `end` is the content of its end.json."""
-    report, notifier = end_report(attempt, end), Notifier()
-    if report is not None:
-        notifier.send(attempt, report)
+def notify_end(attempt: AttemptDir, end: Mapping[str, Any]) -> None:
+    """Notify of the end of an attempt that no supervisor runs; `end` is the content of its end.json."""
+    notification, notifier = end_notification(attempt, end), Notifier()
+    if notification is not None:
+        notifier.send(attempt, notification)
         notifier.wait()
 
 
-def _send_limited(url: str, attempt: AttemptDir, report: Report, min_interval_s: float) -> None:
-    """Send a report unless one of its kind was sent recently; counts those that are not sent."""
+def _send_limited(url: str, attempt: AttemptDir, notification: Notification, min_interval_s: float) -> None:
+    """Send a notification unless one of its kind was sent recently; counts those that are not sent."""
     file = attempt.run.path / STATE_NAME
     state = read_state(attempt.run)
-    if is_due(state, report.event, datetime.now(timezone.utc), min_interval_s):
+    if is_due(state, notification.event, datetime.now(timezone.utc), min_interval_s):
         try:
-            post(url, message(attempt, report, state["withheld"]))
+            post(url, message(attempt, notification, state["withheld"]))
         except DeliveryError:
-            write_json(file, with_withheld(state, report.event))
+            write_json(file, with_withheld(state, notification.event))
             raise
-        write_json(file, {"sent": {**state["sent"], report.event: utc_now()}, "withheld": {}})
+        write_json(file, {"sent": {**state["sent"], notification.event: utc_now()}, "withheld": {}})
     else:
-        write_json(file, with_withheld(state, report.event))
+        write_json(file, with_withheld(state, notification.event))
 
 
 def read_state(run: RunDir) -> dict[str, dict[str, Any]]:
-    """``sent``: event -> time of its last report; ``withheld``: event -> number of reports not sent since."""
+    """``sent``: event -> time of its last notification; ``withheld``: event -> number not sent since."""
     try:
         state = read_json(run.path / STATE_NAME)
         return {key: dict(state[key]) for key in ("sent", "withheld")}
@@ -199,33 +202,33 @@ def is_due(state: Mapping[str, Mapping[str, Any]], event: str, now: datetime, mi
 
 
 def with_withheld(state: Mapping[str, Mapping[str, Any]], event: str) -> dict[str, dict[str, Any]]:
-    """The state with one more report of this event that was not sent."""
+    """The state with one more notification of this event that was not sent."""
     withheld = dict(state["withheld"])
     withheld[event] = int(withheld.get(event) or 0) + 1
     return {"sent": dict(state["sent"]), "withheld": withheld}
 
 
-def message(attempt: AttemptDir, report: Report, withheld: Mapping[str, int]) -> dict[str, Any]:
+def message(attempt: AttemptDir, notification: Notification, withheld: Mapping[str, int]) -> dict[str, Any]:
     """The JSON object that the endpoint receives; ``text`` is what chat programs show."""
     run = attempt.run
     entry, name = find_entry(run, attempt.number) or {}, str(read_job(run)["name"])
-    step, total_steps = report.fields.get("step"), _total_steps(attempt)
+    step, total_steps = notification.fields.get("step"), _total_steps(attempt)
     job = f"job {entry.get('job_id')}, attempt {attempt.number}"
     at = "" if step is None else f", step {step}" + ("" if total_steps is None else f"/{total_steps}")
     more = ", ".join(f"{count} {event}" for event, count in withheld.items())
-    text = f"{name} {report.text} ({job}{at})" + (f"\nnot reported before: {more}" if more else "")
+    text = f"{name} {notification.text} ({job}{at})" + (f"\nnot reported before: {more}" if more else "")
     return {
-        "text": f"{text}\n`{report.command}`",
-        "event": report.event,
+        "text": f"{text}\n`{notification.command}`",
+        "event": notification.event,
         "run": name,
         "run_dir": str(run.path),
         "job_id": entry.get("job_id"),
         "attempt": attempt.number,
         **dict.fromkeys(("state", "reason", "rank", "host", "step")),
-        **report.fields,
+        **notification.fields,
         "total_steps": total_steps,
         "withheld": dict(withheld),
-        "command": report.command,
+        "command": notification.command,
         "time": utc_now(),
     }
 
@@ -240,6 +243,9 @@ def _total_steps(attempt: AttemptDir) -> int | None:
     """`train.steps` of the config; None for a COMMAND, which ignores it, and with `train.epochs`."""
     if LaunchPlan.from_dict(read_json(attempt.plan_file)).command is not None:
         return None
+    # Imported where something is sent, because it is slow.
+    from trainkit.config import read_effective
+
     return read_effective(attempt.config_file).train.steps
 
 
@@ -275,7 +281,7 @@ def post(url: str, value: Mapping[str, Any], timeout_s: float = SEND_TIMEOUT_S) 
     from urllib.request import HTTPRedirectHandler, Request, build_opener
 
     class NoRedirect(HTTPRedirectHandler):
-        """Another server must not get the report."""
+        """Another server must not get the notification."""
 
         def redirect_request(self, *arguments: Any) -> None:
             return None

@@ -20,7 +20,7 @@ from trainkit.job.attempt_end import judge, write_end
 from trainkit.job.decision import Decision, Outcome, RestartOptions
 from trainkit.job.node.agent import run_slurm_task
 from trainkit.job.node.slurm_step import SlurmTask
-from trainkit.job.notifications import report_end
+from trainkit.job.notifications import notify_end
 from trainkit.job.rank_env import ATTEMPT_VARIABLE
 from trainkit.job.watch.hangs import read_hangs
 from trainkit.rundir import AttemptDir, RunDir, read_jsonl, wait_for_json, write_json_in_place
@@ -103,7 +103,7 @@ def run_first_task(found: Announcement, show: Callable[[AttemptDir, threading.Ev
         decision = Decision("failed", f"{type(error).__name__}: {error}", EXIT_FAILED)
     ended.set()
     printer.join()
-    report_end(attempt, write_end(attempt, outcome, decision))
+    notify_end(attempt, write_end(attempt, outcome, decision))
     return decision
 
 

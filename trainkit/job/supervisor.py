@@ -27,7 +27,7 @@ from trainkit.job.failure.first_failure import find_first_failure
 from trainkit.job.held_lock import after_stop, leave_unclaimed, retry_elsewhere
 from trainkit.job.node.preflight import retry_on_disk_error
 from trainkit.job.node.slurm_step import slurm_job_id
-from trainkit.job.notifications import Notifier, end_report
+from trainkit.job.notifications import Notifier, end_notification
 from trainkit.job.processes import log_line, redirect_output
 from trainkit.job.record import (
     RunLocked,
@@ -116,7 +116,7 @@ class Supervisor:
         if refusal is not None:
             return self._end(attempt, *refusal)
         for dead in unended:
-            self._report(dead, read_end(dead) or {})  # its supervisor could not
+            self._notify(dead, read_end(dead) or {})  # its supervisor could not
         while True:
             outcome, decision = self._run_attempt(attempt)
             if decision.action == "restart":
@@ -164,7 +164,8 @@ class Supervisor:
             plan = LaunchPlan.from_dict(read_json(attempt.plan_file))
             _enter_work_folder(attempt.run, plan)
             watch = self.allocation.watch(attempt, plan)
-            watch.progress = ProgressWatch(attempt, plan, self.notifier)
+            if self.notifier.is_for(plan.notify, "stalled", "slow"):
+                watch.progress = ProgressWatch(attempt, plan, self.notifier)
             outcome = watch.outcome
             log_event(
                 attempt.run, attempt.number, "started", world_size=plan.world_size, nodes=plan.num_nodes
@@ -248,13 +249,13 @@ class Supervisor:
             end = write_end(attempt, outcome, decision)
         except OSError as error:
             log_line(f"attempt {attempt.number}: its end could not be written ({error})")
-        self._report(attempt, end)
+        self._notify(attempt, end)
         return decision.exit_code
 
-    def _report(self, attempt: AttemptDir, end: Mapping[str, Any]) -> None:
-        report = end_report(attempt, end)
-        if report is not None:
-            self.notifier.send(attempt, report)
+    def _notify(self, attempt: AttemptDir, end: Mapping[str, Any]) -> None:
+        notification = end_notification(attempt, end)
+        if notification is not None:
+            self.notifier.send(attempt, notification)
 
 
 def _enter_work_folder(run: RunDir, plan: LaunchPlan) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from trainkit.config.running import MAIL_TYPES
-
 if TYPE_CHECKING:
     from trainkit.config.schema import RunConfig
 
@@ -125,6 +123,9 @@ def make_request(
             if value is not None:
                 sbatch[option] = value
     if config.notify.mail is not None:
+        # Imported here because it is slow, and jobs only read their request.
+        from trainkit.config.running import MAIL_TYPES
+
         sbatch["mail-user"] = config.notify.mail
         sbatch["mail-type"] = ",".join(MAIL_TYPES[event] for event in config.notify.on if event in MAIL_TYPES)
     # The agents receive it, and send a command the signal that it handles.

@@ -69,13 +69,13 @@ class AttemptWatch(ProcessGroup):
             self.end_all()
             return
         self._poll_processes()
-        if self.progress is not None:
-            self.progress.poll()
         if self._silence is not None and self.outcome.stop_signal is None:
             self._silence.poll()
         if not self.outcome.hung and (hangs := self._hangs.poll()):
             self.outcome.hangs = hangs
             self.end_all()
+        if self.progress is not None:
+            self.progress.poll()
 
     def end_all(self) -> None:
         """End every process of the attempt immediately."""
@@ -227,8 +227,8 @@ class SlurmAttemptWatch(AttemptWatch):
     def _poll_processes(self) -> None:
         self._end_if_superseded()
         self._forward_unconfirmed()
-        self._leave_slow_host()
         self._end_after_failure()
+        self._leave_slow_host()
 
     def _end_if_superseded(self) -> None:
         """Have the ranks save and exit when another start of the job has claimed the next attempt.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainkit.job.attempt_end import last_step
-from trainkit.job.notifications import Notifier, slowdown_report, stall_report
+from trainkit.job.notifications import Notifier, slowdown_notification, stall_notification
 from trainkit.job.record import SLOWDOWN_EVENTS
 from trainkit.job.watch.hangs import OutputWatch
 from trainkit.jsonl import JsonlTail
@@ -28,7 +28,7 @@ class ProgressWatch:
         self._is_stalled = False
 
     def poll(self) -> None:
-        """Report what has changed. Raises OSError."""
+        """Notification what has changed. Raises OSError."""
         silent_s = self._output.poll()
         if silent_s is None:
             return
@@ -40,8 +40,8 @@ class ProgressWatch:
         if not self._is_stalled and silent_s > max(self._limit_s, STALL_INTERVALS * self._longest_s):
             self._is_stalled = True
             step = last_step(self._attempt, None)
-            self._notifier.send(self._attempt, stall_report(self._attempt, silent_s, step))
+            self._notifier.send(self._attempt, stall_notification(self._attempt, silent_s, step))
         for event in self._events.read():
             is_own = event.get("attempt") == self._attempt.number
             if is_own and event.get("event") in ("slow_rank", "slow_run"):
-                self._notifier.send(self._attempt, slowdown_report(self._attempt, event))
+                self._notifier.send(self._attempt, slowdown_notification(self._attempt, event))
