@@ -45,7 +45,7 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
     for checkpoint in published(what.run.checkpoints_dir):
         if checkpoint.step < what.first:
             # All of them: the trainer goes back to an earlier one if the newest is damaged.
-            copy.checkpoint_dir(checkpoint.step).symlink_to(checkpoint.path)
+            _link_checkpoint(checkpoint.path, copy.checkpoint_dir(checkpoint.step))
     if what.run.job_file.is_file():
         write_json(copy.job_file, read_json(what.run.job_file))  # says where the code snapshot is
     attempt = copy.attempt(1)
@@ -56,6 +56,15 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
     with submission_folder(what.run, False):
         _run_ranks(what.plan, attempt)
     return copy
+
+
+def _link_checkpoint(source: Path, target: Path) -> None:
+    """Hard-link the files of a checkpoint, which the run may remove; elsewhere than on its disk, the folder."""
+    try:
+        shutil.copytree(source, target, copy_function=os.link)
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)
+        target.symlink_to(source)
 
 
 def submit_replay(
