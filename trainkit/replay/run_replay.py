@@ -59,7 +59,7 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
 
 
 def _link_checkpoint(source: Path, target: Path) -> None:
-    """Hard-link the files of a checkpoint, which the run may remove; elsewhere than on its disk, the folder."""
+    """Hard-link the files of a checkpoint, which the run may remove; on another disk, link its folder."""
     try:
         shutil.copytree(source, target, copy_function=os.link)
     except OSError:
