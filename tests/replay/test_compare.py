@@ -183,7 +183,7 @@ def test_each_attempt_that_recorded_a_step_is_compared(folders: tuple[RunDir, Ru
 
 
 def start(run: RunDir, number: int, step: int, **facts: Any) -> None:
-    fields = {"step": step, "total_steps": 20, "samples_seen": 8 * step, "num_samples": 1000}
+    fields = {"step": step, "total_steps": 40, "samples_seen": 8 * step, "num_samples": 1000}
     log_event(run, number, "training", **fields, **facts)
 
 
@@ -201,10 +201,10 @@ def test_the_position_of_a_step(folders: tuple[RunDir, RunDir]) -> None:
     with pytest.raises(UsageError, match="has not begun to train"):
         find_step(run, 1)
     start(run, 1, 0)
-    for step in (1, 3, 4, 9, 20):
+    for step in (1, 3, 4, 9, 40):
         at = find_step(run, step)
         assert (at.start, at.stop, at.attempt.number) == (8 * step - 8, 8 * step, 1)
-    for step in (0, 21):
+    for step in (0, 41):
         with pytest.raises(UsageError, match=f"has no step {step}"):
             find_step(run, step)
 

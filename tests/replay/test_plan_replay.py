@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,17 +16,18 @@ from trainkit.control.resume import REPLAY_FILE
 from trainkit.errors import ConfigError, UsageError
 from trainkit.plan.launch import Batch, LaunchPlan, Layout
 from trainkit.replay import plan_replay as module
+from trainkit.replay import run_replay
 from trainkit.replay.plan_replay import ReplayPlan, plan_replay
 from trainkit.replay.run_replay import code_variables
 from trainkit.rundir import RunDir, write_json
 
-CONFIG = "name: t\ndevice: cpu\ntrain: {steps: 20}\nparallel: {dp_shard: 2}\n"
+CONFIG = "name: t\ndevice: cpu\ntrain: {steps: 40}\nparallel: {dp_shard: 2}\n"
 SMALL = replace(PLAN, layout=Layout(dp_shard=2), num_nodes=1, batch=Batch(4, 1, 8, 512))
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run of 20 steps on two ranks, with checkpoints after 4 and 8."""
+    """A run that has computed 10 steps on two ranks, with checkpoints after 4 and 8."""
     run = RunDir(tmp_path / "run")
     attempt = run.attempt(1)
     attempt.path.mkdir(parents=True)
@@ -46,6 +49,8 @@ def planned(run: RunDir, first: int, last: int | None = None, layout: str = "sam
 def test_the_nearest_checkpoint_and_the_cost(run: RunDir) -> None:
     for first, last, begin in ((1, 1, 0), (4, 4, 0), (5, 5, 4), (8, 9, 4), (9, 9, 8), (20, 20, 8)):
         assert planned(run, first, last).start_step == begin
+    with pytest.raises(UsageError, match="has not computed step 21: its last record is of step 10"):
+        planned(run, 21)  # a step up to 20 may have been the last one, of which there is no record
     cost = planned(run, 4).cost
     assert cost == "computing 4 steps from the initial weights on 2 cpu ranks; the run took 4 min for that"
     # A checkpoint was removed.
@@ -84,7 +89,7 @@ def test_a_replay_reports_to_no_tracker_and_never_restarts(run: RunDir) -> None:
 
 
 def test_steps_that_had_other_values_since_the_checkpoint(run: RunDir) -> None:
-    add_attempt(run, 2, 6, CONFIG.replace("20", "30") + "optimizer: {weight_decay: 0.2}\n", SMALL)
+    add_attempt(run, 2, 6, CONFIG.replace("40", "30") + "optimizer: {weight_decay: 0.2}\n", SMALL)
     record(run, 10, attempt=2)
     with pytest.raises(UsageError, match=r"step 5, of attempt 1, .* optimizer.weight_decay: 0.1 -> 0.2"):
         planned(run, 8)
@@ -154,3 +159,20 @@ def test_ranks_here_import_from_the_copy_of_the_code(run: RunDir, monkeypatch: p
     write_json(run.job_file, {"backend": "sbatch", "name": "t", "attempts": [], "code": code})
     assert code_variables(run, {}) == {"PYTHONPATH": "/runs/one/code/src:/runs/one/code:/mine"}
     assert code_variables(run, {"PYTHONPATH": "/set"})["PYTHONPATH"].endswith("/code:/set")
+
+
+def test_a_checkpoint_stays_although_the_run_removes_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = run.checkpoint_dir(8) / "manifest.json"
+    file.write_text("{}")
+    target = run.path.parent / "copy"
+    run_replay._link_checkpoint(file.parent, target)
+    shutil.rmtree(file.parent)
+    assert (target / file.name).read_text() == "{}"
+
+    def refuse(*args: object, **more: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", refuse)
+    again = run.path.parent / "again"
+    run_replay._link_checkpoint(target, again)
+    assert again.readlink() == target

@@ -142,8 +142,7 @@ def _throw_away_folder(keep: bool) -> Iterator[Path]:
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     folder = None
     try:
         folder = Path(tempfile.mkdtemp(prefix="trainkit-replay-"))
@@ -160,6 +159,8 @@ def _throw_away_folder(keep: bool) -> Iterator[Path]:
             click.echo(f"kept {folder}", err=True)
         elif folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _submit(what: ReplayPlan, folder: Path | None, follow: bool, as_json: bool) -> int:

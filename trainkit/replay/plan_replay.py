@@ -115,6 +115,7 @@ def plan_replay(
     if the run cannot be replayed, or not with that layout or on this machine.
     """
     at = find_step(run, last)
+    _refuse_later(run, at)
     start_step = _start_step(run, first)
     _refuse_changes(run, at, start_step)
     if layout == SAME and not flags and not submits:
@@ -136,6 +137,16 @@ def plan_replay(
         )
         _refuse_too_large(run, plan, detect_machine(), last)
     return ReplayPlan(run, first, last, start_step, at, config, plan)
+
+
+def _refuse_later(run: RunDir, at: RunStep) -> None:
+    """Raise UsageError if the run has not come to the step, as far as its records tell."""
+    newest = max((record["step"] for record in read_metrics(run)), default=0)
+    if at.step > newest + at.config.train.log_every:
+        raise UsageError(
+            f"{run.path} has not computed step {at.step}: its last record is of step {newest}",
+            hint="`trainkit data show` shows the samples of any step",
+        )
 
 
 def _start_step(run: RunDir, first: int) -> int:

@@ -45,7 +45,7 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
     for checkpoint in published(what.run.checkpoints_dir):
         if checkpoint.step < what.first:
             # All of them: the trainer goes back to an earlier one if the newest is damaged.
-            copy.checkpoint_dir(checkpoint.step).symlink_to(checkpoint.path)
+            _link_checkpoint(checkpoint.path, copy.checkpoint_dir(checkpoint.step))
     if what.run.job_file.is_file():
         write_json(copy.job_file, read_json(what.run.job_file))  # says where the code snapshot is
     attempt = copy.attempt(1)
@@ -58,6 +58,15 @@ def run_replay(what: ReplayPlan, folder: Path) -> RunDir:
     return copy
 
 
+def _link_checkpoint(source: Path, target: Path) -> None:
+    """Hard-link the files of a checkpoint, which the run may remove; on another disk, link its folder."""
+    try:
+        shutil.copytree(source, target, copy_function=os.link)
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)
+        target.symlink_to(source)
+
+
 def submit_replay(
     what: ReplayPlan, argv: Sequence[str], folder: Path | None
 ) -> tuple[RunDir, dict[str, Any]]:
@@ -68,17 +77,19 @@ def submit_replay(
     job = read_job(what.run)
     name = f"{what.config.name}-replay"
     folder = None if folder is None else folder.absolute()
-    with submission_folder(what.run, False), new_folder(name, folder) as (path, name):
-        copy = RunDir(path.absolute())
-        copy.checkpoints_dir.mkdir(mode=0o700)
-        if what.start_step:
-            # Hard links, where possible: the run may remove its checkpoint before the job starts.
-            copy_checkpoint(what.run.checkpoint_dir(what.start_step), copy)
-        given = without_secrets(argv, what.config.launch.secrets)
-        write_json(copy.provenance_file, {**collect_provenance(Path.cwd()), "argv": given})
-        record = {"run": str(what.run.path), "first": what.first, "last": what.last}
-        write_json(copy.path / REPLAY_FILE, record)
-        create_job(copy, backend=what.plan.backend, name=name, cwd=str(Path.cwd()), code=job.get("code"))
+    with submission_folder(what.run, False):
+        with new_folder(name, folder) as (path, name):
+            copy = RunDir(path.absolute())
+            copy.checkpoints_dir.mkdir(mode=0o700)
+            if what.start_step:
+                # Hard links, where possible: the run may remove its checkpoint before the job starts.
+                copy_checkpoint(what.run.checkpoint_dir(what.start_step), copy)
+            given = without_secrets(argv, what.config.launch.secrets)
+            write_json(copy.provenance_file, {**collect_provenance(Path.cwd()), "argv": given})
+            record = {"run": str(what.run.path), "first": what.first, "last": what.last}
+            write_json(copy.path / REPLAY_FILE, record)
+            cwd = str(Path.cwd())
+            create_job(copy, backend=what.plan.backend, name=name, cwd=cwd, code=job.get("code"))
         config = what.config.model_copy(update={"name": name})
         return copy, start_run(copy, config, what.plan, "submit")
 

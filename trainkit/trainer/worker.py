@@ -6,11 +6,13 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from logging import getLogger
+from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -233,10 +235,12 @@ def build_trainer(
 
 
 def processor_name(device: torch.device) -> str:
-    """The name of a GPU, or the instruction set that torch uses on this CPU."""
+    """The name of a GPU, or of this CPU with the instruction set that torch uses on it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU with {torch.backends.cpu.get_cpu_capability()}"
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    name = "CPU" if found is None else found[1]
+    return f"{name} with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def val_fingerprint(task: AnyTask) -> str:
