@@ -249,7 +249,7 @@ class ListScreen(ReadingScreen):
     def show(self) -> None:
         if self._result is None:
             return
-        width = self.app.size.width
+        width = self.app.size.width - 1  # for the scrollbar
         self.listing, problem = self._listing(self._result, width)
         problem = self.problem or problem
         lines = [Text(f"! {problem}", BAD)] if problem else []
@@ -287,7 +287,7 @@ class ListScreen(ReadingScreen):
         elif Path(row.run_dir).is_dir():
             app.open(RunDir(row.run_dir))
         else:
-            self.notify("this run has not started yet: it has no folder")
+            self.notify("this run has not started yet")
 
 
 class TextScreen(ReadingScreen):
