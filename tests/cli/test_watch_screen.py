@@ -271,3 +271,19 @@ def test_no_run_yet(folder: Path) -> None:
         await pilot.press("enter")
 
     drive(None, use)
+
+
+@pytest.mark.parametrize("name", ["job.json", "plan.json", "config.yaml", "attempts/001/end.json"])
+@pytest.mark.parametrize("content", ["{", "[1]", '{"attempts": 3}', "\x00\xff"])
+def test_a_damaged_file_of_the_run(name: str, content: str, folder: Path) -> None:
+    run = watched_runs.finished(folder / "runs" / "finished")
+    (run.path / name).write_bytes(content.encode("latin-1"))
+
+    async def use(pilot: Pilot[Any], app: WatchApp) -> None:
+        # Either the error, or what the other files say.
+        await wait_for(pilot, lambda: "reading the run" not in screen_text(app), "nothing shows")
+        text = screen_text(app)
+        assert text.startswith("! ") or "step 600 of 600" in text or "INCOMPLETE" in text
+        await pilot.press("q")
+
+    assert drive(run, use).return_value == 0

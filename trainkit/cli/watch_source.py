@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from trainkit.control.jobs import QUERY_INTERVAL_S, JobStatus, job_statuses, open_job_ids, query_known_jobs
-from trainkit.errors import TrainkitError
 from trainkit.observe.group import GroupFiles, GroupStatus
 from trainkit.observe.run_files import EventHistory, RunFiles
 from trainkit.observe.run_view import RunView, read_view
@@ -163,7 +162,7 @@ class Repeater:
             began_s = time.thread_time()
             try:
                 result: object = self._read()
-            except (OSError, TrainkitError) as error:
+            except Exception as error:  # it is shown; without a reader, the screen would stop silently
                 result = error
             self._show(result)
             self._ended.wait(max(self._interval_s, (time.thread_time() - began_s) / self.MAX_SHARE))
