@@ -118,3 +118,45 @@ def test_readings_that_take_long_are_seldom() -> None:
     wait_for(lambda: len(times) == 2)
     repeater.end()
     assert times[1] - times[0] >= 1.0
+
+
+def test_after_the_last_job_has_ended_slurm_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_source, "MIN_QUERY_INTERVAL_S", 0.0)
+    slurm = Slurm()
+    poller = SlurmPoller(0.01, slurm.query)
+    poller.jobs(["1"])
+    wait_for(lambda: len(slurm.asked) > 2)
+    assert poller.jobs([]) == {}
+    settled = threading.Event()
+    settled.wait(0.1)
+    count = len(slurm.asked)
+    settled.wait(0.2)
+    assert len(slurm.asked) == count
+    assert poller.jobs(["2"]) is not None
+
+
+def test_jobs_of_an_earlier_answer_are_not_asked_again_at_once() -> None:
+    slurm = Slurm()
+    poller = SlurmPoller(60.0, slurm.query)
+    for ids in (["1", "2"], ["1"], ["2"], ["1", "2"]):
+        assert set(ids) <= set(poller.jobs(ids) or {})
+    assert slurm.asked == [("1", "2")]
+
+
+def test_a_paused_reader_reads_nothing() -> None:
+    count = [0]
+
+    def read() -> None:
+        count[0] += 1
+
+    repeater = Repeater(read, lambda result: None, 0.001)
+    repeater.start()
+    wait_for(lambda: count[0] > 2)
+    repeater.pause()
+    time.sleep(0.1)
+    seen = count[0]
+    time.sleep(0.1)
+    assert count[0] == seen
+    repeater.resume()
+    wait_for(lambda: count[0] > seen)
+    repeater.end()

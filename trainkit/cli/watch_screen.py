@@ -242,6 +242,12 @@ class ListScreen(ReadingScreen):
         yield OptionList(id="runs")
         yield Footer(compact=True)
 
+    def on_screen_suspend(self) -> None:
+        self._repeater.pause()
+
+    def on_screen_resume(self) -> None:
+        self._repeater.resume()
+
     def take(self, result: Any) -> None:
         self._result = result
 
